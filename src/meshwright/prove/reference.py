@@ -13,6 +13,7 @@ rounded steps are computed several times, from weights of which some differ by o
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -31,6 +32,7 @@ from meshwright.prove.four_bits import kept_in_four_bits
 from meshwright.prove.optimizer import Updates
 from meshwright.prove.oracle import loss_sum, streams
 from meshwright.prove.oracle_routers import Routed, router_losses
+from meshwright.prove.packed import packed
 from meshwright.prove.weights import whole_buffers, whole_weights
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec
@@ -142,10 +144,7 @@ def tells_apart(case: Case, least: float) -> bool:
 
 
 def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Reference:
-    """Return the reference on every rank; ranks 0 and 1 each compute half of it.
-
-    A collective.
-    """
+    """Return the reference on every rank; ranks 0 and 1 each compute half. A collective."""
     if world.size == 1:
         return run_reference(case, keeps=keeps)
     mine: list[Steps] = []
@@ -153,18 +152,22 @@ def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Refere
         one = _Computed.of(case)
         numbers = range(1) if world.rank == 0 else range(1, SAMPLES)
         mine = [one.rounded(number) for number in numbers]
-    gathered = [mine] * world.size
-    box: list[Reference | None] = [None]
+    box = [b""]
     if world.rank == 0:
-        exact = one.exact()
-        dist.gather_object(mine, gathered)
-        box = [one.reference(exact, [*gathered[0], *gathered[1]], keeps=keeps)]
-    else:
-        dist.gather_object(mine)
+        exact, gathered = one.exact(), box * world.size
+        dist.gather_object(b"", gathered)
+        found = one.reference(exact, [*mine, *pickle.loads(gathered[1])], keeps=keeps)
+        dist.broadcast_object_list([packed(found)])
+        return found
+    dist.gather_object(packed(mine if keeps else [_lean(steps) for steps in mine]))
     dist.broadcast_object_list(box)
-    (found,) = box
-    assert found is not None
-    return found
+    theirs: Reference = pickle.loads(box[0])
+    return theirs
+
+
+def _lean(steps: Steps) -> Steps:
+    """Return steps whose moments have their gradients alone, of which the noise is made."""
+    return replace(steps, moments=tuple(AfterStep(m.gradients, {}, {}, {}) for m in steps.moments))
 
 
 class _Computed(NamedTuple):
