@@ -6,7 +6,7 @@ from meshwright.search.plan import plan
 from meshwright.search.prices import KnownPrices
 from meshwright.spec.loading import load_config
 
-WORDS = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=4")
+WORDS = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=1")
 
 
 def found(*words, prices=None):
@@ -20,7 +20,7 @@ def found(*words, prices=None):
     [
         (["train.batch=256"], ["train.batch=512"], ["train.batch=64", "train.seq_len=16384"]),
         (["train.batch=256"], ["train.batch=256", "layout.tp=2"], ["train.batch=512"]),
-        (["train.batch=256"], ["cluster.nodes=8", "train.batch=512"], ["train.batch=128"]),
+        (["train.batch=256"], ["cluster.nodes=2", "train.batch=512"], ["train.batch=128"]),
     ],
     ids=["batch and length", "a key that is fixed", "devices"],
 )

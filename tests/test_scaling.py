@@ -30,19 +30,19 @@ def test_tokens_are_days_device_hours_and_money(capsys):
 
 
 def test_the_curve_has_each_numbers_own_best_layout(capsys):
-    found = asked(capsys, "--devices", "1..48", "--tokens", "15T", "--price", "h100-sxm=2")
+    found = asked(capsys, "--devices", "1..24", "--tokens", "15T", "--price", "h100-sxm=2")
     points = {one["devices"]: one for one in found["answers"]["devices"]}
-    assert list(points) == [1, 2, 4, 8, 16, 32, 48]
+    assert list(points) == [1, 2, 4, 8, 16, 24]
     assert not points[1]["fits"]
-    alone = asked(capsys, "cluster.nodes=4")
+    alone = asked(capsys)  # on two nodes
     for key in ("layout", "step_time_s", "peak_memory_bytes"):
-        assert points[32][key] == alone["ledger"][key]
-    assert points[32]["tokens_per_s"] > points[16]["tokens_per_s"] > points[8]["tokens_per_s"]
-    each = points[32]["takes"]
-    assert each["cost"] == pytest.approx(2 * 32 * 24 * each["days"])
+        assert points[16][key] == alone["ledger"][key]
+    assert points[16]["tokens_per_s"] > points[8]["tokens_per_s"] > points[4]["tokens_per_s"]
+    each = points[16]["takes"]
+    assert each["cost"] == pytest.approx(2 * 16 * 24 * each["days"])
     pinned = asked(capsys, "--devices", "8..16", "layout.tp=2")["answers"]["devices"]
     assert [one["layout"]["tp"] for one in pinned] == [2, 2]
-    assert main(["plan", *WORDS, "--devices", "1..16"]) == 0
+    assert main(["plan", *WORDS, "--devices", "1..2"]) == 0
     out = capsys.readouterr().out
     assert "no layout fits" in out
     assert "1M tokens take" in out
