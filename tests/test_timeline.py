@@ -88,8 +88,8 @@ def test_the_peak_is_what_the_profiler_sees(label, precision, bound, matmul):
     ("label", "precision", "tied", "matmul"),
     both_ways(
         [
-            ("dp2 mb4", "bf16", True),
             ("tp2 sp mb8", "fp32", False),
+            ("dp2 mb4", "bf16", True),
             ("pp2 zbv v2 mb4", "fp32", True),
             ("shard2 zero3 mb4", "fp32", False),
         ]
@@ -163,7 +163,9 @@ def long_case(matmul):
     return Case(model, train, Layout.parse("mb4"))
 
 
-@pytest.mark.parametrize("matmul", ["torch", pytest.param("onednn", marks=needs_onednn)])
+@pytest.mark.parametrize(
+    "matmul", ["torch", pytest.param("onednn", marks=(needs_onednn, pytest.mark.slow))]
+)
 def test_the_peak_whatever_cache_attention_is_cut_for(matmul):
     """The program says how large blocks are, as for a core's cache; no rank asks its processor."""
     case, predicted = long_case(matmul), []
@@ -178,7 +180,7 @@ def test_the_peak_whatever_cache_attention_is_cut_for(matmul):
     assert predicted == sorted(set(predicted))
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_what_a_step_takes_it_gives_back(world):
     for case in matrix(world):
         if case.refused is not None:
