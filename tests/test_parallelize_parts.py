@@ -59,6 +59,7 @@ def gradients_agree(model, alone):
         assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * scale), name
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("plan", [PLAN, None], ids=["by hand", "of transformers"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["Qwen3", "Gemma3Text"])

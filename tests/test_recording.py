@@ -155,7 +155,7 @@ def step_of(world, label, precision, matmul):
     return found, points, expected_messages(program, world.rank, Wire(groups))
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("label", "precision", "bound", "matmul"),
     [

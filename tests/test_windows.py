@@ -71,7 +71,7 @@ CHUNK = 8
 WINDOWS = (1, 5, 7, 8, 9, 16, 17, 19, 23, 25, 40, 1000)
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(4)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["bare", "capped"])
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -231,6 +231,7 @@ def in_documents(core, tensors, bounds, scores):
 SEGMENTS = of_lengths([1, 130, 64, 5], [200], [63, 65, 72])
 
 
+@pytest.mark.often(5)
 @pytest.mark.parametrize("rows", [slice(None), slice(1, 2)], ids=["packed", "alone"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["bare", "capped"])
