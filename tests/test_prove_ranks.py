@@ -39,7 +39,8 @@ def failing_worker(body):
 
 
 def test_a_rank_that_fails_costs_its_layout_only(forks):
-    cases = [c for c in legal(2) if c.layout.pp == 1][:3]
+    cheap = [c for c in legal(2) if c.layout.pp == 1 and c.train.precision == "fp32"]
+    cases = sorted(cheap, key=lambda case: (case.steps, case.train.batch, case.model.n_layers))[:3]
     body = f"if case.layout.label == {cases[1].layout.label!r} and self._world.rank == 1: 1 / 0"
     shown = []
     with forks.all_python():
