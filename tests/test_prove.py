@@ -55,7 +55,7 @@ def test_the_table_is_large_legal_and_the_same_each_time():
         assert {layout.zero for layout in by_fsdp2} == ({1, 2, 3} if world < 8 else set())
         assert all(case.layout.world == world for case in cases)
         assert all(broken(c.model, c.train, c.layout) is None for c in cases)
-        assert matrix(world) == matrix(world)
+        assert matrix.__wrapped__(world) == matrix(world)
     assert len(legal(8)) >= 150
 
 

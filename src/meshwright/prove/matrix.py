@@ -8,6 +8,7 @@ no common divisor, so that over the table each value is combined with every othe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -85,6 +86,7 @@ _NAMED: Final = {
 }
 
 
+@functools.cache
 def matrix(world: int) -> tuple[Case, ...]:
     """Return the table for a number of ranks: distinct legal layouts, then the refused ones.
 
