@@ -1,5 +1,6 @@
 """The package: one version everywhere, planning without torch, a workflow that releases it."""
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -26,48 +27,61 @@ accelerators.torch_build = lambda file=None: None
 from meshwright.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+# The same for several commands, one after the other: a line of JSON for each.
+EACH = HIDES.replace(
+    "sys.exit(main(sys.argv[1:]))",
+    """
+import contextlib, io, json
+for words in json.loads(sys.argv[1]):
+    told = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([code, told.getvalue()]))
+""",
+)
 H100 = [*TINY[:4], "model.n_kv_heads=2", "cluster.preset=h100-sxm"]
 
 
-def without_torch(*words, cwd):
-    return subprocess.run(
-        [sys.executable, "-c", HIDES, *words], capture_output=True, text=True, cwd=cwd, check=False
+def without_torch(commands, cwd):
+    """Return the exit code of each command, and what it said of errors."""
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=True,
     )
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_planning_needs_no_torch(tmp_path):
+    commands = [
         ("plan", *H100, "--json"),
         ("config", "show"),
         ("predict", "--help"),
         ("launch", "torchrun", *H100, "cluster.nodes=2"),
-    ],
-    ids=" ".join,
-)
-def test_planning_needs_no_torch(words, tmp_path):
-    done = without_torch(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ]
+    found = without_torch(commands, tmp_path)
+    assert [code for code, _ in found] == [0] * len(commands), found
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_what_computes_says_in_one_sentence_what_to_install(tmp_path):
+    commands = [
         ("train", *TINY),
         ("prove", *TINY, "layout.pp=2"),
         ("simulate", "layout.tp=2"),
         ("bench", "device"),
         ("generate", "runs/latest"),
         ("eval", "runs/latest"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_what_computes_says_in_one_sentence_what_to_install(words, tmp_path):
-    done = without_torch(*words, cwd=tmp_path)
-    assert done.returncode == EXIT_REFUSED, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"meshwright {words[0]}: ")
-    assert line.endswith('needs PyTorch, which is not here: pip install "meshwright[train]"')
+    ]
+    for words, (code, said) in zip(commands, without_torch(commands, tmp_path), strict=True):
+        assert code == EXIT_REFUSED, said
+        (line,) = said.splitlines()
+        assert line.startswith(f"meshwright {words[0]}: ")
+        assert line.endswith('needs PyTorch, which is not here: pip install "meshwright[train]"')
     assert not (tmp_path / "runs").exists()
 
 
