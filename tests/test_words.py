@@ -5,6 +5,7 @@ or code blocks, tables that commands write, and the log of experiments are left 
 """
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -47,11 +48,19 @@ WRITTEN = re.compile(r"<!-- (?:measured|mutants): begin -->.*", re.DOTALL)
 CODE = re.compile(r"^```.*?^```|``.*?``|`[^`\n]*`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 
 
+@functools.cache
+def pattern_of(phrases):
+    """Return the pattern of any of some phrases, over the ends of lines as well."""
+    either = "|".join(phrase.replace(" ", r"\s+") for phrase in phrases)
+    return re.compile(rf"\b(?:{either})\b", re.IGNORECASE)
+
+
 def hits(text, vocabulary):
     """Yield (number of the line, what is written there, its replacement)."""
+    if not pattern_of(tuple(vocabulary)).search(text):
+        return
     for phrase, instead in vocabulary.items():
-        pattern = phrase.replace(" ", r"\s+")
-        for found in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
+        for found in pattern_of((phrase,)).finditer(text):
             yield text.count("\n", 0, found.start()) + 1, " ".join(found[0].split()), instead
 
 
