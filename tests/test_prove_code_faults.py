@@ -5,7 +5,6 @@ its own verdicts, without those of the same case in fp32.
 """
 
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +23,7 @@ from meshwright.prove import compare, trial
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.prove.parity import check, prove_parity
-from meshwright.prove.reference import run_reference
+from meshwright.prove.reference import shared_reference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from meshwright.training import update
@@ -241,7 +240,18 @@ MODEL = {
 HALF = {"rounded_masters": ("dp2 mb2", {}), "rounded_sums": ("dp2 mb1", {"batch": 16})}
 
 
-reference_of = cache(run_reference)
+REFERENCES = {}  # by case, on each rank
+
+
+def references(world):
+    """Return the function of references, of which two ranks compute each one half, once."""
+
+    def of(case):
+        if case not in REFERENCES:
+            REFERENCES[case] = shared_reference(case, world)
+        return REFERENCES[case]
+
+    return of
 
 
 def verdicts_with(world, name, precision):
@@ -255,11 +265,13 @@ def failed(world, name, case):
         if name not in MODEL:
             stack.enter_context(fault())
             fault = None
-        verdicts = check(case, open_groups(case.layout, world), world, reference_of(case), fault)
+        verdicts = check(
+            case, open_groups(case.layout, world), world, references(world)(case), fault
+        )
     return [verdict.claim for verdict in verdicts if not verdict.passed]
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(6)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*CODE, *MODEL])
 def test_a_fault_is_caught(name, precision):
@@ -280,7 +292,7 @@ def test_without_a_fault_all_is_well(label, precision):
 
 def healthy(world, label, precision):
     case = make(label, precision, batch=10 if "mb5" in label else 8)
-    verdicts = check(case, open_groups(case.layout, world), world, reference_of(case))
+    verdicts = check(case, open_groups(case.layout, world), world, references(world)(case))
     return [verdict for verdict in verdicts if not verdict.passed]
 
 
@@ -301,7 +313,7 @@ def test_the_table_has_long_microbatches_and_large_tensors_in_every_world():
 def place(world, name, label):
     case = make(label)
     with globals()[name]():
-        verdicts = prove_parity(case, open_groups(case.layout, world), world, reference_of)
+        verdicts = prove_parity(case, open_groups(case.layout, world), world, references(world))
     return [verdict.first_divergence for verdict in verdicts if not verdict.passed]
 
 
