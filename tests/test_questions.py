@@ -228,11 +228,13 @@ def test_fine_tuning_on_the_command_line(capsys, monkeypatch):
 
 
 def test_questions_from_python():
-    made = mw.plan(mw.load_config(overrides=WORDS), top=1, margin=0.1)
-    assert made.fewest_devices() == fewest_devices(A40S, 8, 0.1)
-    assert made.largest_batches() == largest_batches(A40S, 8, 0.1)
-    assert made.longest_context() == longest_context(A40S, 8, 0.1)
-    assert made.cheapest({"a40": 1.0}) == cheapest(A40S, {"a40": 1.0}, 8, 0.1)
+    words = ["model.preset=llama-3.2-1b", *WORDS[1:3], "train.batch=16", "train.seq_len=4096"]
+    made = mw.plan(mw.load_config(overrides=[*words, "cluster.devices_per_node=2"]), 1, margin=0.1)
+    two = setting(model_spec(preset="llama-3.2-1b"), 2, "a40", batch=16, seq_len=4096)
+    assert made.fewest_devices() == fewest_devices(two, 2, 0.1) != None  # noqa: E711
+    assert made.largest_batches() == largest_batches(two, 2, 0.1) != []
+    assert made.longest_context() == longest_context(two, 2, 0.1) != None  # noqa: E711
+    assert made.cheapest({"a40": 1.0}) == cheapest(two, {"a40": 1.0}, 2, 0.1) != []
 
 
 def test_fine_tuning_from_python():

@@ -58,8 +58,8 @@ def frozen(tmp_path, capsys, *words, code=0):
 
 
 def test_a_frozen_page_has_the_plan_of_many_devices(tmp_path, capsys):
-    large = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"]
-    large += ["train.batch=1024", "train.seq_len=8192", "train.precision=bf16", "--top", "4"]
+    large = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=8"]
+    large += ["train.batch=128", "train.seq_len=8192", "train.precision=bf16", "--top", "4"]
     given, made = frozen(tmp_path, capsys, *large)
     found = given["frozen"]
     assert sorted(given["words"]) == sorted(large[:-2])
