@@ -47,7 +47,7 @@ def test_half_of_the_rows_have_nothing_that_is_trained():
         assert len(set(counts[4:].tolist())) > 1
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("label", "precision", "lora"),
     [

@@ -260,7 +260,7 @@ def test_compiled_blocks_have_the_same_gradients():
         return graph
 
     for is_compiled in (False, True):
-        model = built(n_layers=4)
+        model = built(n_layers=2)
         if is_compiled:
             for block in model.layers.values():
                 block.compile(backend=backend, fullgraph=True)

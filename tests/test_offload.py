@@ -238,8 +238,8 @@ def test_the_planner_offloads_activations_where_nothing_else_fits():
 
 SLOW = pytest.mark.slow
 PROVEN = [
-    ("shard2 zero3 recompute-full", "bf16"),
     ("pp2 1f1b recompute-selective", "fp32"),
+    ("shard2 zero3 recompute-full", "bf16"),
     pytest.param("tp2 sp", "fp32", marks=SLOW),
     pytest.param("tp2 sp recompute-selective", "bf16", marks=SLOW),
     pytest.param("cp2-ring recompute-full", "fp32", marks=SLOW),

@@ -179,9 +179,10 @@ assert torch.equal(a @ a, before)
 
 
 @needs_onednn
-def test_nothing_is_replaced_until_a_route_asks_for_it():
+def test_nothing_is_replaced_until_a_route_asks_for_it(forks):
     """In a process of its own: what is replaced stays so for all that comes later."""
-    subprocess.run([sys.executable, "-c", ALONE], check=True)
+    with forks.all_python():
+        subprocess.run([sys.executable, "-c", ALONE], check=True)
 
 
 class Two(nn.Module):
