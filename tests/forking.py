@@ -61,6 +61,7 @@ FORKED: Final = {
     "meshwright.launch.proofs.proof_worker",
     "meshwright.launch.measure.bench_worker",
     "ranks",
+    "torch.distributed.run",  # its own ranks are started anew: it has threads
 }
 # Imported by the server: what ranks, commands and tests on ranks would import themselves.
 PRELOADED: Final = (
