@@ -17,7 +17,7 @@ from meshwright.layout import Layout, broken
 from meshwright.models.routers import Routing, SigmoidRouter
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
-from meshwright.prove.parity import prove_parity
+from meshwright.prove.parity import check, prove_parity
 from meshwright.prove.shrink import shrink
 from meshwright.prove.weights import telling, whole_buffers
 from meshwright.spec.model import ModelSpec
@@ -77,8 +77,12 @@ def case_of(label, model="low", packed=False, precision="fp32"):
     return Case(model_spec(**MODELS[model]), train, Layout.parse(label), packed=packed)
 
 
-def proven(world, case, fault=None):
-    return prove_parity(case, open_groups(case.layout, world), world, fault=fault)
+def proven(world, case):
+    return prove_parity(case, open_groups(case.layout, world), world)
+
+
+def faulty(world, case, fault):
+    return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
 CASES = [
@@ -182,7 +186,7 @@ FAULTS = [
     [pytest.param(fault, case, id=fault.__name__) for fault, case in FAULTS],
 )
 def test_faults_are_caught(fault, case):
-    verdicts = on_ranks(case.layout.world, proven, case=case, fault=fault)[0]
+    verdicts = on_ranks(case.layout.world, faulty, case=case, fault=fault)[0]
     assert [verdict.claim for verdict in verdicts if not verdict.passed]
 
 

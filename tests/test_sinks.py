@@ -16,7 +16,7 @@ from meshwright.models.attention import attend
 from meshwright.models.hf import hf_source, load_hf, save_hf
 from meshwright.program.attention import ScoreBounds
 from meshwright.prove.case import Case
-from meshwright.prove.parity import prove_parity
+from meshwright.prove.parity import check, prove_parity
 from meshwright.spec.hf import hf_config, spec_from_hf
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
@@ -133,10 +133,19 @@ MODEL = {
 }
 
 
-def proven(world, label, packed, fault=None):
+def case_of(label, packed):
     train = TrainSpec(batch=8, seq_len=32, seed=3)
-    case = Case(model_spec(**MODEL), train, Layout.parse(label), packed=packed)
-    return prove_parity(case, open_groups(case.layout, world), world, fault=fault)
+    return Case(model_spec(**MODEL), train, Layout.parse(label), packed=packed)
+
+
+def proven(world, label, packed):
+    case = case_of(label, packed)
+    return prove_parity(case, open_groups(case.layout, world), world)
+
+
+def faulty(world, label, fault):
+    case = case_of(label, packed=False)
+    return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
 @pytest.mark.often(1)
@@ -161,7 +170,7 @@ def added_on_each_rank(parallel):
 
 
 def test_a_bias_that_is_added_twice_is_found():
-    verdicts = on_ranks(2, proven, label="tp2 mb2", packed=False, fault=added_on_each_rank)[0]
+    verdicts = on_ranks(2, faulty, label="tp2 mb2", fault=added_on_each_rank)[0]
     assert not all(verdict.passed for verdict in verdicts)
 
 
