@@ -211,14 +211,14 @@ def test_what_is_frozen_costs_no_products_and_no_messages():
         assert weights < 10_000 or program is plain
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("label", "more"),
     [
+        ("pp2 1f1b mb1", {"tie_embeddings": True}),
         ("tp2 sp mb2", DROPS),
         ("shard2 zero1 mb2", {}),
         ("shard2 zero3 mb2 recompute-full", {}),
-        ("pp2 1f1b mb1", {"tie_embeddings": True}),
         ("tp2 sp mb2", SHARED),
         ("shard2 zero1 ep2 mb2", MIXTURE),
     ],
