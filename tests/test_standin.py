@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.rehearsal import FAULTS, KINDS, case, checked, seeded
+from benchmarks.rehearsal import FAULTS, KINDS, MODELS, case, checked, seeded
 
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
@@ -17,7 +17,8 @@ SOME = ("shard2 zero3 mb2 recompute-full offload-optimizer",)
 
 
 def test_a_step_on_a_gpu_waits_for_nothing_and_orders_its_streams():
-    found = list(watch([{**case(label), "ranks": [0]} for label in SOME]))
+    small = MODELS["llama"].model_copy(update={"n_layers": 2}).model_dump_json()
+    found = list(watch([{**case(label), "model": small, "ranks": [0]} for label in SOME]))
     assert [one.label for one in found] == [Layout.parse(label).label for label in SOME]
     for one in found:
         assert one.passed, one
