@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -61,25 +62,38 @@ def room_of(path: Path) -> str:
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
+class Module(NamedTuple):
+    """What a module imports, by name and line; functions by name, line and length; its classes.
+
+    The trees of all modules, if they were kept, would hold up every collection of garbage.
+    """
+
+    imports: list[tuple[str, int]]
+    functions: list[tuple[str, int, int]]
+    classes: list[str]
+
+
 @functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
+def parsed(path: Path) -> Module:
+    tree = ast.parse(path.read_text())
+    found = Module([], [], [node.name for node in tree.body if isinstance(node, ast.ClassDef)])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.imports.extend((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            is_all = node.module == "meshwright"
+            names = [f"{node.module}.{a.name}" if is_all else node.module for a in node.names]
+            found.imports.extend((name, node.lineno) for name in names)
+        elif isinstance(node, ast.FunctionDef):
+            found.functions.append((node.name, node.lineno, node.end_lineno - node.lineno))
+    return found
 
 
 def imported_rooms(path: Path):
-    for node in nodes(path):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            names = [
-                f"{node.module}.{a.name}" if node.module == "meshwright" else node.module
-                for a in node.names
-            ]
-        for name in names:
-            if name.startswith("meshwright."):
-                yield name.split(".")[1], node.lineno
+    for name, line in parsed(path).imports:
+        if name.startswith("meshwright."):
+            yield name.split(".")[1], line
 
 
 def test_imports_go_one_way():
@@ -137,9 +151,8 @@ def test_supervisor_and_config_command_do_not_load_torch():
 def test_files_and_functions_stay_small():
     for path in modules():
         assert path.read_text().count("\n") <= 400, path
-        for node in nodes(path):
-            if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
+        for name, line, length in parsed(path).functions:
+            assert length < 60, f"{path}:{line} {name}"
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "ci"])
@@ -159,7 +172,7 @@ def test_environment_is_read_only_at_the_doors():
 def test_no_two_public_classes_share_a_name():
     places = {}
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(path.relative_to(SRC)))
+        for name in parsed(path).classes:
+            if not name.startswith("_"):
+                places.setdefault(name, []).append(str(path.relative_to(SRC)))
     assert not {name: found for name, found in places.items() if len(found) > 1}
