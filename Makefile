@@ -28,8 +28,9 @@ demo: $(VENV)/.base
 	$(BIN)/meshwright train examples/demo.toml
 	$(BIN)/meshwright generate runs/latest --prompt "def main(" --max-tokens 300
 
+# Each worker and process would compile all files again where an environment keeps no bytecode.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not perf"
