@@ -92,6 +92,7 @@ def test_tokens_that_travel_once_travel_sooner():
         ({"kv_lora_rank": 512}, "has latent attention, but lacks qk_nope_head_dim and"),
         ({"ep": 32}, "ep 32 does not divide the 16 ranks that share experts"),
         ({"ep": 3}, "ep 3 does not divide"),
+        ({"edp": 3}, "x edp 3 does not divide the"),
         ({"topk": None}, "lacks topk or moe_ffn"),
         ({"moe_layer_freq": "[1]*48"}, "only ([0]*n+[1]*m) is read"),
         ({"moe_layer_freq": "([0]*3+[1]*4)"}, "moe_layer_freq has 7 layers, the row 48"),

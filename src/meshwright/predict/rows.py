@@ -245,17 +245,9 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
         assumed.append("microbatch 1")
     ep, tp = int(row.get("ep") or 1) if row.get("experts") else 1, degrees["tp"]
     alike = (shards if zero else dp) * degrees["cp"]
-    etp = _expert_tp(row, ep, tp, alike, assumed)
-    sp = row.get("sp")
-    if etp < tp:
-        sp = True
-    elif (
-        sp is None
-        and degrees["tp"] > 1
-        and system.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms")
-    ):
-        sp = True
-        assumed.append("sp")
+    ranks = {"alike": alike, "stage": dp * degrees["cp"] * tp}
+    etp = _expert_tp(row, ep, tp, ranks, assumed)
+    sp = etp < tp or _splits_sequences(row, tp, system, assumed)
     if alike % (ep // (tp // etp)) or int(row["experts"] if ep > 1 else 1) % ep:
         raise RowError(f"ep {ep} does not divide the {alike * tp // etp} ranks that share experts")
     schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
@@ -272,7 +264,7 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
         ep=ep,
         etp=None if etp == tp else etp,
         zero=zero,
-        sp=bool(sp) and degrees["tp"] > 1,
+        sp=sp and tp > 1,
         schedule=schedule,
         virtual_stages=virtual if degrees["pp"] > 1 else 1,
         microbatch=int(microbatch),
@@ -281,15 +273,33 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
     )
 
 
-def _expert_tp(row: Row, ep: int, tp: int, alike: int, assumed: list[str]) -> int:
+def _splits_sequences(row: Row, tp: int, system: System, assumed: list[str]) -> bool:
+    """Return whether a row has sequence parallelism: if it says nothing, as its system does."""
+    sp = row.get("sp")
+    is_usual = system.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms")
+    if sp is None and tp > 1 and is_usual:
+        assumed.append("sp")
+        return True
+    return bool(sp)
+
+
+def _expert_tp(row: Row, ep: int, tp: int, ranks: Mapping[str, int], assumed: list[str]) -> int:
     """Return how many ranks of tp cut an expert's width: what the row says, if there is that.
 
-    If it says nothing, and `ep` does not divide the data ranks that are `alike`, it is 1.
+    Its `edp` says so, too: the `ranks` of a stage are ep x etp x edp. If it says nothing, and `ep`
+    does not divide the data ranks that are `alike`, it is 1.
     """
-    if ep == 1 or tp == 1 or row.get("etp") == tp:
+    if ep == 1:
         return tp
-    can_be_whole = ep % tp == 0 and alike % (ep // tp) == 0
-    if can_be_whole and (row.get("etp") == 1 or (not row.get("etp") and alike % ep)):
+    stated, edp, whole = row.get("etp"), row.get("edp"), ranks["stage"]
+    if edp and (whole % (ep * edp) or (stated or whole // (ep * edp)) * ep * edp != whole):
+        told = f"ep {ep} x etp {stated} x edp {edp}" if stated else f"ep {ep} x edp {edp}"
+        raise RowError(f"{told} does not divide the {whole} ranks of dp x cp x tp")
+    stated = stated or (whole // (ep * edp) if edp else None)
+    if tp == 1 or stated == tp:
+        return tp
+    can_be_whole = ep % tp == 0 and ranks["alike"] % (ep // tp) == 0
+    if can_be_whole and (stated == 1 or (not stated and ranks["alike"] % ep)):
         return 1
     assumed.append(f"experts cut over tp {tp}")
     return tp
