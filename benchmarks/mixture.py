@@ -1,10 +1,13 @@
-"""A mixture of experts: `train` on one rank, on two that share out the experts, and transformers.
+"""A mixture of experts: `train` on one rank, on two that share out the experts, and other systems.
 
-    python -m benchmarks.mixture --rounds 2 --steps 2 --precision fp32 --out mixture.json
+    python -m benchmarks.mixture --rounds 2 --steps 2 --precision fp32 --out mixture.json \\
+        --peer torchtitan=PYTHON --peer megatron=PYTHON --peer olmo=PYTHON
 
 One process of transformers has two threads, and takes of its ways to compute experts, and of some
-microbatches, the fastest. Runs alternate, so that the machine's noise hits all alike; prints
-medians of tokens/s and their ratios to transformers.
+microbatches, the fastest. Each peer is run by the interpreter that has it: one rank with two
+threads, and two ranks that share out the experts, each with its fastest microbatch. Runs alternate,
+so that the machine's noise hits all alike; prints medians of tokens/s and their ratios to
+transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,22 +29,13 @@ from typing import Any
 
 import torch
 
-NOT_COUNTED = 2
-BATCH, SEQ = 8, 512
-MODEL = {
-    "family": "mixtral",
-    "vocab_size": 8192,
-    "dim": 512,
-    "n_layers": 4,
-    "n_heads": 8,
-    "n_kv_heads": 8,
-    "head_dim": 64,
-    "ffn_dim": 704,
-    "experts": 8,
-    "top_k": 2,
-}
+from benchmarks import mixture_peers
+from benchmarks.mixture_model import BATCH, MODEL, NOT_COUNTED, SEQ
+
 WAYS = ("eager", "grouped_mm")
-MICROBATCHES = (2, 8)
+MICROBATCHES = (2, 4, 8)
+LEAST_MOVED = 0.1  # of the learning rate, by each matrix of experts on average
+Take = Callable[[], list[float]]
 RUNS = {
     "train, 1 rank": ("layout.dp_replicate=1",),
     "train, 2 ranks": ("layout.dp_shard=2", "layout.zero=1"),
@@ -116,11 +110,45 @@ def fastest(precision: str) -> tuple[str, int]:
     return min(times, key=times.__getitem__)
 
 
-def measure(precision: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+def peer_steps(
+    peer: str, python: str, ranks: int, rows: int, precision: str, steps: int
+) -> list[float]:
+    """Return the step times of a peer, whose loss must fall and whose experts must learn."""
+    words = ["--precision", precision, "--steps", str(steps)]
+    found = mixture_peers.run(peer, python, ranks, rows, words)
+    losses, moved = found["losses"], found["experts_moved"]
+    if not (losses[-1] < losses[0] and moved > LEAST_MOVED):
+        raise RuntimeError(f"{peer} does not learn: losses {losses}, experts moved {moved}")
+    return found["seconds"]
+
+
+def peer_runs(peers: Mapping[str, str], precision: str, steps: int) -> dict[str, Take]:
+    """Return the runs of peers, each with its fastest microbatch; those that fail are named."""
+    runs: dict[str, Take] = {}
+    for (peer, python), ranks in product(peers.items(), (1, mixture_peers.THREADS)):
+        times = {}
+        for rows in (rows for rows in MICROBATCHES if rows <= BATCH // ranks):
+            try:
+                times[rows] = min(peer_steps(peer, python, ranks, rows, precision, 1))
+            except RuntimeError as error:
+                print(f"{peer}, {ranks} ranks, {rows} rows: {error}", flush=True)
+        print(precision, peer, ranks, {k: round(v, 2) for k, v in times.items()}, flush=True)
+        if times:
+            rows = min(times, key=times.__getitem__)
+            name = f"{peer}, 1 rank" if ranks == 1 else f"{peer}, {ranks} ranks, ep {ranks}"
+            take = partial(peer_steps, peer, python, ranks, rows, precision, steps)
+            runs[f"{name}, {rows} rows"] = take
+    return runs
+
+
+def measure(
+    precision: str, rounds: int, steps: int, peers: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Return a row for each run: median tokens/s, spread, ratio to transformers."""
     way, rows = fastest(precision)
     name = f"transformers, {way}, {rows} rows"
-    runs = {name: partial(theirs, way, rows, precision, steps)}
+    runs: dict[str, Take] = {name: partial(theirs, way, rows, precision, steps)}
+    runs |= peer_runs(peers, precision, steps)
     runs |= {run: partial(ours, layout, precision, steps) for run, layout in RUNS.items()}
     found: dict[str, list[float]] = {run: [] for run in runs}
     for _ in range(rounds):
@@ -147,12 +175,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--loop", nargs=2, metavar=("WAY", "ROWS"), help=argparse.SUPPRESS)
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if args.loop:
         print(json.dumps(loop(args.loop[0], int(args.loop[1]), args.precision, args.steps)))
         return
-    rows = measure(args.precision, args.rounds, args.steps)
+    peers = dict(word.split("=", 1) for word in args.peer)
+    if unknown := set(peers) - set(mixture_peers.MODULES):
+        parser.error(f"no peer is called {unknown}; there are {list(mixture_peers.MODULES)}")
+    rows = measure(args.precision, args.rounds, args.steps, peers)
     for row in rows:
         print(json.dumps(row))
     command = f"python -m benchmarks.mixture --rounds {args.rounds} --steps {args.steps}"
