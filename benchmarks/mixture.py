@@ -36,10 +36,13 @@ WAYS = ("eager", "grouped_mm")
 MICROBATCHES = (2, 4, 8)
 LEAST_MOVED = 0.1  # of the learning rate, by each matrix of experts on average
 Take = Callable[[], list[float]]
+SHARED_OUT = ("layout.dp_shard=2", "layout.zero=1", "layout.ep=2")
 RUNS = {
     "train, 1 rank": ("layout.dp_replicate=1",),
     "train, 2 ranks": ("layout.dp_shard=2", "layout.zero=1"),
-    "train, 2 ranks, ep 2": ("layout.dp_shard=2", "layout.zero=1", "layout.ep=2"),
+    "train, 2 ranks, ep 2": SHARED_OUT,
+    # Peers get random tokens, which meet experts about evenly; the text of `train` does not.
+    "train, 2 ranks, ep 2, even": (*SHARED_OUT, "train.routing=balanced"),
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 MODULES = {"torchtitan": "titan", "megatron": "megatron", "olmo": "olmo"}
 THREADS = 2
+LONGEST = 900  # seconds of a run
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +32,7 @@ def run(peer: str, python: str, ranks: int, rows: int, words: Sequence[str]) -> 
     command = [python, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", "-m", f"{__name__}.{MODULES[peer]}"]
     command += ["--rows", str(rows), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=LONGEST)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(_reason(done.stderr))
