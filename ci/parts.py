@@ -74,7 +74,6 @@ ALWAYS: Final = (
     Part("setup", ("make", "setup"), 1.2, needs=frozenset()),
     Part("lint", ("make", "lint"), 0.1),
     Part("types", ("make", "types"), 0.5),
-    Part("test", tests("-n", "auto", *MAYBE), 9),
     Part("faults", of_marks("faults and not perf", "-n", "2"), 7),
 )
 
@@ -85,6 +84,7 @@ def of_commit(commit: str) -> list[Part]:
     share = order_of(commit, "slow", range(1, SLOW_SHARES + 1))[0]
     return [
         *ALWAYS,
+        _test(commit),
         _table_of_two(commit),
         *(_drawn(world, number, commit) for world, number in DRAWN.items()),
         _random(RANDOM_LAYOUTS, commit, ("--minutes", str(_WHOLE_MINUTES))),
@@ -105,6 +105,7 @@ def everything(commit: str) -> list[Part]:
     """Return all parts: no turns and no draws, but for the seed of the random layouts."""
     return [
         *ALWAYS,
+        _test(commit),
         Part("slow", of_marks("slow and not perf", "-n", "2"), 30),
         *(_extra(name, "") for name in EXTRAS),
         *(
@@ -118,6 +119,13 @@ def everything(commit: str) -> list[Part]:
         # A machine that CI lends is not idle enough to be held to seconds for each change.
         Part("perf", tests("-m", "perf", *MAYBE), 4),
     ]
+
+
+def _test(commit: str) -> Part:
+    """What `make test` runs, but with other examples of what hypothesis draws."""
+    seed = seed_of(commit, "test")
+    drawn = ("--hypothesis-profile", "drawn", "--hypothesis-seed", str(seed))
+    return Part("test", tests("-n", "auto", *drawn, *MAYBE), 9, why=f"hypothesis seed {seed}")
 
 
 def _table_of_two(commit: str) -> Part:

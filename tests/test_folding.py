@@ -156,7 +156,7 @@ def test_ranks_of_experts_follow_from_the_degrees():
 def test_illegal_foldings_are_refused_with_the_nearest_legal():
     model = MODELS["softmax"]
     for label, rule, legal in (
-        ("tp2 ep2 etp1", "layout.sp = false", "layout.sp = true"),
+        ("tp2 ep2 etp1", "layout.etp = 1 requires layout.sp = true", "layout.sp = true"),
         ("tp2 sp etp1", "layout.ep = 1 must be a multiple of layout.tp = 2", "layout.ep = 2"),
         ("tp4 sp ep4 etp2", "layout.etp = 2 must be 1 or layout.tp = 4", "layout.etp = 1"),
         ("tp2 sp ep4 etp1", "layout.ep = 4 must divide the dp_replicate x cp x tp", "ep = 2"),

@@ -17,6 +17,8 @@ def test_label():
     assert layout.label == "dp2 shard2 zero2 tp2 sp cp2-ring pp2 1f1b mb4 recompute-full"
     assert Layout().label == "mb1"
     assert Layout.parse("") == Layout()
+    assert Layout(tp=2, etp=2) == Layout(tp=2)
+    assert Layout(etp=1) == Layout.parse("mb1 etp1") == Layout()
     assert Layout.parse("tp2  cp2 dp3") == Layout(dp_replicate=3, cp=2, tp=2)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.layout.mesh import Mesh
@@ -43,6 +43,12 @@ class Layout(Spec):
     microbatch: int = Field(default=1, gt=0)
     recompute: Recompute = "none"
     offload: Offload = "none"
+
+    @field_validator("etp")
+    @classmethod
+    def _once(cls, etp: int | None, info: ValidationInfo) -> int | None:
+        """One value for one layout: all ranks of tp are the default."""
+        return None if etp == info.data.get("tp") else etp
 
     @property
     def mesh(self) -> Mesh:

@@ -116,7 +116,7 @@ def _whole_experts(layout: Layout) -> str | None:
     if layout.expert_tp > 1:
         return f"layout.etp = {layout.etp} must be 1 or layout.tp = {layout.tp}"
     if not layout.sp:
-        return "layout.etp = 1 sends each tp rank's own tokens, but layout.sp = false"
+        return "layout.etp = 1 requires layout.sp = true"
     if layout.ep % layout.tp == 0:
         return None
     return f"layout.ep = {layout.ep} must be a multiple of layout.tp = {layout.tp} (layout.etp = 1)"

@@ -146,7 +146,7 @@ def _experts(world: int) -> Iterator[Case]:
     )
     for rule, label in (
         (f"etp = 3 must be 1 or layout.tp = {world}", f"sp ep{world} etp3"),
-        ("etp = 1 sends each tp rank's own tokens, but layout.sp = false", f"ep{world} etp1"),
+        ("etp = 1 requires layout.sp = true", f"ep{world} etp1"),
         (f"ep = 1 must be a multiple of layout.tp = {world} (layout.etp = 1)", "sp etp1"),
         (
             f"ep = {2 * world} must divide the dp_replicate x cp x tp ranks of a stage = {world}",
