@@ -7,7 +7,7 @@ One process of transformers has two threads, and takes of its ways to compute ex
 microbatches, the fastest. Each peer is run by the interpreter that has it: one rank with two
 threads, and two ranks that share out the experts, each with its fastest microbatch. Runs alternate,
 so that the machine's noise hits all alike; prints medians of tokens/s and their ratios to
-transformers.
+transformers. All train on random bytes, which meet experts about evenly.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import mixture_peers
-from benchmarks.mixture_model import BATCH, MODEL, NOT_COUNTED, SEQ
+from benchmarks.mixture_model import BATCH, IDS, MODEL, NOT_COUNTED, SEQ
+from meshwright.data.megatron import write_megatron
+from meshwright.data.view import Shard
 
 WAYS = ("eager", "grouped_mm")
 MICROBATCHES = (2, 4, 8)
 LEAST_MOVED = 0.1  # of the learning rate, by each matrix of experts on average
 Take = Callable[[], list[float]]
-SHARED_OUT = ("layout.dp_shard=2", "layout.zero=1", "layout.ep=2")
 RUNS = {
     "train, 1 rank": ("layout.dp_replicate=1",),
     "train, 2 ranks": ("layout.dp_shard=2", "layout.zero=1"),
-    "train, 2 ranks, ep 2": SHARED_OUT,
-    # Peers get random tokens, which meet experts about evenly; the text of `train` does not.
-    "train, 2 ranks, ep 2, even": (*SHARED_OUT, "train.routing=balanced"),
+    "train, 2 ranks, ep 2": ("layout.dp_shard=2", "layout.zero=1", "layout.ep=2"),
 }
 
 
@@ -64,7 +64,7 @@ def loop(way: str, rows: int, precision: str, steps: int) -> list[float]:
     config._experts_implementation = way
     model = AutoModelForCausalLM.from_config(config).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQ + 1))
+    tokens = torch.randint(IDS, (BATCH, SEQ + 1))
     seconds = []
     for _ in range(steps + NOT_COUNTED):
         began = time.perf_counter()
@@ -88,11 +88,21 @@ def ours(layout: Sequence[str], precision: str, steps: int) -> list[float]:
         words = [f"model.{key}={value}" for key, value in MODEL.items()]
         words += [f"train.batch={BATCH}", f"train.seq_len={SEQ}", f"train.precision={precision}"]
         words += [f"train.steps={steps + NOT_COUNTED}", "train.compile=false", *layout]
+        words += [f"data.source={random_bytes(Path(folder))}"]
         words += [f"log.dir={folder}", "log.name=run", f"checkpoint.dir={folder}/weights"]
         _python("meshwright", "train", *words)
         events = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
     done = [event for event in map(json.loads, events) if event["event"] == "step"]
     return [event["step_time_s"] for event in done[NOT_COUNTED:]]
+
+
+def random_bytes(folder: Path) -> Path:
+    """Write the random bytes of one step, and as many held-out ones, as a Megatron pair."""
+    step = BATCH * (SEQ + 1)
+    tokens = np.random.default_rng(0).integers(IDS, size=2 * step)
+    shard = Shard(folder, tokens, np.array([step, 2 * step]))
+    write_megatron(folder / "random", [shard], IDS)
+    return folder / "random.bin"
 
 
 def _python(module: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 NOT_COUNTED = 2
 BATCH, SEQ = 8, 512
+IDS = 256  # of bytes, which `train` needs no tokenizer for
 MODEL: dict[str, Any] = {
     "family": "mixtral",
     "vocab_size": 8192,

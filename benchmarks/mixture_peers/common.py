@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.mixture_model import BATCH, MODEL, NOT_COUNTED, SEQ
+from benchmarks.mixture_model import BATCH, IDS, NOT_COUNTED, SEQ
 
 THREADS = 2
 LR = 3e-4
@@ -43,7 +43,7 @@ class Task:
     def microbatches(self) -> list[tuple[Tensor, Tensor]]:
         """Return this rank's inputs and targets `[rows, SEQ]`, the same in each step."""
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQ + 1), generator=generator)
+        tokens = torch.randint(IDS, (BATCH, SEQ + 1), generator=generator)
         own = tokens.chunk(self.ranks)[dist.get_rank()]
         return [
             (some[:, :-1].contiguous(), some[:, 1:].contiguous()) for some in own.split(self.rows)

@@ -18,23 +18,14 @@ from meshwright.launch.peers import run_megatron
 assert run_megatron  # its shim comes before what follows
 
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks.mixture_model import MODEL, SEQ
-from benchmarks.mixture_peers.common import CLIP_NORM, LR, Task, Trained, main
+from benchmarks.mixture_peers.common import LR, Task, Trained, main
 
 
 def as_list(counts: Any) -> Any:
@@ -51,10 +42,10 @@ token_dispatcher.all_to_all = lambda group, rows, *counts, **rest: _all_to_all(
 moe_utils.te_general_gemm = None  # 0.16 leaves it undefined without Transformer Engine
 
 
-def model_config(task: Task) -> TransformerConfig:
-    """Return the config of the same Mixtral."""
-    dtype = torch.bfloat16 if task.is_bf16 else torch.float32
-    return TransformerConfig(
+def model(task: Task) -> Any:
+    """Return the same Mixtral."""
+    config = run_megatron.model_config(
+        task.is_bf16,
         num_layers=MODEL["n_layers"],
         hidden_size=MODEL["dim"],
         ffn_hidden_size=MODEL["ffn_dim"],
@@ -67,30 +58,8 @@ def model_config(task: Task) -> TransformerConfig:
         moe_aux_loss_coeff=0.0,
         moe_grouped_gemm=False,
         expert_model_parallel_size=task.ranks,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=task.is_bf16,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        deallocate_pipeline_outputs=False,
-        finalize_model_grads_func=finalize_model_grads,
     )
-
-
-def wrapped(config: TransformerConfig, task: Task) -> tuple[Any, Any]:
-    """Return the model in Megatron-Core's data parallelism, and its optimizer."""
-    net: Any = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(
             num_experts=MODEL["experts"], moe_grouped_gemm=False, normalization="RMSNorm"
@@ -100,28 +69,12 @@ def wrapped(config: TransformerConfig, task: Task) -> tuple[Any, Any]:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    if task.is_bf16:
-        net = Float16Module(config, net)
-    wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=task.is_bf16)
-    net = DistributedDataParallel(config, wrapping, net)
-    config.no_sync_func = net.no_sync
-    options = OptimizerConfig(
-        optimizer="adam",
-        lr=LR,
-        weight_decay=0.01,
-        bf16=task.is_bf16,
-        params_dtype=config.params_dtype,
-        clip_grad=CLIP_NORM,
-    )
-    optimizer = get_megatron_optimizer(options, [net])
-    config.grad_scale_func = optimizer.scale_loss
-    return net, optimizer
 
 
 def build(task: Task) -> Trained:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=task.ranks)
     run_megatron.rng.model_parallel_cuda_manual_seed(1)
-    net, optimizer = wrapped(model_config(task), task)
+    net, optimizer = run_megatron.wrapped(model(task), lr=LR, weight_decay=0.01)
     pass_over = get_forward_backward_func()
     places = torch.arange(SEQ).expand(task.rows, -1)
     batches = task.microbatches()

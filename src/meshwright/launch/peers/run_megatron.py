@@ -116,18 +116,15 @@ def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Te
 DotProductAttention.forward = attend
 
 
-def model_config(task: Task) -> TransformerConfig:
-    sizes = task.sizes
-    dtype = torch.bfloat16 if task.is_bf16 else torch.float32
+def model_config(is_bf16: bool, **sizes: Any) -> TransformerConfig:
+    """Return the config of a Llama with such sizes and degrees, without kernels for GPUs."""
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
     return TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.dim,
-        ffn_hidden_size=sizes.ffn,
-        num_attention_heads=sizes.heads,
+        **sizes,
         use_cpu_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=task.is_bf16,
+        bf16=is_bf16,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -140,51 +137,70 @@ def model_config(task: Task) -> TransformerConfig:
         apply_rope_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=RANKS if task.mode == "tp" else 1,
-        pipeline_model_parallel_size=RANKS if task.mode == "pp" else 1,
-        batch_p2p_comm=True,
         deallocate_pipeline_outputs=False,
         finalize_model_grads_func=finalize_model_grads,
     )
 
 
-def build(task: Task) -> tuple[Any, Any]:
-    """Return the wrapped model and its optimizer."""
-    config = model_config(task)
-    net: Any = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=task.sizes.vocab,
-        max_sequence_length=task.sizes.seq,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
-    if task.is_bf16:
+def wrapped(net: Any, shards: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Return a model in Megatron-Core's data parallelism, and its Adam with such options.
+
+    `shards`: the optimizer is distributed.
+    """
+    config = net.config
+    if config.bf16:
         net = Float16Module(config, net)
-    shards = task.mode == "zero1"
     wrapping = DistributedDataParallelConfig(
-        use_distributed_optimizer=shards, grad_reduce_in_fp32=task.is_bf16
+        use_distributed_optimizer=shards, grad_reduce_in_fp32=config.bf16
     )
     net = DistributedDataParallel(config, wrapping, net)
     config.no_sync_func = net.no_sync
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=ADAMW["lr"],
-            weight_decay=ADAMW["weight_decay"],
-            adam_beta1=0.9,
-            adam_beta2=0.95,
-            bf16=task.is_bf16,
+            bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=shards,
             clip_grad=CLIP_NORM,
+            **options,
         ),
         [net],
     )
     config.grad_scale_func = optimizer.scale_loss
     return net, optimizer
+
+
+def build(task: Task) -> tuple[Any, Any]:
+    """Return the wrapped model and its optimizer."""
+    sizes = task.sizes
+    config = model_config(
+        task.is_bf16,
+        num_layers=sizes.layers,
+        hidden_size=sizes.dim,
+        ffn_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        tensor_model_parallel_size=RANKS if task.mode == "tp" else 1,
+        pipeline_model_parallel_size=RANKS if task.mode == "pp" else 1,
+        batch_p2p_comm=True,
+    )
+    net: Any = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=sizes.vocab,
+        max_sequence_length=sizes.seq,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    return wrapped(
+        net,
+        task.mode == "zero1",
+        lr=ADAMW["lr"],
+        weight_decay=ADAMW["weight_decay"],
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+    )
 
 
 def run(task: Task) -> PeerClock:
