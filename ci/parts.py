@@ -13,7 +13,7 @@ FACTOR: Final = 3.5
 # But not before so many seconds: what takes a minute varies most.
 LEAST_LIMIT_S: Final = 600.0
 # The slow tests are dealt into so many shares, of which a commit has one.
-SLOW_SHARES: Final = 5
+SLOW_SHARES: Final = 7
 # Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
 DRAWN: Final = {4: 8, 8: 8, 16: 1}
 # Minutes that these take.
@@ -106,7 +106,7 @@ def everything(commit: str) -> list[Part]:
     return [
         *ALWAYS,
         _test(commit),
-        Part("slow", of_marks("slow and not perf", "-n", "2"), 30),
+        Part("slow", of_marks("slow and not perf", "-n", "2"), 40),
         *(_extra(name, "") for name in EXTRAS),
         *(
             Part(

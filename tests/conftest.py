@@ -20,10 +20,10 @@ from runs import TINY, ip
 from written_jobs import written  # noqa: F401 - a fixture
 
 pytest.register_assert_rewrite("faulty")
-# How long an example takes says how busy the machine is. `make test` takes the same examples on
-# each run; CI draws others for each commit, by the seed that it prints.
+# How long an example takes says how busy the machine is. `make test` takes the same few
+# examples on each run; CI draws more, others for each commit, by the seed that it prints.
 settings.register_profile("drawn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", settings.get_profile("drawn"), derandomize=True)
+settings.register_profile("same", settings.get_profile("drawn"), derandomize=True, max_examples=30)
 settings.load_profile("same")
 
 

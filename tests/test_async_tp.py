@@ -112,6 +112,7 @@ def found_in(monkeypatch, label):
     return found
 
 
+@pytest.mark.slow
 def test_the_compiler_finds_gathers_and_sums(monkeypatch):
     found = found_in(monkeypatch, SEQUENCE)
     gathers = "symm_mem.fused_all_gather_matmul.default"

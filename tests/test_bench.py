@@ -77,6 +77,7 @@ def test_bench_device_writes_what_plan_reads(tmp_path, capsys):
     assert plan(load_config(None, SMALL), calibration=calibration).best is not None
 
 
+@pytest.mark.slow
 def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     out = tmp_path / "rows.json"
     words = ["--rounds", "1", "--steps", "2", "--memory", "--shares", "--json"]

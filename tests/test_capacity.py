@@ -45,17 +45,17 @@ def proven(world, case):
     return [*prove_parity(case, groups, world), *prove_conformance(case, groups, world)]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "case",
     [
+        case_of("dp2 tp2 ep2 mb2"),
         case_of("shard2 zero3 ep2 mb2 recompute-full"),
         case_of("cp2-ulysses mb4", "shared"),
         case_of("tp2 sp mb4"),
         case_of("dp2 ep2 mb2", "shared", precision="bf16"),
         case_of("pp2 zbv v2 mb2"),
         case_of("shard2 zero1 ep2 mb4 recompute-selective", "shared"),
-        case_of("dp2 tp2 ep2 mb2"),
         case_of("zero1 cp2-ring ep2 mb2 recompute-selective"),
         case_of("cp4-ring mb2 recompute-full"),
         case_of("tp2 sp cp2-ring mb2", precision="bf16"),
@@ -187,6 +187,7 @@ def faulty(world, name):
     return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught(name):
     failed = {one.claim for one in on_ranks(2, faulty, name=name)[0] if not one.passed}

@@ -301,7 +301,8 @@ def one_of_four(rank, file, ends):
     Path(file + ".waited").write_text(str(caught.value))
 
 
-@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [True, False])
 def test_a_rank_that_ended_or_does_not_come_is_named_as_in_the_world(tmp_path, ends):
     """By its number in the world: in its group it is the second. The message is recognised.
 

@@ -129,8 +129,9 @@ def test_a_template_without_prompts_for_answers(tokenizer):
          "turn 2 differently with the turns"),
         ("{% generation %}{% endgeneration %}x", "marks no token of it"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-         "10000000 turns of its loops"),
+        pytest.param(
+         "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+         "10000000 turns of its loops", marks=pytest.mark.slow),
         ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
          "{% endfor %}", "more than 67108864 characters"),
         ("{{ 'x' * 10000000000 }}", "more than 67108864 characters"),

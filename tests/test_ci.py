@@ -25,7 +25,7 @@ from meshwright.prove.matrix import drawn, matrix
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[1]
 # So many commits in a row leave nothing out, in all but one case of a thousand.
-COMMITS = 30
+COMMITS = 60
 AMPLE = Budget(1e6, 1e6)
 
 
@@ -154,6 +154,7 @@ def test_all_parts_are_run_whatever_fails(tmp_path, capfd):
     assert table(results).splitlines()[-1] == "1 passed, 3 failed, 0 skipped"
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     started = tmp_path / "pid"
     code = f"""
@@ -343,7 +344,8 @@ def test_shares_are_apart_and_make_the_whole(says):
 def packages_that_tests_may_miss():
     """Yield a file and what it asks for by `importorskip`."""
     for path in sorted((ROOT / "tests").glob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source if "importorskip" in source else "")):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
                 assert isinstance(node.args[0], ast.Constant), f"{path.name}:{node.lineno}"
                 yield path, node.args[0].value.partition(".")[0]

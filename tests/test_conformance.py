@@ -34,7 +34,7 @@ def counted(world, case, parallel=None, groups=None):
     return {v.claim: v for v in prove_conformance(case, groups, world, parallel)}
 
 
-@pytest.mark.often(9)
+@pytest.mark.often(6)
 @pytest.mark.parametrize("case", labelled([*CASES, *SHARED_OUT]))
 def test_a_program_is_what_its_ranks_do(case):
     for verdicts in on_ranks(case.layout.world, counted, case=case):

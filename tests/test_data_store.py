@@ -257,6 +257,7 @@ def test_the_split_samples(corpus, tmp_path):
         data.sampler("validation", 10**6, 4)
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_one_store(corpus, tmp_path):
     code = (
         "import sys; from pathlib import Path; from meshwright.data import open_data\n"

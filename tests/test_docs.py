@@ -31,8 +31,13 @@ TINY = [
     *("data.source=corpus", "data.cache=cache", "cluster.device=cpu", "checkpoint.every=0"),
 ]
 ONE_RANK = "layout.dp_replicate=1"
-# Pages whose commands take ten seconds and more; other tests hold these commands.
-LONG = ("bench.md", "plan.md", "plans.md", "prove.md", "report.md", "simulate.md")
+# Pages whose commands take seconds; other tests hold these commands.
+LONG = (
+    *("bench.md", "plan.md", "plans.md", "prove.md", "report.md", "simulate.md", "train.md"),
+    *("out-of-memory.md", "long-context.md", "clean.md", "eval.md", "from-deepspeed.md"),
+    *("one-to-many.md", "resume.md", "choose-a-layout.md", "layouts.md", "tutorial.md"),
+    *("fine-tune.md", "doctor.md"),
+)
 NETWORK = ("tinystories", "hf:", "stories", "lambada")
 
 
@@ -87,7 +92,6 @@ def by_length(page):
     return pytest.param(page, marks=marks)
 
 
-@pytest.mark.often(18)
 @pytest.mark.timeout(600)  # a page may prove, train and resume
 @pytest.mark.parametrize(
     "page", [by_length(page) for page in PAGES if any(commands(page))], ids=ids
@@ -167,6 +171,7 @@ def assert_trained(run, words):
     return losses
 
 
+@pytest.mark.slow
 def test_torchrun_line(workplace):
     lines = [words for page in PAGES for words, _ in commands(page) if words[:1] == ["torchrun"]]
     assert lines

@@ -70,12 +70,19 @@ HAS = {
     **{f"rotated {part}": {"rotary_pct": part} for part in (0.0, 0.25, 0.5, 1.0)},
     **{f"dropout {share}": {"dropout": share} for share in (0.0, 0.1)},
     **{f"packed {flag}": {"packed": flag} for flag in (False, True)},
+    **{f"{name}": {"family": name} for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")},
+    **{f"experts of {n} ranks": {"ep": n, "has_experts": True} for n in (1, 2, 3)},
+    "folded": {"etp": 1},
+    "experts with a limit": {"expert_capacity": 1.1},
+    **{f"{n} experts of a token": {"top_k": n} for n in (1, 2, 3)},
+    "loss of uneven routers": {"router_aux_loss": 1.0},
 }
 
 
 def facts(case):
     """All values of a case by their names."""
     found = {"world": case.layout.world, "packed": case.packed, "optimizer": case.optimizer}
+    found["has_experts"] = case.model.experts > 0
     for section in (case.layout, case.model, case.train):
         found |= dict(section)
     if not case.layout.is_pipelined:
@@ -307,16 +314,18 @@ def test_an_illegal_case_is_refused_with_the_nearest_legal(capsys):
     assert "layout.tp = 7 must divide model.n_heads" in capsys.readouterr().err
 
 
+# How many layouts, seed, ranks: experts shared out under ZeRO 2 and Ulysses, and a pipeline.
+SOON = ("2", "606", "2")
+# Every axis alone; experts shared out over data and tensor ranks; ZeRO 1 and 3, all precisions.
+ALL_AXES = ("5", "416", "3")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("count", "seed"), [("2", "31"), pytest.param("5", "1933", marks=pytest.mark.slow)]
+    ("count", "seed", "world"), [SOON, pytest.param(*ALL_AXES, marks=pytest.mark.slow)]
 )
-def test_some_on_their_ranks(capsys, count, seed):
-    """ZeRO 3 in bf16 and a pipeline; every axis alone, ZeRO 1 and 3, in all precisions.
-
-    Both have a degree of 3 and odd sizes.
-    """
-    code = main(["prove", "--random", count, "--seed", seed, "--world", "3"])
+def test_some_on_their_ranks(capsys, count, seed, world):
+    code = main(["prove", "--random", count, "--seed", seed, "--world", world])
     out = capsys.readouterr().out
     assert code == 0, out
     assert f"{count} of {count} layouts passed" in out

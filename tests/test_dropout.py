@@ -69,6 +69,7 @@ def test_no_two_rows_positions_or_channels_go_together(p):
         assert pairs.abs().max() < 6  # of 8128 pairs about 3.8 is the greatest
 
 
+@pytest.mark.often(1)
 @shares
 def test_no_distance_between_channels_goes_together(p):
     centred = dropped(p, row_keys(0, 0, range(128)), seq=256, dim=256) - p

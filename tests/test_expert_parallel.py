@@ -269,7 +269,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("fault", "label", "quantity", "tensor"),
     FAULTS,

@@ -159,6 +159,7 @@ def test_without_checkpoints_later_steps_are_progress(go):
     assert len(of(events, "restart")) == 1
 
 
+@pytest.mark.slow
 def test_what_another_attempt_cannot_help_is_not_tried(go):
     body = (
         "import meshwright.launch.ranks.worker as worker\n"

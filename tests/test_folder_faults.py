@@ -136,6 +136,7 @@ def test_a_tracker_that_fails_ends_no_run(capsys):
 # --- an end that was cut off (case 38) -------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.case(38)
 def test_a_run_killed_after_its_last_save_comes_to_its_end(folder, capsys, outcome):
     """Its evaluation and its end are made up for; nothing is trained again."""

@@ -151,7 +151,7 @@ def test_a_changed_level_is_caught_and_found():
 # Memory.
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "label", ["shard2 zero1 mb2", "tp2 sp mb2", "pp2 1f1b mb1", "cp2-ring mb2 recompute-full"]
 )

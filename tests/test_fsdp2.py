@@ -147,7 +147,7 @@ WIDE = model_spec(
 )
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["shard2 zero3 mb1", "shard2 zero2 mb1"])
 def test_the_peak_is_that_of_its_units(label):
     case = Case(WIDE, TrainSpec(batch=4, seq_len=32), Layout.parse(label), fsdp2=True)

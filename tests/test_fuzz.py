@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
 
-EXAMPLES = 12  # of each reader
+EXAMPLES = 6  # of each reader
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_a_damaged_file_is_read_or_refused(readers, outcome):
         found = tried(reader)
         assert found.tried >= EXAMPLES
         refused += found.tried - found.taken
-    assert refused > 5 * len(readers)
+    assert refused > 2 * len(readers)
     outcome.add(2, f"{refused} of {EXAMPLES * len(readers)} damaged files refused", 0.0)
 
 

@@ -183,6 +183,7 @@ def served(world, requests):
     return said
 
 
+@pytest.mark.slow
 def test_the_process_measures_profiles_and_proves():
     words = [*TINY.words(2), "train.compile=false", "cluster.device=cpu"]
     config = load_config(None, words)

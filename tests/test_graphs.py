@@ -69,6 +69,7 @@ def test_so_it_is_where_rows_hold_documents_and_on_a_cpu(layout):
 EXPERTS = ("mb2", "tp2 mb2", "tp2 sp mb2", "shard2 zero3 mb1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", some(EXPERTS, ["tp2 sp mb2"]))
 def test_a_block_with_experts_has_graphs_before_its_router_and_after(label, one_kernel):
     found = compiled(label, GPU, **{**MIXTURE, "family": "qwen2_moe"}, shared_ffn_dim=64)

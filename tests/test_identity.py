@@ -319,6 +319,7 @@ def test_first_weights_and_code_are_compared(config, tmp_path):
     assert digests_of(job, data, has_weights=False).keys() < found.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.case(34)
 def test_a_file_that_is_another_on_one_rank_ends_the_run_before_its_first_step(
     go, corpus, tmp_path

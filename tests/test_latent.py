@@ -180,7 +180,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("fault", "case"),
     [pytest.param(fault, case, id=fault.__name__) for fault, case in FAULTS],

@@ -106,6 +106,7 @@ def test_the_saved_model_is_the_trained_one_and_writes(
     assert said["tokens"] == 5
 
 
+@pytest.mark.slow
 def test_one_two_and_four_ranks_have_one_loss_curve(config, tmp_path):
     """The whole path, processes and data included: the losses agree to 1e-5 over 20 steps."""
     curves = {}

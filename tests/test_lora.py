@@ -116,7 +116,7 @@ def test_layouts_train_the_same_adapters(case):
         assert "frozen weights, bit for bit" in [verdict.claim for verdict in verdicts]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["shard2 zero1", "shard2 zero2 recompute-full", "shard2 zero3"])
 def test_fsdp2_leaves_frozen_weights_alone(label):
     case = replace(case_of(label, "bf16", targets=("q_proj", "down_proj")), fsdp2=True)
@@ -246,7 +246,7 @@ def peaks(world, label, spec):
     return measure(world, Case(spec, MEASURED, Layout.parse(label))).peak.total
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["shard2 zero1 mb2", "tp2 mb2"])
 def test_memory_is_predicted_and_less_than_of_all_weights(label):
     tuned = model(**WIDE, rank=8)

@@ -161,7 +161,7 @@ def test_long_context_is_refused_alone(tmp_path, corpus, capsys):
     assert "layout.recompute=full" in told
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [TP, CP], ids=["tp", "cp"])
 def test_long_context_is_trained_by_two(overrides, tmp_path, corpus):
     run = train(example(tmp_path, corpus, *overrides), clean_environ())

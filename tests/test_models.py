@@ -292,6 +292,7 @@ def test_the_head_and_the_mask_can_be_replaced(fields):
     assert (found - expected[0][..., :50]).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_the_same_gradients():
     spec, found = tiny(family="neox", parallel_residual=True, rotary_pct=0.5, n_layers=1), []
     for is_compiled in (False, True):

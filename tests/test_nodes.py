@@ -255,6 +255,7 @@ def run_on(named, *words, **environ):
     return [one.returncode for one in started], said
 
 
+@pytest.mark.slow
 @needs_root
 def test_nodes_try_the_links_between_them_before_a_first_step(named, corpus, tmp_path):
     words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}", "--json"]

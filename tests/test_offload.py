@@ -104,7 +104,7 @@ def peaks(world, label, precision):
     return measure(world, Case(WIDE, train, Layout.parse(label))).peak.total
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("label", "precision", "bound"),
     [

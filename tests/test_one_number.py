@@ -86,6 +86,7 @@ def test_no_layout_is_ranked_whose_walk_does_not_fit():
     assert not brief(found, layout, 0).fits
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_peak_and_one_bubble(capsys):
     """In the ranking, in its JSON, and in the terms and the chart of the explanation."""
     setup = [*LARGE[:2], "cluster.nodes=1", "layout.pp=2", "layout.tp=4", "layout.microbatch=1"]

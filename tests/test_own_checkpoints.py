@@ -104,7 +104,7 @@ WRITERS += [pytest.param(one, marks=pytest.mark.slow) for one in ("dp2 mb1", "tp
 WRITERS += [pytest.param("shard3 zero2 mb1", marks=pytest.mark.slow)]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", WRITERS)
 def test_any_layout_goes_on_where_another_has_stopped(tmp_path, writer):
     world, folder = LAYOUTS[writer].world, str(tmp_path)

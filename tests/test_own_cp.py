@@ -172,6 +172,7 @@ def test_a_llama_of_transformers(world, kind):
     )
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_norms_of_heads_under_tp_and_cp(world):
     layout = mw.Layout(cp=2, tp=2, zero=3)

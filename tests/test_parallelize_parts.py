@@ -59,7 +59,7 @@ def gradients_agree(model, alone):
         assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * scale), name
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("plan", [PLAN, None], ids=["by hand", "of transformers"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["Qwen3", "Gemma3Text"])
@@ -73,6 +73,7 @@ def test_norms_of_each_head_get_the_gradient_of_all_heads(world, kind, recompute
     gradients_agree(model, alone)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_sums_of_parts_meet_those_over_data(world):
     ids = torch.arange(80).view(4, 20) % 64

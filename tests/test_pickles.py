@@ -76,6 +76,7 @@ def files_of(folder):
     return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
 
 
+@pytest.mark.slow
 def test_in_a_run_folder(config, tmp_path, try_all):
     asked = config("layout.dp_replicate=1", "train.steps=2", "checkpoint.every=1")
     folder = train(asked, clean_environ()).folder

@@ -70,6 +70,7 @@ def test_seventy_billion_on_512_devices_is_quick():
     assert seventy_billion()[2] < 3
 
 
+@pytest.mark.slow
 def test_few_of_the_layouts_are_priced(monkeypatch):
     """What makes planning quick, counted: most layouts are left out by a bound of their cores."""
     calls = []

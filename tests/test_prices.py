@@ -15,6 +15,7 @@ def found(*words, prices=None):
     return ranked, made.considered, made.reasons
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "questions",
     [

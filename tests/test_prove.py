@@ -249,6 +249,7 @@ def test_two_ranks_and_json(only, capsys):
     assert f"{found['passed']} of {found['layouts']} layouts passed" in shown.err
 
 
+@pytest.mark.slow
 def test_a_config_is_proven_small(capsys):
     words = ["prove", "model.preset=llama-3.2-1b", "layout.tp=8", "layout.sp=true"]
     words += ["layout.dp_shard=64", "layout.zero=3", "train.batch=512"]

@@ -278,6 +278,7 @@ def test_a_fault_is_caught(name, precision):
     assert on_ranks(2, verdicts_with, name=name, precision=precision)[0]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", HALF)
 def test_what_is_to_stay_in_fp32_does(name):
     assert on_ranks(2, verdicts_with, name=name, precision="bf16")[0]

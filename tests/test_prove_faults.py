@@ -328,6 +328,7 @@ def places(world, label, fault):
     return [verdict.first_divergence for verdict in verdicts if not verdict.passed]
 
 
+@pytest.mark.slow
 def test_a_fault_that_shows_after_an_update_has_a_place_and_a_step():
     where = on_ranks(2, places, label="shard2 zero1 mb2", fault=stale_weights)[0][0]
     assert (where.quantity, where.step, where.rank) == ("gradient", 2, 0)

@@ -38,6 +38,7 @@ def failing_worker(body):
     return lambda folder: [sys.executable, "-c", code, str(folder), "cpu"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_costs_its_layout_only(forks):
     cheap = [c for c in legal(2) if c.layout.pp == 1 and c.train.precision == "fp32"]
     cases = sorted(cheap, key=lambda case: (case.steps, case.train.batch, case.model.n_layers))[:3]

@@ -113,6 +113,7 @@ def test_the_cheapest_token():
         cheapest(A40S, {}, 8)
 
 
+@pytest.mark.slow
 def test_what_can_be_fine_tuned():
     """Adapters fit where all weights need offload, and leave room for longer sequences."""
     one = with_train(replace(A40S, cluster=on_devices(A40S.cluster, 2)), batch=8)

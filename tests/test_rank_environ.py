@@ -117,6 +117,7 @@ def test_below_a_limit_memory_goes_back():
     assert "GLIBC_TUNABLES" not in rank_environ({}, keeps_memory=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library")
 def test_what_was_freed_is_used_again():
     def faults(environ):

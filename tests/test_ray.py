@@ -132,6 +132,7 @@ def test_a_job_that_is_asked_to_stop_saves(monkeypatch):
     assert nodes.asked
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_actor_that_started_them(tmp_path):
     """What holds the other end of their pipe is killed, as Ray kills an actor."""
     code = (

@@ -146,6 +146,7 @@ def check(pairs, tmp_path):
     assert max(table.values()) <= 32 * UNIT_ROUNDOFFS["fp32"], max(table, key=table.get)
 
 
+@pytest.mark.slow
 def test_every_layout_reads_and_is_read(tmp_path):
     """Every other one of up to two ranks: the others are among the ordered pairs."""
     chain = [label for label in LABELS if LAYOUTS[label].world <= 2][::2]

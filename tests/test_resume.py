@@ -159,6 +159,7 @@ def test_another_layout_goes_on_with_the_same_tokens_and_curve(started, outcome)
         outcome.add(0, f"{job.layout.label} goes on as {layout.label} on the same curve", seconds)
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_go_on_on_another_layout(started):
     experts = ["model.family=qwen3_moe", "model.experts=4", "model.top_k=2", "model.dropout=0"]
     targets = 'lora.targets=["q_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]'

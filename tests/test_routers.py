@@ -42,7 +42,7 @@ def proven(world, label):
     return [*prove_parity(case, groups, world), *prove_conformance(case, groups, world)]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["cp2-ring mb2", "tp2 sp mb4", "shard2 zero3 ep2 mb2"])
 def test_losses_of_routers_are_the_same_on_a_layout(label):
     verdicts = on_ranks(2, proven, label=label)[0]

@@ -100,13 +100,9 @@ def compared(world, kind, recomputes=False, dtype=torch.float64):
     return worst
 
 
-@pytest.mark.parametrize(
-    ("n", "kind"),
-    [
-        (2, "all"),
-        *(pytest.param(n, kind, marks=pytest.mark.slow) for n in (2, 4) for kind in BOUNDS),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", BOUNDS)
 def test_result_and_gradients_are_those_of_plain_attention(n, kind):
     for found in on_ranks(n, compared, kind=kind):
         assert max(found) < 1e-6, found

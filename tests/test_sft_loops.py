@@ -125,6 +125,7 @@ def check(label, folder, spec, expected, renamed, capsys):
     assert max(off) < LIMIT
 
 
+@pytest.mark.slow
 def test_what_is_trained_is_unequal_and_the_loops_learn(full):
     folder, _, expected = full
     sampler = sampled(folder)
@@ -139,6 +140,7 @@ def test_what_is_trained_is_unequal_and_the_loops_learn(full):
     assert len({*QUICK, *SLOW}) >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", LAYOUTS)
 def test_all_weights_train_as_in_transformers(full, label, capsys):
     check(label, *full, lambda name: hf_name("llama", name), capsys)

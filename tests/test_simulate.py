@@ -92,7 +92,7 @@ OF_FOUR_AXES = [case for case in matrix(16) if case.refused is None][3::37]
 REHEARSED = [*CASES, *((case, 9) for case in OF_FOUR_AXES)]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("case", "rank"),
     [*REHEARSED[::2], *(pytest.param(*one, marks=pytest.mark.slow) for one in REHEARSED[1::2])],
@@ -118,7 +118,8 @@ def test_a_rehearsal_does_what_the_program_says(case, rank):
     assert after["activations"] + after["temporary"] < 20_000
 
 
-@pytest.mark.parametrize("rank", [1023, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1023, 0])
 def test_a_thousand_ranks(rank):
     case = make("dp2 shard8 zero2 tp8 sp pp8 1f1b mb1", "wide", batch=128)
     (one,) = simulated(case, [rank]).ranks
@@ -188,13 +189,8 @@ def peak_of(world, label, train):
     return measure(world, Case(MODEL, train, Layout.parse(label))).peak
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        *(pytest.param(label, marks=pytest.mark.slow) for label in ("tp2 mb1", "shard2 zero3 mb1")),
-        "pp2 1f1b mb1",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["tp2 mb1", "shard2 zero3 mb1", "pp2 1f1b mb1"])
 def test_the_peak_is_that_of_real_ranks(label):
     layout = Layout.parse(label)
     train = TrainSpec(batch=4 * layout.dp, seq_len=128)
@@ -210,6 +206,7 @@ def test_the_peak_is_that_of_real_ranks(label):
         assert worst.total == pytest.approx(real.total, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_second_step_is_as_the_first():
     """The rehearsed step has what a step finds that follows others."""
     program = lower(MODEL, TrainSpec(batch=4, seq_len=32), Layout.parse("shard2 zero2 mb1"))
@@ -249,6 +246,7 @@ def test_out_of_memory_is_found(capsys):
 # The command.
 
 
+@pytest.mark.slow
 def test_the_profile(tmp_path, capsys):
     path = tmp_path / "ledger.json"
     words = [*SMALL, "layout.tp=2", "layout.sp=true", "--world", "8", "--ranks", "0,last"]

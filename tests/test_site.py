@@ -32,6 +32,7 @@ def built(tmp_path_factory):
     return folder, done.stderr
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(built):
     """All pages are in it, and links lead somewhere."""
     site, said = built
@@ -42,6 +43,7 @@ def test_the_site_is_built_without_a_warning(built):
     assert "not found in the documentation files" not in said
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_other_hosts(built):
     site, _ = built
     pages = list(site.rglob("*.html"))
@@ -52,6 +54,7 @@ def test_the_site_loads_nothing_from_other_hosts(built):
         assert not re.search(r"(?:url\(|@import)\s*.?(?:https?:)?//", style.read_text()), style.name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {BROWSERS}")
 def test_the_search_works_from_disk(built):
     sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

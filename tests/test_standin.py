@@ -157,6 +157,7 @@ def test_the_host_reads_nothing_that_has_not_arrived(order):
     assert len(order.faults) == 1
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_checked(capsys):
     words = ["model.dim=64", "model.n_layers=2", "train.seq_len=32", "train.batch=4"]
     words += ["layout.dp_shard=2", "layout.zero=3", "train.precision=bf16"]

@@ -137,7 +137,7 @@ def test_any_layout_reads_the_same_rows_and_has_the_same_position(folders, packi
                 assert np.array_equal(np.diff(rows.segments), ends[:, :-1])
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_it_goes_on_from_any_step_on_another_layout(folders, kind):
     whole = opened(folders / kind).sampler("train", SEQ, BATCH)

@@ -58,7 +58,7 @@ def both_ways(cases):
     return [*by_torch, *(pytest.param(*one, marks=marks[n > 0]) for n, one in enumerate(wide))]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("label", "precision", "bound", "matmul"),
     both_ways(
@@ -117,7 +117,7 @@ OLMO2 = {"family": "olmo2", **FAMILIES["olmo2"].fixed}
 
 
 @needs_onednn
-@pytest.mark.often(3)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("matmul", ["torch", "onednn"])
 @pytest.mark.parametrize(
     ("label", "sizes"),
@@ -163,9 +163,8 @@ def long_case(matmul):
     return Case(model, train, Layout.parse("mb4"))
 
 
-@pytest.mark.parametrize(
-    "matmul", ["torch", pytest.param("onednn", marks=(needs_onednn, pytest.mark.slow))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("matmul", ["torch", pytest.param("onednn", marks=needs_onednn)])
 def test_the_peak_whatever_cache_attention_is_cut_for(matmul):
     """The program says how large blocks are, as for a core's cache; no rank asks its processor."""
     case, predicted = long_case(matmul), []

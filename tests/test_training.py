@@ -147,6 +147,7 @@ def test_one_device_equals_a_plain_torch_loop():
         assert relative(one["weights"][name], p.detach().numpy()) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_bf16_keeps_fp32_master_weights_and_follows_fp32():
     exact = on_ranks(2, train_steps, case="llama", steps=5, microbatch=2)[0]
     rounded = on_ranks(2, train_steps, case="llama", steps=5, microbatch=2, precision="bf16")[0]

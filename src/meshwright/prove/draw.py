@@ -18,6 +18,7 @@ from meshwright.layout.candidates import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case, Optimizer
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.families.base import Family
 from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.rotary import RopeScaling
@@ -44,6 +45,7 @@ _FAMILIES: Final = (
     *("llama", "neox", "qwen2", "qwen3", "granite", "phi3"),
     *("gemma2", "gemma3", "olmo2", "olmo3", "smollm3"),
 )
+_MIXTURES: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 _LOCAL: Final = LayerSpec(window=9, rope_theta=50.0)
 # Windows shorter than any row, some of them at the seams of chunks, and layers that do not rotate.
 _PATTERNS: Final = (
@@ -66,6 +68,10 @@ _FREE: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention_softcap": (1.5, None),
     "logits_softcap": (3.0, None),
     "layer_pattern": _PATTERNS,
+    "norm_top_k": _BOOLS,
+    "routed_scale": (0.7, 1.0),
+    "rope_interleave": _BOOLS,
+    "swiglu_limit": (5.0, None),
 }
 _YARN: Final = RopeScaling(kind="yarn", factor=4.0, original_context=16)
 _SCALINGS: Final = (
@@ -130,7 +136,13 @@ def _meshes(world: int) -> list[tuple[int, ...]]:
 
 def _case(dealer: _Dealer, mesh: tuple[int, ...]) -> Case:
     layout = _layout(dealer, dict(zip(AXES, mesh, strict=True)))
-    model, train = _model(dealer, layout), _train(dealer, layout)
+    has_experts = dealer.deal("has experts", (False, False, True))
+    if has_experts:
+        layout = _shared_out(dealer, layout)
+    model = _model(dealer, layout, _MIXTURES if has_experts else _FAMILIES)
+    train = _train(dealer, layout)
+    if has_experts:
+        train = _routed(dealer, model, train)
     rule = broken(model, train, layout)
     assert rule is None, rule
     packed = dealer.deal("packed", _BOOLS)
@@ -161,6 +173,33 @@ def _layout(dealer: _Dealer, degrees: dict[str, int]) -> Layout:
     return Layout(**values)
 
 
+def _shared_out(dealer: _Dealer, layout: Layout) -> Layout:
+    """Return the layout with a legal `ep` and `etp`."""
+    data = divisors(layout.alike_ranks)
+    folded = [(layout.tp * ep, 1) for ep in data] if layout.sp else []
+    ep, etp = dealer.deal("ep", (*((ep, None) for ep in data), *folded))
+    return layout.model_copy(update={"ep": ep, "etp": etp})
+
+
+def _routed(dealer: _Dealer, model: ModelSpec, train: TrainSpec) -> TrainSpec:
+    """Return the training settings with those of routers, which `kinds` explains.
+
+    In half precision, a token near a tie takes another expert, which no tolerance covers: such
+    models are trained in fp32, unless a token takes all experts.
+    """
+    update: dict[str, Any] = {
+        "router_aux_loss": dealer.deal("aux", (0.0, 1.0)),
+        "expert_capacity": dealer.deal("capacity", (None, None, 1.1)),
+    }
+    if model.router_scores == "sigmoid":
+        update["router_bias_rate"] = dealer.deal("bias", (0.0, 0.05))
+    else:
+        update["router_z_loss"] = dealer.deal("z", (0.0, 0.3))
+    if model.top_k < model.experts:
+        update["precision"] = "fp32"
+    return train.model_copy(update=update)
+
+
 def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:
     """Return a batch that the layout divides, and how it is trained."""
     stages = layout.schedule, layout.pp, layout.virtual_stages
@@ -182,21 +221,58 @@ def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:
     )
 
 
-def _model(dealer: _Dealer, layout: Layout) -> ModelSpec:
+def _experts(dealer: _Dealer, layout: Layout, family: Family, layers: int) -> dict[str, Any]:
+    """Return the sizes of a model's experts, and what their router picks from."""
+    experts = dealer.multiple(layout.ep, 2, 9)
+    needs_shared = family.fixed.get("shared_gate", False)
+    values: dict[str, Any] = {
+        "experts": experts,
+        "top_k": dealer.number(1, min(experts, 4)),
+        "expert_ffn_dim": dealer.multiple(layout.expert_tp, 20, 60),
+        "shared_ffn_dim": dealer.multiple(layout.tp, 20, 60),
+        "dense_layers": dealer.deal("dense", (0, 1)) if layers > 1 else 0,
+    }
+    if not needs_shared and dealer.deal("shared", _BOOLS):
+        values["shared_ffn_dim"] = 0
+    if "expert_groups" in family.free:
+        groups = dealer.deal("groups", tuple(n for n in divisors(experts) if 2 * n <= experts))
+        values["expert_groups"] = groups
+        values["top_groups"] = dealer.number(-(-values["top_k"] * groups // experts), groups)
+    return {key: value for key, value in values.items() if key in family.free}
+
+
+def _latent(dealer: _Dealer) -> dict[str, Any]:
+    """Return the sizes of latent attention: values are smaller or larger than keys."""
+    plain, rotated = dealer.number(2, 8), 2 * dealer.number(1, 3)
+    return {
+        "head_dim": plain + rotated,
+        "qk_nope_head_dim": plain,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": dealer.number(3, 12),
+        "kv_lora_rank": dealer.number(9, 20),
+        "q_lora_rank": dealer.deal("q_lora_rank", (0, 23)),
+    }
+
+
+def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelSpec:
     """Return a model whose sizes are divided by what the rules want, and by little else."""
-    family, tp = FAMILIES[dealer.deal("family", _FAMILIES)], layout.tp
+    family, tp = FAMILIES[dealer.deal("family", families)], layout.tp
+    layers = layout.stages + dealer.deal("more layers", (0, 1, 2))
     rotary_pct = dealer.deal("rotary_pct", _ROTARY_PCTS) if "rotary_pct" in family.free else 1.0
     rotates_even = tuple(size for size in range(4, 14) if int(size * rotary_pct) % 2 == 0)
     kv_heads = dealer.multiple(tp * (layout.cp if layout.cp_kind == "ulysses" else 1), 1, 6)
     group = dealer.deal("group", (1, 2, 3)) if family.grouped else 1
     free = {key: dealer.deal(key, choices) for key, choices in _FREE.items() if key in family.free}
+    if "experts" in family.free:
+        free |= _experts(dealer, layout, family, layers)
+    if "kv_lora_rank" in family.free:
+        free |= _latent(dealer)
     spec = model_spec(
         family=family.name,
         dim=dealer.number(20, 70),
-        n_layers=layout.stages + dealer.deal("more layers", (0, 1, 2)),
+        n_layers=layers,
         n_heads=group * kv_heads,
         n_kv_heads=kv_heads,
-        head_dim=dealer.deal("head_dim", rotates_even),
         ffn_dim=dealer.multiple(tp, 20, 150),
         vocab_size=dealer.multiple(tp, 40, 200),
         rotary_pct=rotary_pct,
@@ -206,7 +282,7 @@ def _model(dealer: _Dealer, layout: Layout) -> ModelSpec:
         rope_scaling=dealer.deal("rope_scaling", _SCALINGS),
         rope_theta=dealer.deal("rope_theta", (10000.0, 500000.0)),
         norm_eps=dealer.deal("norm_eps", (1e-5, 1e-6)),
-        **free,
+        **{"head_dim": dealer.deal("head_dim", rotates_even), **free},
     )
     pairs = spec.rotary_dim // 2
     if spec.rope_scaling != _YARN or pairs % 2 == 0:

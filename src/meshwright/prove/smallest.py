@@ -21,7 +21,14 @@ MOST_TRIES: Final = 80
 _Update = Mapping[str, Any]
 
 _PLAIN_LAYOUT: Final = {"recompute": "none", "offload": "none", "sp": False, "cp_kind": "ring"}
+_NO_ROUTER: Final = {
+    "router_aux_loss": 0.0,
+    "router_z_loss": 0.0,
+    "router_bias_rate": 0.0,
+    "expert_capacity": None,
+}
 _PLAIN_TRAIN: Final = {
+    **_NO_ROUTER,
     "precision": "fp32",
     "reduce_dtype": "fp32",
     "matmul": "torch",
@@ -81,6 +88,7 @@ def _complexity(case: Case) -> int:
     layout, model = case.layout, case.model
     counts = [*layout.mesh.shape, layout.ep, layout.microbatch, layout.virtual_stages, layout.zero]
     counts += [layout.folds, _microbatches(case), model.n_layers, model.n_heads, model.n_kv_heads]
+    counts += [model.experts, model.top_k]
     if layout.is_pipelined:
         counts.append(list(SCHEDULES).index(layout.schedule))
     not_plain = (
@@ -107,9 +115,15 @@ def _updates(case: Case) -> Iterator[_Update]:
             for virtual in range(traits.min_virtual, layout.virtual_stages + 1):
                 yield {"layout": {"schedule": traits.name, "virtual_stages": virtual}}
     yield from ({"layout": {"zero": zero}} for zero in range(layout.zero))
-    yield {"model": {"family": "llama", **FAMILIES["llama"].features}}
+    yield {
+        "layout": {"ep": 1, "etp": None},
+        "model": {"family": "llama", **FAMILIES["llama"].features},
+        "train": _NO_ROUTER,
+    }
     for section, values in _PLAIN.items():
         yield from ({section: {name: value}} for name, value in values.items())
+    yield from ({"model": {"experts": n}} for n in range(model.top_k, model.experts))
+    yield from ({"model": {"top_k": n}} for n in range(1, model.top_k))
     yield from ({"model": {"n_layers": n}} for n in range(layout.stages, model.n_layers))
     for heads in range(1, model.n_heads):
         yield {"model": {"n_heads": heads, "n_kv_heads": min(heads, model.n_kv_heads)}}
