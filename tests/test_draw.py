@@ -51,7 +51,10 @@ HAS = {
     **{f"schedule {name}": {"schedule": name} for name in SCHEDULES},
     **{f"zero {stage}": {"zero": stage} for stage in range(4)},
     **{f"recompute {name}": {"recompute": name} for name in ("none", "full", "selective")},
-    **{f"offload {name}": {"offload": name} for name in ("none", "optimizer", "params")},
+    **{
+        f"offload {name}": {"offload": name}
+        for name in ("none", "optimizer", "params", "activations")
+    },
     **{f"cp {kind}": {"cp_kind": kind} for kind in ("ring", "ulysses")},
     **{f"microbatch of {n}": {"microbatch": n} for n in (1, 2, 3)},
     **{f"{n} virtual stages": {"virtual_stages": n} for n in (1, 2, 3)},
@@ -314,10 +317,10 @@ def test_an_illegal_case_is_refused_with_the_nearest_legal(capsys):
     assert "layout.tp = 7 must divide model.n_heads" in capsys.readouterr().err
 
 
-# How many layouts, seed, ranks: experts shared out under ZeRO 2 and Ulysses, and a pipeline.
-SOON = ("2", "606", "2")
-# Every axis alone; experts shared out over data and tensor ranks; ZeRO 1 and 3, all precisions.
-ALL_AXES = ("5", "416", "3")
+# How many layouts, seed, ranks: a pipeline under ZeRO 2, and experts shared out over ranks of tp.
+SOON = ("2", "1993", "2")
+# Every axis alone; folded experts; ZeRO 1 to 3, all precisions, offloaded params and activations.
+ALL_AXES = ("5", "642", "3")
 
 
 @pytest.mark.timeout(600)

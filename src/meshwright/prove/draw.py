@@ -37,7 +37,7 @@ _LONGEST: Final = 48
 _BOOLS: Final = (False, True)
 # A choice that is there twice is dealt twice as often.
 _ZERO_OF_NONE: Final = (0, 0, 0, 0, 1, 2, 3)
-_OFFLOADS: Final = ("none", "none", "none", "optimizer", "params")
+_OFFLOADS: Final = ("none", "none", "none", "optimizer", "params", "activations")
 _OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "sgd")
 _PRECISIONS: Final = ("fp32", "fp32", "fp32", "bf16", "fp16")
 _ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)
@@ -257,7 +257,9 @@ def _latent(dealer: _Dealer) -> dict[str, Any]:
 def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelSpec:
     """Return a model whose sizes are divided by what the rules want, and by little else."""
     family, tp = FAMILIES[dealer.deal("family", families)], layout.tp
-    layers = layout.stages + dealer.deal("more layers", (0, 1, 2))
+    # Of activations, those of two layers stay on the device.
+    least = 3 if layout.offload == "activations" and not layout.is_pipelined else layout.stages
+    layers = least + dealer.deal("more layers", (0, 1, 2))
     rotary_pct = dealer.deal("rotary_pct", _ROTARY_PCTS) if "rotary_pct" in family.free else 1.0
     rotates_even = tuple(size for size in range(4, 14) if int(size * rotary_pct) % 2 == 0)
     kv_heads = dealer.multiple(tp * (layout.cp if layout.cp_kind == "ulysses" else 1), 1, 6)
