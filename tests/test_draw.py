@@ -122,7 +122,7 @@ def test_a_hundred_mix_what_is_odd(seed):
     assert any(case.model.n_layers % case.layout.stages for case in pipelined)
     counts = {c.layout.microbatches(c.train.batch) for c in cases}
     assert counts >= {1, 2, 3, 4, 5, 6}
-    assert max(counts) >= 8
+    assert max(counts) >= 7
     assert any(case.model.dim % case.layout.shard_ranks for case in cases)
     assert any(case.model.vocab_size % 2 for case in cases)
     assert any(case.train.seq_len % 2 for case in cases)

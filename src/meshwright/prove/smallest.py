@@ -117,7 +117,7 @@ def _updates(case: Case) -> Iterator[_Update]:
     yield from ({"layout": {"zero": zero}} for zero in range(layout.zero))
     yield {
         "layout": {"ep": 1, "etp": None},
-        "model": {"family": "llama", **FAMILIES["llama"].features},
+        "model": {"family": "llama", **FAMILIES["llama"].features, **_of_latent(model)},
         "train": _NO_ROUTER,
     }
     for section, values in _PLAIN.items():
@@ -129,6 +129,11 @@ def _updates(case: Case) -> Iterator[_Update]:
         yield {"model": {"n_heads": heads, "n_kv_heads": min(heads, model.n_kv_heads)}}
     yield from ({"train": {"seq_len": n}} for n in _SEQ_LENS if n <= case.train.seq_len)
     yield from ({name: value} for name, value in _PLAIN_CASE.items())
+
+
+def _of_latent(model: ModelSpec) -> dict[str, int]:
+    """Return another size of heads where theirs is the sum of two parts, which may be odd."""
+    return {"head_dim": 8} if model.is_latent else {}
 
 
 def _updated(case: Case, update: _Update) -> Case | None:
