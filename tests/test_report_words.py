@@ -30,6 +30,16 @@ def test_a_slow_step_on_a_busy_machine_is_not_the_calibrations_fault(config, loa
         assert "meshwright bench device" in todo
 
 
+def test_more_ranks_than_cores_are_why_a_step_is_slow(config):
+    """Whatever the load: it is that of the ranks themselves."""
+    path = write_run(config(*PIPELINE, "layout.dp_replicate=1"), slower=1.5)
+    plan = json.loads((path / "plan.json").read_text())
+    plan["machine"] |= {"load": 9.0, "cores": 1}
+    (path / "plan.json").write_text(json.dumps(plan))
+    ((_, todo),) = [one for one in run_warnings(read_run(path)) if "step time is off" in one[0]]
+    assert todo == "2 ranks share 1 core. Compare a layout with a core for each rank."
+
+
 @pytest.mark.parametrize(
     ("cause", "layout", "advice"),
     [

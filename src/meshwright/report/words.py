@@ -16,7 +16,7 @@ from meshwright.report.figure import finite, seconds
 from meshwright.report.peaks import MEANINGS, name_in_events, peak_name
 from meshwright.report.record import RunRecord
 from meshwright.spec.words import busy
-from meshwright.units import format_bytes, format_count
+from meshwright.units import counted, format_bytes, format_count
 
 # What is the matter, and what to do.
 Advice = tuple[str, str]
@@ -101,7 +101,7 @@ def run_warnings(run: RunRecord) -> list[Advice]:
         *_skipped(run),
         *_speed(run),
         *_shared_cores(run),
-        *profile_warnings(run.planned, run.measured, _load(run)),
+        *profile_warnings(run.planned, run.measured, _slowed_by(run)),
     ]
 
 
@@ -177,27 +177,37 @@ def _speed(run: RunRecord) -> Iterator[Advice]:
 
 
 def _shared_cores(run: RunRecord) -> Iterator[Advice]:
-    cores, world = run.machine.get("cores"), run.layout.world if run.layout else 1
-    if run.machine.get("device") == "cpu" and cores and world > cores:
+    if (shared := _of_cores(run)) is not None:
         yield (
-            f"{world} ranks share {cores} cores.",
+            f"{shared}.",
             "While one computes another waits: measured times and the bubble say more about the "
             "machine than about the layout.",
         )
 
 
-def _load(run: RunRecord) -> str | None:
-    """Return what the load of the machine said as the run began, if it was high."""
+def _of_cores(run: RunRecord) -> str | None:
+    """Return how many ranks share the machine's cores, if there are more ranks than cores."""
+    cores, world = run.machine.get("cores"), run.layout.world if run.layout else 1
+    if run.machine.get("device") == "cpu" and cores and world > cores:
+        return f"{world} ranks share {counted(cores, 'core')}"
+    return None
+
+
+def _slowed_by(run: RunRecord) -> str | None:
+    """Return why steps may take longer than the constants say, and how to compare them."""
+    if (shared := _of_cores(run)) is not None:
+        return f"{shared}. Compare a layout with a core for each rank."
     load, cores = finite(run.machine.get("load")), run.machine.get("cores")
-    return busy(load, cores) if load and cores else None
+    text = busy(load, cores) if load and cores else None
+    return text and f"The load of the machine was {text}. Compare once it is idle."
 
 
 def profile_warnings(
-    planned: StepProfile | None, happened: StepProfile | None, load: str | None = None
+    planned: StepProfile | None, happened: StepProfile | None, slowed_by: str | None = None
 ) -> list[Advice]:
     """Return the problems of a step: bubble, waits, memory, inaccurate predictions.
 
-    `load` says that the machine was busy, if it was.
+    `slowed_by` says what the machine did to the step, if it did.
     """
     base = happened or planned
     if base is None:
@@ -205,7 +215,7 @@ def profile_warnings(
     return [
         *_shape(base),
         *_full(base if base.worst else planned),
-        *(_off(planned, happened, load) if planned and happened else ()),
+        *(_off(planned, happened, slowed_by) if planned and happened else ()),
     ]
 
 
@@ -264,12 +274,12 @@ def _full(base: StepProfile | None) -> Iterator[Advice]:
         )
 
 
-def _off(planned: StepProfile, happened: StepProfile, load: str | None) -> Iterator[Advice]:
+def _off(planned: StepProfile, happened: StepProfile, slowed_by: str | None) -> Iterator[Advice]:
     if planned.step_time_s and happened.step_time_s:
         off = planned.step_time_s / happened.step_time_s - 1
         measure = "`meshwright bench device --out here.toml` measures this machine for the planner."
-        if off < 0 and load is not None:  # the constants may be right: it was slower than they say
-            measure = f"The load of the machine was {load}. Compare once it is idle."
+        if off < 0 and slowed_by is not None:  # the constants may be right: it was slower
+            measure = slowed_by
         if abs(off) > _OFF:
             yield f"The predicted step time is off by {off:+.0%}.", measure
     ours, theirs = (one.worst.peak if one.worst else None for one in (planned, happened))
