@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.predict.needs import backward_needs
-from meshwright.program.collectives import collectives
+from meshwright.program.collectives import of_microbatches
 from meshwright.program.four_bits import dequantising_bytes
 from meshwright.program.lower import Program
 from meshwright.program.messages import Overlaps, Phase, Purpose
@@ -152,16 +152,20 @@ def layout_work(
 
     Sequences are alike, so a microbatch is one of them, times their number.
     """
-    of_one = (seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep, etp, imbalance)
+    of_one = (seq_len, precision, tp, sp, cp, cp_kind, 1, recompute)
+    shared_out = (ep, etp, imbalance)
     if microbatch > 1:
-        return _times(layout_work(model, *of_one), microbatch)
+        return _times(layout_work(model, *of_one, *shared_out), microbatch)
     if len(model.layer_kinds) > 1:
-        each = [
-            layout_work(alike, *of_one)
+        # Layers without experts are the same however others are shared out: the cache has them.
+        each = {
+            kind: layout_work(
+                model.alike(kind), *of_one, *(shared_out if model.has_experts(kind) else ())
+            )
             for kind in model.layer_kinds
-            for alike in [model.alike(kind)]
-        ]
-        return each[0]._replace(layers=tuple(one.layers[0] for one in each))
+        }
+        one = each[max(each, key=model.has_experts)]
+        return one._replace(layers=tuple(work.layers[0] for work in each.values()))
     degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "etp": etp}
     layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
     batch = layout.expert_data
@@ -224,8 +228,8 @@ def _messages(program: Program) -> tuple[Message, ...]:
     """
     every = [
         Message(one.kind, one.axis, one.bytes, one.count, one.phase, one.purpose, one.overlaps)
-        for one in collectives(program, 0)
-        if one.axis in ("tp", "cp", "ep") and one.phase != "step"
+        for one in of_microbatches(program)
+        if one.axis in ("tp", "cp", "ep")
     ]
     loss = [message for message in every if message.purpose == "loss"]
     size = sum(message.bytes * message.times for message in loss)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -50,10 +50,7 @@ def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
     sizes = Sizes.of(program)
     found = [
         *_targets(program),
-        *_tp_regions(program, sizes, stages),
-        *_context(program, sizes, stages),
-        *_routing(program, sizes, stages),
-        *_dispatch(program, sizes, stages),
+        *_of_layers(program, sizes, stages),
         *_transfers(sizes, program.tables[at["pp"]]),
         *gathers(program, at, stages),
         *reductions(program, at, stages),
@@ -64,6 +61,20 @@ def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
             Collective("all_reduce", "world", _WIDE, 1, "step", "norm", "norm: sum the squares")
         )
     return _summed(found)
+
+
+def of_microbatches(program: Program) -> tuple[Collective, ...]:
+    """Return those that the layers of a program with one stage send for its microbatches."""
+    found = _of_layers(program, Sizes.of(program), program.stages)
+    return _summed(one for one in found if one.phase != "step")
+
+
+def _of_layers(program: Program, sizes: Sizes, stages: Sequence[Stage]) -> Iterator[Collective]:
+    """Yield what layers, the embedding and the head send."""
+    yield from _tp_regions(program, sizes, stages)
+    yield from _context(program, sizes, stages)
+    yield from _routing(program, sizes, stages)
+    yield from _dispatch(program, sizes, stages)
 
 
 def _summed(found: Iterable[Collective]) -> tuple[Collective, ...]:
