@@ -16,7 +16,7 @@ from meshwright.predict.setting import Setting, held_by
 from meshwright.predict.step import pace_of
 from meshwright.predict.systems import SYSTEMS
 from meshwright.predict.work import HeldLayers
-from meshwright.program.collectives import collectives
+from meshwright.program.collectives import collectives, of_microbatches
 from meshwright.program.lower import lower
 from meshwright.program.shards import data_rank
 from meshwright.program.target import Target
@@ -155,10 +155,10 @@ def test_no_price_hangs_on_the_words_of_a_message(label, monkeypatch):
     one = setting(devices=layout.world)
     before = price(one, layout).time.causes
 
-    def wordless(program, rank):
-        return tuple(replace(m, reason="") for m in collectives(program, rank))
+    def wordless(program):
+        return tuple(replace(m, reason="") for m in of_microbatches(program))
 
-    monkeypatch.setattr(work, "collectives", wordless)
+    monkeypatch.setattr(work, "of_microbatches", wordless)
     work.layout_work.cache_clear()
     assert price(one, layout).time.causes == before
     work.layout_work.cache_clear()
