@@ -3,11 +3,11 @@
     python -m benchmarks.mixture --rounds 2 --steps 2 --precision fp32 --out mixture.json \\
         --peer torchtitan=PYTHON --peer megatron=PYTHON --peer olmo=PYTHON
 
-One process of transformers has two threads, and takes of its ways to compute experts, and of some
-microbatches, the fastest. Each peer is run by the interpreter that has it: one rank with two
-threads, and two ranks that share out the experts, each with its fastest microbatch. Runs alternate,
-so that the machine's noise hits all alike; prints medians of tokens/s and their ratios to
-transformers. All train on random bytes, which meet experts about evenly.
+One process of transformers has two threads, and takes the fastest of its ways to compute experts.
+Each peer is run by the interpreter that has it: one rank with two threads, and two ranks that share
+out the experts. Every run has its own fastest microbatch. Runs alternate, so that the machine's
+noise hits all alike; prints medians of tokens/s and their ratios to transformers. All train on
+random bytes, which meet experts about evenly.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MICROBATCHES = (2, 4, 8)
 LEAST_MOVED = 0.1  # of the learning rate, by each matrix of experts on average
 Take = Callable[[], list[float]]
 RUNS = {
-    "train, 1 rank": ("layout.dp_replicate=1",),
-    "train, 2 ranks": ("layout.dp_shard=2", "layout.zero=1"),
-    "train, 2 ranks, ep 2": ("layout.dp_shard=2", "layout.zero=1", "layout.ep=2"),
+    "train, 1 rank": (1, ("layout.dp_replicate=1",)),
+    "train, 2 ranks": (2, ("layout.dp_shard=2", "layout.zero=1")),
+    "train, 2 ranks, ep 2": (2, ("layout.dp_shard=2", "layout.zero=1", "layout.ep=2")),
 }
 
 
@@ -82,12 +82,13 @@ def loop(way: str, rows: int, precision: str, steps: int) -> list[float]:
     return seconds[NOT_COUNTED:]
 
 
-def ours(layout: Sequence[str], precision: str, steps: int) -> list[float]:
+def ours(layout: Sequence[str], rows: int, precision: str, steps: int) -> list[float]:
     """Return the step times of `meshwright train`."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"model.{key}={value}" for key, value in MODEL.items()]
         words += [f"train.batch={BATCH}", f"train.seq_len={SEQ}", f"train.precision={precision}"]
-        words += [f"train.steps={steps + NOT_COUNTED}", "train.compile=false", *layout]
+        words += [f"train.steps={steps + NOT_COUNTED}", "train.compile=false"]
+        words += [*layout, f"layout.microbatch={rows}"]
         words += [f"data.source={random_bytes(Path(folder))}"]
         words += [f"log.dir={folder}", "log.name=run", f"checkpoint.dir={folder}/weights"]
         _python("meshwright", "train", *words)
@@ -108,7 +109,10 @@ def random_bytes(folder: Path) -> Path:
 def _python(module: str, *words: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", module, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    if done.returncode:
+        raise RuntimeError(f"{module}: {' | '.join(done.stderr.splitlines()[-3:])}")
+    return done
 
 
 def fastest(precision: str) -> tuple[str, int]:
@@ -117,8 +121,8 @@ def fastest(precision: str) -> tuple[str, int]:
     for way, rows in product(WAYS, MICROBATCHES):
         try:
             times[way, rows] = min(theirs(way, rows, precision, 1))
-        except subprocess.CalledProcessError as error:
-            print(f"{way}, {rows} rows: {error.stderr.splitlines()[-1]}", flush=True)
+        except RuntimeError as error:
+            print(f"{way}, {rows} rows: {error}", flush=True)
     print(precision, {key: round(value, 2) for key, value in times.items()}, flush=True)
     return min(times, key=times.__getitem__)
 
@@ -139,19 +143,28 @@ def peer_runs(peers: Mapping[str, str], precision: str, steps: int) -> dict[str,
     """Return the runs of peers, each with its fastest microbatch; those that fail are named."""
     runs: dict[str, Take] = {}
     for (peer, python), ranks in product(peers.items(), (1, mixture_peers.THREADS)):
-        times = {}
-        for rows in (rows for rows in MICROBATCHES if rows <= BATCH // ranks):
-            try:
-                times[rows] = min(peer_steps(peer, python, ranks, rows, precision, 1))
-            except RuntimeError as error:
-                print(f"{peer}, {ranks} ranks, {rows} rows: {error}", flush=True)
-        print(precision, peer, ranks, {k: round(v, 2) for k, v in times.items()}, flush=True)
-        if times:
-            rows = min(times, key=times.__getitem__)
-            name = f"{peer}, 1 rank" if ranks == 1 else f"{peer}, {ranks} ranks, ep {ranks}"
-            take = partial(peer_steps, peer, python, ranks, rows, precision, steps)
-            runs[f"{name}, {rows} rows"] = take
+        name = f"{peer}, 1 rank" if ranks == 1 else f"{peer}, {ranks} ranks, ep {ranks}"
+        runs |= with_fastest_rows(
+            name, ranks, partial(peer_steps, peer, python, ranks), precision, steps
+        )
     return runs
+
+
+def with_fastest_rows(
+    name: str, ranks: int, take: Callable[[int, str, int], list[float]], precision: str, steps: int
+) -> dict[str, Take]:
+    """Return a run with the microbatch whose best step is fastest; what fails is named."""
+    times = {}
+    for rows in (rows for rows in MICROBATCHES if rows <= BATCH // ranks):
+        try:
+            times[rows] = min(take(rows, precision, 2))
+        except RuntimeError as error:
+            print(f"{name}, {rows} rows: {error}", flush=True)
+    print(precision, name, {key: round(value, 2) for key, value in times.items()}, flush=True)
+    if not times:
+        return {}
+    rows = min(times, key=times.__getitem__)
+    return {f"{name}, {rows} rows": partial(take, rows, precision, steps)}
 
 
 def measure(
@@ -162,7 +175,8 @@ def measure(
     name = f"transformers, {way}, {rows} rows"
     runs: dict[str, Take] = {name: partial(theirs, way, rows, precision, steps)}
     runs |= peer_runs(peers, precision, steps)
-    runs |= {run: partial(ours, layout, precision, steps) for run, layout in RUNS.items()}
+    for run, (ranks, layout) in RUNS.items():
+        runs |= with_fastest_rows(run, ranks, partial(ours, layout), precision, steps)
     found: dict[str, list[float]] = {run: [] for run in runs}
     for _ in range(rounds):
         for run, take in runs.items():

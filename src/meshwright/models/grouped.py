@@ -126,11 +126,10 @@ def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     if len(rows) and takes_one_kernel(rows, grads):
         return torch._grouped_mm(grads.t(), rows, offs=_ends(counts))
     sizes = on_host(counts, len(rows))
-    found = rows.new_zeros(len(sizes), grads.shape[-1], rows.shape[-1])
+    found = rows.new_empty(len(sizes), grads.shape[-1], rows.shape[-1])
     parts = torch.split(grads, sizes), torch.split(rows, sizes)
     for room, grad, part in zip(found, *parts, strict=True):
-        if len(part):
-            torch.mm(grad.t(), part, out=room)
+        torch.mm(grad.t(), part, out=room)
     return found
 
 
