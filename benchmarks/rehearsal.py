@@ -28,6 +28,7 @@ MODELS = {
     "windows": model_spec(
         family="gemma2", **SIZES, layer_pattern=[{"window": 16}, {}], attention_softcap=5.0
     ),
+    "sinks": model_spec(family="gpt_oss", **SIZES, n_kv_heads=2, experts=4, top_k=2),
     "neox": model_spec(family="neox", **SIZES),
     "experts": model_spec(
         family="qwen2_moe", **SIZES, experts=4, top_k=2, expert_ffn_dim=64, shared_ffn_dim=64
@@ -59,6 +60,11 @@ KINDS = (
     Kind("mb2", "fp16", model="dropout"),
     Kind("mb2 recompute-selective", packed=True),
     Kind("mb2 recompute-full", model="neox"),
+    Kind("mb2", "fp32", packed=True),
+    Kind("mb2 recompute-selective", packed=True, model="windows"),
+    Kind("tp2 sp mb2", packed=True, model="sinks"),
+    Kind("mb2 recompute-selective", model="windows"),
+    Kind("shard2 zero3 mb2", model="sinks"),
     Kind("mb2 offload-optimizer"),
     Kind("mb2 offload-activations"),
     Kind("mb2 recompute-full offload-activations", "fp32", packed=True),

@@ -1,5 +1,7 @@
 """Attention by documents: bounds, and the same as with a mask, forward and backward."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.nn.attention import varlen
@@ -7,9 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.data.sampler import Rows
 from meshwright.execute.batch import Batch, Feed
+from meshwright.execute.kernels import documents
 from meshwright.execute.kernels.documents import attend_documents, bounds_of, takes_bounds
 from meshwright.models.attention import attend
 from meshwright.models.context import causal_mask
+from meshwright.program.attention import ScoreBounds
 from syncs import Syncs
 
 SEGMENTS = torch.tensor(
@@ -117,8 +121,21 @@ def test_a_gpu_gets_all_documents_in_one_call(monkeypatch):
 def test_which_devices_go_by_documents():
     cpu = torch.device("cpu")
     assert all(takes_bounds(cpu, dtype, 12) for dtype in (torch.float32, torch.float16))
-    assert not takes_bounds(torch.device("cuda", 0), torch.float32, 64)
-    assert not takes_bounds(torch.device("cuda", 0), torch.bfloat16, 12)
+    assert takes_bounds(cpu, torch.bfloat16, 64, ScoreBounds(None, 50.0))
+    gpu, plain = torch.device("cuda", 0), ScoreBounds()
+    all_kinds = [plain, ScoreBounds(None, 50.0), ScoreBounds(sinks=True)]
+    with (
+        mock.patch.object(documents, "has_cuda_flash", lambda _, dtype, __: dtype.itemsize == 2),
+        mock.patch.object(documents.flex, "has_triton", return_value=True) as triton,
+    ):
+        assert all(takes_bounds(gpu, torch.float32, 64, scores) for scores in all_kinds)
+        assert all(takes_bounds(gpu, torch.bfloat16, 64, scores) for scores in all_kinds)
+        assert not takes_bounds(gpu, torch.float32, 12)  # too narrow for its kernel
+        assert not takes_bounds(gpu, torch.float64, 64)
+        triton.return_value = False
+        assert not any(takes_bounds(gpu, torch.float32, 64, scores) for scores in all_kinds)
+        found = [takes_bounds(gpu, torch.bfloat16, 64, scores) for scores in all_kinds]
+        assert found == [True, False, False]
 
 
 def test_a_batch_knows_its_documents_and_stays_where_it_is():

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.nn.attention import flex_attention as of_torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.execute.context_parallel import seen_attention
 from meshwright.execute.context_parallel.context import Ring, positions
+from meshwright.execute.kernels import documents, seen_attention
 from meshwright.execute.kernels.recompute import _policy
 from meshwright.models.plain_attention import plainly
 from meshwright.program.attention import ScoreBounds
 from ranks import on_ranks
+from syncs import Syncs
 from test_context import PACKED, draw
 
 BOUNDS = {
@@ -118,6 +119,30 @@ def test_selective_recomputation_keeps_what_it_gives():
 def test_half_precision_is_as_near_as_plain_operations():
     for found in on_ranks(2, compared, kind="all", dtype=torch.bfloat16):
         assert max(found) < 0.02, found
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (packed, _) in BOUNDS.items() if packed])
+def test_documents_are_those_of_a_cpu(kind):
+    """Operators of documents on a GPU and on a CPU, forward and backward."""
+    scores = BOUNDS[kind][1]
+    q, k, v, grad = draw(7, batch=4, dtype=torch.float64)
+    sinks = torch.linspace(-1, 1, q.shape[1], dtype=q.dtype) if scores.sinks else None
+    bounds, bounded = documents.bounds_of(PACKED), (scores.window, scores.cap)
+    op, back = torch.ops.meshwright.attend_documents, torch.ops.meshwright.attend_documents_backward
+    expected = op(q, k, v, bounds, *bounded, sinks)
+    to_expected = back(grad, q, k, v, *expected, bounds, *bounded)
+    with as_on_a_gpu():
+        found = documents._forward_by_flex(q, k, v, bounds, *bounded, sinks)
+        to_found = documents._backward_by_flex(grad, q, k, v, *expected, bounds, *bounded)
+    for one, other in zip((*found, *to_found), (*expected, *to_expected), strict=True):
+        torch.testing.assert_close(one.to(other.dtype), other, rtol=1e-6, atol=1e-6)
+
+
+def test_the_host_does_not_wait_for_documents():
+    bounds = documents.bounds_of(PACKED)
+    with Syncs() as syncs:
+        documents._seen(bounds, PACKED.shape[1], 5)
+    assert syncs == []
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 128])

@@ -74,7 +74,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds, sinks: Tensor 
         return out
     if scores == UNBOUNDED:
         return _by_kernel(q, k, v, is_causal=True)
-    if flex.takes(q):
+    if flex.takes(q.device, q.dtype, q.shape[-1]):
         return flex.attention(q, k, v, scores, sinks)
     return _masked(q, k, v, band(q, k.shape[-2], scores.window), scores.cap, sinks)
 

@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from meshwright.program.attention import ScoreBounds
 
+# Triton's products take no fewer columns.
+_MIN_HEAD_DIM: Final = 16
 # What attends, what bounds a score, and which blocks of keys those of queries see.
 _Parts = tuple[Callable[..., Any], Callable[..., Tensor] | None, Any]
 
 
-def takes(q: Tensor) -> bool:
-    """Whether it computes with tensors such as q; its kernels are Triton's."""
-    return q.device.type == "cuda" and q.dtype != torch.float64 and has_triton()
+def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether it computes with such tensors; its kernels are Triton's."""
+    is_wide = head_dim >= _MIN_HEAD_DIM and dtype != torch.float64
+    return is_wide and device.type == "cuda" and has_triton()
 
 
 @lru_cache(maxsize=1)

@@ -44,9 +44,13 @@ def is_plain(program: Program) -> bool:
 
 
 def spreads(program: Program, kind: LayerSpec) -> bool:
-    """Whether grouped key heads are copied: a GPU's fp32 kernel doesn't support groups."""
-    bounds = ScoreBounds.of(program.model, kind).within(program.train.seq_len)
-    is_fused = bounds == UNBOUNDED and not is_ring(program) and not program.target.on_cpu
+    """Whether grouped key heads are copied: a GPU's fp32 kernel doesn't support groups.
+
+    The ring's kernel and the one of documents do.
+    """
+    bounds, target = ScoreBounds.of(program.model, kind), program.target
+    is_bounded = target.packed or bounds.within(program.train.seq_len) != UNBOUNDED
+    is_fused = not is_bounded and not is_ring(program) and not target.on_cpu
     return is_fused and program.train.precision == "fp32"
 
 

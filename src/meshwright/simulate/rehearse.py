@@ -240,12 +240,13 @@ def _batch(program: Program) -> Batch:
     """Return the rows of a data-parallel rank."""
     rows, seq_len = program.microbatches * program.layout.microbatch, program.train.seq_len
     inputs, targets = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
-    # Rows of one document each, which attention by documents takes as any others.
-    layout = program.layout
-    has_segments = program.target.packed and layout.cp > 1 and layout.cp_kind == "ring"
-    segments = torch.zeros_like(inputs) if has_segments else None
     keys = torch.zeros(rows, dtype=torch.int64) if program.model.drops else None
-    return Batch(inputs, targets, segments, keys)
+    if not program.target.packed:
+        return Batch(inputs, targets, None, keys)
+    # Of one document each: what is sent and held does not depend on how many there are.
+    bounds = torch.full((rows, 2), seq_len, dtype=torch.int32)
+    bounds[:, 0] = 0
+    return Batch(inputs, targets, torch.zeros_like(inputs, dtype=torch.int32), keys, bounds)
 
 
 def _with_states(shards: Shards, spec: OptimizerSpec) -> torch.optim.Optimizer:

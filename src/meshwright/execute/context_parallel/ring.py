@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.execute.context_parallel import seen_attention as flex
+from meshwright.execute.kernels import seen_attention as flex
 from meshwright.execute.kernels.block_attention import (
     BlockAttention,
     Grads,

@@ -3,7 +3,8 @@
 A mask `[batch, 1, seq, seq]` needs memory quadratic in the length in each layer, computes the whole
 square of scores instead of the half below the diagonal, and rules out the fastest kernels. Here,
 each document is a causal sequence. A CPU makes one kernel call per document, or a few if a window
-is shorter or scores are capped; a GPU makes one call for all documents.
+is shorter or scores are capped; a GPU makes one call for all documents: FlashAttention's varlen
+kernel, or FlexAttention for fp32, capped scores and sinks.
 
 `bounds` has the beginnings and ends of documents, int32 `[batch, n + 1]`, ascending: document i of
 a row spans `bounds[row, i]` to `bounds[row, i + 1]`, and rows with fewer end with empty ones.
@@ -21,11 +22,14 @@ from torch import Tensor
 from meshwright.execute.kernels.block_attention import (
     BlockAttention,
     Grads,
+    Seen,
     choose,
     has_cuda_flash,
     visible,
     wide,
 )
+from meshwright.execute.kernels.seen_attention import seen, seen_attention
+from meshwright.models import flex
 from meshwright.models.attention import attend
 from meshwright.models.blockwise import by_token
 from meshwright.models.sinks import merge_sinks, sink_gradient
@@ -61,12 +65,17 @@ def bounds_of(segments: Tensor) -> Tensor:
 def takes_bounds(
     device: torch.device, dtype: torch.dtype, head_dim: int, scores: ScoreBounds = UNBOUNDED
 ) -> bool:
-    """Whether attention on a device uses document bounds; otherwise it needs a mask.
+    """Whether attention on a device uses document bounds; otherwise it needs a mask."""
+    what = device, dtype, head_dim
+    return device.type == "cpu" or _takes_varlen(*what, scores) or flex.takes(*what)
 
-    The GPU kernel supports neither soft caps nor sinks.
-    """
+
+def _takes_varlen(
+    device: torch.device, dtype: torch.dtype, head_dim: int, scores: ScoreBounds
+) -> bool:
+    """Whether FlashAttention's varlen kernel serves: it knows neither soft caps nor sinks."""
     is_known = scores.cap is None and not scores.sinks
-    return device.type == "cpu" or (is_known and has_cuda_flash(device, dtype, head_dim))
+    return is_known and has_cuda_flash(device, dtype, head_dim)
 
 
 def attend_documents(
@@ -84,10 +93,8 @@ def attend_documents(
     """
     if bounds is None or bounds.dtype == torch.bool:
         return attend(q, k, v, bounds, scores, sinks)
-    window, cap, has_sinks = scores
-    if q.device.type == "cuda":
-        assert cap is None, "the kernel does not cap scores: takes_bounds says so"
-        assert not has_sinks, "the kernel knows no sinks: takes_bounds says so"
+    window, cap, _ = scores
+    if _takes_varlen(q.device, q.dtype, q.shape[-1], scores):
         return _by_varlen(q, k, v, bounds, window)
     out: Tensor = torch.ops.meshwright.attend_documents(q, k, v, bounds, window, cap, sinks)[0]
     return out
@@ -166,6 +173,33 @@ def _forward(
     return out, sums
 
 
+@_forward.register_kernel("cuda")
+def _forward_by_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the same by one call for all documents; the host does not wait for their lengths."""
+    block = seen_attention(cap)
+    out, sums = block.forward(query, key, value, _seen(bounds, query.shape[2], window), True)
+    if sinks is not None:
+        merge_sinks(out, sums, sinks)
+    return out, sums
+
+
+def _seen(bounds: Tensor, seq: int, window: int | None) -> Seen:
+    """Return what the queries of rows see of their keys: earlier ones of the same document."""
+    places = torch.arange(seq, dtype=torch.int32, device=bounds.device)
+    # Empty documents at the end of a row begin behind its last place.
+    rows = places.expand(len(bounds), -1).contiguous()
+    of = torch.searchsorted(bounds, rows, right=True, out_int32=True)
+    return seen((places, places), (of, of), window)
+
+
 def _mask(piece: Piece, window: int | None, q: Tensor) -> Tensor | None:
     return visible(piece, window, q.device) if piece.masked else None
 
@@ -216,6 +250,22 @@ def _backward(
         for whole, part in zip(found, parts, strict=True):
             whole[rows, :, places] = part
     return found
+
+
+@_backward.register_kernel("cuda")
+def _backward_by_flex(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Grads:
+    sees = _seen(bounds, query.shape[2], window)
+    return seen_attention(cap).backward(grad, query, key, value, out, sums, sees, True)
 
 
 def _summed(

@@ -41,8 +41,9 @@ KEPT = frozenset(
 
 
 # By name, as they are registered later: attention by documents, on CPUs and GPUs, with a cap in
-# plain operations, and channels.
+# plain operations, FlexAttention in a compiled block, and channels.
 _LATER = (
+    "flex_attention",
     "meshwright::attend_documents",
     "meshwright::capped_attention",
     "meshwright::seen_attention",

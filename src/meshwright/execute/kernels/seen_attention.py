@@ -1,7 +1,8 @@
-"""Blocks of a ring on a GPU where not every earlier key is seen: FlexAttention, arXiv:2412.05496.
+"""Attention on a GPU where not every earlier key is seen: FlexAttention, arXiv:2412.05496.
 
 Documents, windows and caps are functions that are compiled into its kernel, so that no square of
-scores or of a mask is held. Without a compiler `block_attention.plain` does the same.
+scores or of a mask is held. A ring computes its pieces so; `documents` rows that FlashAttention
+does not take. Without a compiler `block_attention.plain` does the same.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ _NEEDED: Final = (
 def takes(q: Tensor, segments: Tensor | None, scores: ScoreBounds) -> bool:
     """Whether blocks of a ring go this way: on a GPU, where FlashAttention alone does not serve."""
     is_bounded = segments is not None or scores.window is not None or scores.cap is not None
-    return flex.takes(q) and (is_bounded or not has_cuda_flash(q.device, q.dtype, q.shape[-1]))
+    what = q.device, q.dtype, q.shape[-1]
+    return flex.takes(*what) and (is_bounded or not has_cuda_flash(*what))
 
 
 def seen_attention(cap: float | None = None) -> BlockAttention:
