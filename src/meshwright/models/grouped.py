@@ -100,7 +100,7 @@ def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
 
     rows `[total, dim]`, sorted by group; factors `[total]`, of the dtype of rows.
     """
-    if rows.is_cuda:  # groups one after the other would wait for the counts
+    if counts_are_far(rows):
         groups = torch.arange(len(counts), device=rows.device)
         of = groups.repeat_interleave(counts, output_size=len(rows))
         picks = torch.zeros(len(counts), len(rows), dtype=rows.dtype, device=rows.device)
@@ -112,7 +112,7 @@ def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
 
 def dots(rows: Tensor, each: Tensor, counts: Tensor) -> Tensor:
     """Return the products `[total]` of sorted rows `[total, dim]` with their groups' `each`."""
-    if rows.is_cuda or not len(rows):
+    if counts_are_far(rows) or not len(rows):
         return (rows * spread(each, counts, len(rows))).sum(-1)
     parts = zip(torch.split(rows, on_host(counts, len(rows))), each, strict=True)
     return torch.cat([part @ one for part, one in parts])
@@ -137,6 +137,11 @@ def takes_one_kernel(rows: Tensor, others: Tensor) -> bool:
     """Whether there is a kernel for all groups at once: it wants widths that are multiples of 8."""
     is_aligned = rows.shape[-1] % ALIGNED == 0 and others.shape[-1] % ALIGNED == 0
     return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
+
+
+def counts_are_far(rows: Tensor) -> bool:
+    """Whether the host would wait for counts: one group after the other needs them there."""
+    return rows.is_cuda
 
 
 def on_host(counts: Tensor, total: int) -> list[int]:
