@@ -18,6 +18,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from benchmarks.published import Measured, is_stated, read, spearman, summary, time_errors
@@ -36,6 +37,8 @@ _BALANCES = {16384: (295, 237), 32768: (335, 277), 65536: (368, 320), 131072: (3
 _SPREADS = ({"tp": 2, "ep": 16}, {"tp": 1, "ep": 32})
 # A group of layouts whose order says something.
 MIN_GROUP = 5
+# Layouts whose measured times differ by more than this part have an order.
+APART = 0.05
 
 
 def family(found: Measured) -> str:
@@ -82,8 +85,10 @@ def left_out(
     return errors
 
 
-def orders(rows: Sequence[Measured], errors: Mapping[str, float]) -> dict[str, tuple[int, float]]:
-    """Return Spearman's correlation of device seconds per token, by model and device.
+def layouts_by_group(
+    rows: Sequence[Measured], errors: Mapping[str, float]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return measured and predicted device seconds per token of layouts, by model and device.
 
     Of repeats of a layout it is the mean that counts.
     """
@@ -97,13 +102,37 @@ def orders(rows: Sequence[Measured], errors: Mapping[str, float]) -> dict[str, t
         asked = layout.label, layout.world, setting.train, setting.products
         group = groups[f"{family(row)} {row.row.get('gpu')}"]
         group[asked].append((found, found * (1 + errors[row.name])))
-    orders = {}
-    for name, layouts in sorted(groups.items()):
-        if len(layouts) >= MIN_GROUP:
-            measured = [statistics.fmean(a for a, _ in same) for same in layouts.values()]
-            predicted = [statistics.fmean(b for _, b in same) for same in layouts.values()]
-            orders[name] = len(layouts), spearman(measured, predicted)
-    return orders
+    return {
+        name: [
+            (statistics.fmean(a for a, _ in same), statistics.fmean(b for _, b in same))
+            for same in layouts.values()
+        ]
+        for name, layouts in sorted(groups.items())
+    }
+
+
+def orders(layouts: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, tuple[int, float]]:
+    """Return the number of layouts of a group, and Spearman's correlation, for large groups."""
+    return {
+        name: (len(some), spearman(*map(list, zip(*some, strict=True))))
+        for name, some in layouts.items()
+        if len(some) >= MIN_GROUP
+    }
+
+
+def kept_pairs(layouts: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[int, int]:
+    """Return how many pairs of a group's layouts are in the measured order, and how many there are.
+
+    Pairs count whose measured times are apart: of the others, noise decides.
+    """
+    pairs = [
+        (one, other)
+        for some in layouts.values()
+        for one, other in combinations(some, 2)
+        if abs(one[0] - other[0]) > APART * min(one[0], other[0])
+    ]
+    kept = [(a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs]
+    return sum(kept), len(kept)
 
 
 def imbalances(calibration: Calibration) -> dict[tuple[int, int], float]:
@@ -141,11 +170,14 @@ def table(title: str, rows: Sequence[Measured], errors: Mapping[str, float]) -> 
             some = [errors[row.name] for row in rows if key(row) == name]
             bias = statistics.median(some)
             print(f"  {name:16} {len(some):4} rows  {summary(some)}  bias {bias:+.1%}")
-    found = orders(rows, errors)
+    layouts = layouts_by_group(rows, errors)
+    found = orders(layouts)
     middle = statistics.median(one for _, one in found.values())
     print(f"  order, {len(found)} models and devices: Spearman {middle:.2f} (median)")
     for name, (count, correlation) in found.items():
         print(f"    {name:24} {count:3} layouts  {correlation:.2f}")
+    kept, pairs = kept_pairs(layouts)
+    print(f"  {kept} of {pairs} pairs that are {APART:.0%} apart are in the measured order")
 
 
 def main() -> None:

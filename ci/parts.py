@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ci.extras import EXTRAS
@@ -81,21 +81,16 @@ ALWAYS: Final = (
 def of_commit(commit: str) -> list[Part]:
     """Return the parts of a commit: those of every one, and those that its hash draws."""
     first, second, *_ = order_of(commit, "extras", tuple(EXTRAS))
-    share = order_of(commit, "slow", range(1, SLOW_SHARES + 1))[0]
+    # One of the two each time, however slow the machine; the other while there is time.
+    turn, other = order_of(commit, "turn", (_random_for_minutes(commit), _share(commit)))
     return [
         *ALWAYS,
         _test(commit),
         _table_of_two(commit),
         *(_drawn(world, number, commit) for world, number in DRAWN.items()),
-        _random(RANDOM_LAYOUTS, commit, ("--minutes", str(_WHOLE_MINUTES))),
+        turn,
         _extra(first, f"one of {len(EXTRAS)} groups"),
-        Part(
-            "slow",
-            of_marks("slow and not perf", "-n", "2", "--share", f"{share}/{SLOW_SHARES}"),
-            6,
-            is_required=False,
-            why=f"share {share} of {SLOW_SHARES}",
-        ),
+        replace(other, is_required=False),
         _mutants(commit),
         _extra(second, f"another of {len(EXTRAS)}", is_required=False),
     ]
@@ -114,7 +109,7 @@ def everything(commit: str) -> list[Part]:
             )
             for world, minutes in ((2, 10), (4, 15), (8, 30), (16, 15))
         ),
-        _random(RANDOM_LAYOUTS, commit),
+        _random(commit),
         Part("mutants", MUTANTS, 60),
         # A machine that CI lends is not idle enough to be held to seconds for each change.
         Part("perf", tests("-m", "perf", *MAYBE), 4),
@@ -143,11 +138,22 @@ def _drawn(world: int, number: int, commit: str) -> Part:
     return Part(f"matrix-{world}", (MESHWRIGHT, *words), minutes, why=why)
 
 
-def _random(number: int, commit: str, limit: tuple[str, ...] = ()) -> Part:
+def _random(commit: str) -> Part:
     seed = seed_of(commit, "random")
-    words = ("prove", "--random", str(number), "--seed", str(seed), *limit)
-    minutes = _WHOLE_MINUTES if limit else 10
-    return Part("random", (MESHWRIGHT, *words), minutes, why=f"{number} layouts, seed {seed}")
+    words = ("prove", "--random", str(RANDOM_LAYOUTS), "--seed", str(seed))
+    return Part("random", (MESHWRIGHT, *words), 10, why=f"{RANDOM_LAYOUTS} layouts, seed {seed}")
+
+
+def _random_for_minutes(commit: str) -> Part:
+    whole, limit = _random(commit), ("--minutes", str(_WHOLE_MINUTES))
+    return replace(whole, command=(*whole.command, *limit), minutes=_WHOLE_MINUTES)
+
+
+def _share(commit: str) -> Part:
+    share = order_of(commit, "slow", range(1, SLOW_SHARES + 1))[0]
+    words = ("-n", "2", "--share", f"{share}/{SLOW_SHARES}")
+    why = f"share {share} of {SLOW_SHARES}"
+    return Part("slow", of_marks("slow and not perf", *words), 6, why=why)
 
 
 def _mutants(commit: str) -> Part:
