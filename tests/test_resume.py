@@ -18,9 +18,9 @@ from meshwright.launch.checks.resuming import Resume
 from meshwright.launch.session import prepare_job
 from meshwright.launch.session import train as train_command
 from meshwright.launch.supervise.lock import RunLock
-from meshwright.launch.supervise.restart import append
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
+from meshwright.training.events import append_event
 from meshwright.training.loop import train
 from meshwright.training.run_folder import create, read_job
 from ranks import on_ranks
@@ -261,7 +261,7 @@ def test_what_has_changed_is_refused_with_the_flag_that_allows_it(
         )
         return prepare_job(changed, clean_environ(), resume=Resume(resume.run, allowed))
 
-    append(job, {"event": "end", "step": 2, "loss": 1.0, "stopped": False})
+    append_event(job.folder.events, {"event": "end", "step": 2, "loss": 1.0, "stopped": False})
     with pytest.raises(ConfigError, match=r"step 2 is there, train\.steps = 2 asks for no more"):
         prepared()
     assert prepared(train={"steps": 3}).resume

@@ -167,7 +167,7 @@ def test_the_page_is_served_under_the_conditions_of_the_command(
     words, flags, says, monkeypatch, capsys
 ):
     told = []
-    monkeypatch.setattr("meshwright.cli.serve.serve", lambda *given: told.append(given))
+    monkeypatch.setattr("meshwright.serve.app.serve", lambda *given: told.append(given))
     assert main(["plan", *SMALL, "--serve", *words]) == 0
     ((_, asked, conditions, _),) = told
     assert asked == [SMALL[0], SMALL[2], SMALL[1]]

@@ -16,7 +16,6 @@ from meshwright.predict.calibration import read_calibration
 from meshwright.search.plan import Plan
 from meshwright.search.rank import MARGIN
 from meshwright.serve.answer import asked_words, document
-from meshwright.serve.app import serve
 from meshwright.serve.conditions import TOP, Conditions
 from meshwright.serve.page import page
 from meshwright.spec.loading import read_given
@@ -37,6 +36,8 @@ def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
 
     It uses the measurements in `named`, like a plan in the terminal.
     """
+    from meshwright.serve.app import serve  # with a web server, which no other plan needs
+
     if not 0 <= args.port < 1 << 16:
         raise ConfigError(f"--port {args.port} must be from 0 to {(1 << 16) - 1}")
     calibration = read_calibration(args.calibration) if args.calibration else None

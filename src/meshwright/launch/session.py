@@ -45,7 +45,6 @@ from meshwright.launch.ranks.local import LocalRun
 from meshwright.launch.ranks.rank_environ import gpu_environ
 from meshwright.launch.supervise.elastic import forget, recorded, restarted, tell
 from meshwright.launch.supervise.lock import RunLock
-from meshwright.launch.supervise.restart import append
 from meshwright.launch.supervise.signals import StopSignals
 from meshwright.launch.supervise.stopping import cut_short, going_on
 from meshwright.launch.supervise.supervisor import Timing, listen_on_loopback, worker_command
@@ -57,6 +56,7 @@ from meshwright.parsing import parse_json
 from meshwright.program.events import Events
 from meshwright.report.run import write_report
 from meshwright.spec.loading import Config
+from meshwright.training.events import append_event
 from meshwright.training.run_folder import (
     Job,
     RunFolder,
@@ -133,7 +133,7 @@ def train(
             code = local.train(listener, open_view(shown, quiet=quiet), signals)
         except StoppedOnRequest as stopped:
             code = stopped.exit_code
-            append(job, cut_short(job))
+            append_event(job.folder.events, cut_short(job))
             _say(shown, str(stopped))
         finally:
             if not any(lock.is_lost for lock in locks):
@@ -329,7 +329,7 @@ def _taken_up(
     before = None if folder is None else read_job(folder)
     if before is not None and before.layout.world == at.size:
         locked(replace(before, resume=True), held)
-        append(before, restarted(before, at))
+        append_event(before.folder.events, restarted(before, at))
         return before
     job = prepare_job(config, environ, at, resume if folder is None else Resume(folder))
     locked(job, held)
@@ -339,7 +339,7 @@ def _taken_up(
     _create(job)
     tell(job, config, at)
     if before is not None:
-        append(job, restarted(before, at))
+        append_event(job.folder.events, restarted(before, at))
     return job
 
 

@@ -120,6 +120,13 @@ class JsonLines:
             self._say(f"{self._path} lacks the last {len(self._kept)} events: the disk is full")
 
 
+def append_event(path: Path, event: Event) -> None:
+    """Append one event to a run's, beside whoever writes there."""
+    lines = JsonLines(path)
+    lines.write(event)
+    lines.close()
+
+
 def note(text: str) -> None:
     """Print a note to the log of this process, which may be on a full disk itself."""
     with contextlib.suppress(OSError):

@@ -17,7 +17,6 @@ from typing import Any, Final
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.execute.machine.processor import processor
 from meshwright.launch.pricing.measured import keep, kept_of_cluster
-from meshwright.launch.supervise.restart import append
 from meshwright.predict.calibration import Calibration, as_toml, calibration_named
 from meshwright.predict.measured import Correction, Measurement, correct
 from meshwright.predict.price import price
@@ -27,6 +26,7 @@ from meshwright.program.events import Event, Events
 from meshwright.search.plan import on_cluster, setting_of
 from meshwright.search.rank import Search
 from meshwright.spec.loading import Config
+from meshwright.training.events import append_event
 from meshwright.training.run_folder import Job, RunFolder, read_job
 from meshwright.units import format_seconds
 
@@ -140,7 +140,7 @@ def main() -> None:
     """Correct predictions by the given run folder, and append the event to its events."""
     try:
         job = read_job(Path(sys.argv[1]))
-        append(job, corrected_event(job, os.environ))
+        append_event(job.folder.events, corrected_event(job, os.environ))
     except (MeshwrightError, OSError, ValueError, LookupError, ArithmeticError) as error:
         sys.exit(f"{type(error).__name__}: {error}")  # the run is none the worse
 

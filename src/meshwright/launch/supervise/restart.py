@@ -12,7 +12,7 @@ from meshwright.execute.record.flight_recorder_file import Reading, read_flight_
 from meshwright.launch.supervise.supervisor import RanksFailed
 from meshwright.program.events import Event
 from meshwright.report.figure import finite
-from meshwright.training.events import JsonLines
+from meshwright.training.events import append_event
 from meshwright.training.run_folder import Job
 
 
@@ -29,7 +29,7 @@ def run_attempts(
     wanted, and `NoProgress` after `checkpoint.restarts` in a row without progress.
     """
     limit = job.config.checkpoint.restarts
-    tell = tell or (lambda event: append(job, event))
+    tell = tell or (lambda event: append_event(job.folder.events, event))
     far, row, deed = reached(job), 0, ""
     attempt = 0
     while True:
@@ -112,13 +112,6 @@ def failed_event(error: RanksFailed) -> dict[str, Any]:
         "kind": error.first.kind,
         "detect_s": error.detect_s,
     }
-
-
-def append(job: Job, event: Event) -> None:
-    """Append an event of the supervisor to those of the run."""
-    lines = JsonLines(job.folder.events)
-    lines.write(event)
-    lines.close()
 
 
 class Recovery(NamedTuple):
