@@ -39,6 +39,7 @@ LONG = ["train.steps=100000", "layout.dp_replicate=2"]
 # --- SIGTERM (case 6) ------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.case(6)
 def test_sigterm_saves_and_exits_with_4(corpus, tmp_path, outcome):
     process = start_train(corpus, tmp_path, *LONG)

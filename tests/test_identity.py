@@ -146,6 +146,7 @@ def test_a_lock_is_lost_where_a_file_replaces_its_folder(tmp_path, monkeypatch):
         assert lock.is_lost
 
 
+@pytest.mark.faults
 @pytest.mark.case(31)
 def test_a_run_whose_folder_is_replaced_ends_and_leaves_the_new_one_alone(
     corpus, tmp_path, outcome

@@ -183,6 +183,7 @@ def one_head_of_keys():
     return foreign("Llama", num_key_value_heads=1)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_keys_that_tp_leaves_whole_get_the_gradient_of_all_heads(world):
     plan = {name: how for name, how in PLAN.items() if name[-6] not in "kv"}
