@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from meshwright.data.sampler import Rows
 from meshwright.execute.batch import Batch, Feed
 from meshwright.execute.kernels import documents
+from meshwright.execute.kernels.block_attention import has_cuda_flash
 from meshwright.execute.kernels.documents import attend_documents, bounds_of, takes_bounds
 from meshwright.models.attention import attend
 from meshwright.models.context import causal_mask
@@ -136,6 +137,17 @@ def test_which_devices_go_by_documents():
         assert not any(takes_bounds(gpu, torch.float32, 64, scores) for scores in all_kinds)
         found = [takes_bounds(gpu, torch.bfloat16, 64, scores) for scores in all_kinds]
         assert found == [True, False, False]
+
+
+def test_which_kernel_serves_is_a_constant_of_compiled_code():
+    """A GPU's capability comes from its driver, and would end the graph of a block."""
+
+    def attended(x):
+        return x + 1 if has_cuda_flash(torch.device("cuda", 0), torch.bfloat16, 64) else x - 1
+
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        compiled = torch.compile(attended, fullgraph=True, backend="eager")
+        assert compiled(torch.zeros(1)) == 1
 
 
 def test_a_batch_knows_its_documents_and_stays_where_it_is():

@@ -30,7 +30,7 @@ def one_kernel(monkeypatch):
         return rows.dtype == torch.bfloat16 and rows.shape[-1] % 8 == 0 == others.shape[-1] % 8
 
     monkeypatch.setattr(grouped, "takes_one_kernel", takes)
-    monkeypatch.setattr(grouped, "counts_are_far", lambda rows: True)
+    monkeypatch.setattr(grouped, "counts_are_on_device", lambda rows: True)
 
 
 def is_one_graph(found):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.program.attention import ScoreBounds
 
-# Triton's products take no fewer columns.
+# Triton's matrix products need so many columns.
 _MIN_HEAD_DIM: Final = 16
 # What attends, what bounds a score, and which blocks of keys those of queries see.
 _Parts = tuple[Callable[..., Any], Callable[..., Tensor] | None, Any]

@@ -100,7 +100,7 @@ def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
 
     rows `[total, dim]`, sorted by group; factors `[total]`, of the dtype of rows.
     """
-    if counts_are_far(rows):
+    if counts_are_on_device(rows):
         groups = torch.arange(len(counts), device=rows.device)
         of = groups.repeat_interleave(counts, output_size=len(rows))
         picks = torch.zeros(len(counts), len(rows), dtype=rows.dtype, device=rows.device)
@@ -112,7 +112,7 @@ def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
 
 def dots(rows: Tensor, each: Tensor, counts: Tensor) -> Tensor:
     """Return the products `[total]` of sorted rows `[total, dim]` with their groups' `each`."""
-    if counts_are_far(rows) or not len(rows):
+    if counts_are_on_device(rows) or not len(rows):
         return (rows * spread(each, counts, len(rows))).sum(-1)
     parts = zip(torch.split(rows, on_host(counts, len(rows))), each, strict=True)
     return torch.cat([part @ one for part, one in parts])
@@ -139,8 +139,8 @@ def takes_one_kernel(rows: Tensor, others: Tensor) -> bool:
     return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
 
 
-def counts_are_far(rows: Tensor) -> bool:
-    """Whether the host would wait for counts: one group after the other needs them there."""
+def counts_are_on_device(rows: Tensor) -> bool:
+    """Whether the host would have to wait for the counts of groups of these rows."""
     return rows.is_cuda
 
 

@@ -46,7 +46,7 @@ def is_plain(program: Program) -> bool:
 def spreads(program: Program, kind: LayerSpec) -> bool:
     """Whether grouped key heads are copied: a GPU's fp32 kernel doesn't support groups.
 
-    The ring's kernel and the one of documents do.
+    The kernels of the ring and of packed rows do.
     """
     bounds, target = ScoreBounds.of(program.model, kind), program.target
     is_bounded = target.packed or bounds.within(program.train.seq_len) != UNBOUNDED

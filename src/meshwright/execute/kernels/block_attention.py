@@ -158,6 +158,8 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, MASKED)
 
 
+# It asks the driver, which code that is compiled cannot do.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_cuda_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether FlashAttention on CUDA supports a device, a dtype and a head size."""
     return (

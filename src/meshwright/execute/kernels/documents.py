@@ -194,7 +194,7 @@ def _forward_by_flex(
 def _seen(bounds: Tensor, seq: int, window: int | None) -> Seen:
     """Return what the queries of rows see of their keys: earlier ones of the same document."""
     places = torch.arange(seq, dtype=torch.int32, device=bounds.device)
-    # Empty documents at the end of a row begin behind its last place.
+    # Empty documents begin at the end of the row, so they have no place.
     rows = places.expand(len(bounds), -1).contiguous()
     of = torch.searchsorted(bounds, rows, right=True, out_int32=True)
     return seen((places, places), (of, of), window)

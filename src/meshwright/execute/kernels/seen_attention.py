@@ -1,8 +1,8 @@
 """Attention on a GPU where not every earlier key is seen: FlexAttention, arXiv:2412.05496.
 
 Documents, windows and caps are functions that are compiled into its kernel, so that no square of
-scores or of a mask is held. A ring computes its pieces so; `documents` rows that FlashAttention
-does not take. Without a compiler `block_attention.plain` does the same.
+scores or of a mask is held. A ring uses it for its pieces, `documents` for rows that FlashAttention
+does not support. Without a compiler, `block_attention.plain` does the same for a ring.
 """
 
 from __future__ import annotations
