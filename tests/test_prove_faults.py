@@ -176,8 +176,7 @@ def stale_buffer(parallel):
         if stage == 1:
             seen.append(hidden.detach().clone())
             if len(seen) == 2:
-                with torch.no_grad():
-                    hidden.copy_(seen[0])
+                hidden.data.copy_(seen[0])  # autograd refuses to change the stage's view of its input
         return forward(stage, hidden, batch)
 
     parallel.forward = stale

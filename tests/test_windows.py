@@ -265,8 +265,11 @@ def test_documents_in_less_precision(dtype):
 def test_torch_finds_nothing_wrong_with_the_operations():
     q, k, v = (x.requires_grad_() for x in draw(6, batch=1, seq=200)[:3])
     op = torch.ops.meshwright.attend_documents.default
-    for scores in (ScoreBounds(3), ScoreBounds(None, 2.0), ScoreBounds(70, 2.0)):
-        torch.library.opcheck(op, (q, k, v, bounds_of(SEGMENTS[:1]), *scores))
+    bounds = bounds_of(SEGMENTS[:1])
+    sinks = torch.randn(q.shape[1], requires_grad=True)
+    for window, cap in ((3, None), (None, 2.0), (70, 2.0)):
+        torch.library.opcheck(op, (q, k, v, bounds, window, cap))
+    torch.library.opcheck(op, (q, k, v, bounds, 70, None, sinks))
     mask = torch.ones(200, 200).bool().tril()[None, None]
     capped = torch.ops.meshwright.capped_attention.default
     torch.library.opcheck(capped, (*(x.detach() for x in (q, k, v)), mask, True, 2.0))
