@@ -130,6 +130,17 @@ def test_prices_do_not_follow_from_the_memory_of_a_device(memory, priced):
         assert estimated(one, layout).time.total == seconds
 
 
+@pytest.mark.parametrize("words", ["pp8", "pp16", "pp32", "pp16 recompute-full"])
+def test_the_estimate_is_of_the_rank_that_holds_most(words):
+    """In DeepSeek-V3 the first layers have no experts, so that the fourth of 32 ranks holds most."""
+    model = model_spec(preset="deepseek-v3")
+    layout = Layout.parse(f"shard16 zero1 ep8 {words} mb1")
+    one = setting(model, 16 * layout.pp, "h100-sxm", batch=16 * 2 * layout.pp, seq_len=4096)
+    found, exact = worst_estimate(one, layout), worst_memory(one, layout)
+    assert found.rank == exact.rank
+    assert found.total == pytest.approx(exact.total, rel=0.15)
+
+
 def test_a_search_is_deterministic_and_ranks_by_speed():
     one = setting(devices=8, batch=16)
     first, second = (Search(one, 8).run(5) for _ in range(2))

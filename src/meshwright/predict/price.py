@@ -167,11 +167,11 @@ def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
 
 
 def worst_estimate(setting: Setting, layout: Layout, kept: KeptBytes | None = None) -> RankMemory:
-    """Return the highest estimate of the pipeline ranks: first, last or between."""
+    """Return the highest estimate of the pipeline ranks; see `worst_memory` for which those are."""
     kept = kept or kept_of(setting, layout)
-    ranks = sorted({0, 1, layout.pp - 2, layout.pp - 1} & set(range(layout.pp)))
     return max(
-        (estimate(setting, layout, rank, kept) for rank in ranks), key=lambda found: found.total
+        (estimate(setting, layout, rank, kept) for rank in _ends_alike(setting, layout)),
+        key=lambda found: found.total,
     )
 
 

@@ -198,7 +198,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
     )
     *layers, first, last = (
         Work(
-            tuple(p._replace(rows=p.rows * rows) for p in work.products),
+            tuple(Product(one.rows * rows, *one[1:]) for one in work.products),
             work.attention_flops * rows,
             work.scores * rows,
             work.moved * rows,
@@ -206,7 +206,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
             work.loss_moved * rows,
             tuple((kind, size * rows) for kind, size in work.kept),
             work.deferred * rows,
-            tuple(m._replace(bytes=m.bytes * rows) for m in work.messages),
+            tuple(Message(*one[:2], one.bytes * rows, *one[3:]) for one in work.messages),
             tuple((kind, size * rows) for kind, size in work.leaves),
         )
         for work in (*one.layers, one.first, one.last)
