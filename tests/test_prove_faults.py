@@ -176,7 +176,7 @@ def stale_buffer(parallel):
         if stage == 1:
             seen.append(hidden.detach().clone())
             if len(seen) == 2:
-                hidden.data.copy_(seen[0])  # autograd refuses to change the stage's view of its input
+                hidden.data.copy_(seen[0])  # autograd refuses it otherwise: a stage has a view
         return forward(stage, hidden, batch)
 
     parallel.forward = stale

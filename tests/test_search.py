@@ -132,7 +132,7 @@ def test_prices_do_not_follow_from_the_memory_of_a_device(memory, priced):
 
 @pytest.mark.parametrize("words", ["pp8", "pp16", "pp32", "pp16 recompute-full"])
 def test_the_estimate_is_of_the_rank_that_holds_most(words):
-    """In DeepSeek-V3 the first layers have no experts, so that the fourth of 32 ranks holds most."""
+    """In DeepSeek-V3 the first layers have no experts: the fourth of 32 ranks holds most."""
     model = model_spec(preset="deepseek-v3")
     layout = Layout.parse(f"shard16 zero1 ep8 {words} mb1")
     one = setting(model, 16 * layout.pp, "h100-sxm", batch=16 * 2 * layout.pp, seq_len=4096)
