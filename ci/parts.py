@@ -13,15 +13,15 @@ FACTOR: Final = 3.5
 # But not before so many seconds: what takes a minute varies most.
 LEAST_LIMIT_S: Final = 600.0
 # The slow tests are dealt into so many shares, of which a commit has one.
-SLOW_SHARES: Final = 7
+SLOW_SHARES: Final = 12
 # Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
 DRAWN: Final = {4: 8, 8: 8, 16: 1}
-# Minutes that these take.
-_DRAWN_MINUTES: Final = {4: 1, 8: 2, 16: 1}
+# What these, the table of 2 ranks and the random layouts take at most: a slow machine leaves some
+# out, and says how many. Their order is random, so that other commits prove others.
+_DRAWN_MINUTES: Final = {4: 2, 8: 3, 16: 1}
+_TABLE_MINUTES: Final = 5
 RANDOM_LAYOUTS: Final = 100
-# What the table of 2 ranks and the random layouts take at most: a slow machine leaves some out, and
-# says how many. Their order is random, so that other commits prove others.
-_WHOLE_MINUTES: Final = 6
+_RANDOM_MINUTES: Final = 4
 DRAWN_MUTANTS: Final = 6
 # What the extras groups test, and so no other part of the slow tests and those of faults.
 OF_EXTRAS: Final = tuple(test for one in EXTRAS.values() for test in one.tests)
@@ -81,16 +81,14 @@ ALWAYS: Final = (
 def of_commit(commit: str) -> list[Part]:
     """Return the parts of a commit: those of every one, and those that its hash draws."""
     first, second, *_ = order_of(commit, "extras", tuple(EXTRAS))
-    # One of the two each time, however slow the machine; the other while there is time.
-    turn, other = order_of(commit, "turn", (_random_for_minutes(commit), _share(commit)))
     return [
         *ALWAYS,
         _test(commit),
         _table_of_two(commit),
         *(_drawn(world, number, commit) for world, number in DRAWN.items()),
-        turn,
+        _share(commit),
+        _random_for_minutes(commit),
         _extra(first, f"one of {len(EXTRAS)} groups"),
-        replace(other, is_required=False),
         _mutants(commit),
         _extra(second, f"another of {len(EXTRAS)}", is_required=False),
     ]
@@ -120,22 +118,22 @@ def _test(commit: str) -> Part:
     """What `make test` runs, but with other examples of what hypothesis draws."""
     seed = seed_of(commit, "test")
     drawn = ("--hypothesis-profile", "drawn", "--hypothesis-seed", str(seed))
-    return Part("test", tests("-n", "auto", *drawn, *MAYBE), 9, why=f"hypothesis seed {seed}")
+    return Part("test", tests("-n", "auto", *drawn, *MAYBE), 7, why=f"hypothesis seed {seed}")
 
 
 def _table_of_two(commit: str) -> Part:
     seed = seed_of(commit, "matrix-2")
     words = ("prove", "--matrix", "--world", "2", "--seed", str(seed))
-    limit = ("--minutes", str(_WHOLE_MINUTES))
-    return Part("matrix-2", (MESHWRIGHT, *words, *limit), _WHOLE_MINUTES, why=f"seed {seed}")
+    limit = ("--minutes", str(_TABLE_MINUTES))
+    return Part("matrix-2", (MESHWRIGHT, *words, *limit), _TABLE_MINUTES, why=f"seed {seed}")
 
 
 def _drawn(world: int, number: int, commit: str) -> Part:
     seed = seed_of(commit, f"matrix-{world}")
     words = ("prove", "--matrix", "--world", str(world), "--draw", str(number), "--seed", str(seed))
     minutes = _DRAWN_MINUTES[world]
-    why = f"{number} layouts, seed {seed}"
-    return Part(f"matrix-{world}", (MESHWRIGHT, *words), minutes, why=why)
+    command = (MESHWRIGHT, *words, "--minutes", str(minutes))
+    return Part(f"matrix-{world}", command, minutes, why=f"{number} layouts, seed {seed}")
 
 
 def _random(commit: str) -> Part:
@@ -145,15 +143,15 @@ def _random(commit: str) -> Part:
 
 
 def _random_for_minutes(commit: str) -> Part:
-    whole, limit = _random(commit), ("--minutes", str(_WHOLE_MINUTES))
-    return replace(whole, command=(*whole.command, *limit), minutes=_WHOLE_MINUTES)
+    whole, limit = _random(commit), ("--minutes", str(_RANDOM_MINUTES))
+    return replace(whole, command=(*whole.command, *limit), minutes=_RANDOM_MINUTES)
 
 
 def _share(commit: str) -> Part:
     share = order_of(commit, "slow", range(1, SLOW_SHARES + 1))[0]
     words = ("-n", "2", "--share", f"{share}/{SLOW_SHARES}")
     why = f"share {share} of {SLOW_SHARES}"
-    return Part("slow", of_marks("slow and not perf", *words), 6, why=why)
+    return Part("slow", of_marks("slow and not perf", *words), 4, why=why)
 
 
 def _mutants(commit: str) -> Part:
