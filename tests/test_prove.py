@@ -85,7 +85,7 @@ def test_the_table_mixes_what_the_axes_leave_open(world):
     pipelined = [case.layout for case in cases if case.layout.pp > 1]
     assert len({(layout.schedule, layout.recompute) for layout in pipelined}) == 24
     assert {case.train.precision for case in cases} == {"fp32", "bf16", "fp16"}
-    assert {case.layout.offload for case in cases} == {"none", "optimizer", "params"}
+    assert {case.layout.offload for case in cases} == {"none", "optimizer", "params", "activations"}
     assert {case.model.family for case in cases} == set(FAMILIES)
     assert any(case.model.n_layers % case.layout.stages for case in cases)
     assert any(case.packed for case in cases)

@@ -44,7 +44,10 @@ _PRECISIONS: Final[tuple[Precision, ...]] = (
     *("fp32", "fp32", "bf16", "fp32", "fp32", "fp16"),
     *("fp32", "fp32", "bf16", "fp32", "fp32"),
 )
-_OFFLOADS: Final[tuple[Offload, ...]] = ("none", "none", "optimizer", "none", "params")
+_OFFLOADS: Final[tuple[Offload, ...]] = (
+    *("none", "none", "optimizer", "none", "params", "none", "activations"),
+    *("none", "optimizer", "params", "none", "params", "activations"),
+)
 _OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "adamw", "sgd")
 # Microbatches of 640 tokens, three of them: the head takes a part of them at a time.
 _LONG: Final = {
