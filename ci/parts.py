@@ -25,9 +25,10 @@ _RANDOM_MINUTES: Final = 4
 DRAWN_MUTANTS: Final = 6
 # What the extras groups test, and so no other part of the slow tests and those of faults.
 OF_EXTRAS: Final = tuple(test for one in EXTRAS.values() for test in one.tests)
-# What else `make test` may skip: no machine of CI has a GPU, and not all have the shared files.
+# What the slow tests may skip, too: no machine of CI has a GPU, and not all have the shared files.
 MAY_SKIP: Final = ("needs a GPU", "the shared", "the published", "no golden folders")
 MAYBE: Final = tuple(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))
+SLOW: Final = ("slow and not perf", "-n", "2", *(f"--may-skip={one}" for one in MAY_SKIP))
 PYTHON: Final = ".venv/bin/python"
 MESHWRIGHT: Final = ".venv/bin/meshwright"
 MUTANTS: Final = (PYTHON, "-m", "benchmarks.mutants")
@@ -99,7 +100,7 @@ def everything(commit: str) -> list[Part]:
     return [
         *ALWAYS,
         _test(commit),
-        Part("slow", of_marks("slow and not perf", "-n", "2"), 40),
+        Part("slow", of_marks(*SLOW), 45),
         *(_extra(name, "") for name in EXTRAS),
         *(
             Part(
@@ -149,9 +150,8 @@ def _random_for_minutes(commit: str) -> Part:
 
 def _share(commit: str) -> Part:
     share = order_of(commit, "slow", range(1, SLOW_SHARES + 1))[0]
-    words = ("-n", "2", "--share", f"{share}/{SLOW_SHARES}")
-    why = f"share {share} of {SLOW_SHARES}"
-    return Part("slow", of_marks("slow and not perf", *words), 4, why=why)
+    command = of_marks(*SLOW, "--share", f"{share}/{SLOW_SHARES}")
+    return Part("slow", command, 4, why=f"share {share} of {SLOW_SHARES}")
 
 
 def _mutants(commit: str) -> Part:
