@@ -48,7 +48,7 @@ class Trial:
         self._shards = Shards(self.parallel.trained, on_host=case.layout.offload == "optimizer")
         self._optimizer = build_optimizer(self._shards.leaves, reference.optimizer)
         self._scale = LossScale(case.loss_scale)
-        self._starts = [held.parameter.detach().clone() for held in self.parallel.trained]
+        self._starts = [held.shard.clone() for held in self.parallel.trained]
         frozen = [one for one in self.parallel.held if not one.sharding.part.trained]
         self._frozen = [(held, held.shard.clone()) for held in frozen]
 
@@ -76,13 +76,15 @@ class Trial:
 
     def gradient(self, held: HeldParameter) -> Tensor | None:
         """Return an existing gradient of the unscaled loss."""
-        found = held.parameter.grad
-        return None if found is None else found / self._case.loss_scale
+        found, own = held.parameter.grad, held.gradient
+        if found is None or own is None:
+            return None
+        return _like(found, own / self._case.loss_scale)
 
     @torch.no_grad()
     def added(self, held: HeldParameter) -> Tensor:
         """Return the sum of all updates to a weight since the start."""
-        return held.parameter.detach() - self._starts[self._place(held)]
+        return _like(held.parameter, held.shard - self._starts[self._place(held)])
 
     def state(self, key: str) -> Callable[[HeldParameter], Tensor | None]:
         """Return a function of a key that gives a weight's optimizer state, or None.
@@ -119,7 +121,11 @@ class Trial:
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a shard as the part of a whole that a parameter's own shard is."""
+    """Return a shard as the part of a whole that a parameter's own shard is.
+
+    Shards are computed with as plain tensors: for an operation on DTensors, torch first searches
+    for its placements on each new mesh, which takes a tenth of a second on three axes.
+    """
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
