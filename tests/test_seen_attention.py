@@ -192,6 +192,41 @@ def test_few_kernels_serve_all_calls():
     assert len(frames) == 1
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernel_gets_contiguous_tables(packed):
+    """It takes the batch's stride for the number of the blocks in a row of the table."""
+    tables = []
+
+    def stand_in(q, k, v, *, block_mask, **more):
+        rows = block_mask.kv_num_blocks, block_mask.kv_indices
+        tables.extend((*rows, block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+        return of_torch.flex_attention(q, k, v, block_mask=block_mask, **more)
+
+    q, k, v = torch.randn(3, 2, 4, 32, 8).unbind()
+    at = torch.arange(32, dtype=torch.int32)
+    of = torch.randint(0, 3, (2, 32)).sort().values if packed else None
+    with as_on_a_gpu(), mock.patch.object(seen_attention, "_compiled", return_value=stand_in):
+        seen = seen_attention.seen((at, at), of if of is None else (of, of), 11)
+        seen_attention.seen_attention().forward(q, k, v, seen, True)
+    assert len(tables) == 4
+    for one in tables:
+        assert one.is_contiguous()
+        assert one.shape[:2] == (2 if packed else 1, 1)
+
+
+def test_gradients_of_documents_have_the_strides_that_compiled_code_checks():
+    q, k, v, grad = torch.randn(4, 2, 4, 32, 8).unbind()
+    bounds = documents.bounds_of(torch.randint(0, 3, (2, 32)).sort().values)
+    with as_on_a_gpu():
+        out, sums = documents._forward_by_flex(q, k, v, bounds)
+        found = documents._backward_by_flex(grad, q, k, v, out, sums, bounds)
+    wanted = documents._backward._opoverload(grad, q, k, v, out, sums, bounds)
+    told = documents._empty_grads(grad, q, k, v, out, sums, bounds)
+    assert [x.stride() for x in found] == [x.stride() for x in told]
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert out.stride() == documents._empty(q, k, v, bounds)[0].stride()
+
+
 def test_it_serves_where_flash_attention_alone_does_not():
     class Queries:
         device, dtype, shape = torch.device("cuda"), torch.bfloat16, (1, 4, 8, 16)

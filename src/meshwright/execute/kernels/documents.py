@@ -265,7 +265,10 @@ def _backward_by_flex(
     cap: float | None = None,
 ) -> Grads:
     sees = _seen(bounds, query.shape[2], window)
-    return seen_attention(cap).backward(grad, query, key, value, out, sums, sees, True)
+    found = seen_attention(cap).backward(grad, query, key, value, out, sums, sees, True)
+    # Compiled code checks that strides are those of `_empty_grads`.
+    q_grad, k_grad, v_grad = (by_token(one).copy_(one) for one in found)
+    return q_grad, k_grad, v_grad
 
 
 def _summed(

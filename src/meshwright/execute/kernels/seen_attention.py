@@ -227,12 +227,11 @@ def _by_flex(
             return found
         return found & (of_queries[batch, query] == of_keys[batch, key])
 
-    rows = q.shape[0]
-    tables = [x.expand(rows, *x.shape[1:]) for x in blocks]
     if of_queries is not None and of_keys is not None:
-        of_queries, of_keys = (x.expand(rows, -1) for x in (of_queries, of_keys))
+        of_queries, of_keys = (x.expand(q.shape[0], -1) for x in (of_queries, of_keys))
     make: Any = BlockMask.from_kv_blocks
-    mask = make(*tables, BLOCK_SIZE=_SIZE, mask_mod=sees, seq_lengths=(q.shape[2], k.shape[2]))
+    # One table may serve all rows. An expanded one may not: the kernel takes tables as contiguous.
+    mask = make(*blocks, BLOCK_SIZE=_SIZE, mask_mod=sees, seq_lengths=(q.shape[2], k.shape[2]))
     with torch._dynamo.config.patch(recompile_limit=_KERNELS):
         out, more = _compiled()(
             q,
