@@ -212,6 +212,15 @@ def test_work_counts_products():
     assert work.products == 0
 
 
+def test_work_counts_the_products_of_experts_in_one_kernel():
+    rows, weights = torch.ones(16, 8).bfloat16(), torch.ones(2, 8, 24).bfloat16()
+    ends = torch.tensor([5, 16], dtype=torch.int32)
+    with WorkCounter() as work:
+        torch._grouped_mm(rows, weights, offs=ends)
+        torch._grouped_mm(torch.ones(16, 24).bfloat16().t(), rows, offs=ends)
+    assert work.products == 2 * 2 * 16 * 8 * 24
+
+
 ATTENDING = [
     case for case in CASES if case.layout.world <= 2 and (case.layout.cp > 1 or case.packed)
 ]

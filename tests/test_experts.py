@@ -1,10 +1,15 @@
 """Mixtures of experts: the written-out backward, empty experts, products by groups, refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.errors import ConfigError
+from meshwright.execute.kernels.recompute import _policy
+from meshwright.execute.transport.wire import WorkCounter
 from meshwright.models import build_model, grouped, init_model
 from meshwright.models.experts import ExpertMLP
 from meshwright.spec.hf import hf_config, spec_from_hf
@@ -135,6 +140,26 @@ def test_one_kernel_for_all_groups_computes_what_the_loop_does(counts, monkeypat
     monkeypatch.setattr(grouped, "takes_one_kernel", lambda rows, others: True)
     for one, other in zip(everything(), loop, strict=True):
         torch.testing.assert_close(one, other, atol=0.06, rtol=0.02)
+
+
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_selective_recomputation_keeps_the_products_of_experts(one_kernel, monkeypatch):
+    monkeypatch.setattr(grouped, "takes_one_kernel", lambda rows, others: one_kernel)
+    mlp = ExpertMLP(spec_of("two of five", dim=32, ffn_dim=32, head_dim=8)).bfloat16()
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(1, 16, 32).bfloat16().requires_grad_()
+
+    def work(wrap):
+        with WorkCounter() as counter:
+            wrap(x).sum().backward()
+        return counter.products
+
+    selective = partial(create_selective_checkpoint_contexts, _policy)
+    again = partial(checkpoint, mlp, use_reentrant=False, context_fn=selective)
+    assert work(again) == work(mlp)
+    whole = partial(checkpoint, mlp, use_reentrant=False)
+    assert work(whole) > work(mlp)
 
 
 def test_parameters_are_counted_whole_and_as_a_token_meets_them():

@@ -40,9 +40,11 @@ KEPT = frozenset(
 )
 
 
-# By name, as they are registered later: attention by documents, on CPUs and GPUs, with a cap in
-# plain operations, FlexAttention in a compiled block, and channels.
+# By name, as they are registered later, or not by every torch: experts' products in one kernel,
+# attention by documents, on CPUs and GPUs, with a cap in plain operations, FlexAttention in a
+# compiled block, and channels.
 _LATER = (
+    "aten::_grouped_mm",
     "flex_attention",
     "meshwright::attend_documents",
     "meshwright::capped_attention",

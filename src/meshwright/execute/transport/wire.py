@@ -189,6 +189,7 @@ _PRODUCTS: Final[Mapping[str, int]] = {
     "aten::addmm": 1,
     "aten::addmm_": 1,
     "aten::linear": 0,
+    "aten::_grouped_mm": 0,
 }
 # Batched ones occur in attention alone, where no kernel takes its mask.
 _BATCHED: Final[Mapping[str, int]] = {"aten::bmm": 0, "aten::baddbmm": 1}
