@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.bench import shares
+from meshwright.bench import links, shares
 from meshwright.bench.device import saturation
 from meshwright.cli.main import main
 from meshwright.execute.tensor_parallel.tp_regions import all_reduce
@@ -189,3 +189,12 @@ def test_what_goes_through_shared_memory_counts_once():
 def test_layouts_that_cannot_be_measured_are_refused(words, message, capsys):
     assert main(["bench", "layouts", *SMALL, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "has_rows"), [("cpu", True), ("cuda", False)])
+def test_a_gpu_sends_no_rows_one_by_one(device, has_rows, monkeypatch):
+    """Around a circle of ranks, NCCL's first sends would wait for each other."""
+    monkeypatch.setattr(links, "_seconds", lambda world, sizes, make, times: [])
+    world = SimpleNamespace(device=torch.device(device), rank=0, size=4)
+    assert ("rows" in links.collectives(world)) == has_rows
+    assert "all_gather" in links.collectives(world)
