@@ -114,7 +114,7 @@ def told(world, label):
     program, device = lower(case.model, case.train, case.layout), torch.device("cpu")
     parallel = build(program, open_groups(case.layout, world), device, seeded(case.model, 0))
     parallel.backward(mine(make_batch(case, 0), program, world))
-    return take_counts(parallel.routers, {0: 0, 1: 1}, case.model.experts)
+    return take_counts(parallel.routers, {0: 0, 1: 1}, case.model.experts, world.device).tolist()
 
 
 @pytest.mark.parametrize("label", ["dp2 ep2 mb1 recompute-full", "tp2 mb4", "cp2-ring mb4"])

@@ -1,5 +1,7 @@
 """What training asks of routers: losses of sequences on any layout, balanced routing, reports."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from meshwright.report.run import report
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
+from meshwright.training import routing as reporting
 from meshwright.training.routing import routing_event
 from ranks import on_ranks
 from run_folders import write_run
@@ -71,7 +74,50 @@ def told(world, label, routing="learned"):
     program, device = lower(case.model, case.train, case.layout), torch.device("cpu")
     parallel = build(program, open_groups(case.layout, world), device, seeded(MODEL, 0))
     parallel.backward(mine(make_batch(case, 0), program, world))
-    return take_counts(parallel.routers, {0: 0, 1: 1}, MODEL.experts)
+    return take_counts(parallel.routers, {0: 0, 1: 1}, MODEL.experts, world.device).tolist()
+
+
+def test_counts_are_taken_without_a_wait():
+    """On the meta device, a read by the host is an error."""
+    with torch.device("meta"):
+        mlp = ExpertMLP(MODEL)
+        one = mlp.router.balance
+        one.met, one.losses = torch.zeros(MODEL.experts, dtype=torch.int64), torch.zeros(2)
+        one.dropped = torch.zeros((), dtype=torch.int64)
+    found = take_counts({3: mlp.router}, {3: 0}, MODEL.experts, torch.device("meta"))
+    assert found.shape == (MODEL.experts + 3,)
+
+
+class Two:
+    """A world of one rank whose device counts as far away; it notes the sums of the host."""
+
+    def __init__(self, device):
+        self.device, self.sums = torch.device(device), 0
+
+    def sum_on_host(self, numbers):
+        self.sums += 1
+        return numbers
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_gpu_tells_of_experts_when_the_next_step_has_begun(device, monkeypatch):
+    world, told = Two(device), []
+    counts = torch.ones(2 * (MODEL.experts + 1) + 2, dtype=torch.float64)
+    monkeypatch.setattr(reporting, "take_counts", lambda *_: counts)
+    config = load_config(overrides=["train.steps=9", "train.log_every=2"])
+    config = config.model_copy(update={"model": MODEL})
+    job = SimpleNamespace(config=config, layout=Layout())
+    report = reporting.RoutingReport(job, world, SimpleNamespace(routers={}), told.append, 0)
+    seen = []
+    for step in range(1, 10):
+        report.tell(step, last=step == 9, waits=step == 6)
+        seen.append([event["step"] for event in told])
+    lag = int(device == "meta")
+    assert seen[1 + lag][:1] == [2]
+    assert seen[3][:2] == ([2] if lag else [2, 4])
+    assert seen[5] == [2, 4, 6]
+    assert seen[8] == [2, 4, 6, 8, 9]
+    assert world.sums == 5
 
 
 def sums(label, **more):

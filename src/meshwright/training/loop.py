@@ -88,7 +88,7 @@ def train(
         stopped = readings.read(asked_to_stop(), everything=pauses)
         recording.end(step)
         readings.tell(last=stopped or step == steps)
-        routing.tell(step, last=stopped or step == steps)
+        routing.tell(step, last=stopped or step == steps, waits=pauses)
         if is_due(config.train.check_every, step, last=False):
             check_replicas(parallel, world)
         saver.poll()

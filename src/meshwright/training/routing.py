@@ -10,6 +10,7 @@ from meshwright.execute.parallel import Parallel
 from meshwright.execute.transport.world import World
 from meshwright.program.events import Event
 from meshwright.training.events import Emit
+from meshwright.training.readings import ArrivingNumbers
 from meshwright.training.run_folder import Job
 
 # Events in a run: each has a number for every expert of every layer.
@@ -30,15 +31,31 @@ class RoutingReport:
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._every = max(train.log_every, math.ceil(train.steps / _MOST))
         self._told = done
+        self._taken: tuple[int, int, ArrivingNumbers] | None = None
 
-    def tell(self, step: int, *, last: bool) -> None:
-        """Emit an event for the steps since the last one, if it is due; a collective."""
+    def tell(self, step: int, *, last: bool, waits: bool) -> None:
+        """Take the numbers of the steps since the last event, if one is due; a collective.
+
+        The event follows when the next step has begun, so that the host does not wait for a GPU;
+        or at once if it `waits` anyway. A `last` event is always due.
+        """
+        self._emit_taken()
         if not self._places or step == self._told or not (last or step % self._every == 0):
             return
-        experts, steps = self._job.config.model.experts, step - self._told
-        mine = take_counts(self._parallel.routers, self._places, experts)
-        *met, even, small = self._world.sum_on_host(mine)
+        world, experts = self._world, self._job.config.model.experts
+        numbers = take_counts(self._parallel.routers, self._places, experts, world.device)
+        self._taken = step, step - self._told, ArrivingNumbers(numbers)
         self._told = step
+        if last or waits or world.device.type == "cpu":
+            self._emit_taken()
+
+    def _emit_taken(self) -> None:
+        if self._taken is None:
+            return
+        step, steps, numbers = self._taken
+        self._taken = None
+        *met, even, small = self._world.sum_on_host(numbers.read())
+        experts = self._job.config.model.experts
         dropped = [met.pop() for _ in self._places][::-1]
         rows = [met[at : at + experts] for at in range(0, len(met), experts)]
         sequences = steps * self._job.config.train.batch

@@ -82,26 +82,28 @@ def correct_routers(found: Routers, norm: Tensor) -> None:
             one.correct(torch.isfinite(norm).to(one.correction))
 
 
-def take_counts(found: Routers, layers: Mapping[int, int], experts: int) -> list[float]:
-    """Return this rank's token counts and losses since the last call; waits for the device.
+def take_counts(
+    found: Routers, layers: Mapping[int, int], experts: int, device: torch.device
+) -> Tensor:
+    """Return this rank's token counts and losses since the last call, in fp64 on its device.
 
     `layers` are the indices of the model's layers with experts. The last two numbers are the
     losses; before them are counts `[layers, experts]` and dropped pairs `[layers]`, in order. All
-    are sums over ranks' shares.
+    are sums over ranks' shares. The host does not wait.
     """
-    numbers = [0.0] * (len(layers) * (experts + 1) + 2)
+    size = len(layers) * (experts + 1) + 2
+    numbers = torch.zeros(size, dtype=torch.float64, device=device)
     for layer, router in found.items():
         one = router.balance
         if one.met is None or one.losses is None:
             continue
         at = layers[layer] * experts
-        numbers[at : at + experts] = map(float, one.met.tolist())
-        for which, loss in enumerate(one.losses.tolist()):
-            numbers[-2 + which] += loss
+        numbers[at : at + experts] = one.met
+        numbers[-2:] += one.losses
         one.met.zero_()
         one.losses.zero_()
         if one.dropped is not None:
-            numbers[len(layers) * experts + layers[layer]] = float(one.dropped.item())
+            numbers[len(layers) * experts + layers[layer]] = one.dropped
             one.dropped.zero_()
     return numbers
 
