@@ -16,6 +16,7 @@ from meshwright.predict.setting import Setting
 from meshwright.predict.step import StepTime
 from meshwright.predict.systems import SYSTEMS
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.lightest import lightest_of
 from meshwright.search.rank import Search, preference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Recompute, Schedule, TrainSpec
@@ -394,3 +395,20 @@ def test_a_later_pass_looks_into_no_core_again(monkeypatch):
     assert not {one.layout for one in found.ranked} & set(refused)
     # What is asked again with the same limit is the core of a layout that was refused.
     assert len(looked) - len(set(looked)) <= len(refused)
+
+
+def test_the_nearest_of_all_layouts_is_shown_where_none_fits(priced):
+    one = setting(memory=1_000_000)
+    found = Search(one, 4, margin=0.0).run(3)
+    assert not found.ranked
+    assert found.considered >= sum(found.reasons.values())  # some stand for several
+    least = min(held for held, _ in priced.values())
+    assert worst_estimate(one, found.unfit_layout).total <= 1.02 * least
+
+
+def test_fewest_looks_at_the_rank_that_holds_most():
+    model = model_spec(preset="deepseek-v3")
+    core = Layout.parse("dp16 ep8 pp32 mb1")
+    one = setting(model, 512, "h100-sxm", batch=16 * 64, seq_len=4096)
+    light = lightest_of(one, core, 64)
+    assert light.bytes == pytest.approx(worst_estimate(one, light.layout).total)

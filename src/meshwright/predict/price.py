@@ -18,10 +18,9 @@ from meshwright.predict.memory import (
     with_measured,
 )
 from meshwright.predict.peak import peak
-from meshwright.predict.setting import Setting, held_by
+from meshwright.predict.setting import Setting, ends_alike, held_by
 from meshwright.predict.step import StepTime, has_table, step_time
 from meshwright.predict.terms import peak_terms
-from meshwright.predict.work import HeldLayers
 from meshwright.program.lower import Program, lower
 from meshwright.program.model_flops import flops_per_token
 from meshwright.program.transfers import with_own_transfers
@@ -147,7 +146,7 @@ def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
     # What has no program of ours may have stages without a layer: those are never lowered.
     program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
     return max(
-        (memory(setting, layout, rank, program) for rank in _ends_alike(setting, layout)),
+        (memory(setting, layout, rank, program) for rank in ends_alike(setting, layout)),
         key=lambda found: found.total,
     )
 
@@ -170,18 +169,9 @@ def worst_estimate(setting: Setting, layout: Layout, kept: KeptBytes | None = No
     """Return the highest estimate of the pipeline ranks; see `worst_memory` for which those are."""
     kept = kept or kept_of(setting, layout)
     return max(
-        (estimate(setting, layout, rank, kept) for rank in _ends_alike(setting, layout)),
+        (estimate(setting, layout, rank, kept) for rank in ends_alike(setting, layout)),
         key=lambda found: found.total,
     )
-
-
-def _ends_alike(setting: Setting, layout: Layout) -> list[int]:
-    """Return the first and the last of the pipeline ranks that hold the same layers."""
-    held = held_by(setting, layout)
-    ends: dict[HeldLayers, list[int]] = {}
-    for rank, one in enumerate(held):
-        ends[one] = [*ends.get(one, [])[:1], rank]
-    return sorted(rank for found in ends.values() for rank in found)
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,14 @@ def held_by(setting: Setting, layout: Layout) -> tuple[HeldLayers, ...]:
     )
 
 
+def ends_alike(setting: Setting, layout: Layout) -> list[int]:
+    """Return the first and the last of the pipeline ranks that hold the same layers."""
+    ends: dict[HeldLayers, list[int]] = {}
+    for rank, one in enumerate(held_by(setting, layout)):
+        ends[one] = [*ends.get(one, [])[:1], rank]
+    return sorted(rank for found in ends.values() for rank in found)
+
+
 def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> LayoutWork:
     """Return the work of a microbatch of a layout.
 

@@ -10,7 +10,7 @@ from meshwright.layout import Layout
 from meshwright.layout.four_bits import four_bit_rule
 from meshwright.predict.memory import activations, model_states, outside
 from meshwright.predict.pipeline import in_flight
-from meshwright.predict.setting import Setting, held_by
+from meshwright.predict.setting import Setting, ends_alike, held_by
 from meshwright.search.rank import dominated
 from meshwright.search.space import cores, schedules
 from meshwright.spec.training import Offload, Recompute, TrainSpec
@@ -51,7 +51,7 @@ def lightest_of(
     schedule = min(legal, key=lambda choice: holds(*choice))
     one = one.model_copy(update={"schedule": schedule.name, "virtual_stages": schedule.virtual})
     setting = with_train(setting, batch=microbatches * one.dp * one.microbatch)
-    held, ends = held_by(setting, one), sorted({0, one.pp - 1})
+    held, ends = held_by(setting, one), ends_alike(setting, one)
     kept = [activations(setting, one, rank) for rank in ends]
     light = None
     for layout in _sharded(one, offload):

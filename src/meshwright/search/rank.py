@@ -150,6 +150,7 @@ class Search:
         everything = self._cores()
         order = sorted((self._bound(core), index) for index, core in enumerate(everything))
         ranked = self._fitting(everything, order, top, ("none",))
+        moving = list[Core]()
         if not ranked:
             ranked = self._fitting(everything, order, top, ("optimizer", "params"))
             if not ranked:
@@ -163,6 +164,7 @@ class Search:
                 for core in everything
             )
         considered = sum(size_of(core, train, layers, None, self.pins) for core in everything)
+        considered += sum(size_of(c, train, layers, ("activations",), self.pins) for c in moving)
         layout = self.nearest[1] if self.nearest and not ranked else None
         held = worst_memory(self.setting, layout) if layout else None
         reasons = {why: count for why, count in self.reasons.most_common() if count}
@@ -268,7 +270,7 @@ class Search:
             return None
         lightest = min(choice.states[0] for choice in choices)
         least = _LEAST_IN_FLIGHT * self._activations(one)[0] + lightest
-        if least > self.limit and self.nearest is not None:
+        if least > self.limit and self.nearest is not None and least >= self.nearest[0]:
             self.reasons["does not fit"] += len(choices) * len(orders)
             return None
         fast = []
