@@ -11,8 +11,7 @@ from meshwright.layout.four_bits import four_bit_rule
 from meshwright.predict.memory import activations, model_states, outside
 from meshwright.predict.pipeline import in_flight
 from meshwright.predict.setting import Setting, ends_alike, held_by
-from meshwright.search.rank import dominated
-from meshwright.search.space import cores, schedules
+from meshwright.search.space import cores, dominated, schedules
 from meshwright.spec.training import Offload, Recompute, TrainSpec
 
 

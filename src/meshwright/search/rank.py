@@ -21,6 +21,7 @@ from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import host_seconds, transfer_seconds
 from meshwright.predict.work import HeldLayers
 from meshwright.search.fits import Fits, preference
+from meshwright.search.lightest import lightest
 from meshwright.search.prices import Prices, shape_of
 from meshwright.search.sharded import Choice
 from meshwright.search.space import (
@@ -30,6 +31,7 @@ from meshwright.search.space import (
     Schedule,
     as_fixed,
     cores,
+    dominated,
     obeys,
     schedules,
     size_of,
@@ -42,14 +44,9 @@ from meshwright.spec.training import Offload
 MARGIN = 0.05
 # So many divisions are compared with each other by `preference`, whatever is asked for.
 _COMPARED = 8
+_WAYS: tuple[Offload, ...] = ("none", "optimizer", "params", "activations")
 # What the lightest schedule holds on the first rank, in what 1F1B holds there.
 _LEAST_IN_FLIGHT = 0.9
-# Schedules that others beat by what they are, and why.
-_DOMINATED = {
-    "naive": "one microbatch at a time: 1F1B is never slower",
-    "gpipe": "GPipe holds all microbatches and takes as long as 1F1B",
-    "looped_bfs": "breadth-first holds all microbatches and takes as long as interleaved 1F1B",
-}
 
 
 @dataclass(frozen=True)
@@ -165,10 +162,21 @@ class Search:
             )
         considered = sum(size_of(core, train, layers, None, self.pins) for core in everything)
         considered += sum(size_of(c, train, layers, ("activations",), self.pins) for c in moving)
-        layout = self.nearest[1] if self.nearest and not ranked else None
+        layout = None if ranked else self._nearest()
         held = worst_memory(self.setting, layout) if layout else None
         reasons = {why: count for why, count in self.reasons.most_common() if count}
         return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
+
+    def _nearest(self) -> Layout | None:
+        """Return the layout that comes nearest to fitting, where none fits."""
+        noted = [] if self.nearest is None else [self.nearest[1]]
+        if not self.pins:
+            ways = (lightest(self.setting, self.devices, offload=way) for way in _WAYS)
+            noted += (light.layout for light in ways if light is not None)
+        legal = [
+            one for one in noted if broken(self.setting.model, self.setting.train, one) is None
+        ]
+        return min(legal, key=lambda one: self.fits.estimate(one).total, default=None)
 
     def _fitting(
         self,
@@ -362,13 +370,6 @@ class Search:
         self.reasons["does not fit"] += 1
         if self.nearest is None or needed < self.nearest[0]:
             self.nearest = (needed, self._with(one, schedule, choice))
-
-
-def dominated(schedule: Schedule, layers: int, pp: int) -> str | None:
-    """Return why a schedule need not be priced, if another one is never worse."""
-    if schedule.virtual > 1 and layers % (pp * schedule.virtual):
-        return "stages of unequal numbers of layers"
-    return _DOMINATED.get(schedule.name)
 
 
 def _worst(best: dict[tuple[int, ...], tuple[float, Layout]], top: int) -> float:

@@ -20,6 +20,13 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "params")
 
 
+# Schedules that others beat by what they are, and why.
+_DOMINATED = {
+    "naive": "one microbatch at a time: 1F1B is never slower",
+    "gpipe": "GPipe holds all microbatches and takes as long as 1F1B",
+    "looped_bfs": "breadth-first holds all microbatches and takes as long as interleaved 1F1B",
+}
+
 # Keys of a layout that a core has; the others are the sharding's and the schedule's.
 OF_CORE = ("pp", "cp", "tp", "ep", "etp", "cp_kind", "microbatch", "recompute")
 OF_SHARDING = ("dp_replicate", "dp_shard", "zero", "offload")
@@ -115,6 +122,13 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
         for virtual in range(traits.min_virtual, min(most, traits.max_virtual or most) + 1)
         if microbatch_rule(traits.name, pp, virtual, microbatches) is None
     )
+
+
+def dominated(schedule: Schedule, layers: int, pp: int) -> str | None:
+    """Return why a schedule need not be priced, if another one is never worse."""
+    if schedule.virtual > 1 and layers % (pp * schedule.virtual):
+        return "stages of unequal numbers of layers"
+    return _DOMINATED.get(schedule.name)
 
 
 @lru_cache(maxsize=4096)
