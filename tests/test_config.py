@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import meshwright as mw
 from meshwright.errors import EXIT_REFUSED, ConfigError, MeshwrightError
 from meshwright.layout import Machine, resolve_layout
+from meshwright.spec import synonyms
 from meshwright.spec.dump import to_toml, toml_value
 from meshwright.spec.loading import KEYS, SECTIONS, config_schema, load_config
 from meshwright.spec.presets import PRESETS
@@ -33,6 +34,11 @@ REFUSALS = {
     "train.lr=3": "unknown key train.lr (override train.lr=3); nearest legal: optimizer.lr",
     "lr=3": "unknown name lr (override lr=3); nearest legal: optimizer.lr",
     "n_head=3": "unknown name n_head (override n_head=3); nearest legal: n_heads",
+    "layout.tensor_parallel_size=2": "unknown key layout.tensor_parallel_size (override "
+    "layout.tensor_parallel_size=2); nearest legal: layout.tp",
+    "train.gradient-accumulation-steps=2": "unknown key train.gradient-accumulation-steps "
+    "(override train.gradient-accumulation-steps=2). It follows from train.batch and "
+    "layout.microbatch",
     "train.batch=big": "train.batch = 'big' (override train.batch=big) must be an integer",
     "train.batch=1.5": "train.batch = 1.5 (override train.batch=1.5) must be an integer",
     "train.batch=true": "train.batch = true (override train.batch=true) must be an integer",
@@ -321,3 +327,14 @@ def test_any_override_gives_a_config_or_a_clear_refusal(outcome, tmp_path):
     outcome.add(
         EXIT_REFUSED, f"{len(said)} of {len(said) + len(taken)} at random refused", max(said)[0]
     )
+
+
+def test_names_of_other_frameworks_stand_for_keys_that_exist():
+    names = [name for own in synonyms._NAMES.values() for name in own]
+    assert len(names) == len(set(names))
+    for key, others in synonyms._NAMES.items():
+        section, name = key.split(".")
+        assert name in KEYS[section]
+        for other in others:  # a key of ours stands for itself
+            assert all(other not in keys for keys in KEYS.values()), other
+            assert synonyms.instead_of(other.replace("_", "-")) == ([key], "")

@@ -16,7 +16,6 @@ from meshwright.predict.setting import Setting
 from meshwright.predict.step import StepTime
 from meshwright.predict.systems import SYSTEMS
 from meshwright.search.advice import lost_by, warnings
-from meshwright.search.lightest import lightest_of
 from meshwright.search.rank import Search, preference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Recompute, Schedule, TrainSpec
@@ -129,17 +128,6 @@ def test_prices_do_not_follow_from_the_memory_of_a_device(memory, priced):
         held, seconds = priced[layout]
         assert worst_estimate(one, layout).total == held
         assert estimated(one, layout).time.total == seconds
-
-
-@pytest.mark.parametrize("words", ["pp8", "pp16", "pp32", "pp16 recompute-full"])
-def test_the_estimate_is_of_the_rank_that_holds_most(words):
-    """In DeepSeek-V3 the first layers have no experts: the fourth of 32 ranks holds most."""
-    model = model_spec(preset="deepseek-v3")
-    layout = Layout.parse(f"shard16 zero1 ep8 {words} mb1")
-    one = setting(model, 16 * layout.pp, "h100-sxm", batch=16 * 2 * layout.pp, seq_len=4096)
-    found, exact = worst_estimate(one, layout), worst_memory(one, layout)
-    assert found.rank == exact.rank
-    assert found.total == pytest.approx(exact.total, rel=0.15)
 
 
 def test_a_search_is_deterministic_and_ranks_by_speed():
@@ -404,11 +392,3 @@ def test_the_nearest_of_all_layouts_is_shown_where_none_fits(priced):
     assert found.considered >= sum(found.reasons.values())  # some stand for several
     least = min(held for held, _ in priced.values())
     assert worst_estimate(one, found.unfit_layout).total <= 1.02 * least
-
-
-def test_fewest_looks_at_the_rank_that_holds_most():
-    model = model_spec(preset="deepseek-v3")
-    core = Layout.parse("dp16 ep8 pp32 mb1")
-    one = setting(model, 512, "h100-sxm", batch=16 * 64, seq_len=4096)
-    light = lightest_of(one, core, 64)
-    assert light.bytes == pytest.approx(worst_estimate(one, light.layout).total)

@@ -55,7 +55,7 @@ _TARGETS: Final = {
 EXAMPLE = """\
 examples:
   meshwright launch torchrun run.toml cluster.nodes=2 --hosts node0 node1
-  meshwright launch slurm run.toml cluster.preset=h100 --nodes 4 --time 12h --out job.sbatch
+  meshwright launch slurm run.toml cluster.preset=h100-sxm --nodes 4 --time 12h --out job.sbatch
   meshwright launch slurm --plan plan.json --submit
   meshwright launch ray run.toml --nodes 2 --submit
   meshwright launch skypilot run.toml --nodes 2 --accelerator H100 --wheel dist/meshwright.whl

@@ -20,6 +20,7 @@ from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.peft import read_adapter_config
 from meshwright.spec.resolve import Value, Values, check_held_out, resolve_model
+from meshwright.spec.synonyms import instead_of
 from meshwright.spec.training import (
     CheckpointSpec,
     ClusterSpec,
@@ -259,6 +260,9 @@ def _check_known(section: str, key: str, origin: str) -> None:
     known = KEYS[section]
     if key in known:
         return
+    own, why = instead_of(key)
+    if own or why:
+        raise ConfigError(refusal(f"unknown key {section}.{key} ({origin})", legal=own, hint=why))
     close = [f"{section}.{name}" for name in nearest(key, known)]
     elsewhere = [f"{name}.{key}" for name, keys in KEYS.items() if key in keys]
     if not close and not elsewhere:

@@ -1,0 +1,28 @@
+"""Searches of models whose layers are not alike: memory is that of the rank that holds most."""
+
+import pytest
+
+from meshwright.layout import Layout
+from meshwright.predict.price import worst_estimate, worst_memory
+from meshwright.search.lightest import lightest_of
+from meshwright.spec.resolve import model_spec
+from test_search import setting
+
+
+@pytest.mark.parametrize("words", ["pp8", "pp16", "pp32", "pp16 recompute-full"])
+def test_the_estimate_is_of_the_rank_that_holds_most(words):
+    """In DeepSeek-V3 the first layers have no experts: the fourth of 32 ranks holds most."""
+    model = model_spec(preset="deepseek-v3")
+    layout = Layout.parse(f"shard16 zero1 ep8 {words} mb1")
+    one = setting(model, 16 * layout.pp, "h100-sxm", batch=16 * 2 * layout.pp, seq_len=4096)
+    found, exact = worst_estimate(one, layout), worst_memory(one, layout)
+    assert found.rank == exact.rank
+    assert found.total == pytest.approx(exact.total, rel=0.15)
+
+
+def test_fewest_looks_at_the_rank_that_holds_most():
+    model = model_spec(preset="deepseek-v3")
+    core = Layout.parse("dp16 ep8 pp32 mb1")
+    one = setting(model, 512, "h100-sxm", batch=16 * 64, seq_len=4096)
+    light = lightest_of(one, core, 64)
+    assert light.bytes == pytest.approx(worst_estimate(one, light.layout).total)
