@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.errors import RankFailed, StoppedOnRequest
+from meshwright.errors import ConfigError, RankFailed, StoppedOnRequest
 from meshwright.launch import session
+from meshwright.launch.checks.resuming import Resume
 from meshwright.launch.machines.machine import detect
 from meshwright.launch.measure import measuring
 from meshwright.launch.measure.measuring import measured_first
@@ -278,3 +279,14 @@ def first_start(matmul, folder):
     assert "this CPU was measured in" in done.stderr
     assert "other processes" not in done.stderr, "this test needs a machine that does nothing else"
     return read_run(folder / "run")
+
+
+def test_what_takes_no_time_is_refused_before_the_machine_is_measured(tmp_path, monkeypatch):
+    def measured(config, environ):
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr(session, "measured_first", measured)
+    with pytest.raises(ConfigError, match="not a run folder"):
+        session.prepare_job(load_config(), clean_environ(), resume=Resume(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        session.prepare_job(load_config(overrides=["data.tokenizer=none.json"]), clean_environ())

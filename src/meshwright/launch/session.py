@@ -156,10 +156,12 @@ def prepare_job(
     """
     machine = detect(config.cluster, environ, at)
     check_device(config, machine, environ)
-    config = measured_first(config, environ)
+    check_tokenizer(config)
+    before = None if resume is None else resumed_folder(resume.run)
+    config = measured_first(config, environ)  # seconds: what takes none is checked before
     lacks = lacks_compiler(machine.device, environ)
-    if resume is not None:
-        config = compiled_as(config, resumed_folder(resume.run))
+    if before is not None:
+        config = compiled_as(config, before)
     config = settled(config, machine, lacks)
     layout = resolve_layout(config, machine)
     check_compiler(config.train, lacks)
@@ -167,13 +169,9 @@ def prepare_job(
     check_engine(config, layout, resumes=resume is not None)
     check_fp8(config, machine.device)
     check_async_tp(config, layout, machine.device, find_gpus(environ))
-    check_tokenizer(config)
     check_memory(config, layout, machine)
     check_limit(config, layout, machine)
-    if resume is None:
-        folder = choose_folder(config, datetime.datetime.now())
-    else:
-        folder = resumed_folder(resume.run)
+    folder = before or choose_folder(config, datetime.datetime.now())
     cache = cache_folder(config, environ)
     say = _progress_to(sys.stderr)
     dataset = open_data(config.data, cache, vocab_size=config.model.vocab_size, progress=say)
