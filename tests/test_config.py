@@ -76,7 +76,7 @@ REFUSALS = {
     "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4; nearest legal: layout.tp = 2",
     "layout.pp=8": "layout.pp = 8 x layout.virtual_stages = 1 gives 8 stages, but "
     "model.n_layers = 6; nearest legal: layout.pp = 6",
-    "layout.dp_shard=2": "layout.dp_shard = 2 shards, but layout.zero = 0 replicates; "
+    "layout.dp_shard=2": "layout.dp_shard = 2 requires layout.zero = 1, 2 or 3, but it is 0; "
     "nearest legal: layout.zero = 1 or layout.zero = 2 or layout.zero = 3",
     "optimizer.betas=0.9": "optimizer.betas = 0.9 (override optimizer.betas=0.9) must be a list of "
     "2 numbers",

@@ -23,8 +23,8 @@ REFUSED = [
     ("tp2 mb2", {}, "layout.tp = 2 cuts linear layers", "layout.tp = 1"),
     ("pp2 zbv v2 mb1", {}, "layout.schedule = zbv defers products", "layout.schedule = looped_bfs"),
     ("mb1", {"seq_len": 24}, "tokens of a microbatch = 24 must be", "layout.microbatch = 2"),
-    ("mb2", {"precision": "fp32"}, "goes with train.precision = bf16", "train.fp8 = false"),
-    ("mb2", {"precision": "fp16"}, "goes with train.precision = bf16", "train.fp8 = false"),
+    ("mb2", {"precision": "fp32"}, "requires train.precision = bf16", "train.precision = bf16"),
+    ("mb2", {"precision": "fp16"}, "requires train.precision = bf16", "train.fp8 = false"),
 ]
 
 

@@ -93,7 +93,7 @@ BROKEN = [
     ),
     (
         {"layout.dp_replicate": 4, "layout.ep": 2},
-        "layout.ep = 2 shares out experts, but model.experts = 0",
+        "layout.ep = 2 divides experts over ranks, but model.experts = 0",
         ["layout.ep = 1"],
     ),
     (
@@ -145,17 +145,17 @@ BROKEN = [
     ),
     (
         {"layout.dp_shard": 2},
-        "layout.dp_shard = 2 shards, but layout.zero = 0 replicates",
+        "layout.dp_shard = 2 requires layout.zero = 1, 2 or 3, but it is 0",
         ["layout.zero = 1", "layout.zero = 2", "layout.zero = 3"],
     ),
     (
         {"layout.offload": "params"},
-        "layout.offload = params needs sharded states, but layout.zero = 0 replicates",
+        "layout.offload = params requires layout.zero = 1, 2 or 3, but it is 0",
         ["layout.zero = 1", "layout.offload = optimizer", "layout.zero = 2"],
     ),
     (
         {"layout.cp": 4, "train.seq_len": 252},
-        "train.seq_len = 252 must be a multiple of 2 x layout.cp = 4 "
+        "train.seq_len = 252 must be a multiple of 8 = 2 x layout.cp "
         "(layout.cp_kind = ring gives each rank two chunks)",
         ["train.seq_len = 248", "layout.cp_kind = ulysses", "train.seq_len = 256"],
     ),

@@ -131,7 +131,11 @@ REFUSED = {
     "tied": ({"head": "column_gathered"}, {"tp": 2}, "words.weight is tied to a layer that the"),
     "pp": (None, {"pp": 2}, "layout.pp = 2 needs a model that is cut into stages"),
     "ep": (None, {"dp_replicate": 2, "ep": 2}, "layout.ep = 2 shares out experts of Meshwright's"),
-    "shards": (None, {"dp_shard": 2}, "layout.dp_shard = 2 shards, but layout.zero = 0 replicates"),
+    "shards": (
+        None,
+        {"dp_shard": 2},
+        "layout.dp_shard = 2 requires layout.zero = 1, 2 or 3, but it is 0",
+    ),
     "sp": (PLAN, {"tp": 2, "sp": True}, "layout.sp needs norms that support it"),
 }
 

@@ -86,6 +86,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "layout.sp": (False, True),
     **dict.fromkeys(("train.fp8", "train.async_tp"), (False, True)),
     "lora.base": get_args(Base),
+    "train.precision": ("bf16",),  # which fp8 needs
     "train.router_aux_loss": (0.0,),
     "train.router_z_loss": (0.0,),
     "train.router_bias_rate": (0.0,),

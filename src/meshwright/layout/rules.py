@@ -94,7 +94,7 @@ def _experts(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if layout.ep == 1 and layout.etp is None:
         return None
     if layout.ep > 1 and not model.experts:
-        return f"layout.ep = {layout.ep} shares out experts, but model.experts = 0"
+        return f"layout.ep = {layout.ep} divides experts over ranks, but model.experts = 0"
     if layout.expert_tp != layout.tp:
         rule = _whole_experts(layout)
         if rule is not None:
@@ -131,12 +131,12 @@ def _expert_width(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | N
 def _shards(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if layout.zero or layout.dp_shard == 1:
         return None
-    return f"layout.dp_shard = {layout.dp_shard} shards, but layout.zero = 0 replicates"
+    return f"layout.dp_shard = {layout.dp_shard} requires layout.zero = 1, 2 or 3, but it is 0"
 
 
 def _offload(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if layout.offload == "params" and not layout.zero:
-        return "layout.offload = params needs sharded states, but layout.zero = 0 replicates"
+        return "layout.offload = params requires layout.zero = 1, 2 or 3, but it is 0"
     if layout.offload == "activations" and layout.pp == 1 and model.n_layers < 3:
         return (
             "layout.offload = activations leaves those of two layers on the device, but "
@@ -150,7 +150,7 @@ def _sequence(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if cp > 1:
         if layout.cp_kind == "ring" and seq_len % (2 * cp):
             return (
-                f"train.seq_len = {seq_len} must be a multiple of 2 x layout.cp = {cp} "
+                f"train.seq_len = {seq_len} must be a multiple of {2 * cp} = 2 x layout.cp "
                 f"(layout.cp_kind = ring gives each rank two chunks)"
             )
         if seq_len % cp:
@@ -180,7 +180,7 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if not train.fp8:
         return None
     if train.precision != "bf16":
-        return f"train.fp8 = true goes with train.precision = bf16, not {train.precision}"
+        return f"train.fp8 = true requires train.precision = bf16, but it is {train.precision}"
     if model.lora is not None:
         return f"train.fp8 = true has no adapters, but lora.rank = {model.lora.rank}"
     if model.experts:
@@ -231,7 +231,9 @@ RULES = (
     Rule(_shards, ("layout.zero", "layout.dp_shard")),
     Rule(_offload, ("layout.zero", "layout.offload")),
     Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
-    Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
+    Rule(
+        _fp8, ("train.precision", "layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")
+    ),
     Rule(_four_bits, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
     Rule(_async_tp, ("layout.sp", "train.async_tp")),
     Rule(router_rule, tuple(f"train.{key}" for key in ROUTERS)),

@@ -133,7 +133,7 @@ def _pipeline(world: int) -> Iterator[Case]:
 def _experts(world: int) -> Iterator[Case]:
     """Yield what breaks the rules of expert parallelism."""
     mixture: dict[str, Any] = {"family": "qwen3_moe", "experts": 4 * world, "top_k": 2}
-    rule = f"layout.ep = {world} shares out experts, but model.experts = 0"
+    rule = f"layout.ep = {world} divides experts over ranks, but model.experts = 0"
     yield _case(rule, f"dp{world} ep{world} mb1")
     odd = {**mixture, "experts": world + 1}
     rule = f"layout.ep = {world} must divide model.experts = {world + 1}"
@@ -171,7 +171,8 @@ def _data(world: int) -> Iterator[Case]:
         {"batch": 4 * world},
     )
     yield _case(
-        f"layout.dp_shard = {world} shards, but layout.zero = 0 replicates", f"shard{world} mb1"
+        f"layout.dp_shard = {world} requires layout.zero = 1, 2 or 3, but it is 0",
+        f"shard{world} mb1",
     )
     yield _case(
         "train.router_aux_loss = 0.5 is of models with experts, but model.experts = 0",
@@ -179,7 +180,7 @@ def _data(world: int) -> Iterator[Case]:
         {"router_aux_loss": 0.5},
     )
     yield _case(
-        "layout.offload = params needs sharded states, but layout.zero = 0 replicates",
+        "layout.offload = params requires layout.zero = 1, 2 or 3, but it is 0",
         f"dp{world} mb1 offload-params",
     )
     yield _case(
@@ -193,7 +194,7 @@ def _data(world: int) -> Iterator[Case]:
 def _context(world: int) -> Iterator[Case]:
     """Yield what breaks the rules of context parallelism."""
     yield _case(
-        f"train.seq_len = {3 * world} must be a multiple of 2 x layout.cp = {world} "
+        f"train.seq_len = {3 * world} must be a multiple of {2 * world} = 2 x layout.cp "
         f"(layout.cp_kind = ring gives each rank two chunks)",
         f"cp{world}-ring mb1",
         {"seq_len": 3 * world},

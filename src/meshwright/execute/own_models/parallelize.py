@@ -207,7 +207,8 @@ def _check(layout: Layout, mesh: DeviceMesh) -> None:
     if layout.dp_shard > 1 and not layout.zero:
         raise ConfigError(
             refusal(
-                f"layout.dp_shard = {layout.dp_shard} shards, but layout.zero = 0 replicates",
+                f"layout.dp_shard = {layout.dp_shard} requires layout.zero = 1, 2 or 3, "
+                "but it is 0",
                 legal=["layout.zero = 1", f"layout.dp_replicate = {layout.dp} with dp_shard = 1"],
             )
         )
