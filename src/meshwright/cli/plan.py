@@ -324,14 +324,12 @@ def _print_winner(made: Plan, best: Prediction) -> None:
     print()
     say(f"best: {best.layout.label}")
     low, high = map(format_seconds, best.interval)
-    say(
-        f"step time: {', '.join(_causes(best))}; four of five such steps take {low} to {high}", "  "
-    )
+    say(f"step time: {', '.join(_causes(best))}; 80% interval {low} to {high}", "  ")
     for one in made.choices:
         say(f"{one.what}: {one.text}", "  ")
     ranks = memories(made.setting, best.layout)
     least, most = map(format_bytes, best.memory_interval)
-    others = f"in other systems four of five such peaks are {least} to {most}"
+    others = f"80% interval, from the peaks of other systems: {least} to {most}"
     say(f"pipeline rank {best.memory.rank}: {_memory(best.memory)}; {others}", "  ")
     if len(ranks) > 1:
         alike: dict[str, list[str]] = {}

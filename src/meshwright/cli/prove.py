@@ -53,6 +53,11 @@ exit codes: 0 all verdicts are good, 1 one is not, 2 refused
 """
 
 
+def _or(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}"
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `prove`."""
     parser.description = (
@@ -82,8 +87,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--world",
         type=int,
         metavar="N",
-        help=f"ranks of the table: {WORLDS}, 8 unless given; of --random: 2 to {MOST_RANKS}, "
-        f"{DRAWN_WORLDS} unless given",
+        help=f"ranks of the table: {_or(WORLDS)} (default: 8); of --random: 2 to {MOST_RANKS} "
+        f"(default: {_or(DRAWN_WORLDS)})",
     )
     parser.add_argument(
         "--only", metavar="TEXT", help="of the table or --random, labels that contain it"

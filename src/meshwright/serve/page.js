@@ -185,10 +185,10 @@
     const used = Object.keys(one.seconds).filter((name) => one.seconds[name] > 0);
     box.append(
       facts([
-        ["Step", seconds(one.step_time_s), `four of five such steps take ${seconds(low)} to ${seconds(high)}`],
+        ["Step", seconds(one.step_time_s), `80% interval: ${seconds(low)} to ${seconds(high)}`],
         ["Tokens a second", count(one.tokens_per_s), `${count(one.tokens_per_s / devices)} a device`],
         ["MFU", percent(one.mfu), `${one.tflops_per_device.toFixed(0)} TFLOP/s a device`],
-        [capital(one.peak_name), bytes(one.peak_memory_bytes), `of ${bytes(limit)}; four of five such peaks are ${bytes(least)} to ${bytes(most)}`],
+        [capital(one.peak_name), bytes(one.peak_memory_bytes), `of ${bytes(limit)}; 80% interval: ${bytes(least)} to ${bytes(most)}`],
       ]),
       ...one.warnings.map((text) => make("p", { class: "notice" }, `${capital(text)}.`)),
       make("h3", {}, "Memory of each rank"), memory(one, limit),

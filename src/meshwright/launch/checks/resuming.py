@@ -46,7 +46,7 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
     if manifest["step"] >= job.config.train.steps and not is_left:
         raise ConfigError(
             f"--resume {resume.run}: step {manifest['step']} is there, train.steps = "
-            f"{job.config.train.steps} asks for no more; give train.steps=N"
+            f"{job.config.train.steps} asks for no more. To train longer, give train.steps=N"
         )
     return replace(job, resume=True, allowed=resume.allowed, run=run)
 
