@@ -9,6 +9,7 @@ from meshwright.layout import Layout
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Expected
+from meshwright.prove.matrix import matrix
 from meshwright.prove.optimizer import comparable
 from meshwright.prove.oracle import _Model
 from meshwright.prove.reference import run_gradients, run_reference, shared_reference
@@ -72,6 +73,16 @@ def test_ranks_keep_few_references(world):
     suite._reference(case.from_seed(0))  # computed anew, in the place of the one used longest ago
     assert len(suite._references) == _KEPT
     assert suite._reference(case.from_seed(1)) is found[1]
+
+
+def test_ties_of_experts_in_half_precision_have_more_samples():
+    """A token near a tie takes one expert or another at each rounding."""
+    case = next(c for c in matrix(2) if c.train.precision != "fp32" and c.model.experts == 4)
+    some = replace(case, model=case.model.model_copy(update={"top_k": 2}), steps=1)
+    every = replace(some, model=some.model.model_copy(update={"top_k": 4}))
+    assert (some.samples, some.in_fp32.samples, every.samples) == (9, 3, 3)
+    for one in (some, every):
+        assert len(run_reference(one).rounded) == one.samples
 
 
 def test_a_second_moment_of_noise_may_be_off_by_as_much_as_the_gradient():

@@ -16,6 +16,9 @@ Optimizer = Literal["adamw", "sgd"]
 OPTIMIZERS: Final[Mapping[Optimizer, str]] = {"adamw": "AdamW", "sgd": "SGD"}
 
 
+_SAMPLES, _OF_TIES = 3, 9
+
+
 @dataclass(frozen=True)
 class Case:
     """One layout with its model and batch; `refused` is the rule that it is expected to break.
@@ -44,6 +47,16 @@ class Case:
         """The same case with products in fp32."""
         train = self.train.model_copy(update={"precision": "fp32", "fp8": False})
         return replace(self, train=train)
+
+    @property
+    def samples(self) -> int:
+        """How many samples the noise of its rounding takes.
+
+        In half precision, a token near a tie takes one expert or another at each rounding: of few
+        samples, none may have taken the one that a layout takes.
+        """
+        has_ties = self.train.precision != "fp32" and self.model.experts > self.model.top_k
+        return _OF_TIES if has_ties else _SAMPLES
 
     def from_seed(self, seed: int) -> Case:
         """Return the same case with weights and batches from another seed."""

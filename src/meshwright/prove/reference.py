@@ -43,9 +43,8 @@ Tensors = Mapping[str, Tensor]
 _RATE: Final = 2e-3
 _DECAY: Final = 1.0
 _WARMUP: Final = 2
-# Samples of the noise. The first starts from the weights themselves. For the others this share of
-# the weights is moved by one rounding of the case's precision, so that each operation rounds anew.
-SAMPLES: Final = 3
+# The first sample of the noise starts from the weights themselves. For the others this share of the
+# weights is moved by one rounding of the case's precision, so that each operation rounds anew.
 _MOVED: Final = 1 / 16
 # Where a clamp ends, a gradient jumps, and a value that close to it may be on either side in a
 # layout. Samples have limits that differ by this share, so that their noise includes such jumps.
@@ -126,7 +125,7 @@ class Reference:
 def run_reference(case: Case, *, keeps: bool = False) -> Reference:
     """Return one device's results; with `keeps`, also the moments of each step."""
     one = _Computed.of(case)
-    rounded = [one.rounded(number) for number in range(SAMPLES)]
+    rounded = [one.rounded(number) for number in range(case.samples)]
     return one.reference(one.exact(), rounded, keeps=keeps)
 
 
@@ -150,7 +149,8 @@ def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Refere
     mine: list[Steps] = []
     if world.rank < 2:
         one = _Computed.of(case)
-        numbers = range(1) if world.rank == 0 else range(1, SAMPLES)
+        count = case.samples
+        numbers = range(count // 3) if world.rank == 0 else range(count // 3, count)
         mine = [one.rounded(number) for number in numbers]
     box = [b""]
     if world.rank == 0:
