@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -20,6 +21,8 @@ from runs import TINY, ip
 from written_jobs import written  # noqa: F401 - a fixture
 
 pytest.register_assert_rewrite("faulty")
+# Under nohup it is ignored, and so it would be by the commands whose answer to it is tested.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # How long an example takes says how busy the machine is. `make test` takes the same few
 # examples on each run; CI draws more, others for each commit, by the seed that it prints.
 settings.register_profile("drawn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
