@@ -23,7 +23,8 @@ def test_kubeflow_takes_the_job(written, more):
     models = pytest.importorskip("kubeflow.training.models", reason="kubeflow is not installed")
     client = pytest.importorskip("kubernetes.client")
     options = ["--kind", "pytorchjob", "--image", "i", "--volume", "v"]
-    _, job = yaml.safe_load_all(written("kubernetes", *options, *more))
+    *_, job = yaml.safe_load_all(written("kubernetes", *options, *more))
+    assert job["kind"] == "PyTorchJob"
     known = {**vars(models), **vars(client.models)}
     assert keep(job, "KubeflowOrgV1PyTorchJob", known) == job
 
@@ -32,8 +33,12 @@ def test_kubeflow_takes_the_job(written, more):
 def test_kubernetes_takes_the_pods_of_a_jobset(written, more):
     """JobSet's own fields are not in any client; the Job inside of it is one of Kubernetes'."""
     validate = pytest.importorskip("kubernetes_validate", reason="it is not installed")
-    files, found = yaml.safe_load_all(written("kubernetes", "--image", "i", "--volume", "v", *more))
-    validate.validate(files, "1.30", strict=True)
+    options = ("--image", "i", "--volume", "v")
+    *others, found = yaml.safe_load_all(written("kubernetes", *options, *more))
+    assert others
+    for one in others:  # of Kubernetes' own kinds
+        validate.validate(one, "1.30", strict=True)
+    assert found["kind"] == "JobSet"
     (group,) = found["spec"]["replicatedJobs"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
     validate.validate({**job, "spec": group["template"]["spec"]}, "1.30", strict=True)
