@@ -4,6 +4,7 @@ import json
 import string
 import time
 import tomllib
+from importlib.resources import files
 
 import pytest
 from hypothesis import given, settings
@@ -338,3 +339,12 @@ def test_names_of_other_frameworks_stand_for_keys_that_exist():
         for other in others:  # a key of ours stands for itself
             assert all(other not in keys for keys in KEYS.values()), other
             assert synonyms.instead_of(other.replace("_", "-")) == ([key], "")
+
+
+def test_names_of_other_frameworks_mean_what_they_do_in_an_import():
+    folder = files("meshwright.interop")
+    for name in ("deepspeed", "gpt_neox", "megatron", "hf"):
+        rows = tomllib.loads((folder / f"{name}.toml").read_text())["rows"]
+        for theirs, row in rows.items():
+            own, _ = synonyms.instead_of(theirs.split(".")[-1])
+            assert "to" not in row or own in ([], [row["to"]]), theirs

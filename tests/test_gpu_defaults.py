@@ -68,7 +68,9 @@ def test_a_gpu_trains_in_the_precision_that_its_units_have(monkeypatch, name, pr
     here(monkeypatch, name)
     found = on_gpus()
     assert found.train.precision == precision
-    assert found.origins["train.precision"].endswith(" multiplies fastest in it")
+    assert found.origins["train.precision"].startswith(
+        "derived: the fastest precision for matmuls on "
+    )
     assert (name or "this GPU") in found.origins["train.precision"]
 
 

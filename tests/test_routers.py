@@ -88,7 +88,7 @@ def test_counts_are_taken_without_a_wait():
     assert found.shape == (MODEL.experts + 3,)
 
 
-class Two:
+class OneRank:
     """A world of one rank whose device counts as far away; it notes the sums of the host."""
 
     def __init__(self, device):
@@ -101,7 +101,7 @@ class Two:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_gpu_tells_of_experts_when_the_next_step_has_begun(device, monkeypatch):
-    world, told = Two(device), []
+    world, told = OneRank(device), []
     counts = torch.ones(2 * (MODEL.experts + 1) + 2, dtype=torch.float64)
     monkeypatch.setattr(reporting, "take_counts", lambda *_: counts)
     config = load_config(overrides=["train.steps=9", "train.log_every=2"])

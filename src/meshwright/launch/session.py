@@ -158,7 +158,7 @@ def prepare_job(
     check_device(config, machine, environ)
     check_tokenizer(config)
     before = None if resume is None else resumed_folder(resume.run)
-    config = measured_first(config, environ)  # seconds: what takes none is checked before
+    config = measured_first(config, environ)  # takes seconds: cheap checks come first
     lacks = lacks_compiler(machine.device, environ)
     if before is not None:
         config = compiled_as(config, before)

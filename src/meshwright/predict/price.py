@@ -18,7 +18,7 @@ from meshwright.predict.memory import (
     with_measured,
 )
 from meshwright.predict.peak import peak
-from meshwright.predict.setting import Setting, ends_alike, held_by
+from meshwright.predict.setting import Setting, held_by, may_hold_most
 from meshwright.predict.step import StepTime, has_table, step_time
 from meshwright.predict.terms import peak_terms
 from meshwright.program.lower import Program, lower
@@ -146,7 +146,7 @@ def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
     # What has no program of ours may have stages without a layer: those are never lowered.
     program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
     return max(
-        (memory(setting, layout, rank, program) for rank in ends_alike(setting, layout)),
+        (memory(setting, layout, rank, program) for rank in may_hold_most(setting, layout)),
         key=lambda found: found.total,
     )
 
@@ -169,7 +169,7 @@ def worst_estimate(setting: Setting, layout: Layout, kept: KeptBytes | None = No
     """Return the highest estimate of the pipeline ranks; see `worst_memory` for which those are."""
     kept = kept or kept_of(setting, layout)
     return max(
-        (estimate(setting, layout, rank, kept) for rank in ends_alike(setting, layout)),
+        (estimate(setting, layout, rank, kept) for rank in may_hold_most(setting, layout)),
         key=lambda found: found.total,
     )
 

@@ -159,8 +159,11 @@ def held_by(setting: Setting, layout: Layout) -> tuple[HeldLayers, ...]:
     )
 
 
-def ends_alike(setting: Setting, layout: Layout) -> list[int]:
-    """Return the first and the last of the pipeline ranks that hold the same layers."""
+def may_hold_most(setting: Setting, layout: Layout) -> list[int]:
+    """Return the pipeline ranks of which one needs most memory.
+
+    They are the first and the last of those that hold the same layers: see `price.worst_memory`.
+    """
     ends: dict[HeldLayers, list[int]] = {}
     for rank, one in enumerate(held_by(setting, layout)):
         ends[one] = [*ends.get(one, [])[:1], rank]

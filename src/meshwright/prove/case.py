@@ -16,7 +16,7 @@ Optimizer = Literal["adamw", "sgd"]
 OPTIMIZERS: Final[Mapping[Optimizer, str]] = {"adamw": "AdamW", "sgd": "SGD"}
 
 
-_SAMPLES, _OF_TIES = 3, 9
+_SAMPLES, _SAMPLES_WITH_TIES = 3, 9
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Case:
 
     @property
     def samples(self) -> int:
-        """How many samples the noise of its rounding takes.
+        """The number of rounded runs on one device that estimate the noise of rounding.
 
-        In half precision, a token near a tie takes one expert or another at each rounding: of few
-        samples, none may have taken the one that a layout takes.
+        In half precision, rounding decides which expert a token near a tie selects. Of a few runs,
+        none may select the one that a layout selects.
         """
         has_ties = self.train.precision != "fp32" and self.model.experts > self.model.top_k
-        return _OF_TIES if has_ties else _SAMPLES
+        return _SAMPLES_WITH_TIES if has_ties else _SAMPLES
 
     def from_seed(self, seed: int) -> Case:
         """Return the same case with weights and batches from another seed."""

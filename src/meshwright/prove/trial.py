@@ -123,8 +123,8 @@ class Trial:
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
     """Return a shard as the part of a whole that a parameter's own shard is.
 
-    Shards are computed with as plain tensors: for an operation on DTensors, torch first searches
-    for its placements on each new mesh, which takes a tenth of a second on three axes.
+    Callers compute with plain tensors: for each operation on DTensors, torch searches for
+    placements anew on each mesh, which takes a tenth of a second on three axes.
     """
     if not isinstance(parameter, DTensor):
         return local

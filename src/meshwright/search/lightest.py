@@ -10,7 +10,7 @@ from meshwright.layout import Layout
 from meshwright.layout.four_bits import four_bit_rule
 from meshwright.predict.memory import activations, model_states, outside
 from meshwright.predict.pipeline import in_flight
-from meshwright.predict.setting import Setting, ends_alike, held_by
+from meshwright.predict.setting import Setting, held_by, may_hold_most
 from meshwright.search.space import cores, dominated, schedules
 from meshwright.spec.training import Offload, Recompute, TrainSpec
 
@@ -50,7 +50,7 @@ def lightest_of(
     schedule = min(legal, key=lambda choice: holds(*choice))
     one = one.model_copy(update={"schedule": schedule.name, "virtual_stages": schedule.virtual})
     setting = with_train(setting, batch=microbatches * one.dp * one.microbatch)
-    held, ends = held_by(setting, one), ends_alike(setting, one)
+    held, ends = held_by(setting, one), may_hold_most(setting, one)
     kept = [activations(setting, one, rank) for rank in ends]
     light = None
     for layout in _sharded(one, offload):

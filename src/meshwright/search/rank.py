@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
+from typing import get_args
 
 from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
@@ -44,7 +45,6 @@ from meshwright.spec.training import Offload
 MARGIN = 0.05
 # So many divisions are compared with each other by `preference`, whatever is asked for.
 _COMPARED = 8
-_WAYS: tuple[Offload, ...] = ("none", "optimizer", "params", "activations")
 # What the lightest schedule holds on the first rank, in what 1F1B holds there.
 _LEAST_IN_FLIGHT = 0.9
 
@@ -170,8 +170,8 @@ class Search:
     def _nearest(self) -> Layout | None:
         """Return the layout that comes nearest to fitting, where none fits."""
         noted = [] if self.nearest is None else [self.nearest[1]]
-        if not self.pins:
-            ways = (lightest(self.setting, self.devices, offload=way) for way in _WAYS)
+        if not self.pins:  # `lightest` does not know what the user fixed
+            ways = (lightest(self.setting, self.devices, offload=way) for way in get_args(Offload))
             noted += (light.layout for light in ways if light is not None)
         legal = [
             one for one in noted if broken(self.setting.model, self.setting.train, one) is None
@@ -276,8 +276,8 @@ class Search:
         choices = self.prices.shardings.of(one, offloaded)
         if not choices:
             return None
-        lightest = min(choice.states[0] for choice in choices)
-        least = _LEAST_IN_FLIGHT * self._activations(one)[0] + lightest
+        states = min(choice.states[0] for choice in choices)
+        least = _LEAST_IN_FLIGHT * self._activations(one)[0] + states
         if least > self.limit and self.nearest is not None and least >= self.nearest[0]:
             self.reasons["does not fit"] += len(choices) * len(orders)
             return None

@@ -71,7 +71,7 @@ def default_rate(model: ModelSpec) -> Value | None:
 def default_precision(device: str) -> Value:
     """Return the default precision of a GPU, by its catalogue or driver name."""
     name = "fp16" if _HALF.search(device) else "bf16"
-    return Value(name, f"derived: {device} multiplies fastest in it")
+    return Value(name, f"derived: the fastest precision for matmuls on {device}")
 
 
 def default_training(model: ModelSpec, cluster: Values, given: Values) -> Values:
