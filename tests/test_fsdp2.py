@@ -159,9 +159,20 @@ def conforming(world, case):
     return prove_conformance(case, open_groups(case.layout, world), world)
 
 
-def test_a_second_forward_gathers_no_block_again():
-    """Dropout follows the experts, so that it ends after them; docs/log.md."""
-    case = make("shard2 zero2 ep2 mb2 recompute-full", "qwen2_moe")
+@pytest.mark.parametrize(
+    "label",
+    [
+        "shard2 zero2 ep2 mb2 recompute-full",
+        "shard2 zero2 ep2 mb2 recompute-selective",
+        "shard2 zero3 ep2 mb2 recompute-selective offload-params",
+    ],
+)
+def test_a_second_forward_gathers_no_block_again(label):
+    """Dropout follows the experts, so that it ends after them; docs/log.md.
+
+    Selective recomputation refuses operations that the first forward lacked.
+    """
+    case = make(label, "qwen2_moe")
     case = replace(case, model=case.model.model_copy(update={"dropout": 0.1}), fsdp2=True)
     failed = [one.observed for one in on_ranks(2, conforming, case=case)[0] if not one.passed]
     assert failed == []

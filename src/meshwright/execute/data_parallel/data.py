@@ -98,7 +98,7 @@ def distribute_data(
             ignored_params=_whole(model, layout) if keeps_frozen else None,
         )
 
-    turns: list[list[nn.Module]] = []  # blocks, each with what it takes up after itself
+    turns: list[list[Any]] = []  # blocks, each with what it takes up after itself
     for block in blocks:
         turns.append([block])
         experts = getattr(getattr(block, "mlp", None), "experts", None)
@@ -110,6 +110,9 @@ def distribute_data(
         if end is not None:
             wrap(end, mesh)
     wrap(model, mesh)
+    for block, *others in turns:
+        for inner in others:
+            _begin_together(block, inner)
     for managed in wrapped(model):
         # A divide factor needs PREMUL_SUM, which gloo lacks.
         managed.set_force_sum_reduction_for_comms(True)
@@ -130,29 +133,28 @@ def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]])
         forward.insert(1, embed)
         embed.set_unshard_in_backward(False)
         embed.set_modules_to_backward_prefetch([embed])
-    inner = {id(experts) for _, *others in turns for experts in others}
     for unit, after in pairwise(forward):
         unit.set_modules_to_forward_prefetch([after])
-        if id(unit) in inner:
-            _prefetch_once(unit, after)
     for unit, after in zip_longest(backward, backward[1:], fillvalue=backward[-1]):
         unit.set_modules_to_backward_prefetch([after])
     if head is not None:  # nothing tells it of a backward of its own
         model.set_modules_to_backward_prefetch(list(dict.fromkeys([head, *backward[1:2]])))
 
 
-def _prefetch_once(unit: Any, after: nn.Module) -> None:
-    """Have a unit within a block prefetch in a first forward alone.
+def _begin_together(block: nn.Module, inner: Any) -> None:
+    """Have a unit within a block begin its backward when the block begins its own.
 
-    FSDP2 tells a second forward from the first by the backward of the same unit, which begins
-    later than that of its block. It would gather the next block again, whose backward is over.
+    By itself it begins with the gradient of its output. Recomputation may run its forward before
+    that, where something after it needs recomputed tensors, such as dropout. FSDP2 would take this
+    for the forward of another microbatch, with a prefetch and operations that the first one lacked.
     """
+    begin = _state(inner)._pre_backward
 
-    def choose(*_: Any) -> None:
-        is_again = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint does
-        unit.set_modules_to_forward_prefetch([] if is_again else [after])
+    def hook(_: nn.Module, __: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(begin)  # type: ignore[no-untyped-call]
 
-    unit.register_forward_pre_hook(choose, prepend=True)
+    block.register_forward_hook(hook)
 
 
 class HeadUnit:
