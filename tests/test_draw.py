@@ -79,13 +79,19 @@ HAS = {
     "experts with a limit": {"expert_capacity": 1.1},
     **{f"{n} experts of a token": {"top_k": n} for n in (1, 2, 3)},
     "loss of uneven routers": {"router_aux_loss": 1.0},
+    **{f"by FSDP2 {flag}": {"fsdp2": flag} for flag in (False, True)},
+    "by FSDP2, with experts": {"fsdp2": True, "has_experts": True},
+    "trained in some turns": {"chat": True},
+    **{f"adapters on experts {flag}": {"adapts_experts": flag} for flag in (False, True)},
 }
 
 
 def facts(case):
     """All values of a case by their names."""
     found = {"world": case.layout.world, "packed": case.packed, "optimizer": case.optimizer}
-    found["has_experts"] = case.model.experts > 0
+    found |= {"has_experts": case.model.experts > 0, "chat": case.chat, "fsdp2": case.fsdp2}
+    if case.model.lora is not None:
+        found["adapts_experts"] = any(one.startswith("mlp.experts") for one in case.model.adapted)
     for section in (case.layout, case.model, case.train):
         found |= dict(section)
     if not case.layout.is_pipelined:
@@ -295,7 +301,7 @@ def test_what_fails_after_others_only_is_told_so(capsys, fail):
         (["--seed", "3"], "--seed needs --random N, --matrix --draw N, or --minutes M"),
         (["--matrix", "--seed", "3"], "--seed needs --random N"),
         (["--case", "{}", "--world", "2"], "--world and --only need --matrix, or --random N"),
-        (["--case", "{}"], "--case takes what a failure of --random has printed"),
+        (["--case", "{}"], "--case lacks 'model': it takes what a failure of --random has printed"),
         (["--case", "tp2"], "--case takes what a failure of --random has printed"),
     ],
 )

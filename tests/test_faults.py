@@ -166,7 +166,7 @@ def spoiled(world, policy, number):
     def step(number):
         batch = mine(make_batch(Case(MODEL, TRAIN, layout), number), parallel.program, world)
         done = update(parallel, batch, world, shards, optimizer, scale, 1.0)
-        return overflowed(done.norm.item(), int(done.first), parallel, world, scale)
+        return overflowed(done.norm.item(), int(done.first), parallel, world, scale, step=1)
 
     step(1)
     before = [leaf.detach().clone() for leaf in shards.leaves]

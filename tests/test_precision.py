@@ -53,7 +53,7 @@ def batch_of(world, layout):
 
 
 def overflow_of(done, parallel, world, scale):
-    return overflowed(done.norm.item(), int(done.first), parallel, world, scale)
+    return overflowed(done.norm.item(), int(done.first), parallel, world, scale, step=1)
 
 
 LAYOUTS = {

@@ -116,7 +116,8 @@ def read_rows(path: Path, needed: str) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{needed} {path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{needed} {path} cannot be read: {why}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -24,7 +24,7 @@ from meshwright.launch.machines.compiler import lacks_compiler
 from meshwright.launch.machines.machine import detect
 from meshwright.launch.pricing.planned import settled
 from meshwright.layout import resolve_layout
-from meshwright.spec.dump import given_toml
+from meshwright.spec.dump import given_toml, toml_value
 from meshwright.spec.loading import Config, config_schema
 from meshwright.spec.parts import parameter_count
 from meshwright.units import format_count
@@ -143,6 +143,6 @@ def _print_tables(config: Config) -> None:
             name = f"{section}.{key}"
             origin = config.origins[name]
             style = "dim" if origin == "default" else "bold"
-            shown = "-" if value is None else str(value)
+            shown = value if isinstance(value, str) else "-" if value is None else toml_value(value)
             table.add_row(name, Text(shown, style), Text(origin, "dim"))
     Console().print(table)

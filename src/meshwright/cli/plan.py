@@ -34,7 +34,7 @@ from meshwright.cli.questions import (
 from meshwright.cli.scaling import compare_plans
 from meshwright.cli.serve import add_serve, frozen_page, serve_page
 from meshwright.data.files import write_atomic
-from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.execute.machine.processor import processor
 from meshwright.launch.checks.notes import layout_notes, preset_note
 from meshwright.launch.machines.compiler import lacks_compiler
@@ -173,9 +173,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.top < 1:
-        raise ConfigError(f"--top {args.top} must be at least 1")
+        raise ConfigError(refusal(f"--top {args.top} must be at least 1", legal=[1]))
     if not 0 <= args.margin < 1:
-        raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
+        nearest = 0 if args.margin < 0 else 0.5
+        rule = f"--margin {args.margin} is not a share of memory, at least 0 and less than 1"
+        raise ConfigError(refusal(rule, legal=[f"--margin {nearest}"]))
 
 
 def _write(

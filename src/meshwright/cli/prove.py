@@ -218,6 +218,9 @@ def case_of_json(text: str) -> Case:
     """Return the case that a failure printed; raises `ConfigError` if it is invalid."""
     try:
         case = Case.from_json(text)
+    except KeyError as error:
+        what = f"--case lacks {error}: it takes what a failure of --random has printed"
+        raise ConfigError(what) from None
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"--case takes what a failure of --random has printed: {error}") from None
     specs = case.model, case.train, case.layout

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout.candidates import divisors
 from meshwright.layout.layout import Layout
+from meshwright.layout.mesh import AXES
 from meshwright.layout.rules import broken, nearest_legal
 from meshwright.layout.schedules import microbatch_rule
 from meshwright.spec.loading import Config
@@ -59,6 +60,10 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
         free = {key for key in left_out if f"layout.{key}" not in changed}
         return _complete(train, layout, free, machine, config.cluster.nodes)
 
+    def fits(layout: Layout) -> bool:
+        whole = settle(config.train, layout, ())
+        return whole is not None and broken(config.model, config.train, whole) is None
+
     layout = settle(config.train, given, ())
     if layout is None:
         raise ConfigError(
@@ -67,6 +72,7 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
                 f"{given.dp_replicate} x dp_shard {given.dp_shard} x cp {given.cp} "
                 f"x tp {given.tp}), but there are {machine.devices * config.cluster.nodes} "
                 f"{machine.device} devices",
+                legal=_smaller(given, fits),
             )
         )
     rule = broken(config.model, config.train, layout)
@@ -79,6 +85,17 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
         legal = [f"train.batch = {each * _MOST_MICROBATCHES}"]
         raise ConfigError(refusal(f"{what}; a step has at most {_MOST_MICROBATCHES}", legal=legal))
     return layout
+
+
+def _smaller(layout: Layout, fits: Callable[[Layout], bool]) -> list[str]:
+    """Return the largest smaller degree of each axis with which a layout fits the devices."""
+    found = []
+    for axis in AXES:
+        degrees = range(getattr(layout, axis) - 1, 0, -1)
+        for degree in (n for n in degrees if fits(layout.model_copy(update={axis: n}))):
+            found.append(f"layout.{axis} = {degree}")
+            break
+    return found
 
 
 def _complete(

@@ -19,6 +19,7 @@ from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case, Optimizer
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import Family
+from meshwright.spec.lora import DOWN, JOINED, JOINT, Lora, own_layers, target_names
 from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.rotary import RopeScaling
@@ -39,6 +40,7 @@ _BOOLS: Final = (False, True)
 _ZERO_OF_NONE: Final = (0, 0, 0, 0, 1, 2, 3)
 _OFFLOADS: Final = ("none", "none", "none", "optimizer", "params", "activations")
 _OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "sgd")
+_ONE_IN_FIVE: Final = (*4 * (False,), True)
 _PRECISIONS: Final = ("fp32", "fp32", "fp32", "bf16", "fp16")
 _ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)
 _FAMILIES: Final = (
@@ -140,14 +142,23 @@ def _case(dealer: _Dealer, mesh: tuple[int, ...]) -> Case:
     if has_experts:
         layout = _shared_out(dealer, layout)
     model = _model(dealer, layout, _MIXTURES if has_experts else _FAMILIES)
+    if dealer.deal("has adapters", _ONE_IN_FIVE):
+        model = model.model_copy(update={"lora": _adapters(dealer, model)})
     train = _train(dealer, layout)
     if has_experts:
         train = _routed(dealer, model, train)
     rule = broken(model, train, layout)
     assert rule is None, rule
-    packed = dealer.deal("packed", _BOOLS)
-    optimizer = dealer.deal("optimizer", _OPTIMIZERS)
-    return Case(model, train, layout, packed, optimizer=optimizer)
+    is_free = layout.zero > 0 and layout.offload != "params"  # which FSDP2 shards anyway
+    return Case(
+        model,
+        train,
+        layout,
+        packed=dealer.deal("packed", _BOOLS),
+        optimizer=dealer.deal("optimizer", _OPTIMIZERS),
+        chat=dealer.deal("chat", _ONE_IN_FIVE),
+        fsdp2=is_free and dealer.deal("fsdp2", _BOOLS),
+    )
 
 
 def _layout(dealer: _Dealer, degrees: dict[str, int]) -> Layout:
@@ -192,12 +203,30 @@ def _routed(dealer: _Dealer, model: ModelSpec, train: TrainSpec) -> TrainSpec:
         "expert_capacity": dealer.deal("capacity", (None, None, 1.1)),
     }
     if model.router_scores == "sigmoid":
-        update["router_bias_rate"] = dealer.deal("bias", (0.0, 0.05))
+        is_trained = model.lora is None
+        update["router_bias_rate"] = dealer.deal("bias", (0.0, 0.05)) if is_trained else 0.0
     else:
         update["router_z_loss"] = dealer.deal("z", (0.0, 0.3))
     if model.top_k < model.experts:
         update["precision"] = "fp32"
     return train.model_copy(update=update)
+
+
+def _adapters(dealer: _Dealer, model: ModelSpec) -> Lora:
+    """Return adapters on some of a model's linear layers, in any combination."""
+    own, names = own_layers(model.blocks), target_names(model.blocks)
+    of_experts: list[str] = []
+    if model.experts and dealer.deal("adapted experts", _BOOLS):
+        is_apart = JOINED[0] in names and dealer.deal("adapted apart", _BOOLS)
+        of_experts = [names[JOINED[0]][0] if is_apart else names[JOINT][-1], names[DOWN][-1]]
+    chosen = dealer.number(0 if of_experts else 1, 2 ** len(own) - 1)
+    return Lora(
+        rank=dealer.number(1, 5),
+        alpha=dealer.deal("alpha", (3.0, 6.0)),
+        targets=(*(one for at, one in enumerate(own) if chosen >> at & 1), *of_experts),
+        rslora=dealer.deal("rslora", _BOOLS),
+        dropout=0.0 if of_experts else dealer.deal("adapter dropout", (0.0, 0.2)),
+    )
 
 
 def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:

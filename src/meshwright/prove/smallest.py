@@ -38,6 +38,7 @@ _PLAIN_TRAIN: Final = {
 _PLAIN_MODEL: Final = {
     **FEATURES,
     "dropout": 0.0,
+    "lora": None,
     "tie_embeddings": False,
     "rope_scaling": None,
     "family": "llama",
@@ -51,7 +52,13 @@ _PLAIN_MODEL: Final = {
     "vocab_size": 128,
 }
 # Of the case itself: what is compared.
-_PLAIN_CASE: Final = {"packed": False, "optimizer": "sgd", "steps": 1}
+_PLAIN_CASE: Final = {
+    "packed": False,
+    "optimizer": "sgd",
+    "steps": 1,
+    "chat": False,
+    "fsdp2": False,
+}
 _PLAIN: Final[Mapping[str, Mapping[str, object]]] = {
     "layout": _PLAIN_LAYOUT,
     "train": _PLAIN_TRAIN,

@@ -62,7 +62,8 @@ def read_plan(plan: Path, needed: str) -> dict[str, Any]:
     try:
         saved = parse_json(plan.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{needed} {plan} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{needed} {plan} cannot be read: {why}") from None
     keys = ("config", "layout", "digest")
     if not isinstance(saved, dict) or not all(key in saved for key in keys):
         raise ConfigError(f"{needed} {plan} is not a plan of `meshwright plan --save`")

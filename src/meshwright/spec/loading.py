@@ -281,7 +281,8 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
     try:
         content = parse_toml(text)
     except ValueError as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+        why = str(error).replace("Cannot overwrite a value", "a key is there twice")
+        raise ConfigError(f"config file {path} is not valid TOML: {why}") from None
     lines = _key_lines(text)
     found = []
     for section, values in content.items():

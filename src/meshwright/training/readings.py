@@ -151,14 +151,15 @@ class Readings:
         """
         scale = self._scale
         for one in self._told():
-            tensor = overflowed(one.norm, int(one.first), self._parallel, self._world, scale)
+            at = (one.norm, int(one.first), self._parallel, self._world)
+            tensor = overflowed(*at, scale, step=one.step)
             if tensor is not None:
                 told = {"tensor": tensor, "loss_scale": scale.value}
                 self._emit({"event": "overflow", "step": one.step, **told})
             is_last = last and not self._read and not self._begun
             if is_last or one.step % self._job.config.train.log_every == 0:
-                at = (one.step, self.loss, one.norm, one.lr, scale.value)
-                self._emit(step_event(*at, self.clock, self._job, self._world))
+                read = (one.step, self.loss, one.norm, one.lr, scale.value)
+                self._emit(step_event(*read, self.clock, self._job, self._world))
             if self._watch.is_spike(self.loss):
                 usual = self._watch.usual
                 found = {"step": one.step, "loss": self.loss, "usual": usual}

@@ -78,9 +78,9 @@ def update(
 
 
 def overflowed(
-    norm: float, first: int, parallel: Parallel, world: World, scale: LossScale
+    norm: float, first: int, parallel: Parallel, world: World, scale: LossScale, *, step: int
 ) -> str | None:
-    """Return the first tensor whose gradient was not finite on any rank, if any was.
+    """Return the first tensor whose gradient was not finite on any rank in a step, if any was.
 
     `norm` and `first` are those of an `Updated`, as they were read; adapts the loss scale. A
     collective if the norm, which is the same on all ranks, is not finite. Under fp16, the scale
@@ -93,7 +93,7 @@ def overflowed(
     tensor = _first_of_all(first, parallel, world)
     if not scale.skips:
         raise Diverged(
-            f"the gradient of {tensor} is not finite; this step changed no weights. "
+            f"step {step}: the gradient of {tensor} is not finite; this step changed no weights. "
             "A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps helps "
             'where training diverged; train.nonfinite = "skip" skips such steps'
         )
