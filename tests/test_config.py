@@ -259,7 +259,7 @@ def test_train_is_both_a_function_and_a_room():
     assert callable(mw.train)
     config = mw.load_config(overrides=["layout.dp_replicate=64", "train.batch=64"])
     environ = {"CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": "2"} | RANK_0_OF_2
-    with pytest.raises(ConfigError, match="needs a multiple of 64 ranks.*nearest legal: layout"):
+    with pytest.raises(ConfigError, match=r"needs a multiple of 64 ranks.*nearest legal: layout"):
         mw.train(config, environ)
     assert meshwright.training.events.JsonLines
 

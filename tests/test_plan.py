@@ -211,15 +211,28 @@ def test_the_gpu_at_hand_is_named_by_its_driver(tmp_path, monkeypatch):
         ("NVIDIA A40", "a40"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GH200 480GB", "gh200-96gb"),
+        ("NVIDIA GH200 144G HBM3e", "gh200-144gb"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        ("Tesla T4", "t4"),
     ):
         file.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 70\n")
         assert gpu_name(tmp_path) == model
         monkeypatch.setattr(planned, "gpu_name", lambda: gpu_name(tmp_path))
         cluster = planned.on_machine(config, machine).cluster
         assert (cluster.preset, cluster.devices_per_node) == (preset, 4)
-    file.write_text("Model: Quadro FX\n")
-    with pytest.raises(ConfigError, match="Quadro FX is not in the catalogue"):
-        planned.on_machine(config, machine)
+    # An A4000 is no A40, and no Quadro RTX 6000 is an RTX 6000 Ada.
+    for unknown in ("Quadro FX", "NVIDIA RTX A4000", "Quadro RTX 6000", "NVIDIA T400"):
+        file.write_text(f"Model: {unknown}\n")
+        with pytest.raises(ConfigError, match=f"{unknown} is not in the catalogue"):
+            planned.on_machine(config, machine)
 
 
 def test_plan_from_python():
@@ -320,7 +333,7 @@ def test_what_nobody_has_given_is_said(capsys):
 def test_a_device_whose_name_goes_on_is_nearer_than_one_spelled_alike(capsys):
     code, out = run(capsys, "plan", "cluster.preset=a100")
     assert code == 2
-    assert "nearest legal: a100-80gb or a100-40gb or a800" in out.err
+    assert "nearest legal: a100-80gb or a100-40gb or a10" in out.err
     assert nearest("h100-sxm-80gb", ["h100-pcie", "h200", "h100-sxm"]) == ["h100-sxm"]
     assert nearest("b", ["b200", "bf16"]) == []  # one letter begins too many
 

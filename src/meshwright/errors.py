@@ -92,13 +92,11 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     if len(name) > _LONGEST_NAME:  # comparing takes the square of it
         return []
     names = [one for one in known if one and len(one) <= _LONGEST_NAME]
-    begun = [
-        one
-        for one in names
-        if min(len(one), len(name)) > 1 and one[: len(name)] == name[: len(one)]
-    ]
-    found = difflib.get_close_matches(name, begun, n=count, cutoff=0.0)
-    found += difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    longer = [one for one in names if len(name) > 1 and one.startswith(name)]
+    shorter = [one for one in names if len(one) > 1 and name.startswith(one)]
+    found: list[str] = []
+    for some, cutoff in ((longer, 0.0), (shorter, 0.0), (names, 0.5)):
+        found += difflib.get_close_matches(name, some, n=count, cutoff=cutoff)
     return list(dict.fromkeys(found))[:count]
 
 

@@ -23,6 +23,8 @@ _DEVICES: Final = (
     (r"H100.*PCI", "h100-pcie"),
     (r"H100.*NVL", "h100-nvl"),
     (r"H100", "h100-sxm"),
+    (r"GH200.*144", "gh200-144gb"),
+    (r"GH200", "gh200-96gb"),
     (r"GB300", "gb300"),
     (r"GB200", "gb200"),
     (r"B300", "b300"),
@@ -31,6 +33,9 @@ _DEVICES: Final = (
     (r"A800", "a800"),
     (r"V100.*16", "v100-16gb"),
     (r"V100", "v100-32gb"),
+    (r"A6000", "a6000"),
+    (r"RTX PRO 6000", "rtxpro6000"),
+    (r"RTX 6000 Ada", "rtx6000-ada"),
     (r"3090", "rtx3090"),
     (r"4090", "rtx4090"),
     (r"5090", "rtx5090"),
@@ -133,7 +138,8 @@ def device_named(text: str) -> Device | None:
     for pattern, name in _DEVICES:
         if re.search(pattern, text, re.IGNORECASE):
             return devices[name]
-    alike = [name for name in devices if name.split("-")[0] in text.lower()]
+    # An A4000 is no A40.
+    alike = [name for name in devices if re.search(rf"{name.split('-')[0]}(?!\d)", text.lower())]
     return devices[max(alike, key=len)] if alike else None
 
 
