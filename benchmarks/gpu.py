@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --minutes 5 --out docs/benchmarks
 
-Trains the shapes of Llama-3.2-1B and Llama-3-8B with AdamW's whole state, with as many layers as
+Trains the shapes of Llama-3.2-1B, Llama-3-8B and OLMoE-1B-7B with AdamW's state, as many layers as
 are predicted to fit, eager and compiled; calibrates the GPU, and proves layouts of one rank on it:
 step time, MFU and peak memory beside what was predicted, and what a step runs. What is needed is
 looked at first. What is worth most comes first, and each row is in gpu.jsonl as soon as it is

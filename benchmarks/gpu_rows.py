@@ -34,6 +34,7 @@ SMALL_4K: Final = Shape("llama-3.2-1b", 16, 4096, 4)
 SMALL_8K: Final = Shape("llama-3.2-1b", 16, 8192, 2)
 LARGE_4K: Final = Shape("llama-3-8b", 32, 4096, 2)
 LARGE_8K: Final = Shape("llama-3-8b", 32, 8192, 1)
+MIXTURE_4K: Final = Shape("olmoe-1b-7b", 16, 4096, 2)
 # Of a step: an update moves as much memory as a microbatch of a large model takes time.
 MICROBATCHES: Final = 4
 ALONE: Final = ("layout.dp_replicate=1", "layout.dp_shard=1")
@@ -84,6 +85,10 @@ def proving(*words: str) -> Row:
 BF16: Final = "train.precision=bf16"
 FP32: Final = "train.precision=fp32"
 PACKED: Final = "data.packing=documents"
+# Small models, each with what has kernels of its own: experts, windows and caps, sinks, latents.
+EXPERTS: Final = ("model.family=qwen3_moe", "model.experts=4", "model.top_k=2")
+CAPPED: Final = ("model.family=gemma2", "model.layer_pattern=[{window=7},{}]")
+SINKS: Final = ("model.family=gpt_oss", "model.experts=4", "model.top_k=4")
 COMPILED: Final = "train.compile=true"
 EAGER: Final = "train.compile=false"
 # In one minute the eager rows, in five also the compiled ones, a calibration and the first proofs.
@@ -96,7 +101,10 @@ ROWS: Final = (
     proving(FP32, EAGER),
     proving(BF16, EAGER, "layout.zero=3"),
     proving(BF16, COMPILED),
+    proving(BF16, EAGER, *EXPERTS),
     Row("syncs", "checks", "syncs", 60),
+    training(MIXTURE_4K, "eager", 25),
+    training(MIXTURE_4K, "compiled", 60),
     training(LARGE_8K, "compiled", 55),
     training(SMALL_8K, "compiled", 50),
     calibrating(SMALL_4K, 75),
@@ -109,6 +117,11 @@ ROWS: Final = (
     proving(BF16, EAGER, "layout.zero=3", "layout.offload=params"),
     proving(BF16, COMPILED, "layout.zero=3"),
     proving(BF16, COMPILED, PACKED),
+    proving(FP32, COMPILED, PACKED),
+    proving(BF16, COMPILED, *EXPERTS, "layout.recompute=selective"),
+    proving(BF16, EAGER, *CAPPED),
+    proving(BF16, COMPILED, PACKED, *CAPPED),
+    proving(FP32, COMPILED, PACKED, *SINKS),
     Row("tests", "checks", "tests", 45),
     training(SMALL_8K, "compiled, recompute-selective", 55),
     training(SMALL_8K, "eager", 20),

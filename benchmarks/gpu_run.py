@@ -177,7 +177,7 @@ def calibrate(run: Run, row: Row, limit_s: float) -> Answer:
     """Measure the device with the blocks of a shape."""
     words = [*row.shape.words(row.shape.layers), *row.words, *run.words]
     words += [] if run.tiny else ["train.precision=bf16"]
-    config, machine, layout = _resolved(words)
+    config, machine, layout = resolved(words)
     compiles = run.lacks is None and not run.tiny
     asked = {"do": "calibrate", "case": Case(config.model, config.train, layout).as_json()}
     asked |= {"budget_s": 0.02 if run.tiny else 0.7, "compiles": compiles}
@@ -197,13 +197,14 @@ def calibrate(run: Run, row: Row, limit_s: float) -> Answer:
 
 def prove(run: Run, row: Row, limit_s: float) -> Answer:
     """Hold a layout of one rank on the device against one CPU."""
-    config, _, layout = _resolved([*row.words, *run.words])
+    config, _, layout = resolved([*row.words, *run.words])
     packed = config.data.packing == "documents"
     (case,) = shrink(config.model, config.train, layout, packed=packed)
     return run.worker.ask({"do": "prove", "case": case.as_json()}, limit_s)
 
 
-def _resolved(words: list[str]) -> tuple[Config, Machine, Layout]:
+def resolved(words: list[str]) -> tuple[Config, Machine, Layout]:
+    """Return the config of some overrides, with this machine and its layout."""
     config = load_config(None, words)
     machine = detect(config.cluster, os.environ)
     return config, machine, resolve_layout(config, machine)

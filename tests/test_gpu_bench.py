@@ -10,7 +10,7 @@ from benchmarks.gpu_page import page
 from benchmarks.gpu_predicted import Trained, peak
 from benchmarks.gpu_profile import Ran, as_text
 from benchmarks.gpu_rows import LARGE_4K, ROWS, TINY, rows
-from benchmarks.gpu_run import Run, has_failed
+from benchmarks.gpu_run import Run, has_failed, resolved
 from benchmarks.gpu_worker import serve
 from benchmarks.syncs import CASES
 
@@ -18,6 +18,7 @@ from meshwright.layout import Layout
 from meshwright.predict.calibration import as_toml
 from meshwright.predict.catalogue import find_device
 from meshwright.prove.case import Case
+from meshwright.prove.shrink import shrink
 from meshwright.spec.loading import load_config
 from ranks import on_ranks
 
@@ -206,6 +207,21 @@ def test_the_process_measures_profiles_and_proves():
     assert proven["verdicts"] > 5
     assert proven["failed"] == []
     assert failed["failed"].endswith("has no attribute 'dance'")
+
+
+PROOFS = [row for row in ROWS if row.work == "prove"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", PROOFS, ids=lambda row: row.key)
+def test_each_proof_passes_on_a_cpu(row):
+    config, _, layout = resolved([*row.words, "cluster.device=cpu"])
+    packed = config.data.packing == "documents"
+    (case,) = shrink(config.model, config.train, layout, packed=packed)
+    ((proven, end),) = on_ranks(1, served, requests=[{"do": "prove", "case": case.as_json()}])
+    assert proven["verdicts"] > 5
+    assert proven["failed"] == []
+    assert end == {"ended": True}
 
 
 def test_a_profile_tells_what_took_longest_in_shares_of_the_step():
