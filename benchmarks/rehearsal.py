@@ -1,7 +1,7 @@
 """Rehearse layouts and seeded faults on the stand-in for a GPU, and write what was checked.
 
-Run as `python -m benchmarks.rehearsal --page docs/gpu-rehearsal.md`, or with `--only TEXT` for the
-kinds alone whose words have a text, without a page.
+Run as `python -m benchmarks.rehearsal --page docs/gpu-rehearsal.md`. Without a page: `--only TEXT`
+for the kinds whose words have a text, `--random N --seed S` for layouts as `prove --random` has.
 """
 
 from __future__ import annotations
@@ -12,233 +12,48 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.rehearsal_kinds import ASKED, FAULTS, KINDS, MODELS, Fault
+from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout
+from meshwright.prove.draw import draw
 from meshwright.simulate.on_standin import Watched, out_of_order, watch
-from meshwright.spec.lora import Lora
-from meshwright.spec.resolve import model_spec
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 
-SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 128, "ffn_dim": 128}
-PLAIN = model_spec(**SIZES, n_kv_heads=2)
-MODELS = {
-    "llama": PLAIN,
-    "tied": PLAIN.model_copy(update={"tie_embeddings": True}),
-    "dropout": PLAIN.model_copy(update={"dropout": 0.1}),
-    "adapters": PLAIN.model_copy(update={"lora": Lora(rank=4, alpha=8.0)}),
-    "windows": model_spec(
-        family="gemma2", **SIZES, layer_pattern=[{"window": 16}, {}], attention_softcap=5.0
-    ),
-    "sinks": model_spec(family="gpt_oss", **SIZES, n_kv_heads=2, experts=4, top_k=2),
-    "neox": model_spec(family="neox", **SIZES),
-    "experts": model_spec(
-        family="qwen2_moe", **SIZES, experts=4, top_k=2, expert_ffn_dim=64, shared_ffn_dim=64
-    ),
-}
 # More ranks than these are rehearsed by the first and the last alone.
 MOST_RANKS = 4
-
-
-class Kind(NamedTuple):
-    """What is rehearsed: a layout, the precision, whether rows hold several documents, a model."""
-
-    label: str
-    precision: str = "bf16"
-    packed: bool = False
-    model: str = "llama"
-
-    @property
-    def words(self) -> str:
-        """All of it."""
-        rows = "packed" if self.packed else "plain"
-        return f"{self.label} {self.precision} {rows} {self.model}"
-
-
-KINDS = (
-    # One rank: accumulation, recomputation, precisions, the optimizer on the host.
-    Kind("mb2"),
-    Kind("mb4", "fp32"),
-    Kind("mb2", "fp16", model="dropout"),
-    Kind("mb2 recompute-selective", packed=True),
-    Kind("mb2 recompute-full", model="neox"),
-    Kind("mb2", "fp32", packed=True),
-    Kind("mb2 recompute-selective", packed=True, model="windows"),
-    Kind("tp2 sp mb2", packed=True, model="sinks"),
-    Kind("mb2 recompute-selective", model="windows"),
-    Kind("shard2 zero3 mb2", model="sinks"),
-    Kind("mb2 offload-optimizer"),
-    Kind("mb2 offload-activations"),
-    Kind("mb2 recompute-full offload-activations", "fp32", packed=True),
-    Kind("mb2 recompute-selective offload-activations", model="dropout"),
-    # Data: replicas, each stage of ZeRO by FSDP2, both.
-    Kind("dp2 mb2"),
-    Kind("dp2 mb2", "fp16", model="tied"),
-    Kind("shard2 zero1 mb2"),
-    Kind("shard2 zero2 mb2", "fp16"),
-    Kind("shard2 zero3 mb2 recompute-full", packed=True),
-    Kind("shard2 zero3 mb2", "fp32", model="tied"),
-    Kind("shard2 zero3 mb2", model="adapters"),
-    Kind("dp2 shard2 zero1 mb1"),
-    Kind("dp2 shard2 zero3 mb1", model="dropout"),
-    Kind("shard2 zero2 mb2 offload-optimizer"),
-    Kind("shard2 zero3 mb2 offload-params"),
-    Kind("shard2 zero3 mb2 recompute-full offload-activations"),
-    # Tensor and sequence parallelism.
-    Kind("tp2 mb2", "fp16"),
-    Kind("tp2 sp mb2"),
-    Kind("tp2 sp mb2 recompute-full", packed=True),
-    Kind("tp4 mb2", model="neox"),
-    Kind("shard2 zero3 tp2 sp mb2 recompute-selective"),
-    Kind("tp2 sp mb2 offload-activations"),
-    Kind("dp2 tp2 mb2", "fp32", model="tied"),
-    # Context parallelism.
-    Kind("cp2-ring mb2", packed=True),
-    Kind("cp2-ring mb2 recompute-selective", "fp16"),
-    Kind("cp2-ring mb2 recompute-selective", "fp32", packed=True),
-    Kind("cp4-ring mb2", packed=True, model="windows"),
-    Kind("cp2-ulysses mb2", packed=True),
-    Kind("shard2 zero3 cp2-ring mb1"),
-    Kind("zero2 cp2-ulysses mb2 recompute-full"),
-    Kind("cp2-ring tp2 sp mb2"),
-    Kind("cp2-ring mb2 offload-activations"),
-    # Every schedule, with each kind of data parallelism.
-    Kind("pp2 naive mb2"),
-    Kind("pp2 gpipe mb1", "fp16"),
-    Kind("pp4 1f1b mb1"),
-    Kind("shard2 zero1 pp2 1f1b mb1", model="tied"),
-    Kind("shard2 zero3 pp2 1f1b mb1 recompute-full", packed=True),
-    Kind("pp2 interleaved_1f1b v2 mb1", model="neox"),
-    Kind("pp2 looped_bfs v2 mb1", "fp32"),
-    Kind("shard2 zero3 pp2 interleaved_zero_bubble v2 mb1"),
-    Kind("zero3 pp2 zbv v2 mb1"),
-    Kind("tp2 sp pp2 zbv v2 mb1"),
-    Kind("pp2 dualpipev v2 mb1"),
-    Kind("pp2 1f1b mb1 offload-activations"),
-    Kind("tp2 sp pp2 zbv v2 mb1 offload-activations"),
-    Kind("cp2-ring pp2 1f1b mb1", packed=True),
-    Kind("shard2 zero2 tp2 sp pp2 1f1b mb1"),
-    Kind("shard2 zero3 tp2 sp cp2-ring pp2 1f1b mb1"),
-    # Experts, whole and shared out.
-    Kind("mb2", model="experts"),
-    Kind("tp2 sp mb2", model="experts"),
-    Kind("shard2 zero1 ep2 mb2", model="experts"),
-    Kind("shard2 zero3 ep2 mb2 recompute-full", model="experts"),
-    Kind("shard2 zero3 ep2 mb2 offload-activations", model="experts"),
-    Kind("shard2 zero3 ep2 pp2 1f1b mb1", model="experts"),
-    Kind("tp2 sp ep2 etp1 mb2", model="experts"),
-    Kind("shard2 zero3 tp2 sp ep4 etp1 mb2 recompute-full", model="experts"),
-)
-
-
-class Fault(NamedTuple):
-    """A fault that is seeded: in words, an edit, a layout that meets it, the check to catch it."""
-
-    what: str
-    edit: tuple[str, str, str]
-    label: str
-    check: str
-
-
-_ROOM = "meshwright.execute"
-FAULTS = (
-    Fault(
-        "the batch's copy to the device is not waited for",
-        (f"{_ROOM}.batch", "        current.wait_stream(self._stream)\n", ""),
-        "mb2",
-        "order",
-    ),
-    Fault(
-        "a received activation is used before it has arrived",
-        (f"{_ROOM}.pipeline", "        arrival.work.wait()\n", ""),
-        "pp2 1f1b mb1",
-        "order",
-    ),
-    Fault(
-        "the host's optimizer reads a norm that is still on its way",
-        ("meshwright.training.optimizer", "norm.to(device)", "norm.to(device, non_blocking=True)"),
-        "mb2 offload-optimizer",
-        "order",
-    ),
-    Fault(
-        "a block's activations are used before their copy from the host is awaited",
-        (
-            f"{_ROOM}.offload",
-            "            self._fetch()\n            self._of.copies.wait(self._event)\n",
-            "            self._fetch()\n",
-        ),
-        "pp2 1f1b mb1 offload-activations",
-        "order",
-    ),
-    Fault(
-        "a block's activations are freed while they are copied to the host",
-        (
-            f"{_ROOM}.offload",
-            'once the copies are done."""\n        self._of.copies.wait(self._event)\n',
-            'once the copies are done."""\n',
-        ),
-        "mb2 offload-activations",
-        "order",
-    ),
-    Fault(
-        "a block's activations are copied to the host before they are computed",
-        (f"{_ROOM}.offload", "        self.stream.wait_stream(torch.cuda.current_stream())\n", ""),
-        "mb2 offload-activations",
-        "order",
-    ),
-    Fault(
-        "what a backward finds on the device is freed while it still leaves",
-        (
-            f"{_ROOM}.offload",
-            "            tensor.record_stream(self.stream)\n",
-            "            pass\n",
-        ),
-        "mb2 offload-activations",
-        "order",
-    ),
-    Fault(
-        "the host reads the norm of the gradient within the step",
-        (
-            "meshwright.training.update",
-            '    world.recorder.phase("update")\n',
-            '    world.recorder.phase("update")\n    found.norm.item()\n',
-        ),
-        "mb2",
-        "host waits",
-    ),
-    Fault(
-        "a sum over data parallelism is left out",
-        (f"{_ROOM}.parallel", "        if self.groups.data.size > 1:\n", "        if False:\n"),
-        "dp2 mb2",
-        "messages",
-    ),
-    Fault(
-        "the last stage receives its first two microbatches in the other order",
-        (
-            f"{_ROOM}.pipeline",
-            "            for action in self.table:\n",
-            "            table = list(self.table)\n"
-            "            for second in [a for a in table if a.kind == 'RECV_F'][1:2]:\n"
-            "                table.remove(second)\n"
-            "                first = next(a for a in table if a.kind == 'RECV_F')\n"
-            "                table.insert(table.index(first), second)\n"
-            "            for action in table:\n",
-        ),
-        "pp2 gpipe mb1",
-        "between ranks",
-    ),
-)
 
 
 def case(
     label: str, precision: str = "bf16", packed: bool = False, model: str = "llama"
 ) -> dict[str, Any]:
     """Return a case of `watch`: a small model in a layout."""
-    spec = TrainSpec.model_validate({"batch": 8, "seq_len": 64, "precision": precision})
-    documents = {"model": MODELS[model], "train": spec, "optimizer": OptimizerSpec()}
-    found = {name: one.model_dump_json() for name, one in documents.items()}
-    layout = Layout.parse(label)
+    asked = {"batch": 8, "seq_len": 64, "precision": precision, **ASKED.get(model, {})}
+    spec = TrainSpec.model_validate(asked)
+    return _document(MODELS[model], spec, Layout.parse(label), packed)
+
+
+def _document(model: ModelSpec, train: TrainSpec, layout: Layout, packed: bool) -> dict[str, Any]:
+    specs = {"model": model, "train": train, "layout": layout, "optimizer": OptimizerSpec()}
+    found = {name: one.model_dump_json() for name, one in specs.items()}
     ranks = range(layout.world) if layout.world <= MOST_RANKS else (0, layout.world - 1)
-    document = layout.model_dump_json()
-    return {**found, "layout": document, "packed": packed, "ranks": list(ranks)}
+    return {**found, "packed": packed, "ranks": list(ranks)}
+
+
+def at_random(number: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield the labels of random layouts, and what their rehearsals find: nothing if all is well.
+
+    Each has a process of its own, so that one that ends leaves the others.
+    """
+    for one in draw(seed, number):
+        document = _document(one.model, one.train, one.layout, one.packed)
+        try:
+            (found,) = checked([document])
+        except MeshwrightError as error:
+            yield one.label, str(error)
+        else:
+            told = "; ".join(f"{check}: {found.faults[check][0]}" for check in found.caught)
+            yield one.label, told
 
 
 class Checked(NamedTuple):
@@ -338,13 +153,27 @@ def page(found: Iterable[Checked], caught: Iterable[Checked]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rehearse_at_random(number: int, seed: int) -> int:
+    """Print what random layouts come to; 1 where something is wrong."""
+    failed = 0
+    for label, told in at_random(number, seed):
+        print(f"{label}: {told or 'passed'}", flush=True)
+        failed += bool(told)
+    print(f"{number - failed} of {number} random layouts passed, seed {seed}")
+    return 1 if failed else 0
+
+
 def main() -> int:
     """Write the page; 1 where something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--page", type=Path)
     what.add_argument("--only", metavar="TEXT", help="such as 'cp4-ring mb2 bf16 packed windows'")
+    what.add_argument("--random", metavar="N", type=int)
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of --random")
     args = parser.parse_args()
+    if args.random is not None:
+        return rehearse_at_random(args.random, args.seed)
     kinds = [kind for kind in KINDS if args.only is None or args.only in kind.words]
     found, caught = [], []
     for kind, one in zip(kinds, checked([case(*kind) for kind in kinds]), strict=True):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.rehearsal import FAULTS, KINDS, MODELS, case, checked, seeded
+from benchmarks.rehearsal import at_random, case, checked, seeded
+from benchmarks.rehearsal_kinds import FAULTS, KINDS, MODELS
 
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
@@ -29,6 +30,12 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_orders_its_streams():
 def test_every_kind_of_layout_does():
     for kind, one in zip(KINDS, checked([case(*kind) for kind in KINDS]), strict=True):
         assert not one.caught, (kind, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_random_layouts_do(seed):
+    assert [(label, told) for label, told in at_random(3, seed) if told] == []
 
 
 @pytest.mark.slow

@@ -79,11 +79,13 @@ class Balance:
         picks = picks.scatter_(2, by_row, 1).view(rows, len(self.pieces), -1, experts)
         places = picks.cumsum(2, dtype=torch.int32)
         if self.ranks > 1:  # what comes before each piece is on the other ranks
-            mine, total = list(self.pieces), self.ranks * len(self.pieces)
-            every = picks.new_zeros(rows, total, experts)
-            every[:, mine] = places[:, :, -1]
+            every = picks.new_zeros(rows, self.ranks * len(self.pieces), experts)
+            # One by one: a list of numbers would be copied to the device, which the host awaits.
+            for at, piece in enumerate(self.pieces):
+                every[:, piece] = places[:, at, -1]
             every = self.summed(every)
-            places += (every.cumsum(1, dtype=torch.int32) - every)[:, mine, None]
+            before = every.cumsum(1, dtype=torch.int32) - every
+            places += torch.stack([before[:, piece] for piece in self.pieces], 1)[:, :, None]
         places = places.view(rows, seq, experts).gather(2, by_row)
         return by_row.where(places <= most, experts).view_as(ids)
 

@@ -20,8 +20,6 @@ NAMED: Final[Mapping[str, str]] = {
     "optimize.py:take": "for gradients, which the host's optimizer takes",
     "optimizer.py:step_scaled": "for the norm, by which the host's optimizer clips",
     "_fsdp_collectives.py:foreach_reduce": "for gradients that are added up on the host",
-    # The same, where the head is a unit of its own and reduces from there.
-    "data.py:leave": "for gradients that are added up on the host",
     "_fsdp_param_group.py:finalize_backward": "for gradients, which lie on the host",
 }
 

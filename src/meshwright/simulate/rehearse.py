@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.execute.batch import Batch, Feed
 from meshwright.execute.build import describe, materialise
@@ -218,7 +219,19 @@ def _described(program: Program, world: World) -> tuple[Groups, Deferral, dict[i
         groups, deferral = open_groups(program.layout, world), Deferral()
     by_fsdp = not sums_in_place(program.layout, program.target)
     with fake_tensors() if world.device != CPU and by_fsdp else nullcontext():
-        return groups, deferral, describe(program, groups, deferral)
+        modules = describe(program, groups, deferral)
+    for model in modules.values():
+        _leave_fakes(model)
+    return groups, deferral, modules
+
+
+def _leave_fakes(model: nn.Module) -> None:
+    """Replace fake parameters that FSDP2 left alone: torch cannot give a fake one memory."""
+    for module in model.modules():
+        for name, one in list(module.named_parameters(recurse=False)):
+            if isinstance(one, FakeTensor):
+                bare = torch.empty(one.shape, dtype=one.dtype, device="meta")
+                setattr(module, name, nn.Parameter(bare, requires_grad=one.requires_grad))
 
 
 def _on_fakes(run: Callable[..., None]) -> Callable[..., None]:

@@ -143,14 +143,12 @@ def _named(stream: int) -> str:
 
 
 def place() -> str:
-    """Return the innermost function of the package, outside of what rehearses, or of FSDP2."""
+    """Return the innermost function of FSDP2 or of the package, outside of what rehearses."""
     frame: Any = sys._getframe(1)
-    inner = "torch"
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/meshwright/" in name and not name.endswith(_ASIDE) and "/simulate/" not in name:
+        is_ours = "/meshwright/" in name and not name.endswith(_ASIDE) and "/simulate/" not in name
+        if is_ours or "/fsdp/" in name:
             return f"{name.rpartition('/')[2]}:{frame.f_code.co_name}"
-        if "/fsdp/" in name and inner == "torch":
-            inner = f"{name.rpartition('/')[2]}:{frame.f_code.co_name}"
         frame = frame.f_back
-    return inner
+    return "torch"
