@@ -100,7 +100,8 @@ def rows_of(choice: Choice, folder: Path) -> list[dict[str, Any]]:
     for line in (folder / "peaks.jsonl").read_text().splitlines():
         number, peaks = json.loads(line)
         case = cases[number]
-        target = Target("cpu", route(case.train.matmul, Processor()), case.packed)
+        products = route(case.train.matmul, Processor())
+        target = Target("cpu", products, case.packed, fsdp2=case.fsdp2)
         program = lower(case.model, case.train, case.layout, target)
         for rank, measured in enumerate(peaks):
             peak = timeline(program, rank).peak

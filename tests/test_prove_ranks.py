@@ -9,6 +9,7 @@ import pytest
 import meshwright.cli.prove as command
 from meshwright.cli import main
 from meshwright.errors import RankFailed
+from meshwright.launch.proofs import proof
 from meshwright.launch.proofs.proof import by_world, prove_cases
 from meshwright.prove.draw import WORLDS, draw
 from meshwright.prove.matrix import matrix
@@ -53,6 +54,19 @@ def test_a_rank_that_fails_costs_its_layout_only(forks):
     assert verdict.claim == "runs on its ranks"
     assert "rank 1 raised ZeroDivisionError" in verdict.observed
     assert any(cases[1].label in line for line in outcomes[1].lines())
+
+
+def test_ranks_are_fresh_after_some_cases(forks, monkeypatch, tmp_path):
+    monkeypatch.setattr(proof, "_MOST_CASES", 2)
+    pids = tmp_path / "pids"
+    body = f"print(self._world.rank, os.getpid(), file=open({str(pids)!r}, 'a'))"
+    cases, shown = [legal(2)[0]] * 3, []
+    with forks.all_python():
+        prove_cases(cases, clean_environ(), shown.append, command=failing_worker(body))
+    assert [outcome.passed for outcome in shown] == [True, True, True]
+    found = pids.read_text().splitlines()
+    assert len(found) == 6
+    assert len(set(found)) == 4
 
 
 def test_where_a_rank_crashed_is_told(forks):

@@ -32,6 +32,9 @@ from meshwright.prove.verdict import Verdict
 from meshwright.training.run_folder import RunFolder
 
 CLAIM: Final = "runs on its ranks"
+# Of one set of ranks. The allocator and oneDNN keep what cases of other sizes needed: some 10 MB a
+# case on each rank. After 250 cases 8 ranks had 22 GB, and the system killed one.
+_MOST_CASES: Final = 32
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def prove_cases(
     """Prove cases with the same number of ranks; `show` receives each outcome at once.
 
     Ranks compute on `device`, "cpu" or "cuda", and are started by `worker_command` unless given. If
-    a rank fails, its layout counts as failed, and fresh ranks prove the rest. After so many
+    a rank fails, its layout counts as failed, and fresh ranks prove the rest, as they do after
+    `_MOST_CASES`, because processes keep memory. After so many
     `seconds` the ranks are ended, but not before the first outcome; the other cases are left out.
     Raises `RankFailed` if the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
@@ -89,7 +93,7 @@ def prove_cases(
     ranks_environ = rank_environ(environ, on_gpus=device == "cuda")
     with StopSignals() as signals:
         while len(outcomes) < len(cases) and not (outcomes and time.monotonic() > deadline):
-            rest = cases[len(outcomes) :]
+            rest = cases[len(outcomes) : len(outcomes) + _MOST_CASES]
             with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as path:
                 proof = _Proof(ProofFolder(Path(path)), rest, signals, show, deadline)
                 outcomes += proof.run(ranks_environ, timing or Timing(), command)
