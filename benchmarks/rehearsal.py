@@ -116,7 +116,7 @@ def page(found: Iterable[Checked], caught: Iterable[Checked]) -> str:
         "| host waits | the host reads nothing from the device within the step, except for what is"
         " named |",
         "| order | each use is ordered after the write before, on streams and on the host; freed"
-        " memory is not given anew while a stream uses it; pinned memory is read once it has"
+        " memory is not reused while a stream uses it; pinned memory is read once it has"
         " arrived |",
         "",
         "## Layouts",
