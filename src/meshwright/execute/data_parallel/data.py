@@ -8,6 +8,7 @@ ranks keep weights whole and sum gradients themselves, `Replicas` replaces FSDP2
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, pairwise, zip_longest
 from typing import Any
 
@@ -81,9 +82,8 @@ def distribute_data(
     if not needs_wrapping(layout, train):
         return
     policy = mixed_precision(train)
-    offload = OffloadPolicy()
-    if layout.offload == "params":
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    pins = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pins) if layout.offload == "params" else OffloadPolicy()
 
     def wrap(module: nn.Module, mesh: DeviceMesh) -> None:
         if layout.zero == 0:
@@ -110,9 +110,7 @@ def distribute_data(
         if end is not None:
             wrap(end, mesh)
     wrap(model, mesh)
-    for block, *others in turns:
-        for inner in others:
-            _begin_together(block, inner)
+    _begin_together(turns)
     for managed in wrapped(model):
         # A divide factor needs PREMUL_SUM, which gloo lacks.
         managed.set_force_sum_reduction_for_comms(True)
@@ -141,20 +139,22 @@ def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]])
         model.set_modules_to_backward_prefetch(list(dict.fromkeys([head, *backward[1:2]])))
 
 
-def _begin_together(block: nn.Module, inner: Any) -> None:
-    """Have a unit within a block begin its backward when the block begins its own.
+def _begin_together(turns: Sequence[Sequence[Any]]) -> None:
+    """Have the units within a block begin their backward when the block begins its own.
 
-    By itself it begins with the gradient of its output. Recomputation may run its forward before
-    that, where something after it needs recomputed tensors, such as dropout. FSDP2 would take this
-    for the forward of another microbatch, with a prefetch and operations that the first one lacked.
+    By itself a unit begins with the gradient of its output. Recomputation may run its forward
+    earlier, where something after it needs recomputed tensors, such as dropout. FSDP2 would take
+    that for the forward of another microbatch, with operations that the first one lacked.
     """
-    begin = _state(inner)._pre_backward
+    for block, *others in turns:
+        for inner in others:
+            block.register_forward_hook(partial(_begin_with, _state(inner)))
 
-    def hook(_: nn.Module, __: Any, out: Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(begin)  # type: ignore[no-untyped-call]
 
-    block.register_forward_hook(hook)
+def _begin_with(state: Any, _: nn.Module, __: Any, out: Tensor) -> None:
+    """Have a unit begin its backward with the gradient of a block's output."""
+    if out.requires_grad:
+        out.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
 
 
 class HeadUnit:
