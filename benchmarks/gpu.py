@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu --minutes 5 --out docs/benchmarks
 
-Trains the shapes of Llama-3.2-1B, Llama-3-8B and OLMoE-1B-7B with AdamW's state, as many layers as
-are predicted to fit, eager and compiled; calibrates the GPU, and proves layouts of one rank on it:
+Trains the shapes of Llama-3.2-1B, Llama-3-8B and OLMoE-1B-7B with AdamW and as many layers as are
+predicted to fit, eager and compiled; calibrates the GPU, and proves layouts of one rank on it:
 step time, MFU and peak memory beside what was predicted, and what a step runs. What is needed is
 looked at first. What is worth most comes first, and each row is in gpu.jsonl as soon as it is
 measured: a second call with the same versions and the same GPU goes on with what is missing.

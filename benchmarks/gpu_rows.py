@@ -85,7 +85,7 @@ def proving(*words: str) -> Row:
 BF16: Final = "train.precision=bf16"
 FP32: Final = "train.precision=fp32"
 PACKED: Final = "data.packing=documents"
-# Small models, each with what has kernels of its own: experts, windows and caps, sinks, latents.
+# Small models with kernels of their own: experts, windows with soft caps, attention sinks.
 EXPERTS: Final = ("model.family=qwen3_moe", "model.experts=4", "model.top_k=2")
 CAPPED: Final = ("model.family=gemma2", "model.layer_pattern=[{window=7},{}]")
 SINKS: Final = ("model.family=gpt_oss", "model.experts=4", "model.top_k=4")

@@ -203,8 +203,8 @@ def _routed(dealer: _Dealer, model: ModelSpec, train: TrainSpec) -> TrainSpec:
         "expert_capacity": dealer.deal("capacity", (None, None, 1.1)),
     }
     if model.router_scores == "sigmoid":
-        is_trained = model.lora is None
-        update["router_bias_rate"] = dealer.deal("bias", (0.0, 0.05)) if is_trained else 0.0
+        rates = (0.0, 0.05) if model.lora is None else (0.0,)  # adapters store no corrections
+        update["router_bias_rate"] = dealer.deal("bias", rates)
     else:
         update["router_z_loss"] = dealer.deal("z", (0.0, 0.3))
     if model.top_k < model.experts:

@@ -32,8 +32,8 @@ from meshwright.prove.verdict import Verdict
 from meshwright.training.run_folder import RunFolder
 
 CLAIM: Final = "runs on its ranks"
-# Of one set of ranks. The allocator and oneDNN keep what cases of other sizes needed: some 10 MB a
-# case on each rank. After 250 cases 8 ranks had 22 GB, and the system killed one.
+# Of one set of ranks. Processes keep memory that cases of other sizes needed: some 10 MB a case on
+# each rank. After 250 cases 8 ranks had 22 GB, and the system killed one; see docs/log.md.
 _MOST_CASES: Final = 32
 
 
@@ -81,9 +81,9 @@ def prove_cases(
     """Prove cases with the same number of ranks; `show` receives each outcome at once.
 
     Ranks compute on `device`, "cpu" or "cuda", and are started by `worker_command` unless given. If
-    a rank fails, its layout counts as failed, and fresh ranks prove the rest, as they do after
-    `_MOST_CASES`, because processes keep memory. After so many
-    `seconds` the ranks are ended, but not before the first outcome; the other cases are left out.
+    a rank fails, its layout counts as failed, and fresh ranks prove the rest. Ranks are also
+    replaced after `_MOST_CASES`. After so many `seconds` the ranks are ended, but not before the
+    first outcome; the other cases are left out.
     Raises `RankFailed` if the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     check_torch("proving")
