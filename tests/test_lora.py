@@ -63,6 +63,7 @@ CASES = [
     case_of("dp2"),
     case_of("dp2 recompute-full", targets=("up_proj",)),
     case_of("dp2", "fp16"),
+    case_of("dp2", "fp16", rank=1, alpha=12.0),
     case_of("shard2 zero1", **DROPS),
     case_of("shard2 zero2", "bf16"),
     case_of("shard2 zero3", targets=("q_proj", "v_proj")),

@@ -336,6 +336,13 @@ def test_a_number_that_is_not_finite_is_shown():
     assert any("gradients inf" in line for line in outcome.lines())
 
 
+def test_a_tolerance_that_is_not_finite_is_shown():
+    # as where one device's own gradients overflow fp16: there is no noise to compare with
+    verdict = Verdict("gradients", {}, 0.0, float("inf"), float("nan"), False)
+    outcome = Outcome(legal(2)[0], (Verdict.from_dict(verdict.as_dict()),), 0.1)
+    assert any("gradients inf (nan%)" in line for line in outcome.lines())
+
+
 def test_no_proof_is_no_pass():
     assert not Outcome(legal(2)[0], (), 0.0).passed
 

@@ -81,7 +81,9 @@ class Verdict:
         where = values["first_divergence"]
         if where is not None:
             where = Divergence(**{**where, "error": float(where["error"])})
-        return cls(**{**values, "first_divergence": where})
+        bound = values["tolerance"]
+        bound = None if bound is None else float(bound)
+        return cls(**{**values, "tolerance": bound, "first_divergence": where})
 
 
 def relative_error(found: float | str, expected: float | str) -> float:

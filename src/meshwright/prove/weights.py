@@ -31,7 +31,8 @@ def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) 
     """Return a whole parameter, fp32 on the CPU, from a seed of its own.
 
     Most matrices preserve the size of their input; those of queries and keys enlarge it, and those
-    that write to the residual stream halve it. No bias is zero, and no norm multiplies by one.
+    that write to the residual stream halve it. An adapter adds half the size of its input, whatever
+    its scale is. No bias is zero, and no norm multiplies by one.
     """
     generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, f"{name}:telling"))
     values = torch.empty(*shape, dtype=torch.float32, device="cpu")
@@ -42,17 +43,17 @@ def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) 
         return values.add_(2)
     if len(shape) == 1:
         return values.mul_(0.2).exp_().sub_(1 if norm_adds_one(name, spec) else 0)
-    return values.mul_(_std(name, shape))
+    return values.mul_(_std(name, shape, spec))
 
 
-def _std(name: str, shape: Sequence[int]) -> float:
+def _std(name: str, shape: Sequence[int], spec: ModelSpec) -> float:
     if name == "embed.weight":
         return _EMBED_STD
     keeping = 1 / math.sqrt(shape[-1])
     if name.endswith((".attn.q.weight", ".attn.k.weight", ".attn.q_b.weight", ".attn.kv_b.weight")):
         return math.sqrt(_SCORES) * keeping
-    if name.endswith(".lora_b"):
-        return 0.5 * keeping
+    if name.endswith(".lora_b") and spec.lora is not None:
+        return 0.5 * keeping / spec.lora.scale
     if name.endswith(".router.weight"):
         return _ROUTES * keeping
     return 0.5 * keeping if name.endswith((".attn.o.weight", ".down.weight")) else keeping
