@@ -17,12 +17,12 @@ SLOW_SHARES: Final = 14
 # Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
 DRAWN: Final = {4: 8, 8: 8, 16: 1}
 RANDOM_LAYOUTS: Final = 100
-# Minutes that these, the table of 2 ranks and the random layouts take on a fast machine, and at
-# most: a slow one leaves some out, and says how many. Their order is random, so that other commits
-# prove others.
+# Minutes that these take on a fast machine, and at most.
 _DRAWN_MINUTES: Final = {4: (1, 2), 8: (2, 3), 16: (1, 2)}
-_TABLE_MINUTES: Final = (6, 8)
-_RANDOM_MINUTES: Final = (7, 8)
+# At least and at most, of the table of 2 ranks and the random layouts: they take what the others
+# leave. A slow machine leaves layouts out and says how many. Their order is random, so that other
+# commits prove others.
+_SHARED_MINUTES: Final = (2.0, 8.0)
 DRAWN_MUTANTS: Final = 6
 # What the extras groups test, and so no other part of the slow tests and those of faults.
 OF_EXTRAS: Final = tuple(test for one in EXTRAS.values() for test in one.tests)
@@ -41,7 +41,9 @@ class Part:
     """A part: a command, in which {junit} is the file of its report, and how it is run.
 
     `minutes` is what it takes on two cores. Required ones are always run; the others while the
-    time that a commit has allows it. `why` says what chose it where a commit's hash did.
+    time that a commit has allows it. A part with `between` does as much as it can in the minutes
+    that replace {minutes} in its command: its share of what is left, but at least and at most
+    these. `why` says what chose it where a commit's hash did.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Part:
     minutes: float
     is_required: bool = True
     needs: frozenset[str] = frozenset({"setup"})
+    between: tuple[float, float] | None = None
     why: str = ""
 
     @property
@@ -86,11 +89,11 @@ def of_commit(commit: str) -> list[Part]:
     return [
         *ALWAYS,
         _test(commit),
-        _table_of_two(commit),
         *(_drawn(world, number, commit) for world, number in DRAWN.items()),
         _share(commit),
-        _random_for_minutes(commit),
         _extra(first, f"one of {len(EXTRAS)} groups"),
+        _table_of_two(commit),
+        _random_for_minutes(commit),
         _mutants(commit),
         _extra(second, f"another of {len(EXTRAS)}", is_required=False),
     ]
@@ -126,9 +129,8 @@ def _test(commit: str) -> Part:
 def _table_of_two(commit: str) -> Part:
     seed = seed_of(commit, "matrix-2")
     words = ("prove", "--matrix", "--world", "2", "--seed", str(seed))
-    minutes, most = _TABLE_MINUTES
-    command = (MESHWRIGHT, *words, "--minutes", str(most))
-    return Part("matrix-2", command, minutes, why=f"seed {seed}")
+    command = (MESHWRIGHT, *words, "--minutes", "{minutes}")
+    return Part("matrix-2", command, 6, between=_SHARED_MINUTES, why=f"seed {seed}")
 
 
 def _drawn(world: int, number: int, commit: str) -> Part:
@@ -146,8 +148,9 @@ def _random(commit: str) -> Part:
 
 
 def _random_for_minutes(commit: str) -> Part:
-    whole, (minutes, most) = _random(commit), _RANDOM_MINUTES
-    return replace(whole, command=(*whole.command, "--minutes", str(most)), minutes=minutes)
+    whole = _random(commit)
+    command = (*whole.command, "--minutes", "{minutes}")
+    return replace(whole, command=command, minutes=7, between=_SHARED_MINUTES)
 
 
 def _share(commit: str) -> Part:

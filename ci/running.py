@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final
 
@@ -55,8 +55,9 @@ def run_all(
     """Run the parts, whatever fails, but for what needs a part that failed."""
     began, results = clock(), list[Result]()
     failed: set[str] = set()
-    for part in parts:
+    for at, part in enumerate(parts):
         spent = clock() - began
+        part = _for_its_share(part, parts[at + 1 :], budget.soft - spent)
         reason = _reason_against(part, spent, budget, failed)
         if reason:
             print(f"\n=== {part.name}: {reason}", flush=True)
@@ -68,6 +69,18 @@ def run_all(
             failed.add(part.name)
         results.append(result)
     return results
+
+
+def _for_its_share(part: Part, rest: Sequence[Part], left_s: float) -> Part:
+    """Return a part with {minutes} of its command filled in, where it shares what is left."""
+    if part.between is None:
+        return part
+    sharing = sum(other.between is not None for other in rest) + 1
+    others_s = sum(one.expected_s for one in rest if one.is_required and one.between is None)
+    least, most = part.between
+    minutes = min(max((left_s - others_s) / 60 / sharing, least), most)
+    filled = (word.replace("{minutes}", f"{minutes:.1f}") for word in part.command)
+    return replace(part, command=tuple(filled))
 
 
 def _reason_against(part: Part, spent: float, budget: Budget, failed: set[str]) -> str:

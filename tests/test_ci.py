@@ -84,6 +84,7 @@ def test_a_commit_always_has_the_hard_promises():
         assert all(parts[name].is_required for name in fixed)
         assert sum(name.startswith("extras-") and p.is_required for name, p in parts.items()) == 1
         assert sum(p.minutes for p in parts.values() if p.is_required) <= SOFT
+        assert [name for name, p in parts.items() if p.between] == ["matrix-2", "random"]
         assert "--draw" not in parts["matrix-2"].command
         assert str(seed_of(one, "matrix-8")) in parts["matrix-8"].command
         assert str(seed_of(one, "matrix-2")) in parts["matrix-2"].command
@@ -207,6 +208,29 @@ def test_optional_parts_are_left_out_where_time_is_short_and_required_ones_fail(
     said = capfd.readouterr().out
     assert "too long: left out: it takes 3 minutes, and 2 are left" in said
     assert "late: not run: all 3 minutes are spent" in said
+
+
+def test_parts_share_what_the_others_leave(tmp_path, capfd):
+    budget = Budget(soft=20 * 60, hard=1e6)
+    said = "print('given', {minutes})"
+    parts = [
+        python("first", "pass"),
+        python("one", said, between=(2, 8)),
+        python("other", said, between=(2, 8)),
+        python("last", "pass", minutes=3),
+        python("optional", "pass", minutes=3, is_required=False),
+    ]
+    # Seconds since the begin at which the parts start: 17 minutes are left, then 13.
+    for starts, given in (
+        ((0, 0, 180, 420, 500, 500), ["7.0", "8.0"]),
+        ((0, 0, 600, 840, 900, 900), ["3.5", "3.0"]),
+        ((0, 0, 3000, 3060, 3100, 3100), ["2.0", "2.0"]),
+    ):
+        now = iter(starts)
+        results = run_all(parts, tmp_path, budget, clock=lambda now=now: next(now))
+        lines = capfd.readouterr().out.splitlines()
+        assert [line.split()[1] for line in lines if line.startswith("given")] == given
+        assert all(one.is_good for one in results)
 
 
 def test_descendants_are_found_whatever_sessions_they_make():
