@@ -34,15 +34,20 @@ from meshwright.program.target import Processor, Target, route
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.model import ModelSpec
 from meshwright.units import MIB
 
 WIDER, LONGER, MORE_WORDS = 4, 8, 8
+WIDTHS: Final = tuple(
+    name for name in ModelSpec.model_fields if name == "dim" or name.endswith(("_dim", "_rank"))
+)
 WORST: Final = 10
 
 
 def scaled(case: Case, matmul: str) -> Case:
     """Return a case of the table with a model and rows of some size, and a way of products."""
-    sizes = {name: WIDER * getattr(case.model, name) for name in ("dim", "ffn_dim", "head_dim")}
+    widths = {name: getattr(case.model, name) for name in WIDTHS}
+    sizes = {name: width and WIDER * width for name, width in widths.items()}
     sizes["vocab_size"] = MORE_WORDS * case.model.vocab_size
     changes = {"seq_len": LONGER * case.train.seq_len, "matmul": matmul}
     train = case.train.model_copy(update=changes)

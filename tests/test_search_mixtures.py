@@ -3,8 +3,11 @@
 import pytest
 
 from meshwright.layout import Layout
+from meshwright.predict.microbatch import parts_of
 from meshwright.predict.price import worst_estimate, worst_memory
 from meshwright.search.lightest import lightest_of
+from meshwright.search.rank import Search
+from meshwright.search.space import Schedule, with_schedule
 from meshwright.spec.resolve import model_spec
 from test_search import setting
 
@@ -26,3 +29,20 @@ def test_fewest_looks_at_the_rank_that_holds_most():
     one = setting(model, 512, "h100-sxm", batch=16 * 64, seq_len=4096)
     light = lightest_of(one, core, 64)
     assert light.bytes == pytest.approx(worst_estimate(one, light.layout).total)
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3", "gpt-oss-20b"])
+def test_prices_of_parts_are_those_of_each_layout(preset):
+    """What layouts share is computed once: layers without experts, ends, bounds."""
+    model = model_spec(preset=preset, n_layers=4)
+    assert len(model.layer_kinds) == 2
+    one = setting(model, 8, "h100-sxm", batch=32, seq_len=512)
+    search = Search(one, 8)
+    every = search._cores()
+    assert len(every) > 500
+    for core in every[::7]:
+        layout = core.layout
+        assert search.prices.parts(layout) == parts_of(one, search.kernels, layout)
+        assert search._least(core) <= search._bound(core)
+    split = with_schedule(Layout.parse("ep2 pp2 tp2 sp etp1"), Schedule("zbv", 2))
+    assert search.prices.parts(split, True) == parts_of(one, search.kernels, split)

@@ -47,11 +47,37 @@ class MicrobatchTimes:
         return sum(self.of(held, cause) for cause in ("forward", "backward", "recompute"))
 
 
+class TimesOfParts:
+    """Seconds of a microbatch in parts of a model, computed once for all layouts that share them.
+
+    A layer without experts takes the same time however experts are shared out. So do the ends,
+    which recomputation leaves alone, too.
+    """
+
+    def __init__(self, setting: Setting, kernels: Kernels) -> None:
+        self._setting, self._kernels = setting, kernels
+        self._layers: dict[tuple[object, ...], Seconds] = {}
+        self._ends: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
+
+    def of(self, layout: Layout) -> MicrobatchTimes:
+        """Return the seconds of a layout's microbatch in layers and in the ends."""
+        one, model = layout, self._setting.model
+        found = work_of(self._setting, one)
+        defers = one.pp > 1 and SCHEDULES[one.schedule].splits_backward
+        cut = (one.tp, one.sp, one.cp, one.microbatch, defers)
+        if cut not in self._ends:
+            self._ends[cut] = self._kernels.ends(found, one.tp, defers=defers)
+        layers = []
+        for at, (kind, work) in enumerate(zip(model.layer_kinds, found.layers, strict=True)):
+            shared_out = (one.ep, one.etp) if model.has_experts(kind) else (1, None)
+            key = (at, *cut, one.cp_kind, one.recompute, *shared_out)
+            if key not in self._layers:
+                shape = (one.cp, one.tp, one.cp_kind, one.recompute, *shared_out)
+                self._layers[key] = self._kernels.layer(found, work, *shape, defers=defers)
+            layers.append(self._layers[key])
+        return MicrobatchTimes(tuple(layers), *self._ends[cut])
+
+
 def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> MicrobatchTimes:
-    """Return the seconds of a layout's microbatch in layers and in the ends."""
-    found = work_of(setting, layout)
-    defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
-    first, last = kernels.ends(found, layout.tp, defers=defers)
-    shape = (layout.cp, layout.tp, layout.cp_kind, layout.recompute, layout.ep, layout.etp)
-    layers = tuple(kernels.layer(found, work, *shape, defers=defers) for work in found.layers)
-    return MicrobatchTimes(layers, first, last)
+    """Return the seconds of one layout's microbatch in layers and in the ends."""
+    return TimesOfParts(setting, kernels).of(layout)

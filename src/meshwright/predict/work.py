@@ -152,20 +152,24 @@ def layout_work(
 
     Sequences are alike, so a microbatch is one of them, times their number.
     """
-    of_one = (seq_len, precision, tp, sp, cp, cp_kind, 1, recompute)
+    of_one = (seq_len, precision, tp, sp, cp, cp_kind)
     shared_out = (ep, etp, imbalance)
-    if microbatch > 1:
-        return _times(layout_work(model, *of_one, *shared_out), microbatch)
     if len(model.layer_kinds) > 1:
         # Layers without experts are the same however others are shared out: the cache has them.
         each = {
             kind: layout_work(
-                model.alike(kind), *of_one, *(shared_out if model.has_experts(kind) else ())
+                model.alike(kind),
+                *of_one,
+                microbatch,
+                recompute,
+                *(shared_out if model.has_experts(kind) else ()),
             )
             for kind in model.layer_kinds
         }
         one = each[max(each, key=model.has_experts)]
         return one._replace(layers=tuple(work.layers[0] for work in each.values()))
+    if microbatch > 1:
+        return _times(layout_work(model, *of_one, 1, recompute, *shared_out), microbatch)
     degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "etp": etp}
     layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
     batch = layout.expert_data

@@ -7,7 +7,7 @@ from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.predict.memory import KeptBytes, kept_of
-from meshwright.predict.microbatch import MicrobatchTimes, parts_of
+from meshwright.predict.microbatch import MicrobatchTimes, TimesOfParts
 from meshwright.predict.setting import Setting
 from meshwright.search.sharded import Shardings
 from meshwright.search.space import Pins
@@ -26,6 +26,7 @@ class Prices:
         self.setting, self.pins = setting, pins
         self.kernels = setting.kernels()
         self.shardings = Shardings(setting, self.kernels, pins)
+        self._of_parts = TimesOfParts(setting, self.kernels)
         self._times: dict[tuple[object, ...], MicrobatchTimes] = {}
         self._kept: dict[tuple[object, ...], KeptBytes] = {}
 
@@ -36,7 +37,15 @@ class Prices:
         """
         key = (*shape_of(layout), defers)
         if key not in self._times:
-            self._times[key] = parts_of(self.setting, self.kernels, layout)
+            self._times[key] = self._of_parts.of(layout)
+        return self._times[key]
+
+    def least_parts(self, layout: Layout) -> MicrobatchTimes:
+        """Return `parts` without recomputation, which are the least of a layout's microbatch."""
+        *shape, _, moves = shape_of(layout)
+        key = (*shape, "none", moves, False)
+        if key not in self._times:
+            self.parts(layout.model_copy(update={"recompute": "none"}))
         return self._times[key]
 
     def kept_of(self, layout: Layout) -> KeptBytes:

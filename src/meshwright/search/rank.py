@@ -141,11 +141,12 @@ class Search:
         """Return the best layouts of the `top` best divisions of the devices.
 
         Cores come in the order of a lower bound, the time of their microbatches alone. A core that
-        cannot beat the worst of the best any more is skipped without a price.
+        cannot beat the worst of the best any more is skipped without a price. What it takes without
+        recomputation, which is a lower one, is computed first: most need no other.
         """
         train, layers = self.setting.train, self.setting.model.n_layers
         everything = self._cores()
-        order = sorted((self._bound(core), index) for index, core in enumerate(everything))
+        order = sorted((self._least(core), index) for index, core in enumerate(everything))
         ranked = self._fitting(everything, order, top, ("none",))
         moving = list[Core]()
         if not ranked:
@@ -224,11 +225,18 @@ class Search:
         """Return the best layouts with such offloads, the best of each division of the devices."""
         train, layers = self.setting.train, self.setting.model.n_layers
         best: dict[tuple[int, ...], tuple[float, Layout]] = {}
-        worst = float("inf")
-        for bound, index in order:
+        worst, heap, bounded = float("inf"), order.copy(), set[int]()
+        while heap:
+            bound, index = heapq.heappop(heap)
             core = everything[index]
             own = best.get(core.degrees)
             limit = min(worst, own[0] if own else worst)
+            if bound < limit and index not in bounded:
+                bounded.add(index)
+                bound = self._bound(core)
+                if heap and (bound, index) > heap[0]:
+                    heapq.heappush(heap, (bound, index))
+                    continue
             if bound >= limit:
                 size = size_of(core, train, layers, offloaded, self.pins)
                 self.reasons["slower by the time of its microbatches alone"] += size
@@ -239,14 +247,19 @@ class Search:
                 worst = _worst(best, top)
         return heapq.nsmallest(top, best.values(), key=lambda pair: pair[0])
 
+    def _least(self, core: Core) -> float:
+        """Return a lower bound of `_bound`, which cores share: without recomputation."""
+        return self._evenly(core, self.prices.least_parts(core.layout))
+
     def _bound(self, core: Core) -> float:
         """Return a time that no layout of a core beats: its microbatches, spread evenly."""
-        one = core.layout
-        parts = self.prices.parts(one)
-        count = one.microbatches(self.setting.train.batch)
+        return self._evenly(core, self.prices.parts(core.layout))
+
+    def _evenly(self, core: Core, parts: MicrobatchTimes) -> float:
+        count = core.layout.microbatches(self.setting.train.batch)
         layers, first, last = parts.totals
         whole: float = sum(map(mul, layers, self._kinds))
-        microbatches: float = count * (whole + first + last) / one.pp
+        microbatches: float = count * (whole + first + last) / core.layout.pp
         return microbatches + host_seconds(self.kernels, count)
 
     def _best_again(
