@@ -176,7 +176,6 @@ def test_unknown_parts_are_refused():
 
 
 def test_missing_packages_are_those_whose_command_is_not_there(monkeypatch, tmp_path):
-
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "here").touch(0o755)
     assert missing([Package("a", "here"), Package("b", "not-here")]) == ["b"]

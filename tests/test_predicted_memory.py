@@ -1,0 +1,35 @@
+"""The benchmark of predicted memory: models of the table, scaled to a size."""
+
+from dataclasses import replace
+
+import pytest
+from benchmarks.predicted_memory import WIDER, WIDTHS, Choice, scaled
+
+from meshwright.bench.memory import measure
+from meshwright.layout import Layout
+from meshwright.predict.timeline import timeline
+from meshwright.program.lower import lower
+from meshwright.program.target import Processor, Target, route
+from meshwright.prove.matrix import matrix
+from ranks import on_ranks
+
+
+def test_every_width_of_a_model_is_scaled():
+    for case in (one for one in matrix(2) if one.refused is None):
+        found = scaled(case, "torch")
+        for name in WIDTHS:
+            width = getattr(case.model, name)
+            assert getattr(found.model, name) == (width and WIDER * width)
+    assert len(Choice(2, 3, "torch").cases) > 40
+
+
+@pytest.mark.often(1)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_a_scaled_model_is_measured_and_predicted(family):
+    (case, *_) = Choice(2, 1, "torch", (family,)).cases
+    layout = Layout(microbatch=case.layout.microbatch, recompute=case.layout.recompute)
+    case = replace(case, layout=layout, train=case.train.model_copy(update={"batch": 4}))
+    (measured,) = on_ranks(1, measure, case=case)
+    target = Target("cpu", route(case.train.matmul, Processor()), case.packed)
+    predicted = timeline(lower(case.model, case.train, case.layout, target), 0).peak
+    assert measured.peak.total == pytest.approx(predicted.total, rel=0.1)
