@@ -1,5 +1,7 @@
 """What a start says on machines with GPUs that it can use, cannot use, or is not to use."""
 
+import sys
+
 import pytest
 
 from meshwright.cli import main
@@ -11,11 +13,13 @@ from meshwright.launch.machines.accelerators import (
     Build,
     check_build,
     find_gpus,
+    gpu_memory,
     torch_build,
     unused_note,
 )
 from meshwright.launch.measure import benchmark
 from meshwright.spec.loading import load_config
+from meshwright.units import GIB, MIB
 
 CPU_BUILD = """from typing import Optional
 
@@ -151,3 +155,18 @@ def test_gpus_of_apple_and_intel_are_told_and_refused_by_name(tmp_path, monkeypa
     for name, vendor in (("mps", "Apple"), ("xpu", "Intel")):
         with pytest.raises(ConfigError, match=f"GPUs of {vendor} are not supported"):
             load_config(None, [f"cluster.device={name}"])
+
+
+def test_a_driver_says_how_much_memory_its_gpus_have(tmp_path):
+    told = (sys.executable, "-c", "print('24564\\n12288\\n24564')")
+    silent = (
+        (sys.executable, "-c", "print('[N/A]')"),
+        (sys.executable, "-c", "print('9 devices were lost'); raise SystemExit(6)"),
+        (str(tmp_path / "no-such-program"),),
+    )
+    assert gpu_memory(tmp_path, told) == 12288 * MIB
+    assert [gpu_memory(tmp_path, command) for command in silent] == [None] * 3
+    total = "sys/class/drm/card{}/device/mem_info_vram_total"
+    root = machine(tmp_path, **{total.format(at): f"{at * 16 * GIB}\n" for at in (1, 2)})
+    assert [gpu_memory(root, command) for command in silent] == [16 * GIB] * 3
+    assert gpu_memory(root, told) == 12288 * MIB  # a laptop's second one is AMD's

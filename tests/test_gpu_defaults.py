@@ -37,6 +37,7 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.run_folder import Job
+from meshwright.units import GIB
 
 GPUS = Machine("cuda", 8, 32, "CUDA GPU", is_fixed=True)
 CPU = Machine("cpu", 2, 2, "two cores", is_fixed=False)
@@ -137,8 +138,22 @@ def test_the_microbatch_is_the_fastest_that_fits(monkeypatch):
     assert fastest(replace(setting, cluster=least), layout) is None
 
 
-def test_a_gpu_that_nobody_knows_keeps_the_usual_microbatch(monkeypatch):
-    here(monkeypatch, "Quadro FX")
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 3060", None])
+def test_a_gpu_that_nobody_knows_has_a_microbatch_that_fits_its_memory(monkeypatch, name):
+    here(monkeypatch, name)
+    usual = resolve_layout(load_config(None, BIG), GPUS).microbatch
+    found = {}
+    for memory in (160, 80, 4):
+        monkeypatch.setattr(planned, "gpu_memory", lambda memory=memory: memory * GIB)
+        config = on_gpus(*BIG)
+        found[memory] = config.layout.microbatch
+        if found[memory] is not None:
+            origin = config.origins["layout.microbatch"]
+            assert origin.startswith("derived: the usual number of tokens, or as many as fit, with")
+            assert f"of {memory}.00 GiB, as predicted" in origin
+            assert portable(config).layout.microbatch is None
+    assert found == {160: usual, 80: usual // 2, 4: None}
+    monkeypatch.setattr(planned, "gpu_memory", lambda: None)  # the driver does not say it
     assert on_gpus(*BIG).layout.microbatch is None
 
 

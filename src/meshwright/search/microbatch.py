@@ -1,4 +1,4 @@
-"""The microbatch of a layout that doesn't set it: the fastest predicted one that fits."""
+"""The microbatch of a layout that doesn't set it: the fastest or the largest that fits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from meshwright.layout import Layout, broken
 from meshwright.layout.candidates import divisors
+from meshwright.predict.price import worst_memory
 from meshwright.predict.setting import Setting
 from meshwright.search.fits import Fits, preference
 from meshwright.search.rank import MARGIN
 from meshwright.search.space import is_worth
-from meshwright.spec.dump import FASTEST
+from meshwright.spec.dump import FASTEST, LARGEST
 from meshwright.units import format_bytes
 
 
@@ -19,6 +20,23 @@ class Microbatch(NamedTuple):
 
     layout: Layout
     why: str
+
+
+def largest(setting: Setting, layout: Layout, memory: int) -> Microbatch | None:
+    """Return a layout with its own microbatch, or the largest smaller one that fits such a memory.
+
+    It is for a device of which only the memory is known. None where none fits.
+    """
+    train, limit = setting.train, memory * (1 - MARGIN)
+    sizes = [n for n in divisors(train.batch // layout.dp) if n <= layout.microbatch]
+    for size in sorted(sizes, reverse=True):
+        one = layout.model_copy(update={"microbatch": size})
+        if broken(setting.model, train, one) is None:
+            held = worst_memory(setting, one).total
+            if held <= limit:
+                why = f"{LARGEST}, with {format_bytes(held)} of {format_bytes(memory)}"
+                return Microbatch(one, f"{why}, as predicted")
+    return None
 
 
 def fastest(setting: Setting, layout: Layout) -> Microbatch | None:

@@ -11,8 +11,9 @@ from meshwright.spec.resolve import Values
 
 # How the origin of a calibration begins that nobody has named.
 MEASURED_HERE: Final = "measured here"
-# And that of a microbatch that nobody has given.
+# And those of a microbatch that nobody has given.
 FASTEST: Final = "derived: the fastest that fits"
+LARGEST: Final = "derived: the usual number of tokens, or as many as fit"
 
 
 def portable(config: Config) -> Config:
@@ -20,7 +21,7 @@ def portable(config: Config) -> Config:
     changes: dict[str, Any] = {}
     if config.origins.get("cluster.calibration", "").startswith(MEASURED_HERE):
         changes["cluster"] = config.cluster.model_copy(update={"calibration": None})
-    if config.origins.get("layout.microbatch", "").startswith(FASTEST):
+    if config.origins.get("layout.microbatch", "").startswith((FASTEST, LARGEST)):
         changes["layout"] = config.layout.model_copy(update={"microbatch": None})
     return config.model_copy(update=changes) if changes else config
 

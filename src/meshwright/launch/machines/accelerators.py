@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from meshwright.errors import ConfigError, lacks_training, refusal
+from meshwright.units import MIB
 
 ROOT: Final = Path("/")
 _INTEL: Final = "0x8086"
@@ -21,6 +23,9 @@ _HIDES: Final[Mapping[str, tuple[str, ...]]] = {
     "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
     "AMD": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
 }
+# Asks NVIDIA's driver for the memory of each GPU, in MiB; it takes a second.
+_SMI: Final = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_SMI_S: Final = 20.0
 
 
 class Build(NamedTuple):
@@ -84,6 +89,20 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     """Return how many GPUs this process may use."""
     found = find_gpus(environ)
     return 0 if found is None else found.visible
+
+
+def gpu_memory(root: Path = ROOT, command: Sequence[str] = _SMI) -> int | None:
+    """Return the bytes of the smallest GPU, as its driver says; None if it does not.
+
+    NVIDIA's driver is asked by nvidia-smi. AMD's has a file for each GPU.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
+        nvidia = [int(word) * MIB for word in done.stdout.split() if word.isdecimal()]
+    except (OSError, subprocess.SubprocessError):
+        nvidia = []
+    files = (root / "sys/class/drm").glob("card*/device/mem_info_vram_total")
+    return min(nvidia or [int(file.read_text()) for file in files], default=None)
 
 
 def check_build(device: str, gpus: Gpus | None, build: Build | None) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from meshwright.errors import ConfigError
 from meshwright.execute.machine.processor import processor
+from meshwright.launch.machines.accelerators import gpu_memory
 from meshwright.launch.machines.machine import CPU_RANKS, gpu_name
 from meshwright.launch.pricing.measured import CALIBRATION
 from meshwright.layout import Layout, Machine, resolve_layout
@@ -17,6 +18,9 @@ if TYPE_CHECKING:  # `config show` has no use for what they bring
     from meshwright.predict.setting import Setting
     from meshwright.program.profile import StepProfile
     from meshwright.training.run_folder import Job
+
+# Whose kernels an unknown GPU is taken to have.
+_ANY_GPU: Final = "a100-80gb"
 
 
 def settled(config: Config, machine: Machine, lacks: str | None = None) -> Config:
@@ -43,11 +47,12 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         try:
             setting = setting_on(config, machine, layout)
         except ConfigError:  # a run with a layout needs no device that is known
-            return decided(config, unmeasured(config.train, lacks, on_gpus=on_gpus))
-        is_kept = config.origins.get(CALIBRATION, "").startswith(MEASURED_HERE)
-        if not on_gpus and setting.compile_gain is None and is_kept:
-            return config  # nobody has asked for what is not measured
-        config = decided(config, choose(setting, layout, lacks))
+            config = decided(config, unmeasured(config.train, lacks, on_gpus=on_gpus))
+        else:
+            is_kept = config.origins.get(CALIBRATION, "").startswith(MEASURED_HERE)
+            if not on_gpus and setting.compile_gain is None and is_kept:
+                return config  # nobody has asked for what is not measured
+            config = decided(config, choose(setting, layout, lacks))
     return with_microbatch(config, machine) if on_gpus else config
 
 
@@ -65,17 +70,24 @@ def in_precision_of(config: Config, machine: Machine) -> Config:
 def with_microbatch(config: Config, machine: Machine) -> Config:
     """Return a config with the fastest predicted microbatch that fits, if it sets none.
 
-    Nothing changes if the machine's GPUs are unknown, or if none fits.
+    Of GPUs that the catalogue lacks, the driver says the memory: the largest that fits it. Nothing
+    changes if none fits, or if the driver says nothing.
     """
     if config.layout.microbatch is not None:
         return config
-    from meshwright.search.microbatch import fastest
+    from meshwright.search.microbatch import fastest, largest
 
     layout = resolve_layout(config, machine)
     try:
         found = fastest(setting_on(config, machine, layout), layout)
     except ConfigError:  # a run with a layout needs no device that is known
-        return config
+        memory = gpu_memory()
+        if memory is None:
+            return config
+        # The bytes of a layout are the same on all GPUs.
+        cluster = config.cluster.model_copy(update={"preset": _ANY_GPU})
+        alike = config.model_copy(update={"cluster": cluster})
+        found = largest(setting_on(alike, machine, layout), layout, memory)
     if found is None:
         return config
     section = config.layout.model_copy(update={"microbatch": found.layout.microbatch})
