@@ -38,16 +38,23 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     first = [one for one in (*JOINED, DOWN) if "lora_a" in matrices(model.adapted, one)]
     rank = 0 if model.lora is None or not first else model.lora.rank
     came += 2 * sizes.received * rank * el  # the gradients of what adapters' A have made
-    down, *both = (of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
-    yield Need("mlp.experts.down", came + pairs + 3 * hidden, down, pairs + hidden)
-    columns = tuple(name for one in both for name in one)
-    yield Need("mlp.experts.gate", came + pairs + 2 * hidden, columns, pairs + 2 * hidden)
-    for name in ("mlp.experts.act", *(f"{one}.lora_a" for one in first)):
-        yield Need(name, came + 2 * hidden + 3 * pairs)
+    waits = model.lora is None  # gradients of adapters do not
+    yield Need("mlp.experts.down", came + pairs + 3 * hidden, (), waits * (pairs + hidden))
+    if model.swiglu_limit is not None:  # the sigmoid, its slope, and what was clamped
+        yield Need("mlp.experts.act: clamp", came + 4 * hidden + hidden // el)
+    of_both = waits * 2 * hidden
+    yield Need("mlp.experts.gate", came + pairs + 2 * hidden, (), waits * pairs + of_both)
+    # The function returns all gradients together: those that it has made wait for the last one.
+    columns = (of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
+    names = tuple(name for one in columns for name in one)
+    held = came + 2 * hidden + 3 * pairs
+    yield Need("mlp.experts.act", held, names, waiting=of_both)
+    for one in first:
+        yield Need(f"{one}.lora_a", held, waiting=of_both)
     # Gradients of what had come travel back, to as many pairs as a rank's tokens make.
     back = sizes.pairs * sizes.dim * el if program.layout.ep > 1 else 0
-    waits = back and model.shared_ffn_dim  # their sum by token
-    yield Need("mlp.experts.order", came + 2 * pairs + back + (0 if waits else sizes.routed_bytes))
+    by_token = 0 if back and model.shared_ffn_dim else sizes.routed_bytes
+    yield Need("mlp.experts.order", came + 2 * pairs + back + by_token)
     came = router_came
     if model.shared_ffn_dim:  # meanwhile those gradients travel: what leaves, and what comes
         yield from _shared_needs(program, sizes, came + whole if not back else came + pairs + back)
@@ -58,7 +65,23 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
         came + back + 2 * sizes.routed_bytes if back else 0
     )  # they have come, and are summed by token
     names = trained(program, "mlp.router", model.expert_bias)
-    yield Need("mlp.router", max(router, arrived), names, scores)
+    yield Need("mlp.router", max(router, arrived), names, waits * scores)
+
+
+def experts_room(program: Program, sizes: Sizes) -> int:
+    """Return the temporary bytes at the end of the experts' forward that exceed a backward's.
+
+    They do with selective recomputation, which keeps products: where each group has one of its own,
+    they are there once more, concatenated. Beside them are the hidden values, and the pairs in the
+    order of their tokens and their sums.
+    """
+    if program.layout.recompute != "selective":
+        return 0
+    pairs = sizes.received * sizes.dim * sizes.element
+    hidden = sizes.received * sizes.expert_ffn * sizes.element
+    has_one_kernel = not program.target.on_cpu and sizes.element != _WIDE
+    again = 0 if has_one_kernel else 2 * hidden + pairs
+    return again + hidden + pairs + sizes.routed_bytes
 
 
 def _shared_needs(program: Program, sizes: Sizes, held: int) -> Iterator[Need]:
@@ -68,7 +91,8 @@ def _shared_needs(program: Program, sizes: Sizes, held: int) -> Iterator[Need]:
     if model.shared_gate:
         line = sizes.tokens * el
         yield Need("mlp.shared_gate.act", held + 2 * whole)
-        yield Need("mlp.shared_gate", held + 2 * whole, of("mlp.shared_gate"), line)
+        waits = line if model.lora is None else 0
+        yield Need("mlp.shared_gate", held + 2 * whole, of("mlp.shared_gate"), waits)
         held += whole
     beside = sizes.tokens * sizes.shared_ffn * el
     names = [f"mlp.shared.{one}" for one in ("down", "gate", "up")]

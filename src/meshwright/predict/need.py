@@ -16,7 +16,8 @@ class Need(NamedTuple):
 
     `deferred` is the gradient of a product's result, which a deferred weight gradient holds in
     addition to the input. `room` is temporary memory while a weight gradient is computed at once,
-    `added` while a deferred one is added to a sum.
+    `added` while a deferred one is added to a sum. `waiting` is the part of `bytes` that waits
+    already where weight gradients are deferred.
     """
 
     op: str
@@ -25,6 +26,7 @@ class Need(NamedTuple):
     deferred: int = 0
     room: int = 0
     added: int = 0
+    waiting: int = 0
 
 
 def frozen(

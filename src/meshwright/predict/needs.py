@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from meshwright.predict.mixture_needs import expert_needs
+from meshwright.predict.mixture_needs import expert_needs, experts_room
 from meshwright.predict.need import Need, frozen, of_result, weights_of
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
 from meshwright.program.lower import Program
@@ -35,13 +35,15 @@ class LayerBytes(NamedTuple):
     """What a layer of one kind saves of a microbatch, and releases during its backward.
 
     `kept` exists after the forward, `anew` at the start of the backward. `backward` has the
-    released sizes for each need; `left` is what none of them releases.
+    released sizes for each need; `left` is what none of them releases. `room` is temporary memory
+    at the end of the forward.
     """
 
     kept: tuple[Size, ...]
     anew: tuple[Size, ...]
     backward: tuple[tuple[Need, tuple[Size, ...]], ...]
     left: tuple[Size, ...]
+    room: int
 
 
 def layer_bytes(
@@ -61,7 +63,8 @@ def layer_bytes(
         own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
         backward.append((need, kept(own)))
         alive = [op for op in alive if op not in own]
-    return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive))
+    room = experts_room(program, sizes) if program.model.has_experts(kind) else 0
+    return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive), room)
 
 
 def kept(ops: Iterable[Operation]) -> tuple[Size, ...]:

@@ -160,8 +160,10 @@ class Walk:
         units.leave_embedding()
         for index, layer in enumerate(stage.layers):
             units.enter(index)
-            self._keep(self.layers[self.program.model.layer(layer)].kept)
-            bytes_held.note(of_layer(layer))
+            own = self.layers[self.program.model.layer(layer)]
+            self._keep(own.kept)
+            with bytes_held.spike("activations: routing", own.room):
+                bytes_held.note(of_layer(layer))
             self.moves.leave(action, index)
             units.leave(index)
         if stage.is_last:
@@ -221,7 +223,7 @@ class Walk:
             self._keep(own.anew)  # its first operation keeps the block's input
         bytes_held.note(of_layer(layer))
         for need, freed in own.backward:
-            size = need.bytes + (0 if defers else need.room)
+            size = need.bytes + (-need.waiting if defers else need.room)
             with bytes_held.spike("gradients of activations", size):
                 units.grow(index, need.weights)
                 bytes_held.note(need.op)
