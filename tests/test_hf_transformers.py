@@ -148,6 +148,9 @@ def test_a_config_written_by_hand_in_the_old_style(family, tmp_path):
         {"family": "mistral", "n_kv_heads": 1},
         {"family": "phi3", "rotary_pct": 0.5},
         {"family": "granite", "residual_scale": 0.3, "attention_scale": 0.1, "logits_divisor": 4.0},
+        # Families with windows, of which no layer has one.
+        *({"family": one, "layer_pattern": ({},)} for one in ("gemma2", "gemma3", "olmo3")),
+        {"family": "gpt_oss", "experts": 3, "top_k": 2, "layer_pattern": ({},)},
     ],
 )
 def test_a_model_of_our_own_loads_in_transformers(fields, tmp_path):

@@ -202,6 +202,16 @@ def test_command_line_refusals_exit_with_2():
     }
 
 
+def test_adapters_are_shown_as_the_keys_that_set_them(capsys):
+    for words in ([], ["--json"]):
+        assert main(["config", "show", "lora.rank=4", *words]) == 0
+    out = capsys.readouterr().out
+    shown = json.loads(out[out.index("{") :])
+    assert shown["lora"]["rank"] == {"value": 4, "origin": "override lora.rank=4"}
+    assert "lora" not in shown["model"]
+    assert "override lora.rank=4" in out[: out.index("{")]
+
+
 def test_overrides_may_stand_on_both_sides_of_an_option(capsys):
     assert main(["config", "show", "train.seq_len=64", "--json", "train.batch=8"]) == 0
     shown = json.loads(capsys.readouterr().out)["train"]

@@ -127,8 +127,14 @@ def test_a_run_is_exported_with_its_adapters_or_merged(tmp_path, capsys):
         ({"target_modules": ".*q_proj"}, "target_modules"),
         ({"target_modules": ["q_prj"]}, "q_proj"),
         ({"r": "four"}, "r = four"),
-        ({"r": -1}, "rank"),
+        ({"r": -1}, "r = -1 has no adapters"),
+        ({"r": 0}, "r = 0 has no adapters"),
         ({"lora_alpha": None}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa is not supported"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights = olora is not supported"),
+        ({"alora_invocation_tokens": [3, 4]}, "alora_invocation_tokens = [3, 4]"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
     ],
 )
 def test_an_adapter_config_that_says_something_else_is_refused(change, told, tmp_path):

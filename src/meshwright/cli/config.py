@@ -25,7 +25,7 @@ from meshwright.launch.machines.machine import detect
 from meshwright.launch.pricing.planned import settled
 from meshwright.layout import resolve_layout
 from meshwright.spec.dump import given_toml, toml_value
-from meshwright.spec.loading import Config, config_schema
+from meshwright.spec.loading import KEYS, Config, config_schema
 from meshwright.spec.parts import parameter_count
 from meshwright.units import format_count
 
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(
             {
                 section: {
-                    key: {"value": value, "origin": config.origins[f"{section}.{key}"]}
-                    for key, value in content.items()
+                    key: {"value": content[key], "origin": config.origins[f"{section}.{key}"]}
+                    for key in KEYS[section]
                 }
                 for section, content in values.items()
             }
@@ -139,8 +139,8 @@ def _import(args: argparse.Namespace) -> int:
 def _print_tables(config: Config) -> None:
     table = Table("key", "value", "origin", box=None, pad_edge=False)
     for section, content in config.model_dump(mode="json").items():
-        for key, value in content.items():
-            name = f"{section}.{key}"
+        for key in KEYS[section]:
+            value, name = content[key], f"{section}.{key}"
             origin = config.origins[name]
             style = "dim" if origin == "default" else "bold"
             shown = value if isinstance(value, str) else "-" if value is None else toml_value(value)

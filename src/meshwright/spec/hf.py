@@ -36,6 +36,7 @@ _INERT: Final[dict[str, tuple[object, ...]]] = {
     "attention_dropout": (0.0,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
+    "is_causal": (True,),
 }
 _MODEL_TYPES: Final[Mapping[str, Family]] = {one.model_type: one for one in FAMILIES.values()}
 _SIZE_KEYS: Final = {

@@ -6,6 +6,7 @@ for another kind of adapter, such as DoRA's magnitudes, are refused by key.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,11 @@ _FIXED: Final[Mapping[str, tuple[object, ...]]] = {
     "layer_replication": ([],),
     "exclude_modules": ([], ""),
     "trainable_token_indices": ([], {}),
+    # "pissa", "olora" and others also change the weights that adapters are added to.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
+    "alora_invocation_tokens": ([],),
+    "arrow_config": ({},),
+    "use_bdlora": (False, {}),
 }
 _NUMBER: Final = re.compile(r"(^|\.)experts\.\d+\.")
 
@@ -121,8 +127,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         ("lora_alpha", alpha, (int, float)),
         ("lora_dropout", dropout, (int, float)),
     ):
-        if not isinstance(given, kind) or isinstance(given, bool):
+        if not isinstance(given, kind) or isinstance(given, bool) or not math.isfinite(given):
             raise ConfigError(f"{path}: {key} = {str(given)[:60]} is no number")
+    if int(str(rank)) < 1:
+        raise ConfigError(refusal(f"{path}: r = {rank} has no adapters", legal=["r = 1"]))
     if not isinstance(rslora, bool):
         raise ConfigError(f"{path}: use_rslora = {str(rslora)[:60]} is neither true nor false")
     return {

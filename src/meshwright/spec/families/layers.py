@@ -71,7 +71,9 @@ class LayerKeys:
             raise ConfigError(f"{what} its windows have one size, but these have {sizes}")
         if not self.rotates and not all(layer.rotary for layer in layers):
             raise ConfigError(f"{what} all of its layers rotate")
-        found: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None}
+        # Without a switch, transformers asks for a window even if no layer has it.
+        unused = None if self.switch or self.is_windowed is None else self.window
+        found: dict[str, Any] = {"sliding_window": sizes[0] if sizes else unused}
         if self.switch:
             found[self.switch] = bool(sizes)
         if self.is_windowed is not None:
@@ -114,9 +116,14 @@ class LayerKeys:
         return value
 
     def _kinds(self, config: Mapping[str, Any], count: int, window: int | None) -> Sequence[str]:
-        if self.is_windowed is None:
-            return [FULL if window is None else SLIDING] * count
         given = config.get("layer_types")
+        if self.is_windowed is None:
+            kind = FULL if window is None else SLIDING
+            if isinstance(given, list) and any(one != kind for one in given[:count]):
+                # transformers takes a Mistral whose layers differ for another model.
+                what = f"layer_types differs from sliding_window = {window}, by which all layers"
+                raise ConfigError(refusal(f"{what} are alike", legal=[f'"{kind}" for all layers']))
+            return [kind] * count
         if given is None:
             rule = self.is_windowed
             is_there = window is not None
