@@ -146,6 +146,21 @@ def test_an_adapter_config_that_says_something_else_is_refused(change, told, tmp
     assert told in str(error.value)
 
 
+def test_names_of_all_layers_are_those_of_any_layer(tmp_path):
+    """PEFT writes "all-linear" so for a model of few layers."""
+    write_adapter(telling(model(targets=("q_proj", "down_proj"))), tmp_path, None)
+    file = tmp_path / ADAPTER_CONFIG
+    stated = json.loads(file.read_text())
+    parts = ("self_attn.q_proj", "mlp.down_proj")
+    names = [f"model.layers.{layer}.{part}" for layer in range(4) for part in parts]
+    file.write_text(json.dumps(stated | {"target_modules": names}))
+    found = load_config(None, [f"lora.init_from={tmp_path}"]).lora.targets
+    assert sorted(found) == ["mlp.down_proj", "self_attn.q_proj"]
+    file.write_text(json.dumps(stated | {"target_modules": names[:-1]}))
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.down_proj"):
+        load_config(None, [f"lora.init_from={tmp_path}"])
+
+
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     made = telling(model(targets=("q_proj",)))
     write_adapter(made, tmp_path, None)

@@ -13,7 +13,7 @@ from meshwright.predict.memory import outside
 from meshwright.predict.price import OURS, memory, price
 from meshwright.predict.setting import Setting
 from meshwright.predict.spans import Drawn, pipeline_spans
-from meshwright.predict.step import merged_causes, pace_of
+from meshwright.predict.step import host_seconds, merged_causes, pace_of
 from meshwright.predict.timeline import timeline
 from meshwright.program.actions import Action
 from meshwright.program.collectives import collectives
@@ -58,7 +58,9 @@ def predicted_profile(
     kernels, found = setting.kernels(), price(setting, layout)
     pace = pace_of(setting, kernels, layout)
     slowest = found.time.ranks[found.time.slowest]
-    after = slowest["data"] + slowest["optimizer"] + slowest["host"]
+    # The copies of activations, which the host's share has too, are within the actions.
+    host = host_seconds(kernels, pace.microbatches)
+    after = slowest["data"] + slowest["optimizer"] + host
     drawn = pipeline_spans(setting, kernels, layout, pace, found.time.total - after)
     program = lower(setting.model, setting.train, layout, setting.target)
     mesh = layout.mesh
@@ -68,7 +70,7 @@ def predicted_profile(
         at = mesh.coordinates(rank)
         own = drawn[at["pp"]]
         own_causes = found.time.ranks[at["pp"]]
-        end = _Ends(found.time.total, slowest, own_causes)
+        end = _Ends(found.time.total, slowest, own_causes, host)
         spent = merged_causes(own_causes)
         rows.append(
             RankProfile(
@@ -98,10 +100,10 @@ class _Ends:
     """What comes after the pipeline: sums, update, what the host adds."""
 
     def __init__(
-        self, total: float, slowest: Mapping[str, float], own: Mapping[str, float]
+        self, total: float, slowest: Mapping[str, float], own: Mapping[str, float], host: float
     ) -> None:
         self.total = total
-        self.host = total - slowest["host"]
+        self.host = total - host
         self.update = self.host - slowest["optimizer"]
         self.reduce, self.update_seconds = own["data"], own["optimizer"]
 

@@ -50,6 +50,7 @@ _FIXED: Final[Mapping[str, tuple[object, ...]]] = {
     "arrow_config": ({},),
     "use_bdlora": (False, {}),
 }
+_LAYER: Final = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 _NUMBER: Final = re.compile(r"(^|\.)experts\.\d+\.")
 
 
@@ -153,9 +154,24 @@ def _targets(path: Path, content: Mapping[str, object]) -> tuple[str, ...]:
         modules = {ALL_LINEAR}
     else:
         modules = _names(path, "target_modules", found or ([] if parameters else None))
-    modules = {_NUMBER.sub(r"\1experts.", one) for one in modules}
+    modules = {_NUMBER.sub(r"\1experts.", one) for one in _of_all_layers(modules)}
     parameters = {one if "." in one else f"mlp.experts.{one}" for one in parameters}
     return tuple(sorted(modules | parameters))
+
+
+def _of_all_layers(modules: set[str]) -> set[str]:
+    """Return names without their layer where each is in all layers, as PEFT writes for few layers.
+
+    Whether a model has more layers is seen from the adapters' tensors.
+    """
+    found: dict[str, set[int]] = {}
+    for one in modules:
+        if (part := _LAYER.fullmatch(one)) is None:
+            return modules
+        found.setdefault(part[2], set()).add(int(part[1]))
+    layers = set().union(*found.values())
+    is_whole = layers == set(range(len(layers))) and all(one == layers for one in found.values())
+    return set(found) if is_whole else modules
 
 
 def _names(path: Path, key: str, found: object) -> set[str]:
