@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hf_folders import TEXTS, hf_folder, model_of, write_run
 from meshwright.cli import main
 from meshwright.data import IGNORE, Sampler, load_tokenizer
-from meshwright.data.view import Shard, split
+from meshwright.data.view import Mask, Shard, split
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.evaluate import score, text
 from meshwright.evaluate.perplexity import measure, standard_error
@@ -148,6 +148,19 @@ def test_bytes_are_those_of_the_text(packing, limit, tmp_path):
         assert share / 2 < found.bytes < min(whole, 2 * share)
     assert (found.text_nats < found.nats) == (limit is None)
     assert found.bits_per_byte == found.text_nats / math.log(2) / found.bytes
+
+
+def test_of_conversations_the_answers_alone_have_bytes(tmp_path):
+    tokenizer = load_tokenizer(str(hf_folder(tmp_path)))
+    parts = [tokenizer.pack([text])[0] for text in ("Q what is it?", "it is naïve", "Q", "日本語")]
+    parts = [ids[ids != tokenizer.eos_id] for ids in parts]
+    ids, is_answer = np.concatenate(parts).astype(np.int64), (0, 1, 0, 1)
+    mask = np.repeat(np.array(is_answer, dtype=np.uint8), [len(one) for one in parts])
+    shard = Shard(None, ids, np.array([len(ids)]), mask=Mask(mask, None))
+    windows = Windows(split([shard], 0.0, 320)[0], 16, 16, "stream")
+    found = measure(model_of(), windows, tokenizer, len(windows), 4)
+    assert found.tokens == mask.sum()
+    assert found.bytes == len("it is naïve".encode()) + len("日本語".encode())
 
 
 def evaluated(capsys, *words):

@@ -131,7 +131,7 @@ REFUSED = [
     (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2 .* 1"),
     (LLAMA, {"is_causal": False}, "is_causal = False .* True"),
     (LLAMA, {"model_type": "mistral", "sliding_window": 8,
-     "layer_types": ["sliding_attention", "full_attention"]}, "layer_types differs from sliding_wi"),
+     "layer_types": ["sliding_attention", "full_attention"]}, "layer_types differs from slid"),
     (LLAMA, {"model_type": "mistral", "sliding_window": None,
      "layer_types": ["sliding_attention"] * 2}, 'layer_types .* = None.*"full_attention" for all'),
     (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config = .*bits"),

@@ -271,6 +271,66 @@ def test_megatron_defaults_that_meshwright_lacks(tmp_path):
     assert all(e.is_default for e in refused.values())
 
 
+@pytest.mark.parametrize(
+    ("words", "activation"),
+    [("", "gelu_tanh"), ("--no-bias-gelu-fusion", "gelu"), ("--disable-bias-linear", "gelu")],
+)
+def test_megatron_s_gelu_is_that_of_its_kernel(tmp_path, words, activation):
+    text = ARGS.replace("--normalization RMSNorm --swiglu", words)
+    if "--disable" not in words:
+        text = text.replace(" --disable-bias-linear", "")
+    text = text.replace("--num-query-groups 2", "--num-query-groups 4")
+    given = imported(tmp_path, text, "run.sh").given
+    assert given["model"]["activation"].value == activation
+
+
+def test_megatron_defaults_of_sgd_and_of_wsd(tmp_path):
+    given = imported(tmp_path, f"{ARGS} --optimizer sgd", "run.sh").given
+    assert given["optimizer"]["momentum"].value == 0.9
+    text = f"{ARGS} --lr-decay-style WSD --lr-wsd-decay-iters 20"
+    (refused,) = imported(tmp_path, text, "run.sh").report.refused
+    assert (refused.key, refused.value) == ("lr-wsd-decay-style", "exponential")
+    config_of(imported(tmp_path, f"{text} --lr-wsd-decay-style linear", "run.sh"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--train-iters 50",  # 1600 samples are 100 steps
+        "--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
+        "--recompute-activations --recompute-granularity full --recompute-method uniform",
+        "--lr-warmup-iters 5",
+    ],
+)
+def test_keys_that_set_one_thing_to_two_values_contradict(tmp_path, words):
+    found = imported(tmp_path, f"{ARGS} {words}", "run.sh").report.refused
+    assert len(found) >= 2
+    assert {one.verdict for one in found} == {"contradictory"}
+    assert "cannot be both" in found[0].note
+
+
+def test_deepspeed_s_keys_that_set_one_thing_to_two_values_contradict(tmp_path):
+    parallel = {"tensor_parallel": {"autotp_size": 2, "tp_size": 1}}
+    keys = {one.key for one in imported(tmp_path, DS | parallel).report.refused}
+    assert keys >= {"tensor_parallel.autotp_size", "tensor_parallel.tp_size"}
+
+
+def test_deepspeed_s_peak_rate_is_the_schedule_s_default(tmp_path):
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}}
+    found = imported(tmp_path, DS | {"scheduler": schedule})
+    assert found.given["optimizer"]["lr"].value == 0.001
+    assert entry(found, "optimizer.params.lr").verdict == "ignored"
+
+
+def test_weight_decay_through_momentum_is_refused(tmp_path):
+    params = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
+    sgd = {"optimizer": {"type": "SGD", "params": params}}
+    (refused,) = imported(tmp_path, DS | sgd).report.refused
+    assert refused.key == "optimizer.params.weight_decay"
+    params["momentum"] = 0.0
+    assert not imported(tmp_path, DS | sgd).report.refused
+
+
 def test_command_lines():
     found, clashes = read_arguments(
         "A=${B:-7}\nC=$(($A*2))\npython train.py --x $A --y $C --z '1 2' --flag --l 1 2\n"

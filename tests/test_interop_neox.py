@@ -93,6 +93,11 @@ def test_gpt_neox_saves_by_either_name_of_the_interval(tmp_path):
         ("1.0e-8", "1.0e_8", "optimizer.params.eps"),
         ('"split": "949,50,1"', '"split": "all"', "split"),
         ('"model_parallel_size": 2', '"model_parallel_size": 8', "train_micro_batch_size_per_gpu"),
+        (
+            '"num_layers": 2',
+            '"num_layers": 2, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}',
+            "scheduler.params.warmup_max_lr",
+        ),
     ],
 )
 def test_gpt_neox_refusals(tmp_path, old, new, key):

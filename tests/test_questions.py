@@ -12,6 +12,7 @@ from meshwright.layout import Layout, broken
 from meshwright.predict.price import price, worst_estimate, worst_memory
 from meshwright.search.fine_tuning import fine_tunings
 from meshwright.search.lightest import lightest, lightest_of, with_train
+from meshwright.search.plan import setting_of
 from meshwright.search.questions import (
     cheapest,
     fewest_devices,
@@ -80,6 +81,15 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     most = max(one.sequences for one in found)
     assert found[-1].sequences == most
     assert largest_batches(A40S, 8) == found
+
+
+def test_the_longest_context_is_found_where_the_closed_form_takes_too_much_for_it():
+    """Its estimate says that a million tokens fit, which no exact layout does."""
+    words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm"]
+    one = setting_of(mw.load_config(overrides=words))
+    length, found = longest_context(one, 8)
+    assert length >= 1 << 19
+    assert found.memory.total <= 0.95 * found.memory.limit
 
 
 def test_the_longest_context_fits_and_the_next_length_does_not():
@@ -333,3 +343,30 @@ def test_auto_keeps_what_is_given_and_names_the_plan(capsys, tmp_path, monkeypat
     code, out = run(capsys, "train", *TINY, "layout.auto=true", "cluster.memory=1KiB")
     assert code == 2
     assert "no layout" in out.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.precision=fp16"], "requires train.precision = bf16, but it is fp16"),
+        (["lora.rank=8"], "train.fp8 = true has no adapters"),
+        (["cluster.preset=a100-80gb"], "a100-80gb has no products in float8"),
+    ],
+)
+def test_a_plan_with_float8_that_cannot_be_is_refused_by_its_rule(words, told, capsys):
+    plan = ["plan", "model.preset=llama-3.2-1b", "cluster.preset=h100-sxm", "train.fp8=true"]
+    assert main([*plan, *words]) == 2
+    assert told in capsys.readouterr().err
+    assert main([*plan, "--top", "1"]) == 0
+    assert "priced as bf16" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_cost_of_a_run_has_all_its_digits(capsys):
+    words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=2"]
+    asked = ["--devices", "8..16", "--tokens", "1T", "--price", "h100-sxm=2.5", "--json"]
+    assert main(["plan", *words, *asked]) == 0
+    points = json.loads(capsys.readouterr().out)["answers"]["devices"]
+    assert main(["plan", *words, *asked[:-1]]) == 0
+    out = capsys.readouterr().out
+    for one in points:
+        assert f"{one['takes']['cost']:,.0f}" in out

@@ -55,6 +55,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.3g}"
 
 
+def format_money(amount: float) -> str:
+    """Return an amount with four significant digits, and all digits of a large one."""
+    return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.4g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration, such as `1h02m`, `3m20s`, `4.1s`, `12ms` or `3.4ms`."""
     if seconds >= 3600:

@@ -36,7 +36,7 @@ from meshwright.cli.serve import add_serve, frozen_page, serve_page
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.execute.machine.processor import processor
-from meshwright.launch.checks.notes import layout_notes, preset_note
+from meshwright.launch.checks.notes import layout_notes, plan_notes
 from meshwright.launch.machines.compiler import lacks_compiler
 from meshwright.launch.machines.machine import detect
 from meshwright.launch.measure.measuring import measured_first
@@ -282,8 +282,7 @@ def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
-    other = preset_note(made.config)
-    for text in [*([] if other is None else [other]), *_defaults(made.config)]:
+    for text in [*plan_notes(made.config), *_defaults(made.config)]:
         say(f"note: {text}")
     known = setting.calibration
     if known is not shipped_calibration():

@@ -24,7 +24,7 @@ from meshwright.search.fine_tuning import FineTuning
 from meshwright.search.plan import Plan, prediction_json
 from meshwright.search.questions import LargestBatch, Offer
 from meshwright.search.ways_to_fit import WayToFit
-from meshwright.units import format_bytes, format_count, format_seconds
+from meshwright.units import format_bytes, format_count, format_money, format_seconds
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _cheapest(
         say("cost of a million tokens, in the currency of the prices:")
         rows = table("devices", "cost", "layout", "memory", "tokens/s")
         for one in found:
-            rows.add_row(f"{one.devices} {one.device}", f"{one.cost:.4g}", *_row(one.found))
+            rows.add_row(f"{one.devices} {one.device}", format_money(one.cost), *_row(one.found))
         Console().print(rows)
 
     return [_offer(one) for one in found], show

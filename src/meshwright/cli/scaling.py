@@ -19,7 +19,7 @@ from meshwright.search.pins import given
 from meshwright.search.plan import Plan
 from meshwright.search.saved import read_plan
 from meshwright.search.scaling import Cost, Point, best_cost, counts_between, curve
-from meshwright.units import format_bytes, format_count, format_seconds
+from meshwright.units import format_bytes, format_count, format_money, format_seconds
 
 _MOST_DEVICES: Final = 1 << 17
 _COUNT: Final[Mapping[str, float]] = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -99,7 +99,7 @@ def print_curve(points: list[Point]) -> None:
             rows.add_row(f"{one.devices}", "no layout fits", *["-"] * (4 + len(last)), "")
             continue
         found = one.found
-        cost = [f"{one.cost.money:,.4g}"] if has_price else []
+        cost = [format_money(one.cost.money)] if has_price else []
         bar = "█" * max(1, round(_BAR * found.tokens_per_s / max(rates)))
         rows.add_row(
             f"{one.devices}",

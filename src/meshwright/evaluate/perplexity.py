@@ -122,4 +122,8 @@ def _texts(windows: Windows, ranges: NDArray[np.int64]) -> Iterator[NDArray[np.i
         if windows.packing == "documents":  # of which the first token is not scored
             begins = begins + np.isin(begins, ends)
         for begin, end in zip(begins.tolist(), stops.tolist(), strict=True):
-            yield view.read(begin, end)
+            ids, is_scored = view.read(begin, end), view.read_mask(begin, end)
+            cuts = np.flatnonzero(np.diff(is_scored)) + 1
+            for piece, flags in zip(np.split(ids, cuts), np.split(is_scored, cuts), strict=True):
+                if flags[:1].all():  # of conversations, the answers alone
+                    yield piece

@@ -21,6 +21,7 @@ def read_deepspeed(source: ImportSource) -> None:
     read_parallel(source)
     read_precision(source)
     read_zero(source)
+    read_sgd(source)
     read_scheduler(source)
     read_batch(source, BATCH)
     source.finish()
@@ -123,6 +124,14 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def read_sgd(source: ImportSource, decay: str = "optimizer.params.weight_decay") -> None:
+    """Refuse weight decay that goes through SGD's momentum; ours is of the weights alone."""
+    momentum = source.number("optimizer.params.momentum", 0.0)
+    if source.get("optimizer.type") == "SGD" and momentum and source.number(decay, 0.0):
+        why = "SGD adds it to gradients, so that momentum keeps it; here it is decoupled"
+        source.refuse(decay, f"{why}. Nearest: 0", settled_by=["optimizer.weight_decay"])
+
+
 def read_scheduler(source: ImportSource) -> None:
     """Take the learning-rate schedule: warm-up, then constant, linear or cosine decay."""
     kind = source.get("scheduler.type")
@@ -166,7 +175,9 @@ def _read_rates(source: ImportSource, params: str, kind: str) -> None:
             why = f"the scheduler's warmup_max_lr = {lr:g} takes its place, as in DeepSpeed"
             source.ignore("optimizer.params.lr", why)
     elif kind == "WarmupDecayLR" and source.values.get(highest) is None:
-        source.fill("optimizer.lr", 0.001, "DeepSpeed's default of warmup_max_lr")
+        why = "DeepSpeed's default of warmup_max_lr"
+        source.imply("optimizer.lr", 0.001, why)
+        source.ignore("optimizer.params.lr", f"{why} = 0.001 takes its place, as in DeepSpeed")
     for key in (first, f"{params}warmup_min_ratio"):
         if source.get(key) in (0, 0.0):
             source.honour(key, note="warm-up from nothing")

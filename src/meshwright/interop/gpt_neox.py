@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.interop.architecture import KeyValue, Traits, read_family
 from meshwright.interop.batch import read_batch
-from meshwright.interop.deepspeed import BATCH, read_precision, read_zero
+from meshwright.interop.deepspeed import BATCH, read_precision, read_sgd, read_zero
 from meshwright.interop.documents import read_split
 from meshwright.interop.source import ImportSource
 from meshwright.spec.resolve import BUILTIN_VOCAB, tokenizer_json_size
@@ -29,6 +29,7 @@ def read_gpt_neox(source: ImportSource) -> None:
         _read_attention(source)
     _read_precision(source)
     read_zero(source)
+    read_sgd(source, "weight_decay")
     _read_schedule(source)
     _read_recompute(source)
     _read_data(source)
@@ -207,6 +208,10 @@ def _read_precision(source: ImportSource) -> None:
 
 
 def _read_schedule(source: ImportSource) -> None:
+    why = "DeepSpeed's schedule in place of GPT-NeoX's own; nearest: lr_decay_style, warmup, min_lr"
+    source.refuse("scheduler.type", why, settled_by=["optimizer.schedule"])
+    for key in [key for key in source.values if key.startswith("scheduler.params.")]:
+        source.refuse(key, "of scheduler.type", settled_by=["optimizer.schedule"])
     style = source.get("lr_decay_style", "linear")
     ours = {"cosine": "cosine", "linear": "linear", "constant": "constant"}.get(str(style))
     if ours is None:
@@ -236,10 +241,10 @@ def _read_schedule(source: ImportSource) -> None:
     if total is not None:
         share = source.number("warmup", 0.01)
         note = f"{share:g} x {total} steps"
-        to = {"optimizer.warmup_steps": int(share * total)}
+        to = {"optimizer.warmup_steps": round(share * total)}
         source.translate("warmup", to, note)
         if "warmup" not in source.values:
-            source.fill("optimizer.warmup_steps", int(share * total), note)
+            source.fill("optimizer.warmup_steps", round(share * total), note)
 
 
 def _read_recompute(source: ImportSource) -> None:

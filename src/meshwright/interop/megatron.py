@@ -87,7 +87,12 @@ def _read_model(source: ImportSource) -> None:
     family = read_family(source, traits)
     source.honour("swiglu", {"model.activation": "silu"}, "a gated MLP")
     if not is_gated:
-        source.fill("model.activation", "gelu", "Megatron's default")
+        # The fused kernel, which the default and biases take, has the tanh form of GELU.
+        off = ("no-bias-gelu-fusion", "disable-bias-linear")
+        is_fused = not any(source.get(key) is True for key in off)
+        why = "Megatron's default: its fused kernel" if is_fused else "Megatron's default unfused"
+        source.fill("model.activation", "gelu_tanh" if is_fused else "gelu", why)
+        source.honour("no-bias-gelu-fusion", note="GELU without the tanh approximation")
     kind = source.get("position-embedding-type", "learned_absolute")
     if source.get(_ROTARY) is True or kind == "rope":
         source.honour("position-embedding-type", note="as both families do")
@@ -193,7 +198,7 @@ def _read_schedule(source: ImportSource) -> None:
         ("lr-warmup-fraction", source.number("lr-warmup-fraction", 0.0) * (decay or steps or 0)),
     ):
         if warmup is not None:
-            source.translate(key, {"optimizer.warmup_steps": int(warmup)})
+            source.translate(key, {"optimizer.warmup_steps": round(warmup)})
     if source.target("optimizer.warmup_steps") is None:
         source.fill("optimizer.warmup_steps", 0, "Megatron's default: no warm-up")
     lr = source.number("lr", 0.0)
@@ -202,6 +207,12 @@ def _read_schedule(source: ImportSource) -> None:
         source.translate("min-lr", {"optimizer.min_lr_ratio": ratio}, f"of lr = {lr:g}")
         if "min-lr" not in source.values:
             source.fill("optimizer.min_lr_ratio", 0.0, "Megatron's default of min-lr is 0")
+    if source.get("optimizer") == "sgd" and "sgd-momentum" not in source.values:
+        source.fill("optimizer.momentum", 0.9, "Megatron's default of sgd-momentum")
+    if source.get("lr-decay-style") == "WSD":
+        why = "the last steps fall straight; nearest: linear"
+        if source.get("lr-wsd-decay-style", "exponential") != "linear":
+            source.refuse("lr-wsd-decay-style", why, default="exponential")
     betas = [source.number("adam-beta1", 0.9), source.number("adam-beta2", 0.999)]
     for name in ("adam-beta1", "adam-beta2"):
         source.translate(name, {"optimizer.betas": betas})

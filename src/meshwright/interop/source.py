@@ -181,6 +181,19 @@ class ImportSource:
             with_it = not row.given_with or row.given_with in self.values
             if silent and with_it and row.to not in self._set():
                 self.fill(row.to, row.default, f"{table.name}'s default of {key}")
+        self._compare()
+
+    def _compare(self) -> None:
+        """Contradict keys of the file that set one Meshwright key to different values."""
+        setters: dict[str, list[KeyReport]] = {}
+        for entry in self.entries.values():
+            for name in entry.to:
+                setters.setdefault(name, []).append(entry)
+        for name, entries in setters.items():
+            if any(not _equal(one.to[name], entries[0].to[name]) for one in entries[1:]):
+                told = ", ".join(f"{one.key} gives {one.to[name]!r}" for one in entries)
+                why = f"{name} cannot be both: {told}; keep one"
+                self.contradict([one.key for one in entries], why, [name])
 
     def _rows(self) -> list[tuple[Table, str, KeyRow]]:
         """Return all rows; where two tables have a key, the first one's."""

@@ -42,6 +42,8 @@ def refuse(setting: Setting, pins: Pins) -> ConfigError:
     """Return why no layout of the cluster's devices can have the given keys, with the nearest."""
     devices, train = setting.cluster.devices, setting.train
     if not pins:
+        if (rule := broken(setting.model, train, Layout())) is not None:  # whatever the layout
+            return ConfigError(refusal(rule, legal=nearest_legal(setting.model, train, Layout())))
         text = f"no layout of {devices} devices is legal with train.batch = {train.batch}"
         return ConfigError(text)
     values: dict[str, Any] = dict(pins)

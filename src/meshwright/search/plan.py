@@ -144,6 +144,10 @@ def plan(
     for the best layout. Raises `ConfigError` where no layout is legal.
     """
     setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
+    device = setting.cluster.device
+    if config.train.fp8 and not setting.on_cpu and "fp8" not in device.peaks:
+        rule = f"train.fp8 = true, but {device.name} has no products in float8"
+        raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))
     prices, devices = prices or KnownPrices(), setting.cluster.devices
     found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
     if not found.considered:

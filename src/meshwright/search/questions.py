@@ -19,8 +19,8 @@ from meshwright.spec.training import Recompute
 _FILL = 4
 # A batch is at speed with this share of the fastest's tokens per second.
 _AT_SPEED = 0.9
-# Contexts are tried up to this length, each octave in eighths.
-_LONGEST = 1 << 27
+# Contexts are tried from the shortest of these lengths to the longest, each octave in eighths.
+_SHORTEST, _LONGEST = 1 << 4, 1 << 27
 _OCTAVE = 8
 # The keys of a layout that `lightest_of` chooses, as a division has them.
 _PLAIN = {"zero": 0, "schedule": "1f1b", "virtual_stages": 1}
@@ -173,18 +173,27 @@ def longest_context(
     without offload. None where not even the shortest fits.
     """
     fits = Lengths(setting, devices, _limit(setting, margin)).fit
+
+    def exactly(length: int) -> Prediction | None:
+        if not fits(length):
+            return None
+        found = Search(with_train(setting, seq_len=length), devices, margin).run(1)
+        is_fine = found.ranked and found.ranked[0].layout.offload == "none"
+        return found.ranked[0] if is_fine else None
+
     octave = 1 << 10
-    while octave > 16 and not fits(octave):
-        octave //= 2
     while octave < _LONGEST and fits(2 * octave):
         octave *= 2
+    # The closed form is a few percent off: what it takes for the longest may not fit.
+    while (least := exactly(octave)) is None:
+        octave //= 2
+        if octave < _SHORTEST:
+            return None
     step = octave // _OCTAVE
-    for length in range(octave + (_OCTAVE - 1) * step, octave - step, -step):
-        if fits(length):
-            found = Search(with_train(setting, seq_len=length), devices, margin).run(1)
-            if found.ranked and found.ranked[0].layout.offload == "none":
-                return length, found.ranked[0]
-    return None
+    for length in range(octave + (_OCTAVE - 1) * step, octave, -step):
+        if (found := exactly(length)) is not None:
+            return length, found
+    return octave, least
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,13 @@ def config_notes(config: Config) -> Iterator[str]:
 _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 
 
+def plan_notes(config: Config) -> list[str]:
+    """Return notes on what a plan leaves out."""
+    other = preset_note(config)
+    fp8 = "train.fp8 = true is priced as bf16: float8 products are faster than predicted"
+    return [*([] if other is None else [other]), *([fp8] if config.train.fp8 else [])]
+
+
 def preset_note(config: Config) -> str | None:
     """Return a note if the given sizes differ from those of the preset."""
     of_preset = ("preset ", "derived", "default", "data.tokenizer")
