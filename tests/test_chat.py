@@ -64,6 +64,15 @@ def test_alpaca_with_an_input_and_a_system():
     assert roles == [("system", "be short"), ("user", "add\n\n1 2"), ("assistant", "3")]
 
 
+def test_what_a_row_does_not_train_may_be_marked_so():
+    asked = [{**ASKED, "weight": 0}, {**SAID, "weight": 0}, ASKED]
+    for row in (
+        {"messages": [{**ASKED, "weight": 0}, {**SAID, "weight": 1}]},
+        {"prompt": asked, "completion": [SAID]},
+    ):
+        assert conversation_of(row, "").messages[-1]["content"] == SAID["content"]
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -76,6 +85,11 @@ def test_alpaca_with_an_input_and_a_system():
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
         ({"conversations": [{"from": "gtp", "value": "a"}]}, "nearest legal: gpt"),
         ({"instruction": 1, "output": "a"}, "field 'instruction' is a int"),
+        ({"messages": [ASKED, {**SAID, "weight": 0}]}, "message 2 has weight = 0, but all answers"),
+        (
+            {"conversations": [{"from": "gpt", "value": "a", "train": False}]},
+            "message 1 has train = False, but all answers are trained",
+        ),
     ],
 )
 def test_rows_that_are_no_conversation(row, why):

@@ -99,7 +99,7 @@ def print_curve(points: list[Point]) -> None:
             rows.add_row(f"{one.devices}", "no layout fits", *["-"] * (4 + len(last)), "")
             continue
         found = one.found
-        cost = [format_money(one.cost.money)] if has_price else []
+        cost = [] if one.cost.money is None else [format_money(one.cost.money)]
         bar = "█" * max(1, round(_BAR * found.tokens_per_s / max(rates)))
         rows.add_row(
             f"{one.devices}",

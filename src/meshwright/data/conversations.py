@@ -163,12 +163,26 @@ def _messages(value: object, field: str) -> list[Message]:
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {number} of {field!r} has no role")
+        if field != "prompt":
+            _check_trained(message, number)
         _check_content(message.get("content"), number)
     # Tables fill fields that a message lacks with nulls.
     return [
         {"content": None} | {key: part for key, part in message.items() if part is not None}
         for message in value
     ]
+
+
+def _check_trained(message: Mapping[str, Any], number: int) -> None:
+    """Refuse an answer that its row wants left out of the loss: all answers are trained."""
+    if _ROLES.get(str(message.get("role", message.get("from")))) == ASSISTANT:
+        for key in ("weight", "train"):
+            value = message.get(key)
+            if value is not None and not value:
+                what = f"message {number} has {key} = {value!r}, but all answers are trained"
+                raise ValueError(
+                    refusal(what, hint="Rows with 'prompt' and 'completion' train the last")
+                )
 
 
 def _check_content(content: object, number: int) -> None:
@@ -190,6 +204,7 @@ def _share_gpt(value: object) -> list[Message]:
     for number, turn in enumerate(value, 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise ValueError(f"turn {number} of 'conversations' has no text under 'value'")
+        _check_trained(turn, number)
         said = turn.get("from")
         if said not in _ROLES:
             legal = nearest(str(said), _ROLES) or ["human", "gpt", "system"]

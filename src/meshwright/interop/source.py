@@ -16,6 +16,8 @@ from meshwright.spec.loading import SECTIONS
 from meshwright.spec.training import Zero
 
 AUTO = "auto"
+# Keys whose default depends on others.
+_DERIVED = ("optimizer.lr", "optimizer.warmup_steps", "train.batch", "train.precision")
 _TOO_LARGE = 10**MAX_DIGITS
 
 
@@ -247,6 +249,8 @@ class ImportSource:
         if base is not None:
             whose = "given" if row.to in self.setting.given else "the base config's"
             return f"{whose}: {row.to} = {base}"
+        if row.to in _DERIVED:
+            return f"as Meshwright derives {row.to} from the rest"
         section, _, name = row.to.partition(".")
         default = SECTIONS[section].model_fields[name].get_default()
         return f"the default: {row.to} = {default}"

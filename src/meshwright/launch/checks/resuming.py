@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from meshwright.checkpoint.identity import check_parts, identity_of, refuse_chan
 from meshwright.data import Dataset, StreamedDataset
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.program.events import Events, ending
+from meshwright.spec.loading import KEYS, load_config
 from meshwright.training.run_folder import Job, RunFolder, read_job
 
 
@@ -40,7 +42,12 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
     run = read_job(job.folder.path).run
     if "run" in resume.allowed:  # from here on it is the run that wrote the step
         run = str(manifest.get("run", ""))
-    refuse_changed(manifest, now, run, resume.allowed)
+    try:
+        refuse_changed(manifest, now, run, resume.allowed)
+    except CheckpointError as error:
+        if told := "; ".join(_changed_model(job)):
+            raise CheckpointError(f"{error} ({told})") from error
+        raise
     # A run that was killed after its last save has an evaluation and an end to come.
     is_left = manifest["step"] == job.config.train.steps and not _has_ended(job.folder)
     if manifest["step"] >= job.config.train.steps and not is_left:
@@ -49,6 +56,16 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
             f"{job.config.train.steps} asks for no more. To train longer, give train.steps=N"
         )
     return replace(job, resume=True, allowed=resume.allowed, run=run)
+
+
+def _changed_model(job: Job) -> Iterator[str]:
+    """Yield the keys of the model and its adapters that are not as the run began."""
+    before = load_config(job.folder.config)
+    for section in ("model", "lora"):
+        old, new = (getattr(one, section).model_dump() for one in (before, job.config))
+        for key in KEYS[section]:
+            if old[key] != new[key]:
+                yield f"{section}.{key} was {old[key]}, is {new[key]}"
 
 
 def _has_ended(folder: RunFolder) -> bool:
