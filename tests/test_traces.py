@@ -63,13 +63,13 @@ def folder(tmp_path):
     return found
 
 
-def hanging(folder, tmp_path, environ):
+def hanging(folder, tmp_path, environ, timing):
     """The local ranks of a hang, and a watchdog whose clock runs ahead once they are there."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     ready = tmp_path / "ready-"
     command = [sys.executable, str(script), str(ready)]
-    ranks = LocalRanks(command, 2, folder, environ, listen_on_loopback(None), TIMING)
+    ranks = LocalRanks(command, 2, folder, environ, listen_on_loopback(None), timing)
     recorders = []
 
     def clock():
@@ -84,7 +84,7 @@ def hanging(folder, tmp_path, environ):
 def hang(folder, tmp_path, more, timing=TIMING):
     environ = {**os.environ, **more}
     with traced(environ, folder) as found:
-        ranks, watchdog = hanging(folder, tmp_path, {**environ, **found})
+        ranks, watchdog = hanging(folder, tmp_path, {**environ, **found}, timing)
         with ranks, pytest.raises(RanksFailed) as failed:
             supervise(ranks, lambda: None, timing, lambda: False, watchdog)
     return failed.value
