@@ -33,3 +33,32 @@ def test_a_scaled_model_is_measured_and_predicted(family):
     target = Target("cpu", route(case.train.matmul, Processor()), case.packed)
     predicted = timeline(lower(case.model, case.train, case.layout, target), 0).peak
     assert measured.peak.total == pytest.approx(predicted.total, rel=0.1)
+
+
+def of_table(family, word, label):
+    """The first case of a family whose label has a word, scaled, on another layout."""
+    legal = (one for one in matrix(2) if one.refused is None)
+    case = next(one for one in legal if one.model.family == family and word in one.label)
+    case = scaled(case, "torch")
+    train = case.train.model_copy(update={"batch": 8})
+    return replace(case, layout=Layout.parse(label), train=train)
+
+
+@pytest.mark.often(1)
+@pytest.mark.parametrize(
+    ("family", "word", "label"),
+    [
+        ("gpt_oss", "zbv", "pp2 zbv v2 mb2"),
+        ("qwen2_moe", "lora attn.q", "pp2 interleaved_zero_bubble v2 mb2"),  # frozen experts
+        ("qwen3_moe", "pp2", "pp2 1f1b mb2 recompute-selective"),
+        ("qwen2_moe", "lora attn.v mlp.experts", "pp2 1f1b mb2 recompute-selective"),
+        ("gpt_oss", "pp2", "pp2 1f1b mb2 recompute-full"),
+    ],
+)
+def test_memory_of_experts_is_predicted_whatever_waits_for_it(family, word, label):
+    case = of_table(family, word, label)
+    target = Target("cpu", route(case.train.matmul, Processor()), case.packed)
+    program = lower(case.model, case.train, case.layout, target)
+    for rank, measured in enumerate(on_ranks(2, measure, case=case)):
+        predicted = timeline(program, rank).peak.total
+        assert measured.peak.total == pytest.approx(predicted, rel=0.04)
