@@ -77,6 +77,8 @@ EXTRAS: Final = {
         ("meshwright[ui]", "axe-playwright-python"),
         (Package("chromium", "chromium"),),
     ),
+    # The build that the package index has, for CUDA: no GPU is needed.
+    "oldest-torch": Extra(("tests/test_oldest_torch.py",), 12, ("torch==2.11.0",)),
     "slurm": Extra(
         ("tests/test_slurm.py",),
         7,
@@ -103,9 +105,11 @@ def make(name: str, base: Path, is_pinned: bool = True) -> Path:
     (Path(above) / "beneath.pth").write_text(f"import site; site.addsitedir({beneath!r})\n")
     pip = [str(base), "-m", "pip", "--python", str(python), "install", "--quiet"]
     words = [word for file in pins for word in ("--constraint", str(file))]
-    # What is beneath stays, unless a package of the group needs another version; torch always does.
+    # What is beneath stays, unless a package of the group needs another version; torch always does,
+    # unless the group names one.
     torch = _output(base, "from importlib.metadata import version; print(version('torch'))")
-    wanted = [f"torch=={torch}", *(x for x in extra.requirements if not x.startswith("meshwright"))]
+    wanted = [x for x in extra.requirements if not x.startswith("meshwright")]
+    wanted += [] if any(x.startswith("torch==") for x in wanted) else [f"torch=={torch}"]
     ours = [one for one in extra.requirements if one.startswith("meshwright")] or ["meshwright"]
     editable = [f"{ROOT}{one.removeprefix('meshwright')}" for one in ours]
     subprocess.run([*pip, *words, "--editable", *editable, *wanted], check=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.context import Context
+from meshwright.models.ops import returned
 
 # splitmix64 (doi.org/10.1145/2660193.2660195) with the constants of Stafford's mix 13.
 _MIX: Final = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -74,7 +75,7 @@ class _Dropout(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(keys, places)
         ctx.p, ctx.site, ctx.first = p, site, first
-        return _drop(x, p, keys, places, site, first)
+        return returned(_drop(x, p, keys, places, site, first))
 
     @staticmethod
     @once_differentiable

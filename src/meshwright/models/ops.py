@@ -64,7 +64,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, name: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.name = name
-        return activated(gate, name).mul_(up)
+        return returned(activated(gate, name).mul_(up))
 
     @staticmethod
     @once_differentiable
@@ -131,8 +131,7 @@ class _RMSNorm(torch.autograd.Function):
         scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         ctx.plus_one = plus_one
-        out: Tensor = (wide * scale).mul_(factor(weight, plus_one)).to(x.dtype)
-        return out
+        return returned((wide * scale).mul_(factor(weight, plus_one)).to(x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -163,13 +162,22 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
+        return returned(_turn(x, cos, sin, 1.0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, sin, -1.0), None, None
+
+
+def returned(x: Tensor) -> Tensor:
+    """Return the result of a Function's forward that was written in place, as torch 2.11 needs it.
+
+    Its compiler would hand zeros to the backward of such a result, without a word
+    (github.com/pytorch/pytorch/issues/180642; mended in 2.12). It takes a view of it.
+    """
+    return x.view_as(x)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from meshwright.models.context import Context
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
 from meshwright.models.norms import RMSNorm
-from meshwright.models.ops import factor, widened
+from meshwright.models.ops import factor, returned, widened
 
 
 class ColumnLinear(nn.Linear):
@@ -138,7 +138,7 @@ class _NormOverRanks(torch.autograd.Function):
         ctx.save_for_backward(q, k, q_weight, k_weight, scales)
         ctx.plus_one, ctx.link, ctx.sizes = plus_one, link, sizes
         q_out, k_out = (
-            (widened(x) * scale[..., None]).mul_(factor(weight, plus_one)).to(x.dtype)
+            returned((widened(x) * scale[..., None]).mul_(factor(weight, plus_one)).to(x.dtype))
             for x, weight, scale in zip((q, k), (q_weight, k_weight), scales, strict=True)
         )
         return q_out, k_out

@@ -1,0 +1,68 @@
+"""What the oldest torch that the package takes computes: compiled blocks, and ZeRO by FSDP2.
+
+Its compiler has faults of its own, which newer ones hide. `python3 -m ci.extras oldest-torch` makes
+an environment with it, and runs this.
+"""
+
+import re
+import shutil
+from importlib.metadata import requires
+
+import pytest
+import torch
+
+from meshwright.launch.proofs.proof import prove_cases
+from meshwright.layout import Layout
+from meshwright.prove.shrink import shrink
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+from runs import clean_environ
+from test_compile import LABELS, MODELS, SIZES
+
+# As metadata says it: "torch>=2.11; extra ...".
+OLDEST = next(
+    found[1] for one in requires("meshwright") if (found := re.match(r"torch>=([\d.]+)", one))
+)
+EXPERTS = {**SIZES, "experts": 4, "top_k": 2, "n_kv_heads": 2}
+MORE = {
+    "gemma2": {**SIZES, "family": "gemma2", "n_kv_heads": 2, "layer_pattern": [{"window": 7}, {}]},
+    "dropout": {**SIZES, "dropout": 0.1},
+    "qwen3_moe": {**EXPERTS, "family": "qwen3_moe"},
+    "gpt_oss": {**EXPERTS, "family": "gpt_oss"},
+}
+ALONE = tuple((family, "mb2", precision) for family in MORE for precision in ("fp32", "bf16"))
+# Not compiled.
+PLAIN = (
+    ("llama", "shard2 zero2 mb1", "fp32"),
+    ("llama", "shard2 zero3 mb1 recompute-full", "bf16"),
+    ("llama", "cp2-ring tp2 sp mb1", "fp32"),
+    ("qwen3_moe", "dp2 ep2 mb1", "fp32"),
+    ("neox", "pp2 zbv v2 mb1", "fp32"),
+)
+
+
+def holds(family, label, precision, *, compiles):
+    train = TrainSpec(batch=8, seq_len=32, precision=precision, compile=compiles)
+    spec = model_spec(**{**MODELS, **MORE}[family])
+    cases = list(shrink(spec, train, Layout.parse(label), packed=False))
+    for outcome in prove_cases(cases, clean_environ(), lambda outcome: None):
+        assert outcome.passed, outcome.lines()
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not torch.__version__.startswith(f"{OLDEST}."), reason=f"torch is not {OLDEST}"
+    ),
+]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
+@pytest.mark.parametrize(("family", "label", "precision"), [*LABELS, *ALONE])
+def test_compiled_blocks_have_the_gradients_of_one_device(family, label, precision):
+    holds(family, label, precision, compiles=True)
+
+
+@pytest.mark.parametrize(("family", "label", "precision"), PLAIN)
+def test_layouts_have_the_gradients_of_one_device(family, label, precision):
+    holds(family, label, precision, compiles=False)
