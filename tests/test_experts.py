@@ -162,6 +162,19 @@ def test_selective_recomputation_keeps_the_products_of_experts(one_kernel, monke
     assert work(whole) > work(mlp)
 
 
+@pytest.mark.parametrize("counts", [[3, 0, 5, 8], [0, 0, 16, 0]])
+def test_sums_of_groups_are_no_products_of_a_layer_on_a_gpu_either(counts, monkeypatch):
+    torch.manual_seed(0)
+    rows, factors, sizes = torch.randn(16, 32), torch.randn(16), torch.tensor(counts)
+    by_host = grouped.sums(rows, factors, sizes)
+    monkeypatch.setattr(grouped, "counts_are_on_device", lambda rows: True)
+    with WorkCounter() as counter:
+        found = grouped.sums(rows, factors, sizes)
+    torch.testing.assert_close(found, by_host)
+    assert counter.products == 0
+    torch.library.opcheck(torch.ops.meshwright.sums_by_picks.default, (rows, factors, sizes))
+
+
 def test_parameters_are_counted_whole_and_as_a_token_meets_them():
     spec = spec_of("two of five")
     model = build_model(spec)

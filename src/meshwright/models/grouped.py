@@ -101,13 +101,26 @@ def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
     rows `[total, dim]`, sorted by group; factors `[total]`, of the dtype of rows.
     """
     if counts_are_on_device(rows):
-        groups = torch.arange(len(counts), device=rows.device)
-        of = groups.repeat_interleave(counts, output_size=len(rows))
-        picks = torch.zeros(len(counts), len(rows), dtype=rows.dtype, device=rows.device)
-        return picks.scatter_(0, of[None], factors[None]) @ rows
+        found: Tensor = _sums_by_picks(rows, factors, counts)
+        return found
     sizes = on_host(counts, len(rows))
     parts = zip(torch.split(rows, sizes), torch.split(factors, sizes), strict=True)
     return torch.stack([part.t() @ factor for part, factor in parts])
+
+
+# An operator of its own, since it is a sum, which no count of a layer's products has.
+@torch.library.custom_op("meshwright::sums_by_picks", mutates_args=())
+def _sums_by_picks(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
+    """Return `sums` without a wait for the counts, by a product with each group's factors."""
+    groups = torch.arange(len(counts), device=rows.device)
+    of = groups.repeat_interleave(counts, output_size=len(rows))
+    picks = torch.zeros(len(counts), len(rows), dtype=rows.dtype, device=rows.device)
+    return picks.scatter_(0, of[None], factors[None]) @ rows
+
+
+@_sums_by_picks.register_fake
+def _(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
+    return rows.new_empty(len(counts), rows.shape[-1])
 
 
 def dots(rows: Tensor, each: Tensor, counts: Tensor) -> Tensor:
