@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.bench import compiling as measured_compiling
+from meshwright.bench.blocks import bytes_moved, own
 from meshwright.bench.compiling import compiling
 from meshwright.cli import bench
 from meshwright.cli.main import main
@@ -168,7 +169,7 @@ def test_bench_device_compiles_what_the_config_trains(monkeypatch, capsys):
 def test_blocks_that_take_too_long_are_not_compiled_to_be_measured():
     config = load_config(None, ["model.preset=llama-3-70b"])
     case = Case(config.model, config.train, LAYOUT)
-    assert compiling(torch.device("cpu"), case, 1.0) == {}
+    assert compiling(torch.device("cpu"), case, 1.0, 3e9) == {}
 
 
 def small_case():
@@ -197,9 +198,12 @@ def test_what_is_measured_of_compiling_is_told_of_it(monkeypatch):
     monkeypatch.setattr(measured_compiling, "compiler", lambda route: marks)
     monkeypatch.setattr(measured_compiling, "_seconds", seconds)
     monkeypatch.setattr(measured_compiling, "_kept", kept)
-    found = compiling(torch.device("cpu"), small_case(), 0.01)
+    found = compiling(torch.device("cpu"), small_case(), 0.01, 3e9)
+    moved = bytes_moved("bf16", own(torch.device("cpu"), small_case()))
+    depth = 4  # blocks are timed together
     assert found == {
         "compile.gain.bf16": 1.5,
+        "saves.bf16": pytest.approx(1.0 / depth * 3e9 / moved),
         "compile.memory.bf16": 0.75,
         "compile.seconds.bf16": 100.0,
     }
@@ -218,8 +222,9 @@ def test_what_a_forward_keeps_is_counted():
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
 def test_blocks_are_compiled_to_be_measured():
-    found = compiling(torch.device("cpu"), small_case(), 0.01)
-    assert list(found) == [f"compile.{what}.bf16" for what in ("gain", "memory", "seconds")]
+    found = compiling(torch.device("cpu"), small_case(), 0.01, 3e9)
+    of_blocks = [f"compile.{what}.bf16" for what in ("memory", "seconds")]
+    assert list(found) == ["compile.gain.bf16", "saves.bf16", *of_blocks]
     assert 0.1 < found["compile.memory.bf16"] <= 1  # a Xeon with AMX keeps all of it
     assert found["compile.gain.bf16"] > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

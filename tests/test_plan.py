@@ -101,7 +101,7 @@ def test_the_ranking_cuts_no_word(capsys, monkeypatch, columns):
     """It told of a layout that is "faster, but les simple"."""
     monkeypatch.setenv("COLUMNS", columns)
     config = ROOT / "examples/plans/llama-2-7b-8-a40.toml"
-    code, out = run(capsys, "plan", str(config), "--top", "3")
+    code, out = run(capsys, "plan", str(config), "--top", "5")
     assert code == 0
     lines = out.out.splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("layout "))

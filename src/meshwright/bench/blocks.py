@@ -189,7 +189,12 @@ def seconds_per_byte(
     for product in work.products:
         share = math.prod(side / (side + half) for side in product.sides)
         left -= PASSES * product.flops / (peak * share)
-    return max(left, 0.0) / (PASSES * forward_moved(work, SYSTEMS["meshwright"]))
+    return max(left, 0.0) / bytes_moved(precision, shape)
+
+
+def bytes_moved(precision: str, shape: Shape) -> float:
+    """Return the bytes that a forward and a backward of a block move beside products."""
+    return PASSES * forward_moved(_work(precision, shape), SYSTEMS["meshwright"])
 
 
 def by_rows(

@@ -80,7 +80,7 @@ def calibrate(
     if effort.in_full and case is not None and own is not None:
         constants |= _of_blocks(world, effort.budget_s, case, own)
     if case is not None and compiles:
-        constants |= compiling(world.device, case, effort.budget_s)
+        constants |= compiling(world.device, case, effort.budget_s, constants["bandwidth"])
         take_route("auto", world.device)
     # On a machine that is busy otherwise, what ranks wait for is mostly what others do.
     if effort.in_full or had_core >= QUIET:

@@ -70,7 +70,8 @@ class Kernels:
     Products follow the roofline of their peak and their bytes (Williams et al., 2009). The peak is
     reduced by `d / (d + half)` for each dimension d, because tiles at the edges are not full. A
     kernel never takes less than the host's launch time. `compile_gain` divides the time of a
-    layer's memory-bound work. `matmul` names the route of fp32 products that has separate
+    layer; `saves` is what compiling saves instead, in times of the bytes that a layer moves beside
+    products. `matmul` names the route of fp32 products that has separate
     constants.
     """
 
@@ -86,6 +87,7 @@ class Kernels:
         matmul: Matmul = "auto",
         target: Target = _ANY,
         routed: Picks | None = None,
+        saves: float = 0.0,
     ) -> None:
         kinds = (f"{system.name}.{device.kind}", system.name, device.kind)
         find = calibration.find
@@ -99,7 +101,7 @@ class Kernels:
         self.slower = find("measured.compute", *kinds)
         self.network, self.system = network, system
         self.compile_gain = compile_gain / self.slower
-        self.target = target
+        self.saves, self.target = saves, target
         share = find(f"products.{products}.{matmul}", *kinds)
         self.peak = device.peak(products, tf32=target.tf32) * share
         share = find(f"products.{precision}.{matmul}", *kinds)
@@ -167,12 +169,12 @@ class Kernels:
         products = sum(whole)
         of_products = sum(map(mul, whole, (shape.backward for shape in work.products)))
         attention = self._attention(work, element)
-        moved = self._moved(work)
+        moved, saved = self._moved(work), self._saved(work)
         host = (len(work.products) + _SMALL_KERNELS) * self.launch
         if any(shape.groups > 1 for shape in work.products):
             host += self.per_experts
-        backward = of_products + attention[1] + _MOVED_BACKWARD * moved
-        forward = self._with_host(products + attention[0] + moved, host, 1)
+        backward = of_products + attention[1] + _MOVED_BACKWARD * (moved - saved)
+        forward = self._with_host(products + attention[0] + moved - saved, host, 1)
         backward = self._with_host(backward, host, PRODUCT_BACKWARD)
         again = {
             "none": 0.0,
@@ -283,6 +285,10 @@ class Kernels:
     def _moved(self, work: Work) -> float:
         """Return the seconds of a forward beside products and attention."""
         return self.moves * forward_moved(work, self.system) / self.bandwidth
+
+    def _saved(self, work: Work) -> float:
+        """Return the seconds that compiling takes off a layer's forward."""
+        return self.saves * forward_moved(work, self.system) / self.bandwidth
 
     def _loss(self, work: Work) -> float:
         """Return the seconds of the loss's forward."""

@@ -57,6 +57,12 @@ class PricedRow:
     assumed: tuple[str, ...]
 
 
+def _is_compiled(row: Row, system: System, device: Device) -> bool:
+    """Whether blocks are compiled, where that isn't part of the system: as `plan` has it."""
+    is_default = system.name == "meshwright" and device.kind != "cpu"
+    return bool(row.get("compile", is_default)) and system.name == "meshwright"
+
+
 def read_row(row: Row, calibration: Calibration) -> PricedRow:
     """Return the setting and layout of a row; raises `RowError` if too little is given."""
     assumed: list[str] = []
@@ -79,7 +85,13 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
     cluster = cluster_of(device, devices, per_node, _links(row, device))
     try:
         matmul = matmul_of(row)
-        train = TrainSpec(batch=row["gbs"], seq_len=row["seq"], precision=precision, matmul=matmul)
+        train = TrainSpec(
+            batch=row["gbs"],
+            seq_len=row["seq"],
+            precision=precision,
+            matmul=matmul,
+            compile=_is_compiled(row, system, device),
+        )
         layout = _layout(row, degrees, system, assumed)
     except ValidationError as error:
         raise RowError(str(error.errors()[0]["msg"])) from None

@@ -69,8 +69,13 @@ class Setting:
 
     @property
     def compile_gain(self) -> float | None:
-        """The measured speedup of compiled blocks; None without a measurement."""
+        """The measured speedup of the model's own blocks, compiled; None without it."""
         return self.measured(f"compile.gain.{self.train.precision}")
+
+    @property
+    def compile_saves(self) -> float:
+        """What compiling saves of blocks that are not measured, see `Kernels`."""
+        return self.calibration.find(f"saves.{self.train.precision}", self.cluster.device.kind)
 
     @property
     def compile_seconds(self) -> float:
@@ -86,6 +91,11 @@ class Setting:
         kind, system = self.cluster.device.kind, self.system.name
         slower = self.calibration.find("measured.links", f"{system}.{kind}", system, kind)
         network = Network(self.cluster, self.calibration, slower)
+        gain, saves = 1.0, 0.0
+        if self.train.is_compiled and self.compile_gain is not None:
+            gain = self.compile_gain
+        elif self.train.is_compiled:
+            saves = self.compile_saves
         return Kernels(
             self.cluster.device,
             self.system,
@@ -93,10 +103,11 @@ class Setting:
             network,
             self.train.precision,
             self.products,
-            (self.compile_gain or 1.0) if self.train.is_compiled else 1.0,
+            gain,
             self.train.matmul,
             self.target,
             Picks(self.model.experts, self.model.top_k) if self.model.experts else None,
+            saves,
         )
 
 

@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, broken
 from meshwright.layout.rules import nearest_legal
 from meshwright.predict.calibration import Calibration, calibration_named
-from meshwright.predict.catalogue import resolve_cluster, slowed
+from meshwright.predict.catalogue import Device, resolve_cluster, slowed
 from meshwright.predict.price import Prediction, price
 from meshwright.predict.setting import Setting, as_measured, imbalance_of
 from meshwright.predict.systems import SYSTEMS
@@ -20,7 +20,14 @@ from meshwright.program.target import Processor
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.choices import Chosen, choices
-from meshwright.search.compiling import NOTHING_FITS, CompileChoice, choose, decided, with_compile
+from meshwright.search.compiling import (
+    NOTHING_FITS,
+    CompileChoice,
+    choose,
+    decided,
+    unmeasured,
+    with_compile,
+)
 from meshwright.search.fine_tuning import FineTuning, fine_tunings
 from meshwright.search.pins import given, is_given, refuse, words
 from meshwright.search.prices import KnownPrices
@@ -28,7 +35,7 @@ from meshwright.search.questions import LargestBatch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
-from meshwright.spec.training import LayoutSection
+from meshwright.spec.training import LayoutSection, TrainSpec
 from meshwright.units import format_bytes
 
 # Devices of a machine that says nothing else: the ranks that a CPU is split into.
@@ -118,10 +125,15 @@ def setting_of(
         cluster,
         SYSTEMS["meshwright"],
         calibration,
-        config.train.precision,
+        products_of(config.train, cluster.device),
         packed=config.data.packing == "documents",
         imbalance=imbalance_of(config.train, calibration, cluster.device.kind),
     )
+
+
+def products_of(train: TrainSpec, device: Device) -> str:
+    """Return the dtype of a training's products on a device; a CPU has none in float8."""
+    return "fp8" if train.fp8 and "fp8" in device.peaks else train.precision
 
 
 def plan(
@@ -149,16 +161,19 @@ def plan(
         rule = f"train.fp8 = true, but {device.name} has no products in float8"
         raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))
     prices, devices = prices or KnownPrices(), setting.cluster.devices
+    if setting.compile_gain is None:  # the same for every layout
+        on_gpus = not setting.on_cpu
+        compiles = unmeasured(setting.train, lacks, on_gpus=on_gpus).compiled
+        setting = with_compile(setting, compiles=compiles)
     found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
     if not found.considered:
         raise refuse(setting, pins)
     if not found.ranked:
         return Plan(config, setting, found, margin)
-    choice = choose(setting, found.ranked[0].layout, lacks)
+    choice = choose(replace(setting, train=config.train), found.ranked[0].layout, lacks)
     if choice.compiled and not setting.train.is_compiled:
         setting = with_compile(setting, compiles=True)
-        if setting.compile_gain is not None:  # else nothing is priced otherwise
-            found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
+        found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
     return Plan(decided(config, choice), setting, found, margin, choice)
 
 
