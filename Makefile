@@ -92,14 +92,14 @@ GPU_PYTHON ?= 3.12
 GPU_OUT ?= docs/benchmarks
 GPU_ARGS ?=
 GPU_WHEELS := annotated-types markdown-it-py mdurl pydantic pygments pyyaml rich safetensors \
-	tokenizers typing-extensions typing-inspection
+	tokenizers torchao typing-extensions typing-inspection
 
 gpu:
 	PYTHONPATH=src:build/gpu:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
 
 gpu-wheels:
 	$(PYTHON) -m pip install --quiet --target build/gpu --upgrade --no-deps --only-binary :all: \
-		--platform manylinux2014_x86_64 --python-version $(GPU_PYTHON) $(GPU_WHEELS) \
+		--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --python-version $(GPU_PYTHON) $(GPU_WHEELS) \
 		"pydantic-core==$$($(BIN)/python -c 'import pydantic_core; print(pydantic_core.__version__)')" \
 		--constraint constraints.txt
 

@@ -82,7 +82,11 @@ class Trained(NamedTuple):
         own = [one for one in measured if one.blocks == blocks] or measured
         fresh = price(setting(config, layout, own[0]), layout).time.total if own else None
         mode = " ".join(
-            ("compiled" if config.train.is_compiled else "eager", *found["layout"].split()[1:])
+            (
+                "compiled" if config.train.is_compiled else "eager",
+                *(["fp8"] if config.train.fp8 else []),
+                *found["layout"].split()[1:],
+            )
         )
         return cls(
             *(found["shape"], model.n_layers, found["of"], length, mode, step),

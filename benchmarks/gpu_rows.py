@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
@@ -43,7 +44,8 @@ ALONE: Final = ("layout.dp_replicate=1", "layout.dp_shard=1")
 class Row(NamedTuple):
     """One thing to measure, of about so many seconds; `key` tells it from all others.
 
-    The seconds are guesses from a shape's FLOPs and of the compiler; no GPU has taken them yet.
+    The seconds are those of an H100 with 16 cores on 2026-11-27, with some room. It `needs` a
+    package that not every machine has.
     """
 
     key: str
@@ -55,17 +57,18 @@ class Row(NamedTuple):
     label: str = ""
     compiles: bool = False
     profiles: bool = False
+    needs: str = ""
 
 
 def training(shape: Shape, mode: str, seconds: float) -> Row:
-    """Return the row of a shape's step, "eager" or "compiled", maybe with a recomputation."""
-    how, _, recompute = mode.partition(", ")
-    compiles = how == "compiled"
-    label = " ".join(filter(None, (f"mb{shape.rows}", recompute)))
-    words = (f"train.compile={'true' if compiles else 'false'}",)
+    """Return the row of a shape's step: "eager" or "compiled", maybe a word of a layout or fp8."""
+    how, _, more = mode.partition(", ")
+    compiles, is_fp8 = how == "compiled", more == "fp8"
+    label = " ".join(filter(None, (f"mb{shape.rows}", "" if is_fp8 else more)))
+    words = (f"train.compile={'true' if compiles else 'false'}", *([FP8] if is_fp8 else []))
     key = f"train {shape.name}, {shape.length} tokens, {mode}"
-    profiles = shape.length <= 4096
-    return Row(key, "train", "train", seconds, shape, words, label, compiles, profiles)
+    profiles, needs = shape.length <= 4096 and not more, "torchao" if is_fp8 else ""
+    return Row(key, "train", "train", seconds, shape, words, label, compiles, profiles, needs)
 
 
 def calibrating(shape: Shape, seconds: float) -> Row:
@@ -78,10 +81,12 @@ def proving(*words: str) -> Row:
     """Return the row that holds a layout of one rank on the device against one CPU."""
     compiles = "train.compile=true" in words
     key = f"prove {' '.join(words)}"
-    found = (*ALONE, *words)
-    return Row(key, "checks", "prove", 30 if compiles else 8, TINY, found, "", compiles)
+    found, needs = (*ALONE, *words), "torchao" if FP8 in words else ""
+    seconds = 30 if compiles else 5
+    return Row(key, "checks", "prove", seconds, TINY, found, "", compiles, needs=needs)
 
 
+FP8: Final = "train.fp8=true"
 BF16: Final = "train.precision=bf16"
 FP32: Final = "train.precision=fp32"
 PACKED: Final = "data.packing=documents"
@@ -93,21 +98,22 @@ COMPILED: Final = "train.compile=true"
 EAGER: Final = "train.compile=false"
 # In one minute the eager rows, in five also the compiled ones, a calibration and the first proofs.
 ROWS: Final = (
-    training(LARGE_4K, "eager", 22),
-    training(SMALL_4K, "eager", 15),
-    training(LARGE_4K, "compiled", 60),
-    training(SMALL_4K, "compiled", 50),
-    calibrating(LARGE_4K, 75),
+    training(LARGE_4K, "eager", 14),
+    training(SMALL_4K, "eager", 13),
+    training(LARGE_4K, "compiled", 32),
+    training(SMALL_4K, "compiled", 32),
+    calibrating(LARGE_4K, 37),
     proving(FP32, EAGER),
     proving(BF16, EAGER, "layout.zero=3"),
     proving(BF16, COMPILED),
     proving(BF16, EAGER, *EXPERTS),
-    Row("syncs", "checks", "syncs", 60),
-    training(MIXTURE_4K, "eager", 25),
-    training(MIXTURE_4K, "compiled", 60),
-    training(LARGE_8K, "compiled", 55),
-    training(SMALL_8K, "compiled", 50),
-    calibrating(SMALL_4K, 75),
+    Row("syncs", "checks", "syncs", 50),
+    training(MIXTURE_4K, "eager", 12),
+    training(MIXTURE_4K, "compiled", 32),
+    training(LARGE_4K, "compiled, fp8", 45),
+    training(LARGE_8K, "compiled", 30),
+    training(SMALL_8K, "compiled", 30),
+    calibrating(SMALL_4K, 37),
     proving(BF16, EAGER, "layout.zero=2"),
     proving(BF16, EAGER, "layout.recompute=selective"),
     proving(BF16, EAGER, PACKED),
@@ -122,10 +128,13 @@ ROWS: Final = (
     proving(BF16, EAGER, *CAPPED),
     proving(BF16, COMPILED, PACKED, *CAPPED),
     proving(FP32, COMPILED, PACKED, *SINKS),
+    proving(BF16, COMPILED, FP8),
     Row("tests", "checks", "tests", 45),
-    training(SMALL_8K, "compiled, recompute-selective", 55),
-    training(SMALL_8K, "eager", 20),
-    training(LARGE_8K, "eager", 25),
+    training(LARGE_4K, "compiled, offload-activations", 30),
+    training(SMALL_8K, "compiled, recompute-selective", 30),
+    training(SMALL_8K, "compiled, recompute-full", 30),
+    training(SMALL_8K, "eager", 15),
+    training(LARGE_8K, "eager", 15),
 )
 TINY_ROWS: Final = (
     training(TINY, "eager", 10),
@@ -140,7 +149,8 @@ def rows(only: Collection[str] = PARTS, *, tiny: bool = False, compiles: bool = 
 
     Where a compiled row would have told what a shape does, its eager one takes its place.
     """
-    asked = [row for row in (TINY_ROWS if tiny else ROWS) if row.part in only]
+    every = TINY_ROWS if tiny else ROWS
+    asked = [row for row in every if row.part in only and is_there(row.needs)]
     if compiles:
         return asked
     by_shape = {row.shape: row for row in asked if row.work == "train" and not row.compiles}
@@ -151,6 +161,11 @@ def rows(only: Collection[str] = PARTS, *, tiny: bool = False, compiles: bool = 
         if taken is not None:
             found.setdefault(taken.key, taken)
     return list(found.values())
+
+
+def is_there(package: str) -> bool:
+    """Whether a package that a row needs, if any, is installed."""
+    return not package or importlib.util.find_spec(package) is not None
 
 
 def next_row(left: Sequence[Row], seconds: float) -> Row | None:
