@@ -59,7 +59,7 @@ class Work:
         """Measure the device with a case's blocks."""
         case = Case.from_json(asked["case"])
         found = calibrate(self._world, Effort(asked["budget_s"]), case, compiles=asked["compiles"])
-        say({name: value for name, value in found.items() if name != "curves"})
+        say(found)
 
     def prove(self, asked: Mapping[str, Any], say: Say) -> None:
         """Hold a case on the device against one CPU."""

@@ -100,7 +100,7 @@ def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
     for each half of a grid; the smallest squared error of the logarithms wins.
     """
     best = (math.inf, 0.0, 0.0)
-    for half in (0.0, *(2.0 ** (step / 4) for step in range(33))):
+    for half in (0.0, *(2.0 ** (step / 4) for step in range(41))):  # to 1,024: GPUs need hundreds
         logs = []
         for shape, seconds in found:
             share = math.prod(side / (side + half) for side in shape.sides)
