@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
@@ -57,10 +57,12 @@ class PricedRow:
     assumed: tuple[str, ...]
 
 
-def _is_compiled(row: Row, system: System, device: Device) -> bool:
-    """Whether blocks are compiled, where that isn't part of the system: as `plan` has it."""
-    is_default = system.name == "meshwright" and device.kind != "cpu"
-    return bool(row.get("compile", is_default)) and system.name == "meshwright"
+def _compile(row: Row, system: System) -> bool | Literal["auto"]:
+    """Return a row's `train.compile`, which is part of what other systems are."""
+    asked: bool | None = row.get("compile")
+    if system.name != "meshwright":
+        return False
+    return "auto" if asked is None else bool(asked)
 
 
 def read_row(row: Row, calibration: Calibration) -> PricedRow:
@@ -90,7 +92,7 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
             seq_len=row["seq"],
             precision=precision,
             matmul=matmul,
-            compile=_is_compiled(row, system, device),
+            compile=_compile(row, system),
         )
         layout = _layout(row, degrees, system, assumed)
     except ValidationError as error:

@@ -73,6 +73,14 @@ class Setting:
         return self.measured(f"compile.gain.{self.train.precision}")
 
     @property
+    def compiles(self) -> bool:
+        """Whether blocks are priced as compiled: "auto" is, on GPUs whose gain is not measured."""
+        if self.train.compile != "auto":
+            return self.train.is_compiled
+        is_usual = not self.on_cpu and self.compile_gain is None
+        return is_usual and self.train.engine == "native"
+
+    @property
     def compile_saves(self) -> float:
         """What compiling saves of blocks that are not measured, see `Kernels`."""
         return self.calibration.find(f"saves.{self.train.precision}", self.cluster.device.kind)
@@ -92,9 +100,9 @@ class Setting:
         slower = self.calibration.find("measured.links", f"{system}.{kind}", system, kind)
         network = Network(self.cluster, self.calibration, slower)
         gain, saves = 1.0, 0.0
-        if self.train.is_compiled and self.compile_gain is not None:
+        if self.compiles and self.compile_gain is not None:
             gain = self.compile_gain
-        elif self.train.is_compiled:
+        elif self.compiles:
             saves = self.compile_saves
         return Kernels(
             self.cluster.device,

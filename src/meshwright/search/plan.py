@@ -25,7 +25,6 @@ from meshwright.search.compiling import (
     CompileChoice,
     choose,
     decided,
-    unmeasured,
     with_compile,
 )
 from meshwright.search.fine_tuning import FineTuning, fine_tunings
@@ -161,18 +160,17 @@ def plan(
         rule = f"train.fp8 = true, but {device.name} has no products in float8"
         raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))
     prices, devices = prices or KnownPrices(), setting.cluster.devices
-    if setting.compile_gain is None:  # the same for every layout
-        on_gpus = not setting.on_cpu
-        compiles = unmeasured(setting.train, lacks, on_gpus=on_gpus).compiled
-        setting = with_compile(setting, compiles=compiles)
+    asked = setting
+    if lacks is not None and config.train.compile == "auto":
+        setting = with_compile(setting, compiles=False)
     found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
     if not found.considered:
         raise refuse(setting, pins)
     if not found.ranked:
         return Plan(config, setting, found, margin)
-    choice = choose(replace(setting, train=config.train), found.ranked[0].layout, lacks)
-    if choice.compiled and not setting.train.is_compiled:
-        setting = with_compile(setting, compiles=True)
+    choice = choose(asked, found.ranked[0].layout, lacks)
+    priced, setting = setting.compiles, with_compile(setting, compiles=choice.compiled)
+    if choice.compiled and not priced:
         found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
     return Plan(decided(config, choice), setting, found, margin, choice)
 
