@@ -27,9 +27,9 @@ from meshwright.prove.outcome import Outcome
 from meshwright.prove.verdict import Verdict
 from meshwright.units import format_seconds
 
-# Seconds after which a case hangs; where kernels are compiled it takes longer.
+# Seconds after which a case hangs, unless `--limit` says so; and how many more compilers may take.
 LIMIT_S: Final = 40.0
-COMPILING_S: Final = 150.0
+COMPILING_S: Final = 110.0
 # Processor cores for each rank of a set: of four, two compute what one device does, as of two.
 _CORES: Final = {2: 1.25, 4: 2.0}
 # Lines of a traceback that are printed; `--out` has more.
@@ -76,7 +76,7 @@ class Tally:
                 print(json.dumps(row), file=self._out, flush=True)
 
 
-def work(tally: Tally, device: str, world: int) -> None:
+def work(tally: Tally, device: str, world: int, limit_s: float) -> None:
     """Have sets of ranks prove cases until none is left or the time is up."""
     ranks: RankSet | None = None
     while (one := tally.next(world)) is not None:
@@ -85,7 +85,8 @@ def work(tally: Tally, device: str, world: int) -> None:
         found = unable = ranks.started(tally.ends)
         if not unable:
             began = time.monotonic()
-            found = ranks.prove(one.case, COMPILING_S if one.compiles else LIMIT_S, tally.ends)
+            limit = limit_s + (COMPILING_S if one.compiles else 0)
+            found = ranks.prove(one.case, limit, tally.ends)
         if "raised" in found:
             ranks.close()
             ranks = None
@@ -102,7 +103,8 @@ def _threads(tally: Tally, args: argparse.Namespace, worlds: list[int]) -> list[
     for world in worlds:
         sets = args.sets or max(1, int(cores / len(worlds) / world / _CORES[world]))
         for _ in range(sets):
-            threads.append(threading.Thread(target=work, args=(tally, args.device, world)))
+            words = (tally, args.device, world, args.limit)
+            threads.append(threading.Thread(target=work, args=words))
     return threads
 
 
@@ -115,6 +117,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--only", default="", metavar="TEXT", help="labels that contain it")
     parser.add_argument("--sets", type=int, help="of each number of ranks, at once")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a case")
     args = parser.parse_args()
     started = time.monotonic()
     worlds = sorted(NUMBERS) if args.ranks is None else [args.ranks]

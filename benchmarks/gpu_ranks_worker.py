@@ -68,8 +68,8 @@ def main() -> None:
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     with Staged(kind):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        # As if each were on a node of its own: on CPUs, they would share memory instead.
-        nodes = tuple(map(str, range(size)))
+        # CPUs as if each were on a node of its own: they would share memory instead.
+        nodes = tuple(map(str, range(size))) if kind == "cpu" else ()
         serve(World(rank, size, device, store, nodes=nodes), sys.stdin, answers)
     os._exit(0)  # without waiting for connections that others have closed
 

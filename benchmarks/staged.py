@@ -49,6 +49,11 @@ class Staged:
                 self._library.impl(operation, kernel, _KEY.name, with_keyset=True)
         return self
 
+    @property
+    def pending(self) -> int:
+        """How many messages nobody has waited for."""
+        return len(self._open)
+
     def __exit__(self, *_: object) -> None:
         self._library._destroy()
 
