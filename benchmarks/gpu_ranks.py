@@ -34,6 +34,8 @@ COMPILING_S: Final = 110.0
 _CORES: Final = {2: 1.25, 4: 2.0}
 # Lines of a traceback that are printed; `--out` has more.
 _SHOWN: Final = 6
+# Characters of a printed line: a verdict may list many differences.
+_WIDTH: Final = 300
 
 
 class Tally:
@@ -63,14 +65,14 @@ class Tally:
         word = "cut" if found.get("no time") else word
         good = sum(verdict.passed for verdict in verdicts)
         world = one.case.layout.world
-        lines = [f"{word:6} {world} ranks {good}/{len(verdicts)} {seconds:.1f} s  {one.name}"]
+        lines = [f"{word:6} {world}r {good}/{len(verdicts)} {seconds:.1f}s {one.name}"]
         lines += list(outcome.lines())[1:]
         if word == "FAILED":
             lines += [f"     {line}" for line in (found["raised"], *found["told"][-_SHOWN:])]
         row = {"case": one.name, "ranks": world, "found": word, "seconds": round(seconds, 2)}
         with self._lock:
             self.counts[word] += 1
-            print("\n".join(lines), flush=True)
+            print("\n".join(line[:_WIDTH] for line in lines), flush=True)
             if self._out is not None:
                 row |= {**found, "repeat": json.loads(one.case.as_json())}
                 print(json.dumps(row), file=self._out, flush=True)

@@ -102,7 +102,7 @@ def test_layouts_are_proven_and_written(tmp_path):
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["found"] == "ok"
     assert all(one["passed"] for one in row["verdicts"])
-    assert lines[1].startswith("ok     2 ranks 11/11"), lines
+    assert lines[1].startswith("ok     2r 11/11 "), lines
     assert lines[2].startswith("1 of 1 layouts passed, 0 WRONG, 0 FAILED, 0 left out"), lines
 
 
