@@ -136,7 +136,7 @@ def main() -> int:
     bad = counts["WRONG"] + counts["FAILED"]
     print(
         f"{counts['ok']} of {counts['ok'] + bad} layouts passed, {counts['WRONG']} WRONG, "
-        f"{counts['FAILED']} FAILED, {tally.left + counts['cut']} left out: the time was up; "
+        f"{counts['FAILED']} FAILED, {tally.left + counts['cut']} left out, "
         f"in {format_seconds(time.monotonic() - started)}"
     )
     if out is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any, Final, NamedTuple
 
@@ -60,7 +61,7 @@ _WORDS: Final = (50, 25)
 _PAIRS: Final = (5, 1)
 # Parts that have adapters, in a label.
 _PARTS: Final = re.compile(r"(attn|mlp)\.\S+ ?")
-# Words that say nothing of kinds: sizes, and what only CPUs distinguish.
+# Words that say nothing of kinds: sizes, and what follows from others.
 _SIZES: Final = re.compile(rf"mb\d+|\d+L|\d+x\d+|fsdp2|v\d+|{_PARTS.pattern}|tied|biased")
 
 
@@ -83,7 +84,8 @@ class Chosen(NamedTuple):
 
 def chosen(world: int) -> list[Chosen]:
     """Return the cases of a number of ranks, in the order in which they are proven."""
-    table = [case for case in matrix(world) if case.refused is None]
+    legal = (_by_fsdp2(case) for case in matrix(world) if case.refused is None)
+    table = list(dict.fromkeys(legal))
     found = [Chosen(_like(table, label, "llama", "bf16")) for label in PLAIN[world]]
     found += [Chosen(_like(table, label, "olmoe", "bf16")) for label in EXPERTS[world]]
     slow = _slow(world, table)
@@ -92,6 +94,11 @@ def chosen(world: int) -> list[Chosen]:
         if number % _BETWEEN == 0 and slow:
             found.append(slow.pop(0))
     return found + slow
+
+
+def _by_fsdp2(case: Case) -> Case:
+    """Return the case as GPUs have it, also for CPUs."""
+    return replace(case, fsdp2=case.layout.zero > 0)
 
 
 def _telling(table: Iterable[Case], number: int) -> Iterator[Case]:
@@ -151,7 +158,7 @@ def _like(
     values: dict[str, Any] = {"batch": 8, "seq_len": 64, "precision": precision}
     train = TrainSpec(**values, compile=compile)
     model = model.model_copy(update={"head_dim": head_dim, "n_layers": 4})
-    case = Case(model, train, Layout.parse(label))
+    case = _by_fsdp2(Case(model, train, Layout.parse(label)))
     rule = broken(case.model, case.train, case.layout)
     assert rule is None, rule
     return case
