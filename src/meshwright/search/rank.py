@@ -21,6 +21,7 @@ from meshwright.predict.price import Prediction, RankMemory, worst_memory
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import host_seconds, transfer_seconds
 from meshwright.predict.work import HeldLayers
+from meshwright.search.collector import uncollected
 from meshwright.search.fits import Fits, preference
 from meshwright.search.lightest import lightest
 from meshwright.search.prices import Prices, shape_of
@@ -137,6 +138,7 @@ class Search:
         self._held: dict[tuple[object, ...], tuple[float, float]] = {}
         self._bests: dict[tuple[object, ...], _Best] = {}
 
+    @uncollected()
     def run(self, top: int) -> Found:
         """Return the best layouts of the `top` best divisions of the devices.
 
