@@ -99,6 +99,11 @@ class UnitSeconds(NamedTuple):
     is_joined: bool = False
 
     @property
+    def is_none(self) -> bool:
+        """Whether there are no messages."""
+        return not self.gather and not self.reduce
+
+    @property
     def largest(self) -> tuple[float, ...]:
         """Return the seconds by which layouts are compared: of a layer, and of each end."""
         return self.gather + self.reduce, sum(self.first), sum(self.last)
@@ -183,7 +188,7 @@ def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> W
     microbatch.
     """
     gather, reduce, host, first, last, is_joined = unit
-    if not gather and not reduce:
+    if unit.is_none:
         nothing = (0.0,) * len(parts.layers)
         return Waits(nothing, nothing)
 

@@ -32,6 +32,11 @@ class Weights(NamedTuple):
         """Those of the largest layer."""
         return max(self.layers)
 
+    def largest(self, held: HeldLayers) -> int:
+        """Return those of the largest unit of a pipeline rank: a layer or one of the ends."""
+        last = self.norm + self.head
+        return max(self.layer, self.embedding * held.has_embedding, last * held.has_head)
+
 
 @lru_cache(maxsize=1024)
 def weights(

@@ -27,6 +27,8 @@ class CopyWaits(NamedTuple):
 
     def passes(self, held: HeldLayers, stages: int = 1) -> tuple[float, float]:
         """Return the seconds of a forward and a backward of so many stages with such layers."""
+        if not self.first:  # nothing is copied, or in no time
+            return 0.0, 0.0
         begins = stages - (self.is_there and held.has_head)
         return held.total(self.forward), held.total(self.backward) + begins * self.first
 

@@ -68,18 +68,15 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     """
     model, system, element = setting.model, setting.system, setting.element
     ranks, zero = layout.shard_ranks, layout.zero
-    every = elements_of(model, layout, held, is_padded=False)
     whole = elements_of(model, layout, held, is_padded=False, of="trained").total
     part = elements_of(model, layout, held, of="trained").share(layout)
-    unit = weights(model, layout.tp, ranks, layout.ep, layout.etp)
-    last = unit.norm + unit.head
-    largest = max(unit.layer, unit.embedding * held.has_embedding, last * held.has_head)
     terms = []
 
     def add(category: str, count: int, size: int, what: str) -> None:
-        terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
+        terms.append(_counted(category, count, size, what))
 
     if model.lora is not None:
+        every = elements_of(model, layout, held, is_padded=False)
         share = ranks if cuts_frozen(layout) else 1
         packed = elements_of(model, layout, held, is_padded=False, of="four bits").total
         add("weights", (every.total - whole) // share - packed, element, "frozen")
@@ -88,7 +85,6 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
             told = "{:,} blocks of 64 elements x {} B: frozen in four bits"
             terms.append(Term("weights", blocks * size, told, (blocks, size)))
     in_place = system.keeps == "shards" and sums_in_place(layout, setting.target)
-    blocks = every.total - max(held.layers - 2, 0) * unit.layer
     if system.keeps != "shards" and zero < 3:
         add("weights", whole, element, "whole")
     elif in_place and zero < 3 and element == _FP32:
@@ -96,10 +92,8 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     else:
         shards = system.keeps == "shards"
         add("weights", part, _FP32 if shards else element, "fp32 shards" if shards else "shards")
-        if zero == 3 and in_place:
-            add("gathered", blocks, element, "two blocks, and what is in none of them")
-        elif zero == 3:
-            add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
+        if zero == 3:
+            terms.append(_gathered(setting, layout, held, in_place=in_place))
         elif ranks > 1 or element != _FP32:
             add("gathered", whole, element, "compute copy, kept through the step")
     terms += _gradients(setting, layout, held, whole, part)
@@ -113,33 +107,47 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     return terms
 
 
+def _gathered(setting: Setting, layout: Layout, held: HeldLayers, *, in_place: bool) -> Term:
+    """Return what ZeRO-3 gathers of weights, of which a rank keeps shards."""
+    model, element = setting.model, setting.element
+    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp)
+    if in_place:
+        every = elements_of(model, layout, held, is_padded=False).total
+        count = every - max(held.layers - 2, 0) * unit.layer
+        what = "two blocks, and what is in none of them"
+    else:
+        count = 2 * unit.largest(held)
+        what = "the unit at work and the one gathered ahead"
+    return _counted("gathered", count, element, what)
+
+
 def _gradients(
     setting: Setting, layout: Layout, held: HeldLayers, whole: int, part: int
 ) -> list[Term]:
     """Return the gradients of a rank that trains `part` of `whole` elements."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
-    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
-    last = unit.norm + unit.head
-    largest = max(unit.layer, unit.embedding * held.has_embedding, last * held.has_head)
-    terms = []
-
-    def add(category: str, count: int, size: int, what: str) -> None:
-        terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
-
     if layout.zero < 2:
-        add("gradients", whole, system.gradient_bytes, "accumulated whole")
-        return terms
+        return [_counted("gradients", whole, system.gradient_bytes, "accumulated whole")]
+    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
+    at_work = 2 * unit.largest(held)
     if layout.offload == "params":
-        add("gradients", 2 * largest, reduced, "of the unit at work")
+        terms = [_counted("gradients", at_work, reduced, "of the unit at work")]
     else:
-        add("gradients", part, system.gradient_bytes, "sums, in shards")
-        add("gradients", 2 * largest, reduced, "of the unit at work, and being reduced")
+        sums = _counted("gradients", part, system.gradient_bytes, "sums, in shards")
+        told = "of the unit at work, and being reduced"
+        terms = [sums, _counted("gradients", at_work, reduced, told)]
     in_place = sums_in_place(layout, setting.target)
     if system.keeps == "shards" and not in_place and layout.virtual_stages > 1:
         # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
         more = (layout.virtual_stages - 1) * unit.layer
-        add("communication buffers", more, reduced, "reduced last, of each further stage")
+        told = "reduced last, of each further stage"
+        terms.append(_counted("communication buffers", more, reduced, told))
     return terms
+
+
+def _counted(category: str, count: int, size: int, what: str) -> Term:
+    """Return the bytes of so many elements of a size."""
+    return Term(category, count * size, "{:,} elements x {} B: " + what, (count, size))
 
 
 class KeptBytes(NamedTuple):
@@ -240,10 +248,7 @@ def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
 
     It is a share of everything except model states, which are exact.
     """
-    device, system = setting.cluster.device, setting.system.name
-    factor = setting.calibration.find(
-        "measured.memory", f"{system}.{device.kind}", system, device.kind
-    )
+    factor = setting.memory_factor
     if factor == 1:
         return terms
     rest = sum(term.bytes for term in terms if term.category not in STATES)

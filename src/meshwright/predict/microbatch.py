@@ -56,20 +56,21 @@ class TimesOfParts:
 
     def __init__(self, setting: Setting, kernels: Kernels) -> None:
         self._setting, self._kernels = setting, kernels
+        model = setting.model
+        self._has_experts = [model.has_experts(kind) for kind in model.layer_kinds]
         self._layers: dict[tuple[object, ...], Seconds] = {}
         self._ends: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
 
     def of(self, layout: Layout) -> MicrobatchTimes:
         """Return the seconds of a layout's microbatch in layers and in the ends."""
-        one, model = layout, self._setting.model
-        found = work_of(self._setting, one)
+        one, found = layout, work_of(self._setting, layout)
         defers = one.pp > 1 and SCHEDULES[one.schedule].splits_backward
         cut = (one.tp, one.sp, one.cp, one.microbatch, defers)
         if cut not in self._ends:
             self._ends[cut] = self._kernels.ends(found, one.tp, defers=defers)
         layers = []
-        for at, (kind, work) in enumerate(zip(model.layer_kinds, found.layers, strict=True)):
-            shared_out = (one.ep, one.etp) if model.has_experts(kind) else (1, None)
+        for at, (routes, work) in enumerate(zip(self._has_experts, found.layers, strict=True)):
+            shared_out = (one.ep, one.etp) if routes else (1, None)
             key = (at, *cut, one.cp_kind, one.recompute, *shared_out)
             if key not in self._layers:
                 shape = (one.cp, one.tp, one.cp_kind, one.recompute, *shared_out)

@@ -94,6 +94,18 @@ class Setting:
         """Return a measured constant of the cluster's own device, or None."""
         return self.calibration.constants.get(f"{self.cluster.device.kind}.{what}")
 
+    @cached_property
+    def memory_factor(self) -> float:
+        """The measured factor of all memory but model states; 1 without a measurement."""
+        device, system = self.cluster.device, self.system.name
+        names = f"{system}.{device.kind}", system, device.kind
+        return self.calibration.find("measured.memory", *names)
+
+    @cached_property
+    def held(self) -> dict[tuple[str, int, int], tuple[HeldLayers, ...]]:
+        """What pipeline ranks hold, as far as `held_by` was asked for it."""
+        return {}
+
     def kernels(self) -> Kernels:
         """Return the pricing of work on the cluster's device."""
         kind, system = self.cluster.device.kind, self.system.name
@@ -168,14 +180,12 @@ def _held(
 
 def held_by(setting: Setting, layout: Layout) -> tuple[HeldLayers, ...]:
     """Return what each pipeline rank holds."""
-    return _held(
-        setting.model,
-        layout.schedule,
-        layout.pp,
-        layout.virtual_stages,
-        setting.train.seq_len,
-        setting.system.even_stages,
-    )
+    # A search asks thousands of times: `_held` alone would hash the model each time.
+    key = layout.schedule, layout.pp, layout.virtual_stages
+    if key not in setting.held:
+        seq_len, is_even = setting.train.seq_len, setting.system.even_stages
+        setting.held[key] = _held(setting.model, *key, seq_len, is_even)
+    return setting.held[key]
 
 
 def may_hold_most(setting: Setting, layout: Layout) -> list[int]:

@@ -8,7 +8,7 @@ what data parallelism gathers and reduces from `predict.units`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from meshwright.predict.byte_count import ByteCount, PredictedMoment
@@ -158,14 +158,8 @@ class Walk:
         ops = self._of_ends(stage)
         self._keep(kept(op for op in ops if op.kind in ("embedding", "mask")))
         units.leave_embedding()
-        for index, layer in enumerate(stage.layers):
-            units.enter(index)
-            own = self.layers[self.program.model.layer(layer)]
-            self._keep(own.kept)
-            with bytes_held.spike("activations: routing", own.room):
-                bytes_held.note(of_layer(layer))
-            self.moves.leave(action, index)
-            units.leave(index)
+        for index in range(len(stage.layers)):
+            self.forward_layer(action, index)
         if stage.is_last:
             units.enter_head()
             self._keep(kept(op for op in ops if op.name in ("norm", "head", "loss")))
@@ -173,11 +167,23 @@ class Walk:
             bytes_held.add(STREAM, self.sizes.stream_bytes)
         units.leave_root()
 
+    def forward_layer(self, action: Action, index: int) -> None:
+        """Go forward through the `index`-th layer of an action's stage."""
+        bytes_held, units = self.bytes_held, self.units[action.stage]
+        layer = self.stages[action.stage].layers[index]
+        units.enter(index)
+        own = self.layers[self.program.model.layer(layer)]
+        self._keep(own.kept)
+        with bytes_held.spike("activations: routing", own.room):
+            bytes_held.note(of_layer(layer))
+        self.moves.leave(action, index)
+        units.leave(index)
+
     def _of_ends(self, stage: Stage) -> tuple[Operation, ...]:
         """Return the operations of a stage that are in no layer."""
         if stage.index not in self.known:  # the same for all microbatches
-            ops = operations(self.program, stage, cp_rank=self.at["cp"])
-            self.known[stage.index] = tuple(op for op in ops if op.layer is None)
+            ends = replace(stage, stop_layer=stage.first_layer)  # without its layers
+            self.known[stage.index] = operations(self.program, ends, cp_rank=self.at["cp"])
         return self.known[stage.index]
 
     def _keep(self, sizes: Iterable[Size]) -> None:
@@ -201,11 +207,8 @@ class Walk:
         # The gradient of the stream goes down through the layers.
         bytes_held.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
         self.deferred[stage.index] = 0
-        for index, layer in reversed(list(enumerate(stage.layers))):
-            units.enter_backward(index)
-            self.moves.come(action, index)
-            self._through_layer(stage, index, layer, defers)
-            units.leave_backward(index)
+        for index in reversed(range(len(stage.layers))):
+            self.backward_layer(action, index)
         self._free(kept(op for op in ops if op.kind in ("embedding", "mask")))
         units.leave_root_backward()
         bytes_held.drop("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
@@ -214,9 +217,17 @@ class Walk:
         if action.stage < self.last:
             bytes_held.drop(STREAM, sizes.stream_bytes)
 
-    def _through_layer(self, stage: Stage, index: int, layer: int, defers: bool) -> None:
+    def backward_layer(self, action: Action, index: int) -> None:
+        """Go back through the `index`-th layer of an action's stage."""
+        units, stage = self.units[action.stage], self.stages[action.stage]
+        units.enter_backward(index)
+        self.moves.come(action, index)
+        self._through_layer(stage, index, defers=action.kind == "I")
+        units.leave_backward(index)
+
+    def _through_layer(self, stage: Stage, index: int, *, defers: bool) -> None:
         """Go back through a layer, which is made anew before where nothing of it is kept."""
-        bytes_held, units = self.bytes_held, self.units[stage.index]
+        bytes_held, units, layer = self.bytes_held, self.units[stage.index], stage.layers[index]
         own = self.layers[self.program.model.layer(layer)]
         if self.program.layout.recompute != "none":
             self._free(own.kept)

@@ -7,6 +7,7 @@ the head is a separate unit, too; a tied embedding belongs to the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 from meshwright.predict.byte_count import ByteCount
@@ -56,29 +57,27 @@ class Units:
         self.embed, self.root, self.head = (
             UnitSizes(ends.get(name, {}), tp, place) for name in (EMBED, "rest", HEAD)
         )
+        turns = [(self.embed,), *self.blocks, (self.root, self.head)]
+        # What is needed together, in the order of the forward.
+        self._turns = [[unit for unit in turn if unit.is_there] for turn in turns]
+        self.all = [unit for turn in self._turns for unit in turn]
+        order = [self.root, *(unit for turn in self._turns[:-1] for unit in turn)]
+        self._after = {id(one): after for one, after in pairwise(order) if one.is_there}
         self.is_last = self.defers = False
         self._kept = 0  # the flat buffer of the last gathering of a forward
         self._ahead: dict[int, int] = {}  # flat buffers that were gathered ahead, by unit
         self._input = 0  # of the last reduction, or all of the last exchange
 
-    @property
-    def state(self) -> UnitsState:
-        """What they hold, and what the last messages still use."""
-        return UnitsState.of(self.all, self._ahead, self._kept, self._input)
+    def state_of(self, units: Sequence[UnitSizes]) -> UnitsState:
+        """Return what some of them hold, and what the last messages still use."""
+        return UnitsState.of(units, self._ahead, self._kept, self._input)
 
-    @state.setter
-    def state(self, state: UnitsState) -> None:
-        self._ahead, self._kept, self._input = state.restore(self.all), state.kept, state.input
-
-    @property
-    def all(self) -> list[UnitSizes]:
-        """The units in the order of the forward."""
-        return [unit for turn in self._turns for unit in turn if unit.is_there]
-
-    @property
-    def _turns(self) -> list[tuple[UnitSizes, ...]]:
-        """What is needed together, in the order of the forward."""
-        return [(self.embed,), *self.blocks, (self.root, self.head)]
+    def restore(self, units: Sequence[UnitSizes], state: UnitsState) -> None:
+        """Put some of them into a state."""
+        for one in units:
+            self._ahead.pop(id(one), None)
+        self._ahead.update(state.restore(units))
+        self._kept, self._input = state.kept, state.input
 
     def _exchanges(self, unit: UnitSizes) -> bool:
         """Whether the ranks that share a unit's rows exchange them by themselves."""
@@ -126,12 +125,10 @@ class Units:
 
     def _take(self, units: Sequence[UnitSizes]) -> None:
         """Gather units for their forward, each with the one after it ahead."""
-        *first, _ = self._turns
-        order = [unit for turn in ((self.root,), *first) for unit in turn if unit.is_there]
         for unit in units:
             self._gather(unit, forward=True)
-            for after in order[order.index(unit) + 1 :][:1] if unit.is_there else ():
-                self._gather_ahead(after)
+            if id(unit) in self._after:
+                self._gather_ahead(self._after[id(unit)])
 
     def enter_head(self) -> None:
         """Gather the last norm and the head, if they are a separate unit."""
@@ -141,10 +138,9 @@ class Units:
         """Gather units whose weights are not there, and those of the next turn ahead."""
         if not self.in_place or self.layout.shard_ranks == 1:
             return
-        turns = [[unit for unit in units if unit.is_there] for units in self._turns]
-        if not turns[turn]:
+        if not self._turns[turn]:
             return
-        later = [units for units in turns[turn:] if units]
+        later = [units for units in self._turns[turn:] if units]
         if len(later) == 1:
             self._settle()
         for unit in (unit for units in later[:2] for unit in units):

@@ -121,6 +121,9 @@ class HeldLayers(NamedTuple):
 
         Raises `ValueError` unless there is one number for each kind.
         """
+        if len(self.kinds) == 1:  # of most models, and a search asks for it most often
+            (only,) = each
+            return float(self.kinds[0] * only)
         return float(sum(starmap(mul, zip(self.kinds, each, strict=True))))
 
 

@@ -58,15 +58,22 @@ def inputs(action: Action, last: int) -> tuple[Action, ...]:
 
 def sends(action: Action, ranks_of_stage: Sequence[int]) -> tuple[Action, Action, int] | None:
     """Return the transfer of a computing action's result: send, receive, and the peer's rank."""
+    if not is_sent(action, ranks_of_stage):
+        return None
     kind, stage, index = action
-    if kind == "W":
-        return None
-    to = stage + 1 if kind == "F" else stage - 1
-    if not 0 <= to < len(ranks_of_stage) or ranks_of_stage[to] == ranks_of_stage[stage]:
-        return None
     if kind == "F":
+        to = stage + 1
         return Action("SEND_F", stage, index), Action("RECV_F", to, index), ranks_of_stage[to]
+    to = stage - 1
     return Action("SEND_B", stage, index), Action("RECV_B", to, index), ranks_of_stage[to]
+
+
+def is_sent(action: Action, ranks_of_stage: Sequence[int]) -> bool:
+    """Whether a computing action's result is sent to another rank."""
+    if action.kind == "W":
+        return False
+    to = action.stage + (1 if action.kind == "F" else -1)
+    return 0 <= to < len(ranks_of_stage) and ranks_of_stage[to] != ranks_of_stage[action.stage]
 
 
 def receives(action: Action, ranks_of_stage: Sequence[int]) -> tuple[Action, int] | None:

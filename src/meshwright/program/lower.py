@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
@@ -80,7 +81,7 @@ class Program:
         return _tables(layout.schedule, layout.pp, layout.virtual_stages, self.microbatches)
 
     @cached_property
-    def shardings(self) -> dict[str, Sharding]:
+    def shardings(self) -> Mapping[str, Sharding]:
         """The sharding of each parameter on the mesh, by name, in the model's order."""
         return _shardings(self.model, self.layout.model_copy(update=_WHOLE_ON_A_RANK))
 
@@ -103,10 +104,33 @@ class Program:
         return {name.removeprefix(prefix): self.shardings[name] for name in names}
 
 
+class _Shardings(Mapping[str, Sharding]):
+    """How each parameter lies, made when it is asked for: a plan needs one layer of each kind."""
+
+    def __init__(self, model: ModelSpec, layout: Layout) -> None:
+        self._layout = layout
+        self._parts = {part.name: part for part in parts(model)}
+        self._made: dict[str, Sharding] = {}
+
+    def __getitem__(self, name: str) -> Sharding:
+        if name not in self._made:
+            self._made[name] = shard(self._parts[name], self._layout)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+
 @lru_cache(maxsize=64)
-def _shardings(model: ModelSpec, layout: Layout) -> dict[str, Sharding]:
+def _shardings(model: ModelSpec, layout: Layout) -> Mapping[str, Sharding]:
     """Return how parameters lie; many layouts of a plan differ by what has no part in that."""
-    return {part.name: shard(part, layout) for part in parts(model)}
+    return _Shardings(model, layout)
 
 
 @lru_cache(maxsize=KEPT_TABLES)

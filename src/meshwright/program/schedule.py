@@ -179,5 +179,5 @@ def _spell(phrases: Iterable[Phrase], chunks: Sequence[Sequence[Sequence[Action]
             action = next((forwards if kind == "F" else backwards)[int(chunk or 0)])
         if kind == "I":
             deferred.append((chunk, action))
-        table.append(action._replace(kind=kind))
+        table.append(action if kind == action.kind else Action(kind, *action[1:]))
     return tuple(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from meshwright.program.actions import Action, ProgramError, Table, completed, inputs, sends
+from meshwright.program.actions import Action, ProgramError, Table, completed, inputs, is_sent
 
 # Does an action, or returns what it waits for and the rank that has to do it.
 Step = Callable[[int, Action], tuple[Action, int] | None]
@@ -85,7 +85,7 @@ def times(
         for one in completed(action):
             done[one] = end
         clocks[rank] = end
-        if exposed and sends(action, ranks_of_stage) is not None:
+        if exposed and is_sent(action, ranks_of_stage):
             clocks[rank] += exposed
         return None
 

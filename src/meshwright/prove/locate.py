@@ -244,7 +244,7 @@ def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
     search.step(parallel, batch)
     expected = Expected(exact, [rounded])
     wrong = _wrong(search, parallel, lambda held: held.gradient, expected)
-    return _first(wrong, [*reversed(search.program.shardings)], search.world)
+    return _first(wrong, [*search.program.shardings][::-1], search.world)
 
 
 def _wrong(

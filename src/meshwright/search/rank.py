@@ -21,6 +21,7 @@ from meshwright.predict.price import Prediction, RankMemory, worst_memory
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import host_seconds, transfer_seconds
 from meshwright.predict.work import HeldLayers
+from meshwright.search.collector import uncollected
 from meshwright.search.fits import Fits, preference
 from meshwright.search.lightest import lightest
 from meshwright.search.prices import Prices, shape_of
@@ -137,6 +138,7 @@ class Search:
         self._held: dict[tuple[object, ...], tuple[float, float]] = {}
         self._bests: dict[tuple[object, ...], _Best] = {}
 
+    @uncollected()
     def run(self, top: int) -> Found:
         """Return the best layouts of the `top` best divisions of the devices.
 
@@ -294,18 +296,18 @@ class Search:
         if least > self.limit and self.nearest is not None and least >= self.nearest[0]:
             self.reasons["does not fit"] += len(choices) * len(orders)
             return None
-        fast = []
+        fast, transfer = [], transfer_seconds(self.kernels, one, work_of(setting, one))
         for order in orders:
             why = dominated(order, layers, one.pp)
             if why is None:
-                pace = self._pace(one, order, count)
+                pace = self._pace(one, order, count, transfer)
                 if pace.plain[1] < limit:  # without a message of data parallelism
                     fast.append(pace)
                     continue
             self.reasons[why or "slower"] += len(choices)
         parts = self.prices.parts(one)
         units = {choice.unit for choice in choices} if fast else ()
-        waits = {unit: unit_waits(self.kernels, unit, parts) for unit in units}
+        waits = {unit: unit_waits(self.kernels, unit, parts) for unit in units if not unit.is_none}
         candidates = [
             found for pace in fast for found in self._of_schedule(one, pace, choices, waits, limit)
         ]
@@ -320,14 +322,13 @@ class Search:
             self._note_unfit(held.total, one, schedule, choice)
         return None
 
-    def _pace(self, one: Layout, schedule: Schedule, count: int) -> _Pace:
+    def _pace(self, one: Layout, schedule: Schedule, count: int, transfer: float) -> _Pace:
         """Return the pace of a core in a schedule of so many microbatches."""
         setting, kernels = self.setting, self.kernels
         layout = with_schedule(one, schedule)
         # One that splits the backward of a cut layer hides fewer messages.
         parts = self.prices.parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
         times = Counter(held_by(setting, layout))
-        transfer = transfer_seconds(kernels, layout, work_of(setting, one))
         copies = copy_waits(setting, kernels, layout, parts)
         base = {held: parts.total(held) + copies.of(held, schedule.virtual) for held in times}
         return _Pace(schedule, layout, count, parts, times, base, transfer, kernels)
@@ -342,18 +343,21 @@ class Search:
     ) -> list[_Candidate]:
         """Return a schedule's layouts that beat the limit and may fit."""
         setting, kernels, schedule = self.setting, self.kernels, pace.schedule
-        kept = self._activations(pace.layout)
-        paces, found = dict[UnitSeconds, tuple[HeldLayers, float]](), []
+        first, last = self._activations(pace.layout)
+        paces, found = dict[UnitSeconds, tuple[HeldLayers, float, float]](), []
         for index, choice in enumerate(choices):
-            needed = max(a + b for a, b in zip(kept, choice.states, strict=True))
+            states = choice.states
+            needed = max(first + states[0], last + states[1])
             if needed > self.limit:
                 self._note_unfit(needed, one, schedule, choice)
                 continue
             if choice.unit not in paces:
-                paces[choice.unit] = pace.among(waits[choice.unit])
-            slowest, seconds = paces[choice.unit]
+                gathers = waits.get(choice.unit)
+                slowest, seconds = pace.plain if gathers is None else pace.among(gathers)
+                paces[choice.unit] = slowest, seconds, pace.parts.room(slowest)
+            slowest, seconds, room = paces[choice.unit]
             sent, update = self.prices.shardings.once(one, choice, slowest)
-            seconds += data_wait(setting, kernels, sent, pace.parts.room(slowest)) + update
+            seconds += data_wait(setting, kernels, sent, room) + update
             if seconds < limit:
                 found.append((seconds, index, schedule, choice))
             else:
@@ -365,11 +369,11 @@ class Search:
         key = (*shape_of(layout), layout.pp, layout.dp, layout.schedule, layout.virtual_stages)
         if key not in self._held:
             kept = self.prices.kept_of(layout)
-            first, last = (
-                sum(term.bytes for term in activations(self.setting, layout, rank, kept))
-                for rank in (0, layout.pp - 1)
-            )
-            self._held[key] = first, last
+            ends = {
+                rank: sum(term.bytes for term in activations(self.setting, layout, rank, kept))
+                for rank in {0, layout.pp - 1}
+            }
+            self._held[key] = ends[0], ends[layout.pp - 1]
         return self._held[key]
 
     def _with(self, one: Layout, schedule: Schedule | None, choice: Choice | None) -> Layout:

@@ -47,6 +47,7 @@ class Shardings:
     def __init__(self, setting: Setting, kernels: Kernels, pins: Pins) -> None:
         self.setting, self.kernels, self.pins = setting, kernels, pins
         self._known: dict[tuple[object, ...], list[Choice]] = {}
+        self._units: dict[tuple[object, ...], UnitSeconds] = {}
 
     def of(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
         """Return the ZeRO stages of a division of the devices, each with its costs."""
@@ -71,14 +72,23 @@ class Shardings:
         """Return a choice, and before it what it costs in each way."""
         setting = self.setting
         held = held_by(setting, layout)
-        first, last = (
-            sum(term.bytes for term in model_states(setting, layout, held[rank]))
-            for rank in (0, one.pp - 1)
-        )
-        unit = unit_messages(setting, self.kernels, layout)
+        ends = {
+            rank: sum(term.bytes for term in model_states(setting, layout, held[rank]))
+            for rank in {0, one.pp - 1}
+        }
+        first, last = ends[0], ends[one.pp - 1]
+        unit = self._unit(layout)
         choice = Choice(sharding, offload, unit, (first, last))
         sent, update = self.once(one, choice, held[0])
         return (sent + update, *unit.largest, first, last), choice
+
+    def _unit(self, layout: Layout) -> UnitSeconds:
+        """Return the seconds of a microbatch's messages, which depend on few choices."""
+        one = layout
+        key = (one.zero, one.shard_ranks, one.tp, one.ep, one.etp, one.offload == "params")
+        if key not in self._units:
+            self._units[key] = unit_messages(self.setting, self.kernels, one)
+        return self._units[key]
 
     def once(self, one: Layout, choice: Choice, held: HeldLayers) -> tuple[float, float]:
         """Return the seconds per step of a pipeline rank's messages and update."""
