@@ -60,6 +60,9 @@ class Work:
         case = Case.from_json(asked["case"])
         found = calibrate(self._world, Effort(asked["budget_s"]), case, compiles=asked["compiles"])
         say(found)
+        torch.compiler.reset()  # what it has compiled holds blocks
+        if self._world.device.type == "cuda":
+            release()
 
     def prove(self, asked: Mapping[str, Any], say: Say) -> None:
         """Hold a case on the device against one CPU."""

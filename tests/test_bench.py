@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.bench import links, shares
-from meshwright.bench.device import saturation
+from meshwright.bench.device import by_device, saturation
 from meshwright.cli.main import main
 from meshwright.execute.tensor_parallel.tp_regions import all_reduce
 from meshwright.execute.transport import shared
@@ -29,6 +29,14 @@ SMALL = [
     *("model.dim=64", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=2"),
     *("model.ffn_dim=128", "model.vocab_size=128", "train.batch=8", "train.seq_len=32"),
 ]
+
+
+def test_products_that_a_host_takes_longer_for_say_nothing_of_a_gpu():
+    """Microseconds of an H100, whose host took 60 for a product."""
+    small, large = (2048, 2048, 2048), (4096, 4096, 4096)
+    found = [(Product(*small), 85e-6), (Product(*large), 193e-6), (Product(4096, 2048, 512), 61e-6)]
+    assert [shape.sides for shape, _ in by_device(found)] == [large]
+    assert by_device(found[2:]) == found[2:]
 
 
 def test_saturation_finds_the_rate_and_the_half_that_made_the_curve():
@@ -187,7 +195,7 @@ def test_what_goes_through_shared_memory_counts_once():
     ],
 )
 def test_layouts_that_cannot_be_measured_are_refused(words, message, capsys):
-    assert main(["bench", "layouts", *SMALL, *words]) == 2
+    assert main(["bench", "layouts", *SMALL, "cluster.device=cpu", *words]) == 2
     assert message in capsys.readouterr().err
 
 

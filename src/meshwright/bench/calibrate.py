@@ -200,6 +200,8 @@ def _products(
     """
     taken = take_route("auto", device)
     found = on_device.products(device, precision, budget_s, shapes)
+    if device.type != "cpu":
+        found = on_device.by_device(found)
     peak, half = on_device.saturation(found)
     best = max(shape.flops / seconds for shape, seconds in found)
     name = f"products.{precision}", f"products.half.{precision}"
@@ -225,7 +227,7 @@ def _products(
 def _in_full(device: torch.device, budget_s: float, shapes: Sequence[Product]) -> dict[str, float]:
     """Return the constants of a GPU's products in full fp32."""
     take_route("torch", device)
-    found = on_device.products(device, "fp32", budget_s, shapes)
+    found = on_device.by_device(on_device.products(device, "fp32", budget_s, shapes))
     take_route("auto", device)
     peak, half = on_device.saturation(found)
     best = max(shape.flops / seconds for shape, seconds in found)
