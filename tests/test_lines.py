@@ -210,6 +210,15 @@ def test_a_plan_for_several_nodes_ends_with_a_job(capsys):
     assert given == made.best.layout
 
 
+def test_a_plan_of_a_run_ends_with_a_command_that_starts_another(tmp_path, capsys):
+    (tmp_path / "first").mkdir()
+    words = [*H100, f"log.dir={tmp_path}"]
+    assert main(["plan", *words, "log.name=first"]) == 0
+    assert "log.name=first-2" in capsys.readouterr().out.split()
+    assert main(["plan", *words, "log.name=second"]) == 0
+    assert "log.name=second-2" not in capsys.readouterr().out
+
+
 def test_where_nothing_fits_there_is_no_command():
     words = [*H100, "cluster.memory=1MiB"]
     assert training_command(words, plan(load_config(None, words), 1)) is None

@@ -357,8 +357,15 @@ def test_a_plan_with_float8_that_cannot_be_is_refused_by_its_rule(words, told, c
     plan = ["plan", "model.preset=llama-3.2-1b", "cluster.preset=h100-sxm", "train.fp8=true"]
     assert main([*plan, *words]) == 2
     assert told in capsys.readouterr().err
-    assert main([*plan, "--top", "1"]) == 0
-    assert "priced as bf16" in " ".join(capsys.readouterr().out.split())
+
+
+def test_float8_is_priced_by_its_peak(capsys):
+    words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "--top", "1", "--json"]
+    found = []
+    for is_fp8 in ("false", "true"):
+        assert main(["plan", *words, f"train.fp8={is_fp8}", "layout.dp_replicate=1"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["ledger"]["step_time_s"])
+    assert 0.7 < found[1] / found[0] < 0.9  # on an H100 0.80 of it
 
 
 def test_the_cost_of_a_run_has_all_its_digits(capsys):

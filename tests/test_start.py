@@ -73,6 +73,24 @@ def test_another_tokenizer_than_the_models_is_noted_by_train_and_doctor(tmp_path
         assert not any("other texts" in text for text in config_notes(own))
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["warmup_steps=101"], "warmup_steps = 101 is more than the 100 steps"),
+        (["warmup_steps=50", "schedule_steps=40"], "warmup_steps = 50 is more than the 40 steps"),
+        (["schedule=wsd", "warmup_steps=50", "decay_steps=51"], "drops below optimizer.lr"),
+        (["schedule=wsd", "warmup_steps=81"], "decay_steps = 20 and warmup_steps = 81"),
+        (["schedule=wsd", "warmup_steps=50", "decay_steps=50"], None),
+        (["warmup_steps=100"], None),
+    ],
+)
+def test_a_schedule_that_does_not_reach_its_rate_is_told_of(words, told):
+    config = load_config(None, ["train.steps=100", *(f"optimizer.{word}" for word in words)])
+    found = [text for text in config_notes(config) if "of the schedule" in text]
+    assert len(found) == (told is not None)
+    assert all(told in text for text in found)
+
+
 def test_sizes_that_change_a_preset_are_noted_by_train_and_plan(tmp_path, capsys):
     (tmp_path / "run.toml").write_text("[model]\ndim = 64\nn_layers = 2\n")
     config = load_config(tmp_path / "run.toml", ["model.preset=llama-3-8b"])

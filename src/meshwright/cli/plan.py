@@ -65,7 +65,7 @@ from meshwright.search.ways_to_fit import ways_to_fit
 from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count, trained_parameter_count
-from meshwright.training.run_folder import RunFolder, read_job
+from meshwright.training.run_folder import RunFolder, other_name, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
 # A part of a step or of a peak below this share is not printed.
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         slower=shared,
     )
     seconds = time.perf_counter() - started
-    command = training_command(args.words, made)
+    command = training_command(args.words, made, other_name(config))
     document = {**as_json(made), "command": command}
     if measured is not None:
         document["measured"] = measured.document

@@ -13,18 +13,19 @@ from meshwright.spec.training import LayoutSection
 _DERIVED = ("dp_replicate", "dp_shard")
 
 
-def training_command(words: Sequence[str], made: Plan) -> str | None:
+def training_command(words: Sequence[str], made: Plan, name: str | None = None) -> str | None:
     """Return the command that trains a plan's best layout; None where nothing fits.
 
     `words` are the config path and the overrides of the plan. The command keeps them, and appends
     the layout keys that the planner has chosen. With several nodes, `launch torchrun` writes a
-    command for each node.
+    command for each node. `name` is another `log.name`, where the config's is taken.
     """
     if made.best is None:
         return None
     cluster = made.setting.cluster
     start = ["train"] if cluster.devices <= cluster.per_node else ["launch", "torchrun"]
-    return shlex.join(["meshwright", *start, *words, *_chosen(made)])
+    named = [] if name is None else [f"log.name={name}"]
+    return shlex.join(["meshwright", *start, *words, *_chosen(made), *named])
 
 
 def _chosen(made: Plan) -> list[str]:

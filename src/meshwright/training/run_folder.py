@@ -151,6 +151,14 @@ def compiled_as(config: Config, folder: RunFolder) -> Config:
     return config.model_copy(update={"train": train, "origins": origins})
 
 
+def other_name(config: Config) -> str | None:
+    """Return a name for the next run of a config whose `log.name` has one already, else None."""
+    root, name = Path(config.log.dir), config.log.name
+    if name is None or not (root / name).exists():
+        return None
+    return _unused(root, name)
+
+
 def _unused(root: Path, name: str) -> str:
     # A name has 255 bytes at most; what is cut is no part of a character.
     base = name.encode()[: 255 - len("-999")].decode(errors="ignore")

@@ -37,7 +37,7 @@ def config_notes(config: Config) -> Iterator[str]:
         if (where := config.origins.get(key, "")).startswith("derived"):
             yield f"{key} = {attrgetter(key)(config)}, {where}"
     beyond = beyond_context(config.train.seq_len, config.model)
-    for text in (preset_note(config), tokenizer_note(config), beyond):
+    for text in (preset_note(config), tokenizer_note(config), beyond, schedule_note(config)):
         if text is not None:
             yield text
 
@@ -49,8 +49,7 @@ _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vo
 def plan_notes(config: Config) -> list[str]:
     """Return notes on what a plan leaves out."""
     other = preset_note(config)
-    fp8 = "train.fp8 = true is priced as bf16: float8 products are faster than predicted"
-    return [*([] if other is None else [other]), *([fp8] if config.train.fp8 else [])]
+    return [] if other is None else [other]
 
 
 def preset_note(config: Config) -> str | None:
@@ -65,6 +64,24 @@ def preset_note(config: Config) -> str | None:
     if config.model.preset is None or not given:
         return None
     return f"not the whole of model.preset = {config.model.preset}: {', '.join(given)}"
+
+
+def schedule_note(config: Config) -> str | None:
+    """Return a note if the learning rate never reaches `optimizer.lr`, or falls before it has."""
+    spec, steps = config.optimizer, config.train.steps
+    end, warmup = spec.schedule_steps or steps, spec.warmup_steps
+    if warmup > min(end, steps):
+        return (
+            f"optimizer.warmup_steps = {warmup} is more than the {min(end, steps)} steps of the "
+            "schedule: the learning rate does not reach optimizer.lr"
+        )
+    decay = max(1, end // 5) if spec.decay_steps is None else spec.decay_steps
+    if spec.schedule == "wsd" and decay > end - warmup:
+        return (
+            f"optimizer.decay_steps = {decay} and warmup_steps = {warmup} are more than the {end} "
+            "steps of the schedule: after the warm-up the learning rate drops below optimizer.lr"
+        )
+    return None
 
 
 def tokenizer_note(config: Config) -> str | None:
