@@ -2,8 +2,11 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+from benchmarks import gpu_worker
 from benchmarks.gpu import main
 from benchmarks.gpu_bench import Answer, Results
 from benchmarks.gpu_page import page
@@ -256,3 +259,17 @@ def test_the_whole_of_it(tmp_path, capsys):
     assert "| calibrate, tiny, 64 tokens | |" in text
     assert (tmp_path / "gpu-tiny.toml").is_file()
     assert main(["--minutes", "1"]) == 2
+
+
+def test_a_calibration_leaves_no_compiled_blocks_behind(monkeypatch):
+    """On an H100 the next row's memory had 4.4 GiB of them."""
+    told, resets = [], []
+    monkeypatch.setattr(gpu_worker, "Suite", lambda world: None)
+    monkeypatch.setattr(gpu_worker, "calibrate", lambda *_, **__: {"ranks": 1})
+    monkeypatch.setattr(gpu_worker.torch.compiler, "reset", lambda: resets.append(list(told)))
+    config, _, layout = resolved(["cluster.device=cpu", "cluster.devices_per_node=1"])
+    case = Case(config.model, config.train, layout).as_json()
+    work = gpu_worker.Work(SimpleNamespace(device=torch.device("cpu")))
+    work.calibrate({"case": case, "budget_s": 0.1, "compiles": True}, told.append)
+    assert told == [{"ranks": 1}]
+    assert resets == [told]

@@ -33,5 +33,5 @@ def predicted(preset, layers, rows, words):
 @pytest.mark.parametrize(("preset", "layers", "rows", "words", "seconds", "at_peak"), MEASURED)
 def test_steps_of_a_gpu_are_predicted(preset, layers, rows, words, seconds, at_peak):
     step, memory = predicted(preset, layers, rows, words)
-    assert step == pytest.approx(seconds, rel=0.1)
+    assert step == pytest.approx(seconds, rel=0.06)
     assert memory == pytest.approx(at_peak, rel=0.03)

@@ -19,8 +19,10 @@ from meshwright.launch.pricing import measured
 from meshwright.launch.pricing.measured import VARIABLE, as_measured_here, keep, kept_at, user_cache
 from meshwright.layout import Layout
 from meshwright.predict.calibration import (
+    Calibration,
     as_toml,
     blocks_of,
+    over_shipped,
     parse_calibration,
     read_calibration,
     shipped_calibration,
@@ -256,3 +258,12 @@ def test_own_blocks_come_before_usual_ones_and_channels_only_where_there_are_any
     assert setting_of(as_measured_here(longer, environ)).kernels().moves == 1
     assert any(".channel." in name for name in shipped_calibration().constants)
     assert not any(".channel." in name for name in read_calibration(path).constants)
+
+
+def test_what_was_measured_here_comes_before_what_is_shipped_of_our_system_on_that_device():
+    shipped = over_shipped(Calibration({})).constants
+    of_system = [name for name in shipped if name.startswith("meshwright.h100.")]
+    assert "meshwright.h100.products.bf16" in of_system
+    own = over_shipped(Calibration({"h100.products.bf16": 0.5, "h100.moves.bf16": 1.0}))
+    assert own.find("products.bf16", "meshwright.h100", "meshwright", "h100") == 0.5
+    assert own.find("moves.bf16", "meshwright.h100", "meshwright", "h100") == 1.0

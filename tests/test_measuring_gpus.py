@@ -13,7 +13,7 @@ from meshwright.bench.device import SIZES
 from meshwright.cli import bench as cli
 from meshwright.cli.main import main
 from meshwright.layout import Layout, Machine
-from meshwright.predict.calibration import Calibration, shipped_calibration
+from meshwright.predict.calibration import Calibration, over_shipped
 from meshwright.predict.price import price
 from meshwright.predict.work import layout_work
 from meshwright.prove.case import Case
@@ -151,8 +151,8 @@ def test_what_a_gpu_is_given_to_do_takes_longer_than_giving_it():
 
 def h200(constants):
     config = load_config(None, WORDS)
-    known = {**shipped_calibration().constants, **constants}
-    return on_cluster(setting_of(config, Calibration(known)), Layout(microbatch=2))
+    known = over_shipped(Calibration(constants))
+    return on_cluster(setting_of(config, known), Layout(microbatch=2))
 
 
 def test_before_a_gpu_the_host_runs_ahead():

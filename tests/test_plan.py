@@ -60,7 +60,7 @@ def test_seventy_billion_on_512_devices_without_torch():
     assert not has_torch
     assert found["considered"] > 1_000_000
     assert found["ledger"]["fits"]
-    assert 0.3 < found["ledger"]["mfu"] < 0.6
+    assert 0.3 < found["ledger"]["mfu"] < 0.65
     assert Layout(**found["layout"]).world == 512
 
 
@@ -101,7 +101,7 @@ def test_the_ranking_cuts_no_word(capsys, monkeypatch, columns):
     """It told of a layout that is "faster, but les simple"."""
     monkeypatch.setenv("COLUMNS", columns)
     config = ROOT / "examples/plans/llama-2-7b-8-a40.toml"
-    code, out = run(capsys, "plan", str(config), "--top", "5")
+    code, out = run(capsys, "plan", str(config), "train.compile=false", "--top", "3")
     assert code == 0
     lines = out.out.splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("layout "))

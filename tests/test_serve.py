@@ -44,7 +44,7 @@ def test_the_answer_is_the_plan():
     assert best["why_not"] == "it is the best"
     assert max(rank["total"] for rank in best["ranks"]) == made.best.memory.total
     ends = [span[2] for rank in best["timeline"]["ranks"] for span in rank]
-    assert max(ends) <= best["timeline"]["actions_end"] * (1 + 1e-9) < best["step_time_s"]
+    assert max(ends) <= best["timeline"]["actions_end"] * (1 + 1e-5) < best["step_time_s"]
 
 
 def frozen(tmp_path, capsys, *words, code=0):

@@ -170,6 +170,9 @@ def over_shipped(own: Calibration) -> Calibration:
         shipped = {
             name: shipped[name] for name in shipped if not name.startswith(f"{kind}.channel.")
         }
+    # What is shipped of a system on a kind of device comes before that kind's: so does its own.
+    found = {name for name in shipped if name.partition(".")[2] in known}
+    shipped = {name: shipped[name] for name in shipped if name not in found}
     return replace(own, constants={**shipped, **known})
 
 

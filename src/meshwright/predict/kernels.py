@@ -71,8 +71,8 @@ class Kernels:
     reduced by `d / (d + half)` for each dimension d, because tiles at the edges are not full. A
     kernel never takes less than the host's launch time. `compile_gain` divides the time of a
     layer; `saves` is what compiling saves instead, in times of the bytes that a layer moves beside
-    products. `matmul` names the route of fp32 products that has separate
-    constants.
+    products, and `loss_saves` of those that the loss moves. `matmul` names the route of fp32
+    products that has separate constants.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Kernels:
         target: Target = _ANY,
         routed: Picks | None = None,
         saves: float = 0.0,
+        loss_saves: float = 0.0,
     ) -> None:
         kinds = (f"{system.name}.{device.kind}", system.name, device.kind)
         find = calibration.find
@@ -110,7 +111,7 @@ class Kernels:
         self.bandwidth = device.bandwidth * find("memory", *kinds)
         self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)
         self.moves = own(f"moves.{precision}")
-        self.loss_moves = find(f"moves.loss.{precision}", *kinds)
+        self.loss_moves = max(find(f"moves.loss.{precision}", *kinds) - loss_saves, 0.0)
         peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
         self.attention_peak = peak * own(f"attention.{system.attention}.{precision}")
         # What the host takes, for a layer and so on.

@@ -80,10 +80,10 @@ class Setting:
         is_usual = not self.on_cpu and self.compile_gain is None
         return is_usual and self.train.engine == "native"
 
-    @property
-    def compile_saves(self) -> float:
-        """What compiling saves of blocks that are not measured, see `Kernels`."""
-        return self.calibration.find(f"saves.{self.train.precision}", self.cluster.device.kind)
+    def compile_saves(self, what: str) -> float:
+        """Return what compiling saves of unmeasured blocks or of the loss: see `Kernels`."""
+        kind = self.cluster.device.kind
+        return self.calibration.find(f"{what}.{self.train.precision}", kind)
 
     @property
     def compile_seconds(self) -> float:
@@ -115,7 +115,8 @@ class Setting:
         if self.compiles and self.compile_gain is not None:
             gain = self.compile_gain
         elif self.compiles:
-            saves = self.compile_saves
+            saves = self.compile_saves("saves")
+        loss_saves = self.compile_saves("saves.loss") if self.compiles else 0.0
         return Kernels(
             self.cluster.device,
             self.system,
@@ -128,6 +129,7 @@ class Setting:
             self.target,
             Picks(self.model.experts, self.model.top_k) if self.model.experts else None,
             saves,
+            loss_saves,
         )
 
 
