@@ -38,6 +38,10 @@ def test_a_slow_rank_is_named(go):
     assert "rank 1 is slow: from step" in text
 
 
+# Whichever of gloo's messages times out first closes the connection, which fails the others.
+GLOO = "Timed out waiting 4000ms|Application timeout caused pair closure"
+
+
 # --- hanging (cases 13, 14, 15) --------------------------------------------------------------
 
 
@@ -75,16 +79,16 @@ def test_a_stopped_rank_is_named_where_ranks_share_memory(go, whole, words, insi
 @pytest.mark.parametrize(
     ("words", "raised"),
     [
-        ([], ("RuntimeError", "Timed out waiting 4000ms")),
+        ([], ("RuntimeError", GLOO)),
         (TENSOR, ("DistError", "Timed out after 4 s of waiting for rank 1,")),
-        (ZERO, ("RuntimeError", "Timed out waiting 4000ms")),
+        (ZERO, ("RuntimeError", GLOO)),
     ],
 )
 def test_a_time_out_names_the_rank_that_was_waited_for(go, words, raised):
     limits = ["cluster.timeout=4", "cluster.hang=0", "checkpoint.restarts=0", *words]
     _, text, events = go("1:forward:4:stop", *limits, error=RankFailed)
     assert text.startswith(f"rank 0 raised {raised[0]}: ")
-    assert raised[1] in text
+    assert re.search(raised[1], text)
     assert "rank 1 is stopped (SIGSTOP) in step 4, forward of microbatch 0 on stage 0" in text
     assert "rank 1 is stopped" in of(events, "failed")[0]["cause"]
 
