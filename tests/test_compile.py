@@ -27,12 +27,17 @@ LABELS = (
 )
 
 
+def holds(model, label, precision, *, compiles):
+    """Prove a layout of a model on local ranks, with compiled blocks or without."""
+    train = TrainSpec(batch=8, seq_len=32, precision=precision, compile=compiles)
+    cases = list(shrink(model_spec(**model), train, Layout.parse(label), packed=False))
+    assert all(("compiled" in case.label) == compiles for case in cases)
+    for outcome in prove_cases(cases, clean_environ(), lambda outcome: None):
+        assert outcome.passed, outcome.lines()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
 @pytest.mark.parametrize(("family", "label", "precision"), LABELS)
 def test_compiled_blocks_have_the_gradients_of_one_device(family, label, precision):
-    train = TrainSpec(batch=8, seq_len=32, precision=precision, compile=True)
-    cases = list(shrink(model_spec(**MODELS[family]), train, Layout.parse(label), packed=False))
-    assert all("compiled" in case.label for case in cases)
-    for outcome in prove_cases(cases, clean_environ(), lambda outcome: None):
-        assert outcome.passed, outcome.lines()
+    holds(MODELS[family], label, precision, compiles=True)

@@ -11,13 +11,7 @@ from importlib.metadata import requires
 import pytest
 import torch
 
-from meshwright.launch.proofs.proof import prove_cases
-from meshwright.layout import Layout
-from meshwright.prove.shrink import shrink
-from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
-from runs import clean_environ
-from test_compile import LABELS, MODELS, SIZES
+from test_compile import LABELS, MODELS, SIZES, holds
 
 # As metadata says it: "torch>=2.11; extra ...".
 OLDEST = next(
@@ -41,14 +35,6 @@ PLAIN = (
 )
 
 
-def holds(family, label, precision, *, compiles):
-    train = TrainSpec(batch=8, seq_len=32, precision=precision, compile=compiles)
-    spec = model_spec(**{**MODELS, **MORE}[family])
-    cases = list(shrink(spec, train, Layout.parse(label), packed=False))
-    for outcome in prove_cases(cases, clean_environ(), lambda outcome: None):
-        assert outcome.passed, outcome.lines()
-
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -60,9 +46,9 @@ pytestmark = [
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
 @pytest.mark.parametrize(("family", "label", "precision"), [*LABELS, *ALONE])
 def test_compiled_blocks_have_the_gradients_of_one_device(family, label, precision):
-    holds(family, label, precision, compiles=True)
+    holds({**MODELS, **MORE}[family], label, precision, compiles=True)
 
 
 @pytest.mark.parametrize(("family", "label", "precision"), PLAIN)
 def test_layouts_have_the_gradients_of_one_device(family, label, precision):
-    holds(family, label, precision, compiles=False)
+    holds({**MODELS, **MORE}[family], label, precision, compiles=False)

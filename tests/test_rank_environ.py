@@ -45,8 +45,8 @@ def test_ranks_on_gpus_have_what_the_user_has_not_set():
     found = rank_environ({"PYTORCH_ALLOC_CONF": "backend:native"}, 4, on_gpus=True)
     assert found["PYTORCH_ALLOC_CONF"] == "backend:native"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in found
-    # By both names: torch 2.11 and later.
-    assert found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == found["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert found["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in found  # of which torch 2.11 warns in each rank
     assert found["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
     bare = rank_environ({}, on_gpus=True)
     assert bare["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"

@@ -22,7 +22,7 @@ ALLOCATOR: Final = ":".join(
 # place leaves no gaps between blocks of other sizes; NCCL's last collectives say what hangs.
 _ON_GPUS: Final = (
     (("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True"),
-    (("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "2000"),
+    (("TORCH_FR_BUFFER_SIZE",), "2000"),
 )
 _COMPILERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 
