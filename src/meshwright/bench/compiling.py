@@ -27,10 +27,10 @@ def compiling(
 ) -> dict[str, float]:
     """Return constants: speedup, saved time, share of saved memory, compile seconds.
 
-    The saved time is in times of the bytes that a block moves beside products, at the rate
-    `bandwidth`: it prices blocks of other shapes. For the blocks of a case, with one of its
-    microbatches. The seconds are those of a compiler with an empty cache. Empty if a pass of a
-    block takes too long to be repeated.
+    The saved time is a multiple of the time in which a copy, at the rate `bandwidth`, moves the
+    bytes of a block beside products: it prices blocks of other shapes. Measured on the blocks of a
+    case, with one of its microbatches. The seconds are those of a compiler with an empty cache.
+    Empty if a pass of a block takes too long to be repeated.
     """
     # Not at the top: the compiler is a second of imports.
     from torch._inductor.utils import fresh_cache

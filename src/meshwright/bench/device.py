@@ -97,9 +97,9 @@ def products(
 
 
 def by_device(found: Sequence[tuple[Product, float]]) -> list[tuple[Product, float]]:
-    """Return the products whose time is the device's: not of those that the host takes longer for.
+    """Return the products that the device takes longer for than the host takes to launch them.
 
-    The smallest of them is one whose time is the host's alone.
+    The fastest of all tells the host's time: it must be too small to keep the device busy.
     """
     least = min(seconds for _, seconds in found)
     slower = [(shape, seconds) for shape, seconds in found if seconds > _BY_HOST * least]
