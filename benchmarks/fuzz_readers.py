@@ -18,10 +18,10 @@ from meshwright.cli import main as cli
 from meshwright.cli.prove import case_of_json
 from meshwright.data import load_tokenizer, train_bpe
 from meshwright.data.corpora import Files
-from meshwright.data.files import hash_file
 from meshwright.data.megatron import open_megatron, write_megatron
 from meshwright.data.store import open_store, verify
 from meshwright.data.writer import prepare
+from meshwright.files import hash_file
 from meshwright.interop.importing import import_files
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.predict.calibration import read_calibration

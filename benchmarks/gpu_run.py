@@ -19,7 +19,7 @@ from benchmarks.gpu_check import driver_advice
 from benchmarks.gpu_page import machine_line, page, proof_line
 from benchmarks.gpu_predicted import Trained, layers_within
 from benchmarks.gpu_rows import MARGIN_S, Row, next_row
-from meshwright.data.files import write_atomic
+from meshwright.files import write_atomic
 from meshwright.launch.machines.machine import detect
 from meshwright.launch.pricing.measured import source_of
 from meshwright.launch.ranks.rank_environ import rank_environ

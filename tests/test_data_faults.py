@@ -10,7 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from meshwright.data import files, open_data, open_store, prepare, train_bpe, verify
+from meshwright import files
+from meshwright.data import open_data, open_store, prepare, train_bpe, verify
 from meshwright.data.corpora import Files
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_REFUSED, DataError
 from meshwright.spec.training import DataSpec

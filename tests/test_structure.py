@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from meshwright.units import MIB
+
 SRC = Path(__file__).parents[1] / "src" / "meshwright"
 # Each room may import itself and those before it.
 ORDER = [
@@ -18,6 +20,7 @@ ORDER = [
     "errors",
     "parsing",
     "lines",
+    "files",
     "spec",
     "layout",
     "interop",
@@ -146,6 +149,30 @@ def test_supervisor_and_config_command_do_not_load_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_plan_loads_no_numpy():
+    """Loading it takes a tenth of the time of a command that needs no array."""
+    code = (
+        "import sys\n"
+        "from meshwright.cli.main import main\n"
+        "main(['plan', 'model.preset=llama-3-8b', 'cluster.preset=h100-sxm'])\n"
+        "print('numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_no_large_or_built_file_is_kept():
+    """A wheel that somebody downloaded into the checkout was committed once."""
+    root = SRC.parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("this is no checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
+    kept = [root / name for name in listed.stdout.decode().split("\0") if name]
+    for path in kept:
+        assert path.suffix not in {".whl", ".gz", ".so", ".pyc", ".safetensors"}, path
+        assert not path.is_file() or path.stat().st_size < 2 * MIB, path
 
 
 def test_files_and_functions_stay_small():

@@ -19,9 +19,9 @@ from rich.table import Table
 
 from meshwright.cli import peers
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
-from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.execute.machine.processor import processor
+from meshwright.files import write_atomic
 from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machines.machine import detect
 from meshwright.launch.measure.benchmark import measure_on_ranks

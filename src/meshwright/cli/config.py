@@ -110,7 +110,7 @@ def _import(args: argparse.Namespace) -> int:
     """
     # Not at the top: what they bring would slow down `show` and `--help`.
     from meshwright.cli.imports import import_config, print_report, settle
-    from meshwright.data.files import write_atomic
+    from meshwright.files import write_atomic
 
     files = [Path(word) for word in args.words if "=" not in word]
     if not files:

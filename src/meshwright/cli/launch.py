@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from meshwright.cli.common import add_config_arguments, read_words
-from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
+from meshwright.files import write_atomic
 from meshwright.launch.jobs.job import JobSpec, Writer, local, parse_time, torchrun
 from meshwright.launch.jobs.manifests import jobset, pytorchjob, skypilot
 from meshwright.launch.jobs.on_ray import ray_job

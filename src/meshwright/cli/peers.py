@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
-from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
+from meshwright.files import write_atomic
 from meshwright.launch.machines.machine import detect
 from meshwright.launch.peers.catalogue import MODES, PEERS, RANKS, PeerSizes
 from meshwright.launch.peers.match import (

@@ -33,9 +33,9 @@ from meshwright.cli.questions import (
 )
 from meshwright.cli.scaling import compare_plans
 from meshwright.cli.serve import add_serve, frozen_page, serve_page
-from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.execute.machine.processor import processor
+from meshwright.files import write_atomic
 from meshwright.launch.checks.notes import layout_notes, plan_notes
 from meshwright.launch.machines.compiler import lacks_compiler
 from meshwright.launch.machines.machine import detect

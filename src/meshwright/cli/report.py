@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from meshwright.cli.common import say
-from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError
+from meshwright.files import write_atomic
 from meshwright.report.record import RunRecord, read_run
 from meshwright.report.run import write_report
 from meshwright.report.terminal import summary

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config, say
 from meshwright.cli.measured import add_measured, measured_for, take_measured
-from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.machine.processor import processor
+from meshwright.files import write_atomic
 from meshwright.layout import Layout
 from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page

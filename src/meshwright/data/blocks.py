@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.files import BLOCK_BYTES, reading, sha256_bytes
+from meshwright.files import BLOCK_BYTES, reading, sha256_bytes
 
 _PIECES = 64  # of a file of which no checksums are known
 _PIECE_BYTES = 1 << 16

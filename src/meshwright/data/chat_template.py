@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshwright.data.conversations import Message
-from meshwright.data.files import reading, sha256_bytes
 from meshwright.errors import DataError
+from meshwright.files import reading, sha256_bytes
 from meshwright.parsing import parse_json
 
 TEMPLATE, CONFIG, SPECIAL = (

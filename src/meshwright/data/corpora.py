@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.data.conversations import RowReader, rows_of
-from meshwright.data.files import reading
 from meshwright.data.formats import (
     SUFFIXES,
     Piece,
@@ -33,6 +32,7 @@ from meshwright.data.formats import (
     texts,
 )
 from meshwright.errors import DataError, nearest, refusal
+from meshwright.files import reading
 from meshwright.spec.training import DataFormat
 from meshwright.units import MIB
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from meshwright.data.blend import Blend, BlendSampler
 from meshwright.data.corpora import Files, HuggingFace, Source, Stdlib
 from meshwright.data.encoders import Encoding
-from meshwright.data.files import sha256_bytes
 from meshwright.data.megatron import megatron_prefix, open_megatron
 from meshwright.data.sampler import Sampler
 from meshwright.data.store import FORMAT, Progress, Store, entropy_of, is_store, open_store
@@ -26,6 +25,7 @@ from meshwright.data.view import Shard, TokenView, split
 from meshwright.data.whole import WholeSampler
 from meshwright.data.writer import prepare
 from meshwright.errors import DataError, refusal
+from meshwright.files import sha256_bytes
 from meshwright.spec.training import DataSpec, TrainSpec
 from meshwright.units import MIB, format_bytes
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from meshwright.data.chat_template import ChatTemplate, load_template
 from meshwright.data.conversations import ASSISTANT, Conversation, Message
 from meshwright.data.corpora import Skip
-from meshwright.data.files import sha256_bytes
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.errors import DataError
+from meshwright.files import sha256_bytes
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple, cast
 
 from meshwright.data.conversations import ChatRows, RowReader
-from meshwright.data.files import reading
 from meshwright.errors import DataError
+from meshwright.files import reading
 from meshwright.parsing import parse_json
 
 END_OF_TEXT: Final = "<|endoftext|>"

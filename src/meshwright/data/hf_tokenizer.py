@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.files import reading, write_atomic
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import DataError
+from meshwright.files import reading, write_atomic
 from meshwright.parsing import parse_json
 
 TOKENIZER, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.blocks import Blocks, sampled_digest
-from meshwright.data.files import AtomicFile, FileHash, reading, sha256_bytes, write_atomic
 from meshwright.data.view import Shard, map_array
 from meshwright.errors import DataError, refusal
+from meshwright.files import AtomicFile, FileHash, reading, sha256_bytes, write_atomic
 from meshwright.parsing import foreign, parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"

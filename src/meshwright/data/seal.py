@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.encoders import Encoder
-from meshwright.data.files import AtomicFile, plain_name, reading, write_atomic
 from meshwright.data.store import (
     CHUNK_TOKENS,
     COUNTS,
@@ -23,6 +22,7 @@ from meshwright.data.store import (
 )
 from meshwright.data.view import map_array
 from meshwright.errors import DataError
+from meshwright.files import AtomicFile, plain_name, reading, write_atomic
 
 
 def seal(

@@ -27,10 +27,10 @@ from pydantic import Field, ValidationError
 
 from meshwright.data.blocks import Blocks
 from meshwright.data.encoders import Encoder, encoder_of
-from meshwright.data.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
 from meshwright.data.tokenizers import BytesTokenizer, JsonTokenizer, TiktokenTokenizer, Tokenizer
 from meshwright.data.view import Mask, Shard, map_array
 from meshwright.errors import DataError
+from meshwright.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
 from meshwright.parsing import parse_json
 from meshwright.spec.base import Spec
 from meshwright.spec.training import DataFormat

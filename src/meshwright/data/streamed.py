@@ -13,7 +13,6 @@ import numpy as np
 
 from meshwright.data.corpora import HuggingFace
 from meshwright.data.encoders import Encoded, Encoder, Encoding
-from meshwright.data.files import sha256_bytes
 from meshwright.data.sampler import Sampler
 from meshwright.data.slots import StreamSampler
 from meshwright.data.stream import Documents, Place
@@ -21,6 +20,7 @@ from meshwright.data.tokenizers import Tokenizer
 from meshwright.data.view import Mask, Shard, TokenView, split
 from meshwright.data.whole import WholeSampler
 from meshwright.errors import DataError
+from meshwright.files import sha256_bytes
 from meshwright.spec.training import DataSpec, TrainSpec
 
 HELD_AT_ONCE: Final = 64  # documents

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.data.corpora import Files, Fingerprint, Skip, SourcePart
-from meshwright.data.files import AtomicFile, hash_file, locked, reading, write_atomic
 from meshwright.errors import DataError
+from meshwright.files import AtomicFile, hash_file, locked, reading, write_atomic
 from meshwright.parsing import parse_json
 from meshwright.units import MIB, format_bytes
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.byte_level import byte_level_json
-from meshwright.data.files import reading, sha256_bytes, writable_folder, write_atomic
 from meshwright.data.patterns import check_patterns
 from meshwright.errors import DataError, nearest, refusal
+from meshwright.files import reading, sha256_bytes, writable_folder, write_atomic
 from meshwright.parsing import parse_json
 from meshwright.units import MIB
 

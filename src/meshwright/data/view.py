@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.blocks import Blocks
-from meshwright.data.files import reading
 from meshwright.data.permutation import permute
 from meshwright.errors import DataError
+from meshwright.files import reading
 
 SPLIT_KEY = "split"
 

@@ -18,16 +18,6 @@ from pydantic import ValidationError
 
 from meshwright.data.corpora import Files, Skip, Source, SourcePart
 from meshwright.data.encoders import Encoder, Encoding
-from meshwright.data.files import (
-    AtomicFile,
-    hash_file,
-    locked,
-    reading,
-    remove_temporaries,
-    sha256_bytes,
-    writable_folder,
-    write_atomic,
-)
 from meshwright.data.seal import file_record, seal
 from meshwright.data.store import (
     FORMAT,
@@ -40,6 +30,16 @@ from meshwright.data.store import (
 )
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import DataError
+from meshwright.files import (
+    AtomicFile,
+    hash_file,
+    locked,
+    reading,
+    remove_temporaries,
+    sha256_bytes,
+    writable_folder,
+    write_atomic,
+)
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat, OnError
 from meshwright.units import MIB

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.files import write_atomic
 from meshwright.errors import ConfigError
+from meshwright.files import write_atomic
 from meshwright.parsing import foreign
 from meshwright.program.profile import CAUSES, StepProfile
 from meshwright.report.causes import CAUSE_NAMES, bars, mean_causes

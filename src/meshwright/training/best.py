@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 
 from meshwright.checkpoint.saver import Saver
-from meshwright.data.files import write_atomic
 from meshwright.errors import CheckpointError
 from meshwright.execute.transport.world import World, exchange
+from meshwright.files import write_atomic
 from meshwright.parsing import foreign, parse_json
 from meshwright.training.run_folder import Job
 from meshwright.units import counted

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from meshwright.data.files import FULL, open_own
 from meshwright.errors import ConfigError
+from meshwright.files import FULL, open_own
 from meshwright.program.events import Event
 from meshwright.spec.training import LogSpec
 

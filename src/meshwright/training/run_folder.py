@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.data.files import write_atomic
-from meshwright.data.hf_tokenizer import copy_tokenizer
 from meshwright.errors import ConfigError, DataError, refusal
+from meshwright.files import write_atomic
 from meshwright.layout import Layout, Machine
 from meshwright.parsing import parse_json
 from meshwright.program.profile import StepProfile, from_json, to_json
@@ -213,6 +212,8 @@ def create(job: Job) -> None:
     if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
         template = job.config.data.chat_template
         own = None if template is None else Path(template)
+        from meshwright.data.hf_tokenizer import copy_tokenizer  # numpy, which plans do without
+
         copy_tokenizer(Path(job.tokenizer.file), folder.path, own)
     _write(folder.plan, _json(plan))
     latest = folder.path.parent / "latest"

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from meshwright.data.files import FULL
 from meshwright.execute.machine.interfaces import machine_id
 from meshwright.execute.record.flight_recorder_file import (
     ACTIONS,
@@ -43,6 +42,7 @@ from meshwright.execute.record.flight_recorder_file import (
     ranges_of,
 )
 from meshwright.execute.record.tape import Tape
+from meshwright.files import FULL
 
 _TIME: Final = struct.Struct("=d")
 _PHASE_OF: Final = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward"}

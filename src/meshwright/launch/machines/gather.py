@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO, cast
 
 from meshwright.checkpoint.commit import LOCK
-from meshwright.data.files import open_own, write_atomic
 from meshwright.errors import ConfigError, refusal
 from meshwright.execute.record.flight_recorder_file import SIZE
+from meshwright.files import open_own, write_atomic
 from meshwright.training.run_folder import Job, RunFolder
 
 if TYPE_CHECKING:  # a supervisor never needs torch

@@ -58,7 +58,7 @@ def kept_at(machine: Machine, environ: Mapping[str, str], precision: str = "") -
 def keep(text: str, path: Path) -> bool:
     """Store a calibration; False if the folder can't be written."""
     # Only here: data's room brings numpy, which a config has no use for.
-    from meshwright.data.files import write_atomic
+    from meshwright.files import write_atomic
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

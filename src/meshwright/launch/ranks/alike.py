@@ -18,9 +18,9 @@ import meshwright
 from meshwright.checkpoint.commit import MANIFEST
 from meshwright.data import Dataset, StreamedDataset
 from meshwright.data.blocks import sampled_digest
-from meshwright.data.files import sha256_bytes
 from meshwright.errors import ConfigError
 from meshwright.execute.transport.world import World, exchange
+from meshwright.files import sha256_bytes
 from meshwright.launch.supervise.explain import ranks_text
 from meshwright.spec.stored import find_step
 from meshwright.training.run_folder import Job

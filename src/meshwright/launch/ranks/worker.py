@@ -27,7 +27,6 @@ from typing import Final
 import torch
 
 from meshwright.data import open_data
-from meshwright.data.files import write_atomic
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_RANK_FAILED,
@@ -42,6 +41,7 @@ from meshwright.execute.observe.collective_recorder import CollectiveRecorder
 from meshwright.execute.record.flight_recorder import FlightRecorder
 from meshwright.execute.transport.groups import open_groups
 from meshwright.execute.transport.world import World, join, leave
+from meshwright.files import write_atomic
 from meshwright.launch.pricing.correcting import correcting
 from meshwright.launch.ranks.alike import digests_of, refuse_unlike
 from meshwright.launch.ranks.inject import injector

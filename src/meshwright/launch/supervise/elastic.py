@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.data.files import write_atomic
 from meshwright.errors import ConfigError
 from meshwright.execute.machine.interfaces import boot_id
 from meshwright.execute.machine.rendezvous import Rendezvous
+from meshwright.files import write_atomic
 from meshwright.launch.supervise.explain import read_failure
 from meshwright.launch.supervise.restart import restart_event
 from meshwright.parsing import parse_json

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.files import open_own
 from meshwright.errors import ConfigError, RankFailed
+from meshwright.files import open_own
 from meshwright.parsing import parse_json
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.data.files import is_full, open_own
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_RANK_FAILED,
@@ -30,6 +29,7 @@ from meshwright.errors import (
 )
 from meshwright.execute.machine.secret import VARIABLE
 from meshwright.execute.record.flight_recorder_file import forget
+from meshwright.files import is_full, open_own
 from meshwright.launch.supervise.explain import (
     TIMED_OUT,
     explain,

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.data.files import is_full
+from meshwright.files import is_full
 from meshwright.launch.supervise.trend import Trend
 from meshwright.layout import Layout
 from meshwright.lines import folded
