@@ -4,7 +4,8 @@
 
 The layouts, precisions, recomputation, offload and kinds of models are those of `prove --matrix`,
 with sizes at which activations and states weigh about the same. Predicted is the peak of
-`predict.timeline`; measured is the median of three steps by torch's profiler. `--every N` takes
+`predict.timeline`; measured is the median of three steps by torch's profiler. Experts take tokens
+in turn (`train.routing = "balanced"`), as a prediction assumes. `--every N` takes
 each Nth layout, `--family` those of some families alone, `--matmul onednn` computes fp32 products
 by oneDNN. Prints those that are furthest off; the last line is the command to repeat it.
 """
@@ -50,6 +51,8 @@ def scaled(case: Case, matmul: str) -> Case:
     sizes = {name: width and WIDER * width for name, width in widths.items()}
     sizes["vocab_size"] = MORE_WORDS * case.model.vocab_size
     changes = {"seq_len": LONGER * case.train.seq_len, "matmul": matmul}
+    if case.model.experts:
+        changes["routing"] = "balanced"
     train = case.train.model_copy(update=changes)
     return replace(case, model=case.model.model_copy(update=sizes), train=train)
 

@@ -256,8 +256,18 @@ def test_memory_is_predicted_and_less_than_of_all_weights(label):
         program = lower(spec, MEASURED, Layout.parse(label))
         found[spec.lora is None] = on_ranks(2, peaks, label=label, spec=spec)[0]
         said = timeline(program, 0).peak.total
-        assert said == pytest.approx(found[spec.lora is None], rel=0.08)
+        assert said == pytest.approx(found[spec.lora is None], rel=0.05)
     assert found[False] < 0.75 * found[True]
+
+
+@pytest.mark.slow
+def test_memory_is_predicted_where_a_forward_holds_most():
+    label, tuned = "pp2 naive mb2 recompute-selective", model(**WIDE, rank=8)
+    measured = on_ranks(2, peaks, label=label, spec=tuned)
+    for rank, program in enumerate([lower(tuned, MEASURED, Layout.parse(label))] * 2):
+        peak = timeline(program, rank).peak
+        assert peak.action.startswith("F")
+        assert peak.total == pytest.approx(measured[rank], rel=0.05)
 
 
 # Configs.

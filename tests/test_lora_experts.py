@@ -174,7 +174,14 @@ def test_parameters_are_those_of_the_table():
 
 @pytest.mark.slow  # test_lora has it for dense models
 @pytest.mark.often(1)
-@pytest.mark.parametrize("label", ["tp2 mb2", "shard2 zero1 ep2 mb2"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        *("tp2 mb2", "shard2 zero1 ep2 mb2"),
+        "pp2 looped_bfs v2 mb2 offload-activations",  # the forward of a layer takes most
+        "shard2 zero3 ep2 mb2 offload-params",  # frozen experts come from the host
+    ],
+)
 def test_memory_is_predicted(label):
     """Of wide experts, whose tokens are as many on each rank."""
     wide = {**WIDE, "experts": 4, "top_k": 2, "expert_ffn_dim": 256, "family": "qwen3_moe"}
@@ -183,7 +190,7 @@ def test_memory_is_predicted(label):
     case = Case(spec, train, Layout.parse(label))
     measured = on_ranks(2, peak_of, case=case)[0]
     said = timeline(lower(spec, train, case.layout), 0).peak.total
-    assert said == pytest.approx(measured, rel=0.05)
+    assert said == pytest.approx(measured, rel=0.03)
 
 
 def peak_of(world, case):

@@ -23,6 +23,7 @@ from meshwright.execute.allocations import (
 )
 from meshwright.execute.build import build, seeded
 from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.observe.collective_recorder import CollectiveRecorder
 from meshwright.execute.transport.groups import open_groups
 from meshwright.execute.transport.world import World
 from meshwright.layout import broken
@@ -78,6 +79,7 @@ def measure(world: World, case: Case) -> Measured:
     groups, program = open_groups(layout, world), program_of(case, world)
     batch = mine(make_batch(case, 0), program, world)
     with (
+        CollectiveRecorder(world.recorder),
         labelled_in_data(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):

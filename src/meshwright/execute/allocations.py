@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,8 @@ COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "gloo:")
 TURN: Final = "turn "
 HOST: Final = "host"
 REST: Final = "rest"
+# Seconds in which a thread of gloo that has finished a message lets go of its tensors.
+_RELEASED_S: Final = 3e-4
 
 
 @dataclass
@@ -83,7 +86,8 @@ def labelled_in_data() -> Iterator[None]:
             label("gradients", parameter.unsharded_accumulated_grad)
             whole = getattr(parameter, "_unsharded_param", None)
             label("gradients", None if whole is None else whole.grad)
-            label("gradients", parameter.sharded_param.grad)
+            kept = HOST if parameter.offload_to_cpu else "gradients"
+            label(kept, parameter.sharded_param.grad)
         label("gradients", group._partial_reduce_output)
 
     def reduced(self: FSDPParamGroup, *arguments: Any) -> None:
@@ -158,13 +162,22 @@ def lasting(
 
 
 class LabellingTape(Tape):
-    """A tape that also labels the beginning of each turn in the profile."""
+    """A tape that also labels the beginning of each turn in the profile.
+
+    After each message it gives gloo's threads time to release the message's tensors: if one of them
+    is the last to do so, the profiler misses that the memory is free.
+    """
 
     def turn(self, name: str, stage: int, microbatch: int) -> None:
         """Record that the rank begins something."""
         super().turn(name, stage, microbatch)
         with record_function(f"{TURN}{self.turns[-1]}"):
             pass
+
+    def end(self, *entries: int) -> None:
+        """Record that the rank no longer waits for some messages."""
+        super().end(*entries)
+        time.sleep(_RELEASED_S)
 
     def stop(self) -> None:
         """Record the end of the step."""

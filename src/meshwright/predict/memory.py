@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.elements import elements_of, weights
@@ -129,19 +130,20 @@ def _gradients(
     if layout.zero < 2:
         return [_counted("gradients", whole, system.gradient_bytes, "accumulated whole")]
     unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
-    at_work = 2 * unit.largest(held)
-    if layout.offload == "params":
-        terms = [_counted("gradients", at_work, reduced, "of the unit at work")]
-    else:
-        sums = _counted("gradients", part, system.gradient_bytes, "sums, in shards")
-        told = "of the unit at work, and being reduced"
-        terms = [sums, _counted("gradients", at_work, reduced, told)]
-    in_place = sums_in_place(layout, setting.target)
-    if system.keeps == "shards" and not in_place and layout.virtual_stages > 1:
+    told = "of the unit at work, and being reduced"
+    terms = [_counted("gradients", 2 * unit.largest(held), reduced, told)]
+    is_split = SCHEDULES[layout.schedule].splits_backward  # then each is reduced by itself
+    microbatches = 1 if is_split else layout.microbatches(setting.train.batch)
+    if layout.offload != "params":
+        terms.insert(0, _counted("gradients", part, system.gradient_bytes, "sums, in shards"))
+    elif system.keeps == "shards" and min(layout.dp_replicate, microbatches) > 1:
+        # FSDP2 keeps a shard group's sums on the device until its replicas meet, for the last.
+        terms.append(_counted("gradients", part, reduced, "sums of a shard group"))
+    further = layout.virtual_stages - 1
+    if system.keeps == "shards" and not sums_in_place(layout, setting.target) and further:
         # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
-        more = (layout.virtual_stages - 1) * unit.layer
         told = "reduced last, of each further stage"
-        terms.append(_counted("communication buffers", more, reduced, told))
+        terms.append(_counted("communication buffers", further * unit.layer, reduced, told))
     return terms
 
 

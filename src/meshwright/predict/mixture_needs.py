@@ -69,18 +69,19 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
 
 
 def experts_room(program: Program, sizes: Sizes) -> int:
-    """Return the temporary bytes at the end of the experts' forward that exceed a backward's.
+    """Return the temporary bytes at the end of the experts' forward.
 
-    They do with selective recomputation, which keeps products: where each group has one of its own,
-    they are there once more, concatenated. Beside them are the hidden values, and the pairs in the
-    order of their tokens and their sums.
+    They are the hidden values, and the pairs in the order of their tokens and their sums. Where
+    each group has a product of its own, its results are there once more, concatenated; selective
+    recomputation keeps those of all products.
     """
-    if program.layout.recompute != "selective":
-        return 0
     pairs = sizes.received * sizes.dim * sizes.element
     hidden = sizes.received * sizes.expert_ffn * sizes.element
-    has_one_kernel = not program.target.on_cpu and sizes.element != _WIDE
-    again = 0 if has_one_kernel else 2 * hidden + pairs
+    again = pairs
+    if program.layout.recompute == "selective":
+        again += 2 * hidden
+    if not program.target.on_cpu and sizes.element != _WIDE:  # one kernel for all groups
+        again = 0
     return again + hidden + pairs + sizes.routed_bytes
 
 

@@ -20,6 +20,7 @@ from meshwright.program.operations import (
     latent_widths,
     operations,
 )
+from meshwright.program.scores import is_ring
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
@@ -63,7 +64,7 @@ def layer_bytes(
         own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
         backward.append((need, kept(own)))
         alive = [op for op in alive if op not in own]
-    room = experts_room(program, sizes) if program.model.has_experts(kind) else 0
+    room = (experts_room if program.model.has_experts(kind) else _mlp_room)(program, sizes)
     return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive), room)
 
 
@@ -92,6 +93,20 @@ def backward_needs(program: Program, sizes: Sizes, kind: LayerSpec) -> tuple[Nee
         *_before(program, sizes, "mlp_norm"),
         *_attention(program, sizes, kind, blocks),
     )
+
+
+def _mlp_room(program: Program, sizes: Sizes) -> int:
+    """Return the temporary bytes of an MLP's forward: those of its activation, or of its result.
+
+    With recomputation they include the residual stream and the result of its norm. Selective
+    recomputation keeps products, but not their sums with those of adapters, which the activation
+    takes; full recomputation keeps neither.
+    """
+    hidden, recompute = sizes.tokens * sizes.ffn * sizes.element, program.layout.recompute
+    takes = 2 if program.model.gated_mlp else 1
+    is_kept = recompute == "none" or (recompute == "selective" and program.model.lora is None)
+    streams = 0 if recompute == "none" else sizes.stream_bytes + sizes.whole_bytes
+    return streams + max((takes - 1 + (0 if is_kept else takes)) * hidden, sizes.whole_bytes)
 
 
 def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
@@ -133,12 +148,19 @@ def _after(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
 def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     """Return what attention by blocks needs beside gradients."""
     model, train = program.model, program.train
-    length = sizes.tokens // sizes.rows
-    is_whole = program.layout.cp == 1
-    sees = ScoreBounds.of(model, kind)
-    if not (is_whole and by_blocks(sizes.heads, sizes.kv_heads, length, train.precision, sees)):
+    if is_ring(program):
         return 0
-    cut = Cut.of(sizes.rows, sizes.heads, sizes.kv_heads, length, model.core_dim, sees)
+    # Ulysses attends over whole rows, with its share of the heads.
+    cp = program.layout.cp
+    length, heads, kv_heads = (
+        cp * sizes.tokens // sizes.rows,
+        sizes.heads // cp,
+        sizes.kv_heads // cp,
+    )
+    sees = ScoreBounds.of(model, kind)
+    if not by_blocks(heads, kv_heads, length, train.precision, sees):
+        return 0
+    cut = Cut.of(sizes.rows, heads, kv_heads, length, model.core_dim, sees)
     return cut.backward_bytes(sizes.element)
 
 

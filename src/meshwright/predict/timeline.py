@@ -174,7 +174,7 @@ class Walk:
         units.enter(index)
         own = self.layers[self.program.model.layer(layer)]
         self._keep(own.kept)
-        with bytes_held.spike("activations: routing", own.room):
+        with bytes_held.spike("activations: product", own.room):
             bytes_held.note(of_layer(layer))
         self.moves.leave(action, index)
         units.leave(index)

@@ -60,7 +60,7 @@ class UnitSizes:
         self.grown: dict[str, int] = {}  # bytes of an element of each gradient
         self.is_gathered = False
         self.accumulated = False
-        self.has_shard_gradient = False
+        self.summed = 0  # bytes of the sums of its shard's gradients
 
     def lasting(self, in_place: bool, element: int) -> int:
         """Return the bytes that a rank has at all times of what is not trained."""
@@ -102,7 +102,7 @@ class UnitsState(NamedTuple):
     `ahead` has the bytes that were prefetched, by the index of a unit.
     """
 
-    units: tuple[tuple[tuple[tuple[str, int], ...], bool, bool, bool], ...]
+    units: tuple[tuple[tuple[tuple[str, int], ...], bool, bool, int], ...]
     ahead: tuple[tuple[int, int], ...]
     kept: int
     input: int
@@ -113,7 +113,7 @@ class UnitsState(NamedTuple):
     ) -> UnitsState:
         """Return the state of some units, and of what their last messages work with."""
         found = tuple(
-            (tuple(one.grown.items()), one.is_gathered, one.accumulated, one.has_shard_gradient)
+            (tuple(one.grown.items()), one.is_gathered, one.accumulated, one.summed)
             for one in units
         )
         there = tuple((n, ahead[id(one)]) for n, one in enumerate(units) if id(one) in ahead)
@@ -121,9 +121,9 @@ class UnitsState(NamedTuple):
 
     def restore(self, units: Sequence[UnitSizes]) -> dict[int, int]:
         """Put units into this state, and return what they have prefetched."""
-        for one, (grown, *flags) in zip(units, self.units, strict=True):
+        for one, state in zip(units, self.units, strict=True):
+            grown, one.is_gathered, one.accumulated, one.summed = state
             one.grown = dict(grown)
-            one.is_gathered, one.accumulated, one.has_shard_gradient = flags
         return {id(units[place]): size for place, size in self.ahead}
 
 

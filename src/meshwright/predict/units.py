@@ -13,7 +13,7 @@ from typing import Final
 from meshwright.predict.byte_count import ByteCount
 from meshwright.predict.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
 from meshwright.program.lower import Program
-from meshwright.program.shards import EMBED, HEAD, Sharding, data_rank, sums_in_place
+from meshwright.program.shards import EMBED, HEAD, Sharding, cuts_frozen, data_rank, sums_in_place
 from meshwright.program.sharing import unit_in
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
@@ -61,9 +61,11 @@ class Units:
         # What is needed together, in the order of the forward.
         self._turns = [[unit for unit in turn if unit.is_there] for turn in turns]
         self.all = [unit for turn in self._turns for unit in turn]
+        for unit in self.all:  # a rank alone, too, gathers what is on the host
+            unit.cuts_frozen |= layout.offload == "params" and cuts_frozen(layout)
         order = [self.root, *(unit for turn in self._turns[:-1] for unit in turn)]
         self._after = {id(one): after for one, after in pairwise(order) if one.is_there}
-        self.is_last = self.defers = False
+        self.is_last = self.defers = self.meets = False
         self._kept = 0  # the flat buffer of the last gathering of a forward
         self._ahead: dict[int, int] = {}  # flat buffers that were gathered ahead, by unit
         self._input = 0  # of the last reduction, or all of the last exchange
@@ -170,6 +172,7 @@ class Units:
     def begin_backward(self, is_last: bool, defers: bool) -> None:
         """Gather the root, and prefetch the head and the last block; the head comes first."""
         self.is_last, self.defers = is_last, defers
+        self.meets = is_last or self.layout.dp_replicate == 1
         self._gather(self.root)
         self._gather_ahead(self.head)
         if self.blocks:
@@ -242,7 +245,7 @@ class Units:
         A product that creates a gradient needs `room` additional bytes, one that adds to it
         `added`.
         """
-        self.is_last, self.defers = is_last, False
+        self.is_last, self.defers, self.meets = is_last, False, True
         for unit in self.all:
             names = [name for name in unit.numels if waits(unit, name)]
             # Those in the dtype of products are added to by the products themselves.
@@ -351,8 +354,8 @@ class Units:
         self._settle()
         self._input = (unit.whole + (unit.ranks - 2) * unit.own) * self.reduced
         bytes_held.add(BUFFERS, self._input)
-        bytes_held.add(GRADIENTS, unit.own * _FP32 * (not unit.has_shard_gradient))
-        unit.has_shard_gradient = True
+        bytes_held.add(GRADIENTS, unit.own * _FP32 - unit.summed)
+        unit.summed = unit.own * _FP32
         bytes_held.note("reduce")
         self._drop_grown(unit)
 
@@ -391,6 +394,7 @@ class Units:
             if self.reduced < _FP32:
                 with bytes_held.spike(BUFFERS, unit.shard * _FP32):
                     bytes_held.note("reduce")
-        if not unit.has_shard_gradient and self.offload != "params":
-            bytes_held.add(GRADIENTS, unit.shard * _FP32)
-        unit.has_shard_gradient = True
+        # Until replicas meet, FSDP2 keeps the sum of a shard group on the device, in any case.
+        size = _FP32 * (self.offload != "params") if self.meets else self.reduced
+        bytes_held.add(GRADIENTS, unit.shard * size - unit.summed)
+        unit.summed = unit.shard * size
