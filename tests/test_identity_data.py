@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from faulty import flip
-from meshwright.data import blocks, files, open_data, open_store, prepare
+from meshwright import files
+from meshwright.data import blocks, open_data, open_store, prepare
 from meshwright.data.corpora import Files
 from meshwright.data.megatron import open_megatron, write_megatron
 from meshwright.errors import DataError
