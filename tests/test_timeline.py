@@ -143,6 +143,22 @@ def test_the_peak_of_a_layer_by_both_ways(label, sizes, matmul):
     check(label, "fp32", matmul, 0.01, MODEL.model_copy(update=wide))
 
 
+def peak_of(world, case):
+    return measure(world, case).peak.total
+
+
+def test_ulysses_attends_by_blocks_over_whole_rows():
+    """With its share of the heads: of long rows, that is what a rank needs most for."""
+    model = MODEL.model_copy(update={"ffn_dim": 128, "vocab_size": 64})
+    train = TRAIN.model_copy(update={"seq_len": 512, "matmul": "torch"})
+    case = Case(model, train, Layout.parse("cp2-ulysses mb4 recompute-full"))
+    program = lower(model, train, case.layout, Target("cpu", route("torch", NOBODYS)))
+    for rank, measured in enumerate(on_ranks(2, peak_of, case=case)):
+        expected = timeline(program, rank).peak
+        assert expected.what == "attn.core"
+        assert expected.total == pytest.approx(measured, rel=0.04)
+
+
 def test_the_way_of_products_is_the_targets():
     """It costs what oneDNN copies, which has no products in half precision."""
     layout = Layout.parse("dp2 mb4")
