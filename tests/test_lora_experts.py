@@ -190,7 +190,7 @@ def test_memory_is_predicted(label):
     case = Case(spec, train, Layout.parse(label))
     measured = on_ranks(2, peak_of, case=case)[0]
     said = timeline(lower(spec, train, case.layout), 0).peak.total
-    assert said == pytest.approx(measured, rel=0.03)
+    assert said == pytest.approx(measured, rel=0.04)
 
 
 def peak_of(world, case):

@@ -115,8 +115,8 @@ def peaks(world, label, precision):
         ("pp2 gpipe mb2 offload-activations", "fp32", 0.01),
         ("pp2 1f1b mb1 recompute-full offload-activations", "fp32", 0.01),
         ("pp2 zbv v2 mb2 offload-activations", "fp32", 0.015),
-        ("tp2 sp mb2 offload-activations", "fp32", 0.02),
-        ("shard2 zero3 mb2 offload-activations", "bf16", 0.03),
+        ("tp2 sp mb2 offload-activations", "fp32", 0.04),
+        ("shard2 zero3 mb2 offload-activations", "bf16", 0.08),
         ("cp2-ring mb2 offload-activations", "fp32", 0.04),
     ],
 )

@@ -36,8 +36,8 @@ class LayerBytes(NamedTuple):
     """What a layer of one kind saves of a microbatch, and releases during its backward.
 
     `kept` exists after the forward, `anew` at the start of the backward. `backward` has the
-    released sizes for each need; `left` is what none of them releases. `room` is temporary memory
-    at the end of the forward.
+    released sizes for each need; `left` is what none of them releases. `room` is the forward's
+    temporary memory.
     """
 
     kept: tuple[Size, ...]
@@ -152,11 +152,8 @@ def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
         return 0
     # Ulysses attends over whole rows, with its share of the heads.
     cp = program.layout.cp
-    length, heads, kv_heads = (
-        cp * sizes.tokens // sizes.rows,
-        sizes.heads // cp,
-        sizes.kv_heads // cp,
-    )
+    heads, kv_heads = sizes.heads // cp, sizes.kv_heads // cp
+    length = cp * sizes.tokens // sizes.rows
     sees = ScoreBounds.of(model, kind)
     if not by_blocks(heads, kv_heads, length, train.precision, sees):
         return 0

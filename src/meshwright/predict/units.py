@@ -172,7 +172,7 @@ class Units:
     def begin_backward(self, is_last: bool, defers: bool) -> None:
         """Gather the root, and prefetch the head and the last block; the head comes first."""
         self.is_last, self.defers = is_last, defers
-        self.meets = is_last or self.layout.dp_replicate == 1
+        self.meets = is_last or self.layout.dp_replicate == 1  # replicas sum with each other
         self._gather(self.root)
         self._gather_ahead(self.head)
         if self.blocks:
