@@ -11,6 +11,7 @@ from importlib.metadata import requires
 import pytest
 import torch
 
+from meshwright.models import flex
 from test_compile import LABELS, MODELS, SIZES, holds
 
 # As metadata says it: "torch>=2.11; extra ...".
@@ -52,3 +53,11 @@ def test_compiled_blocks_have_the_gradients_of_one_device(family, label, precisi
 @pytest.mark.parametrize(("family", "label", "precision"), PLAIN)
 def test_layouts_have_the_gradients_of_one_device(family, label, precision):
     holds({**MODELS, **MORE}[family], label, precision, compiles=False)
+
+
+def test_whether_triton_is_there_ends_no_graph():
+    def asks(x):
+        return x + 1 if flex.has_triton() else x - 1
+
+    x = torch.zeros(2)
+    assert torch.compile(asks, backend="eager", fullgraph=True)(x).equal(asks(x))

@@ -28,10 +28,16 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return is_wide and device.type == "cuda" and has_triton()
 
 
-@lru_cache(maxsize=1)
+# Compiled code asks once: torch 2.11 would end the graph here, and then fails.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_triton() -> bool:
     """Whether Triton is installed, which PyTorch's builds for GPUs bring along."""
-    return find_spec("triton") is not None
+    return _is_installed("triton")
+
+
+@lru_cache(maxsize=1)
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def attention(
