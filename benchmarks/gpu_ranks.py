@@ -5,6 +5,7 @@
 NCCL refuses two ranks on one GPU: here their messages go through the host (`benchmarks.staged`).
 All else is as with a GPU for each rank: kernels, streams, FSDP2, compiled blocks. Several sets of
 ranks take cases in turns. A set in which a rank raises, ends or hangs is replaced by a new one.
+What passed according to the file is not proven again.
 `--device cpu` does the same without a GPU.
 """
 
@@ -99,6 +100,14 @@ def work(tally: Tally, device: str, world: int, limit_s: float) -> None:
         ranks.close()
 
 
+def passed(path: Path) -> set[tuple[int, str]]:
+    """Return the ranks and names of the cases that passed, as an earlier run wrote them."""
+    if not path.is_file():
+        return set()
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {(row["ranks"], row["case"]) for row in rows if row["found"] == "ok"}
+
+
 def _threads(tally: Tally, args: argparse.Namespace, worlds: list[int]) -> list[threading.Thread]:
     cores = len(os.sched_getaffinity(0))
     threads = []
@@ -116,15 +125,21 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, choices=sorted(NUMBERS), help="default: all of these")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="a row a layout, added")
     parser.add_argument("--only", default="", metavar="TEXT", help="labels that contain it")
     parser.add_argument("--sets", type=int, help="of each number of ranks, at once")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a case")
     args = parser.parse_args()
     started = time.monotonic()
     worlds = sorted(NUMBERS) if args.ranks is None else [args.ranks]
-    cases = {world: [one for one in chosen(world) if args.only in one.name] for world in worlds}
-    out = args.out.open("w", encoding="utf-8") if args.out else None
+    done = passed(args.out) if args.out else set()
+    cases = {
+        world: [
+            one for one in chosen(world) if args.only in one.name and (world, one.name) not in done
+        ]
+        for world in worlds
+    }
+    out = args.out.open("a", encoding="utf-8") if args.out else None
     tally = Tally(cases, started + 60 * args.minutes, out)
     threads = _threads(tally, args, worlds)
     print(f"{tally.left} layouts, {len(threads)} sets of ranks", flush=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.bench import links, shares
+from meshwright.bench import blocks, links, shares
 from meshwright.bench.device import by_device, saturation
 from meshwright.cli.main import main
 from meshwright.execute.tensor_parallel.tp_regions import all_reduce
@@ -206,3 +206,20 @@ def test_a_gpu_sends_no_rows_one_by_one(device, has_rows, monkeypatch):
     world = SimpleNamespace(device=torch.device(device), rank=0, size=4)
     assert ("rows" in links.collectives(world)) == has_rows
     assert "all_gather" in links.collectives(world)
+
+
+def test_a_gpu_is_measured_with_blocks_that_outlast_its_host(monkeypatch):
+    """On an H200 a block of one row took its host longer, and bytes seemed to take 4 times so."""
+    config = load_config(None, ["model.preset=llama-3.2-1b"])
+    shape = blocks.Shape(config.model, 4096, 1)
+    by_row = 2e-3
+
+    def seconds(device, precision, budget_s, shape):
+        return max(3e-3, by_row * shape.rows if shape.length == 4096 else 0)
+
+    monkeypatch.setattr(blocks, "seconds", seconds)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert blocks.outlasting(gpu, "bf16", 0.1, shape).rows == 4
+    assert blocks.outlasting(cpu, "bf16", 0.1, shape) == shape
+    by_row = 0  # more would take too long to be repeated
+    assert blocks.outlasting(gpu, "bf16", 0.1, shape).rows == 8

@@ -41,6 +41,11 @@ class Shape(NamedTuple):
     rows: int
 
 
+_TINY: Final = Shape(model_spec(dim=16, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=32), 8, 1)
+# A GPU is measured with blocks that take it so many times as long as its host.
+_OUTLASTS: Final = 2.0
+
+
 def usual(device: torch.device, *, is_small: bool = False) -> Shape:
     """Return a representative block for other models; a GPU's is large enough to fill it."""
     if is_small:
@@ -109,6 +114,23 @@ def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape)
     return seconds_of(work, budget_s, device) / depth
 
 
+def outlasting(device: torch.device, precision: str, budget_s: float, shape: Shape) -> Shape:
+    """Return a shape with so many rows that a GPU takes longer for a block than its host.
+
+    Of fewer rows the host's time would be told as the device's. The host takes as long for a tiny
+    block.
+    """
+    if device.type == "cpu":
+        return shape
+    host = seconds(device, precision, budget_s, _TINY)
+    while seconds(device, precision, budget_s, shape) < _OUTLASTS * host:
+        more = shape._replace(rows=2 * shape.rows)
+        if _flops(more) > _MOST_FLOPS[device.type]:
+            break
+        shape = more
+    return shape
+
+
 def seconds_of_parts(
     device: torch.device, precision: str, budget_s: float, shape: Shape, depth: int = _DEPTH
 ) -> BlockTimes:
@@ -116,9 +138,8 @@ def seconds_of_parts(
 
     Up to `depth` blocks are timed together.
     """
-    tiny = model_spec(dim=16, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=32)
     whole, depth = _pass(device, precision, shape, depth)
-    small, tiny_depth = _pass(device, precision, Shape(tiny, 8, 1))
+    small, tiny_depth = _pass(device, precision, _TINY)
     works = (whole, _attention(device, precision, shape), small)
     found = seconds_in_turns(works, budget_s, device)
     return BlockTimes(found[0] / depth, found[1], found[2] / tiny_depth)

@@ -173,7 +173,8 @@ def _compute(
         peak = rates.get("peak.tf32", best) * rates[f"products.{precision}"]
         half = rates[f"products.half.{precision}"]
         curves[f"products.{precision}"] = [(*shape.sides, seconds) for shape, seconds in found]
-        for of, shape in shapes.items():
+        for of, asked in shapes.items():
+            shape = on_blocks.outlasting(device, precision, budget_s / 10, asked)
             parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape, effort.depth)
             rate = on_blocks.attention_flops(shape) / parts.attention
             constants[f"{of}attention.flash2.{precision}"] = rate / best

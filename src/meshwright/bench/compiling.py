@@ -10,7 +10,7 @@ import time
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from meshwright.bench.blocks import bytes_moved, own, stack
 from meshwright.execute.build import compiler
@@ -72,16 +72,19 @@ def _seconds(stack: nn.Sequential, x: Tensor) -> float:
 
 
 def _kept(stack: nn.Sequential, x: Tensor) -> int:
-    """Return the bytes that a forward keeps for the backward beside weights and input."""
-    given = {t.untyped_storage().data_ptr() for t in (x, *stack.parameters(), *stack.buffers())}
-    kept: dict[int, int] = {}
+    """Return the bytes that a forward keeps for the backward beside weights and input.
 
-    def note(tensor: Tensor) -> Tensor:
+    There is no backward, so the graph keeps nothing: a result that it held would hold it, and no
+    collector would find them.
+    """
+    given = {t.untyped_storage().data_ptr() for t in (x, *stack.parameters(), *stack.buffers())}
+    kept: dict[int, UntypedStorage] = {}  # alive, so that no other has its address
+
+    def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in given:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+            kept[storage.data_ptr()] = storage
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda packed: packed):
         stack(x)
-    return sum(kept.values())
+    return sum(storage.nbytes() for storage in kept.values())
