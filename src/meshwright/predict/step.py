@@ -22,6 +22,7 @@ from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.microbatch import MicrobatchTimes, parts_of
 from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
+from meshwright.predict.sums import GradientSums, sums_of
 from meshwright.predict.work import HeldLayers, LayoutWork
 from meshwright.program.profile import CAUSES
 from meshwright.program.stages import Stage
@@ -91,6 +92,7 @@ class ActionTimes:
     parts: MicrobatchTimes
     gathers: Waits
     copies: CopyWaits
+    sums: GradientSums
     held: tuple[HeldLayers, ...]
     whole: tuple[float, ...]
     transfer: float
@@ -117,7 +119,7 @@ class ActionTimes:
         forth = of("tp_forward"), of("cp_forward"), of("ep_forward")
         return (
             Pass(of("forward"), 0.0, *forth, *forward),
-            Pass(of("backward"), of("recompute"), tp, cp, ep, *backward),
+            Pass(of("backward") + self.sums.of(held), of("recompute"), tp, cp, ep, *backward),
         )
 
 
@@ -127,10 +129,14 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
     ranks = held_by(setting, layout)
     gathers = unit_waits(kernels, unit_messages(setting, kernels, layout), parts)
     copies, stages = copy_waits(setting, kernels, layout, parts), layout.virtual_stages
-    whole = tuple(parts.total(held) + gathers.of(held) + copies.of(held, stages) for held in ranks)
+    sums = sums_of(setting, kernels, layout)
+    whole = tuple(
+        parts.total(held) + gathers.of(held) + copies.of(held, stages) + sums.of(held)
+        for held in ranks
+    )
     transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
     count = layout.microbatches(setting.train.batch)
-    return ActionTimes(setting.model, parts, gathers, copies, ranks, whole, transfer, count)
+    return ActionTimes(setting.model, parts, gathers, copies, sums, ranks, whole, transfer, count)
 
 
 def step_time(
@@ -162,7 +168,7 @@ def rank_causes(
     parts, count = pace.parts, pace.microbatches
     per_step = {cause: count * parts.of(held, cause) for cause in Seconds._fields}
     return {
-        "compute": per_step["forward"] + per_step["backward"],
+        "compute": per_step["forward"] + per_step["backward"] + count * pace.sums.of(held),
         "recompute": per_step["recompute"],
         "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
         "cp": per_step["cp_forward"] + per_step["cp_backward"] + per_step["cp_recompute"],

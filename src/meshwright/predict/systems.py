@@ -33,7 +33,9 @@ class System:
     the head's products and the loss, of some tokens at a time; `loss_chunks` of another system that
     does so. `parts_ends`: ZeRO-3 gathers embedding and head, unless tied, for the one pass that
     uses each. `sends_once`: a token goes to a rank, and to a node, once, however many of its
-    experts are there. `keeps_quantised`: what float8 products have taken is kept in float8.
+    experts are there. `sums_apart`: a kernel of its own adds a microbatch's gradients to their sum,
+    and what it takes is in no fitted constant. `keeps_quantised`: what float8 products have taken
+    is kept in float8.
     """
 
     name: str
@@ -55,6 +57,7 @@ class System:
     loss_chunks: int = 1
     parts_ends: bool = False
     sends_once: bool = False
+    sums_apart: bool = False
     keeps_quantised: bool = False
     source: str = ""
 
@@ -73,6 +76,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             gathers_again="unless recomputed",
             fuses_loss=True,
             parts_ends=True,
+            sums_apart=True,
             source="meshwright.execute",
         ),
         System(
