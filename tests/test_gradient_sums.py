@@ -28,7 +28,7 @@ def setting(precision="bf16", system="meshwright"):
         ("bf16", "dp8 mb1", (6 + 10) / 2),
         ("fp32", "dp8 mb2", 0),  # its gradients are the sum
         ("fp32", "tp8 mb4", 12 * 3 / 4),
-        ("bf16", "shard8 zero3 mb1", 12 / 2 / 8),  # shards of what is reduced in fp32
+        ("bf16", "shard8 zero3 mb1", (6 + 10) / 2),
     ],
 )
 def test_sums_move_the_bytes_of_gradients(precision, label, moved):

@@ -85,9 +85,9 @@ def test_a_gpu_that_is_not_known_is_not_priced_as_a_cpu(gpu, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("device", "words", "name", "kind"),
     [
-        ("cuda", [], "NVIDIA H200", "h100"),
-        ("cuda", ["cluster.preset=a40"], "NVIDIA H200", "h100"),
-        ("cuda", ["cluster.preset=h200"], "NVIDIA Graphics Device", "h100"),
+        ("cuda", [], "NVIDIA H200", "h100-hbm3e"),
+        ("cuda", ["cluster.preset=a40"], "NVIDIA H200", "h100-hbm3e"),
+        ("cuda", ["cluster.preset=h200"], "NVIDIA Graphics Device", "h100-hbm3e"),
         ("cuda", [], "NVIDIA Graphics Device", "cuda"),
         ("cpu", ["cluster.preset=h200"], "x86_64", "cpu"),
     ],
@@ -181,7 +181,7 @@ def test_a_block_is_predicted_to_take_what_it_took():
         "moves.bf16": moves * bandwidth,
         "overhead.layer.bf16": parts.overhead,
     }
-    kernels = h200({f"h100.{name}": value for name, value in found.items()}).kernels()
+    kernels = h200({f"h100-hbm3e.{name}": value for name, value in found.items()}).kernels()
     work = layout_work(shape.spec, shape.length, "bf16", 1, False, 1, "ring", shape.rows, "none")
     assert kernels.layer(work, work.layers[0], 1, 1, "ring", "none").total == pytest.approx(
         parts.whole

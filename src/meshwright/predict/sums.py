@@ -16,33 +16,29 @@ _FP32: Final = ELEMENT_BYTES["fp32"]
 
 
 class GradientSums(NamedTuple):
-    """Seconds of a backward for each weight, as the mean of a step's microbatches.
-
-    `is_cut`: a rank sums its own shards, because each microbatch's gradients are reduced at once.
-    """
+    """Seconds of a backward for each weight, as the mean of a step's microbatches."""
 
     model: ModelSpec
     layout: Layout
     seconds: float
-    is_cut: bool
 
     def of(self, held: HeldLayers) -> float:
         """Return the seconds of one backward through such layers."""
         if not self.seconds:
             return 0.0
-        found = elements_of(self.model, self.layout, held, of="trained")
-        return self.seconds * (found.share(self.layout) if self.is_cut else found.total)
+        found = elements_of(self.model, self.layout, held, is_padded=False, of="trained")
+        return self.seconds * found.total
 
 
 def sums_of(setting: Setting, kernels: Kernels, layout: Layout) -> GradientSums:
     """Return what the sums of gradients take, which is bound by memory.
 
     A later microbatch's gradient and the sum are read, and the sum is written. The first one is the
-    sum, or is written in fp32 where products are in half precision.
+    sum, or is written in fp32 where products are in half precision. ZeRO 2 and 3 send whole
+    gradients instead, from memory into which they are copied; that moves about as much.
     """
-    count, is_cut = layout.microbatches(setting.train.batch), layout.zero >= 2
-    element = _FP32 if is_cut else setting.element
+    count, element = layout.microbatches(setting.train.batch), setting.element
     first = element + _FP32 if element != _FP32 else 0
     moved = (first + (count - 1) * (element + 2 * _FP32)) / count
     seconds = moved / kernels.bandwidth if setting.system.sums_apart else 0.0
-    return GradientSums(setting.model, layout, seconds, is_cut)
+    return GradientSums(setting.model, layout, seconds)

@@ -20,6 +20,7 @@ from meshwright.predict.pipeline import closed_form
 from meshwright.predict.price import Prediction, RankMemory, worst_memory
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import host_seconds, transfer_seconds
+from meshwright.predict.sums import sums_of
 from meshwright.predict.work import HeldLayers
 from meshwright.search.collector import uncollected
 from meshwright.search.fits import Fits, preference
@@ -330,7 +331,11 @@ class Search:
         parts = self.prices.parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
         times = Counter(held_by(setting, layout))
         copies = copy_waits(setting, kernels, layout, parts)
-        base = {held: parts.total(held) + copies.of(held, schedule.virtual) for held in times}
+        sums = sums_of(setting, kernels, layout)
+        base = {
+            held: parts.total(held) + copies.of(held, schedule.virtual) + sums.of(held)
+            for held in times
+        }
         return _Pace(schedule, layout, count, parts, times, base, transfer, kernels)
 
     def _of_schedule(
