@@ -40,5 +40,5 @@ def sums_of(setting: Setting, kernels: Kernels, layout: Layout) -> GradientSums:
     count, element = layout.microbatches(setting.train.batch), setting.element
     first = element + _FP32 if element != _FP32 else 0
     moved = (first + (count - 1) * (element + 2 * _FP32)) / count
-    seconds = moved / kernels.bandwidth if setting.system.sums_apart else 0.0
+    seconds = kernels.slower * moved / kernels.bandwidth if setting.system.sums_apart else 0.0
     return GradientSums(setting.model, layout, seconds)
