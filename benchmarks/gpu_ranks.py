@@ -5,7 +5,7 @@
 NCCL refuses two ranks on one GPU: here their messages go through the host (`benchmarks.staged`).
 All else is as with a GPU for each rank: kernels, streams, FSDP2, compiled blocks. Several sets of
 ranks take cases in turns. A set in which a rank raises, ends or hangs is replaced by a new one.
-What passed according to the file is not proven again.
+Layouts that passed in an earlier run, according to FILE.jsonl, are skipped.
 `--device cpu` does the same without a GPU.
 """
 
@@ -125,7 +125,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, choices=sorted(NUMBERS), help="default: all of these")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="a row a layout, added")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.jsonl", help="append a row for each layout"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="labels that contain it")
     parser.add_argument("--sets", type=int, help="of each number of ranks, at once")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a case")

@@ -36,8 +36,8 @@ SMALL_8K: Final = Shape("llama-3.2-1b", 16, 8192, 2)
 LARGE_4K: Final = Shape("llama-3-8b", 32, 4096, 2)
 LARGE_8K: Final = Shape("llama-3-8b", 32, 8192, 1)
 MIXTURE_4K: Final = Shape("olmoe-1b-7b", 16, 4096, 2)
-# Of these nothing was fitted: biases and two kinds of norms, q/k norms, windows with soft caps,
-# many experts, experts with sinks and biases, latent attention.
+# No constant was set from these. They have q/k norms, many experts, parallel residuals, windows
+# with soft caps, experts with sinks and biases, and latent attention.
 OTHERS: Final = (
     Shape("qwen3-8b", 36, 4096, 2),
     Shape("qwen3-30b-a3b", 48, 4096, 2),

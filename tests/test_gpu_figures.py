@@ -22,9 +22,9 @@ MEASURED = [
 ]
 
 
-# On an H200, to which the constants of its memory and products were set: preset, layers, rows of a
-# microbatch, tokens of a row, words of the layout, overrides, seconds; and bytes where nothing else
-# was in memory.
+# On an H200; its constants of memory, products and attention were set from these: preset, layers,
+# rows of a microbatch, tokens of a row, words of the layout, overrides, seconds; and bytes where
+# nothing else was in memory.
 SAME = [
     ("llama-3-8b", 23, 2, 4096, "", ["train.compile=false"], 2.2207, 138.37e9),
     ("llama-3-8b", 23, 2, 4096, "", ["train.compile=true"], 2.0458, 137.85e9),
@@ -34,7 +34,7 @@ SAME = [
     ("olmoe-1b-7b", 16, 2, 4096, "", ["train.compile=true"], 0.7749, None),
     ("llama-3-8b", 23, 2, 4096, "", ["train.compile=true", "train.fp8=true"], 1.5584, None),
 ]
-# Shapes and layouts to which nothing was fitted.
+# Shapes and layouts from which no constant was set.
 OTHERS = [
     ("llama-3-8b", 23, 1, 8192, "", ["train.compile=true"], 2.2107, None),
     ("llama-3.2-1b", 16, 2, 8192, "", ["train.compile=true"], 1.1413, None),

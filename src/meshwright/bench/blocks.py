@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
 
 _TINY: Final = Shape(model_spec(dim=16, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=32), 8, 1)
-# A GPU is measured with blocks that take it so many times as long as its host.
+# On a GPU a measured block takes at least so many times as long as the host needs to launch it.
 _OUTLASTS: Final = 2.0
 
 
@@ -115,10 +115,9 @@ def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape)
 
 
 def outlasting(device: torch.device, precision: str, budget_s: float, shape: Shape) -> Shape:
-    """Return a shape with so many rows that a GPU takes longer for a block than its host.
+    """Return the shape with enough rows that a block keeps a GPU busy longer than its host.
 
-    Of fewer rows the host's time would be told as the device's. The host takes as long for a tiny
-    block.
+    With fewer rows the host's time would be measured, which is that of a tiny block.
     """
     if device.type == "cpu":
         return shape

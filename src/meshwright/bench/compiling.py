@@ -74,8 +74,8 @@ def _seconds(stack: nn.Sequential, x: Tensor) -> float:
 def _kept(stack: nn.Sequential, x: Tensor) -> int:
     """Return the bytes that a forward keeps for the backward beside weights and input.
 
-    There is no backward, so the graph keeps nothing: a result that it held would hold it, and no
-    collector would find them.
+    The hooks store nothing in the graph: a stored result would refer back to the graph, and
+    Python's garbage collector does not free such a cycle.
     """
     given = {t.untyped_storage().data_ptr() for t in (x, *stack.parameters(), *stack.buffers())}
     kept: dict[int, UntypedStorage] = {}  # alive, so that no other has its address

@@ -28,7 +28,7 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return is_wide and device.type == "cuda" and has_triton()
 
 
-# Compiled code asks once: torch 2.11 would end the graph here, and then fails.
+# A constant for the compiler: torch 2.11 cannot trace the lookup, and fails after the graph break.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_triton() -> bool:
     """Whether Triton is installed, which PyTorch's builds for GPUs bring along."""

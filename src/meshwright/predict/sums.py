@@ -1,4 +1,4 @@
-"""Time in which a microbatch's gradients are added to those of the microbatches before it."""
+"""The time of gradient accumulation: adding a microbatch's gradients to the earlier ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class GradientSums(NamedTuple):
 
 
 def sums_of(setting: Setting, kernels: Kernels, layout: Layout) -> GradientSums:
-    """Return what the sums of gradients take, which is bound by memory.
+    """Return the time of gradient accumulation, which memory bandwidth bounds.
 
-    A later microbatch's gradient and the sum are read, and the sum is written. The first one is the
-    sum, or is written in fp32 where products are in half precision. ZeRO 2 and 3 send whole
-    gradients instead, from memory into which they are copied; that moves about as much.
+    From the second microbatch on, the gradient and the sum are read, and the sum is written. The
+    first gradient becomes the sum, after a cast to fp32 where products are in half precision. ZeRO
+    2 and 3 copy whole gradients into communication buffers instead, which moves about as much.
     """
     count, element = layout.microbatches(setting.train.batch), setting.element
     first = element + _FP32 if element != _FP32 else 0

@@ -33,9 +33,8 @@ class System:
     the head's products and the loss, of some tokens at a time; `loss_chunks` of another system that
     does so. `parts_ends`: ZeRO-3 gathers embedding and head, unless tied, for the one pass that
     uses each. `sends_once`: a token goes to a rank, and to a node, once, however many of its
-    experts are there. `sums_apart`: a kernel of its own adds a microbatch's gradients to their sum,
-    and what it takes is in no fitted constant. `keeps_quantised`: what float8 products have taken
-    is kept in float8.
+    experts are there. `sums_apart`: a separate kernel accumulates gradients, whose time no fitted
+    constant includes. `keeps_quantised`: what float8 products have taken is kept in float8.
     """
 
     name: str
