@@ -129,16 +129,16 @@ def test_which_devices_go_by_documents():
     all_kinds = [plain, ScoreBounds(None, 50.0), ScoreBounds(sinks=True)]
     with (
         mock.patch.object(documents, "has_cuda_flash", lambda _, dtype, __: dtype.itemsize == 2),
-        mock.patch.object(documents.flex, "has_triton", return_value=True) as triton,
+        mock.patch.object(documents.flex, "HAS_TRITON", True),
     ):
         assert all(takes_bounds(gpu, torch.float32, 64, scores) for scores in all_kinds)
         assert all(takes_bounds(gpu, torch.bfloat16, 64, scores) for scores in all_kinds)
         assert not takes_bounds(gpu, torch.float32, 12)  # too narrow for its kernel
         assert not takes_bounds(gpu, torch.float64, 64)
-        triton.return_value = False
-        assert not any(takes_bounds(gpu, torch.float32, 64, scores) for scores in all_kinds)
-        found = [takes_bounds(gpu, torch.bfloat16, 64, scores) for scores in all_kinds]
-        assert found == [True, False, False]
+        with mock.patch.object(documents.flex, "HAS_TRITON", False):
+            assert not any(takes_bounds(gpu, torch.float32, 64, scores) for scores in all_kinds)
+            found = [takes_bounds(gpu, torch.bfloat16, 64, scores) for scores in all_kinds]
+            assert found == [True, False, False]
 
 
 def test_which_kernel_serves_is_a_constant_of_compiled_code():

@@ -233,7 +233,7 @@ def test_it_serves_where_flash_attention_alone_does_not():
 
     free, segments = ScoreBounds(), torch.zeros(1, 8)
     with (
-        mock.patch.object(seen_attention.flex, "has_triton", return_value=True),
+        mock.patch.object(seen_attention.flex, "HAS_TRITON", True),
         mock.patch.object(seen_attention, "has_cuda_flash", return_value=True),
     ):
         takes = seen_attention.takes
@@ -244,7 +244,7 @@ def test_it_serves_where_flash_attention_alone_does_not():
             (None, ScoreBounds(cap=1.0)),
         ):
             assert takes(Queries, *bounded)
-            with mock.patch.object(seen_attention.flex, "has_triton", return_value=False):
+            with mock.patch.object(seen_attention.flex, "HAS_TRITON", False):
                 assert not takes(Queries, *bounded)
     assert not seen_attention.takes(torch.zeros(1, 4, 8, 16), segments, free)
 

@@ -18,6 +18,9 @@ from meshwright.program.attention import ScoreBounds
 
 # Triton's matrix products need so many columns.
 _MIN_HEAD_DIM: Final = 16
+# Whether Triton is installed, which PyTorch's builds for GPUs bring along. torch 2.11 cannot trace
+# the lookup, and `assume_constant_result` would import the compiler, which takes a second.
+HAS_TRITON: Final = find_spec("triton") is not None
 # What attends, what bounds a score, and which blocks of keys those of queries see.
 _Parts = tuple[Callable[..., Any], Callable[..., Tensor] | None, Any]
 
@@ -25,19 +28,7 @@ _Parts = tuple[Callable[..., Any], Callable[..., Tensor] | None, Any]
 def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether it computes with such tensors; its kernels are Triton's."""
     is_wide = head_dim >= _MIN_HEAD_DIM and dtype != torch.float64
-    return is_wide and device.type == "cuda" and has_triton()
-
-
-# A constant for the compiler: torch 2.11 cannot trace the lookup, and fails after the graph break.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_triton() -> bool:
-    """Whether Triton is installed, which PyTorch's builds for GPUs bring along."""
-    return _is_installed("triton")
-
-
-@lru_cache(maxsize=1)
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
+    return is_wide and device.type == "cuda" and HAS_TRITON
 
 
 def attention(

@@ -27,8 +27,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
+        return apply(self.down, self._hidden(x, context), context)
+
+    def _hidden(self, x: Tensor, context: Context) -> Tensor:
+        """Return what `down` takes: gate and up end here where nothing saves them."""
         gate, up = self.project(x, (self.gate, self.up), context)
-        return apply(self.down, gated(gate, up, self.act), context)
+        return gated(gate, up, self.act)
 
 
 class MLP(nn.Module):
@@ -43,5 +47,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
+        return apply(self.down, self._hidden(x, context), context)
+
+    def _hidden(self, x: Tensor, context: Context) -> Tensor:
         (up,) = self.project(x, (self.up,), context)
-        return apply(self.down, activated(up, self.act), context)
+        return activated(up, self.act)

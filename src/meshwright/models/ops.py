@@ -143,6 +143,7 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weight_grad = (wide * normed).sum(tuple(range(x.ndim - 1))).to(weight.dtype)
         inner = wide * factor(weight, ctx.plus_one)
+        del wide  # a copy in half precision
         along = (inner * normed).mean(-1, keepdim=True)
         inner.addcmul_(normed, along, value=-1).mul_(scale)
         return inner.to(x.dtype), weight_grad, None, None

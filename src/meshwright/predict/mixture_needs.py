@@ -68,23 +68,6 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     yield Need("mlp.router", max(router, arrived), names, waits * scores)
 
 
-def experts_room(program: Program, sizes: Sizes) -> int:
-    """Return the temporary bytes at the end of the experts' forward.
-
-    They are the hidden values, and the pairs in the order of their tokens and their sums. Where
-    each group has a product of its own, its results are there once more, concatenated; selective
-    recomputation keeps those of all products.
-    """
-    pairs = sizes.received * sizes.dim * sizes.element
-    hidden = sizes.received * sizes.expert_ffn * sizes.element
-    again = pairs
-    if program.layout.recompute == "selective":
-        again += 2 * hidden
-    if not program.target.on_cpu and sizes.element != _WIDE:  # one kernel for all groups
-        again = 0
-    return again + hidden + pairs + sizes.routed_bytes
-
-
 def _shared_needs(program: Program, sizes: Sizes, held: int) -> Iterator[Need]:
     """Yield the needs of the shared expert, beside what is `held` while it computes."""
     model, el, whole = program.model, sizes.element, sizes.whole_bytes

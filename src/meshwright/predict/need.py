@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from meshwright.program.four_bits import dequantised
 from meshwright.program.lower import Program
 from meshwright.program.sizes import Sizes
 from meshwright.spec.lora import matrices
+
+_HASH: Final = 4
 
 
 class Need(NamedTuple):
@@ -48,7 +50,15 @@ def frozen(
     scaled = result or sizes.whole_bytes
     yield Need(f"{name}.lora_b", held + result + scaled + low, (f"{name}.lora_b",))
     yield Need(f"{name}.lora_a", held + result + low + inputs, (f"{name}.lora_a",))
+    if lora.dropout:
+        masks = mask_bytes(inputs // sizes.element)
+        yield Need(f"{name}: dropout", held + result + inputs + masks)
     yield Need(name, held + result + inputs + made)
+
+
+def mask_bytes(elements: int) -> int:
+    """Return the temporary bytes of a dropout's mask: hashes of 32 bits, and the same shifted."""
+    return 2 * _HASH * elements
 
 
 def of_result(program: Program, sizes: Sizes) -> int:

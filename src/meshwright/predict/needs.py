@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from meshwright.predict.mixture_needs import expert_needs, experts_room
-from meshwright.predict.need import Need, frozen, of_result, weights_of
+from meshwright.predict.mixture_needs import expert_needs
+from meshwright.predict.need import Need, frozen, mask_bytes, of_result, weights_of
+from meshwright.predict.rooms import forward_room
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
@@ -64,7 +65,7 @@ def layer_bytes(
         own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
         backward.append((need, kept(own)))
         alive = [op for op in alive if op not in own]
-    room = (experts_room if program.model.has_experts(kind) else _mlp_room)(program, sizes)
+    room = forward_room(program, sizes, kind)
     return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive), room)
 
 
@@ -88,25 +89,12 @@ def backward_needs(program: Program, sizes: Sizes, kind: LayerSpec) -> tuple[Nee
     blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes, kind)
     feed_forward = expert_needs if program.model.has_experts(kind) else _mlp
     return (
+        *_dropout(program, sizes, "mlp_drop"),
         *_after(program, sizes, "mlp_post_norm"),
         *feed_forward(program, sizes),
         *_before(program, sizes, "mlp_norm"),
         *_attention(program, sizes, kind, blocks),
     )
-
-
-def _mlp_room(program: Program, sizes: Sizes) -> int:
-    """Return the temporary bytes of an MLP's forward: those of its activation, or of its result.
-
-    With recomputation they include the residual stream and the result of its norm. Selective
-    recomputation keeps products, but not their sums with those of adapters, which the activation
-    takes; full recomputation keeps neither.
-    """
-    hidden, recompute = sizes.tokens * sizes.ffn * sizes.element, program.layout.recompute
-    takes = 2 if program.model.gated_mlp else 1
-    is_kept = recompute == "none" or (recompute == "selective" and program.model.lora is None)
-    streams = 0 if recompute == "none" else sizes.stream_bytes + sizes.whole_bytes
-    return streams + max((takes - 1 + (0 if is_kept else takes)) * hidden, sizes.whole_bytes)
 
 
 def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
@@ -131,6 +119,12 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     else:
         yield Need("mlp.act", 2 * hidden)
         yield from _columns(program, sizes, {"mlp.up": hidden}, biases)
+
+
+def _dropout(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
+    """Yield the need of the dropout of what a sublayer adds: its mask is made again."""
+    if program.model.dropout:
+        yield Need(name, mask_bytes(sizes.stream * sizes.dim))
 
 
 def _before(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
@@ -167,6 +161,7 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
     of_values = sizes.tokens * sizes.heads * program.model.value_dim * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     biases = program.model.attention_bias
+    yield from _dropout(program, sizes, "attn_drop")
     yield from _after(program, sizes, "attn_post_norm")
     came = of_result(program, sizes) + gathered
     if program.model.lora is not None:

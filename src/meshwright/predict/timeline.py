@@ -286,9 +286,11 @@ class Walk:
 
     def _weights(self, action: Action) -> None:
         needs = [need for own in self.layers.values() for need, _ in own.backward]
-        self.units[action.stage].finish_deferred(
+        units = self.units[action.stage]
+        units.grow_deferred(
             is_last=action == self.ends[action.stage],
             room=max(need.room for need in needs),
             added=max(need.added for need in needs),
         )
         self.bytes_held.drop(DEFERRED, self.deferred[action.stage])
+        units.close_deferred()

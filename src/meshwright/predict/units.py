@@ -43,6 +43,8 @@ class Units:
         self.element = ELEMENT_BYTES[train.precision]
         self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
         self.in_place = sums_in_place(layout, program.target)
+        # An exchange is completed by the next one; sums end while the rank goes on.
+        self.waits = self.in_place and layout.shard_ranks > 1
         self.offload = layout.offload
         # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
         self.copies = 2 if program.target.on_cpu else 1
@@ -138,9 +140,7 @@ class Units:
 
     def _need(self, turn: int) -> None:
         """Gather units whose weights are not there, and those of the next turn ahead."""
-        if not self.in_place or self.layout.shard_ranks == 1:
-            return
-        if not self._turns[turn]:
+        if not self.waits or not self._turns[turn]:
             return
         later = [units for units in self._turns[turn:] if units]
         if len(later) == 1:
@@ -226,7 +226,7 @@ class Units:
             self._grow(unit, names)
         for unit in last:
             self._close(unit)
-        if self.is_last and not self.defers and not self.in_place:
+        if self.is_last and not self.defers and not self.waits:
             self._settle()
 
     def grow(self, index: int, names: Sequence[str]) -> None:
@@ -239,8 +239,8 @@ class Units:
         for unit in (self.embed, self.root, self.head):
             self._grow(unit, names)
 
-    def finish_deferred(self, is_last: bool, room: int, added: int) -> None:
-        """Compute the gradients of all products, and reduce if due.
+    def grow_deferred(self, is_last: bool, room: int, added: int) -> None:
+        """Compute the gradients of all products; FSDP2 reduces those of a unit if due.
 
         A product that creates a gradient needs `room` additional bytes, one that adds to it
         `added`.
@@ -255,16 +255,19 @@ class Units:
                 self.bytes_held.note("gradient")
             if not self.in_place:
                 self._close(unit)
-        if self.in_place:
-            for unit in reversed(self.all):
-                self._close(unit)
-        if self.is_last and not self.in_place:
+
+    def close_deferred(self) -> None:
+        """Exchange or sum these gradients if due; what they were made of is no longer there."""
+        for unit in reversed(self.all if self.in_place else []):
+            self._close(unit)
+        if self.is_last and not self.waits:
             self._settle()
 
-    def _settle(self) -> None:
-        """Let go of what the last reduction or exchange works with."""
+    def _settle(self, following: int = 0) -> None:
+        """Let go of what the last reduction or exchange works with, and hold that of the next."""
         self.bytes_held.drop(BUFFERS, self._input)
-        self._input = 0
+        self.bytes_held.add(BUFFERS, following)
+        self._input = following
 
     def finish(self) -> None:
         """End the backwards of a step."""
@@ -333,10 +336,9 @@ class Units:
         if self.in_place:
             if self._is_sent_at_once(unit) and unit.grown:
                 self._exchange(unit)
-            elif self._sums(unit) and self.is_last and not self.defers:
-                self._settle()
-                self._input = unit.whole * self.reduced * (self.copies - 1)
-                self.bytes_held.add(BUFFERS, self._input)
+            elif self._sums(unit) and unit.is_there and self.is_last and not self.defers:
+                self._settle(unit.whole * self.reduced * (self.copies - 1))
+                self.bytes_held.note("reduce")
             return
         zero = self.layout.zero
         if self.is_last or zero == 3:
@@ -351,9 +353,7 @@ class Units:
     def _exchange(self, unit: UnitSizes) -> None:
         """Send the rows of others, and receive its own from each of them."""
         bytes_held = self.bytes_held
-        self._settle()
-        self._input = (unit.whole + (unit.ranks - 2) * unit.own) * self.reduced
-        bytes_held.add(BUFFERS, self._input)
+        self._settle((unit.whole + (unit.ranks - 2) * unit.own) * self.reduced)
         bytes_held.add(GRADIENTS, unit.own * _FP32 - unit.summed)
         unit.summed = unit.own * _FP32
         bytes_held.note("reduce")
@@ -377,10 +377,8 @@ class Units:
         bytes_held, size = self.bytes_held, unit.padded * self.reduced
         if unit.accumulated:
             self._drop_grown(unit)
-        bytes_held.drop(BUFFERS, self._input)
-        bytes_held.add(BUFFERS, size)
+        self._settle(size)
         bytes_held.note("reduce")
-        self._input = size
         last = unit.last_gradient(self.reduced)
         if unit.accumulated:
             bytes_held.drop(GRADIENTS, unit.whole * self.reduced)

@@ -146,7 +146,7 @@ def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
 
     optimizer = OptimizerSpec.model_validate_json(case["optimizer"])
     with (
-        replaced(flex, "has_triton", lambda _: lambda: True),
+        replaced(flex, "HAS_TRITON", lambda _: True),
         replaced(flex, "_compiled_parts", lambda _: _parts_on_standin),
     ):
         done = rehearse(program, rank, optimizer, device=device, watched=watched)
