@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -130,8 +129,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation and note the storages of what it returns."""
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # it comes again with this rank's parts
+        if any(hasattr(one, "__tensor_flatten__") for one in types):
+            # It comes again with this rank's parts, or with values and scales in float8.
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in [out] if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
