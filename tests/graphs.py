@@ -35,10 +35,12 @@ class Compiled(NamedTuple):
     breaks: dict[str, int]
 
 
-def compiled(label, target=None, packed=False, rank=0, precision="bf16", model=None, **sizes):
+def compiled(
+    label, target=None, packed=False, rank=0, precision="bf16", model=None, fp8=False, **sizes
+):
     """Return what the compiler makes of the blocks of a rank in two steps of a layout."""
     model = model or model_spec(**{**SIZES, **sizes})
-    spec = TrainSpec(batch=4, seq_len=SEQ_LEN, precision=precision, compile=True)
+    spec = TrainSpec(batch=4, seq_len=SEQ_LEN, precision=precision, compile=True, fp8=fp8)
     layout, calls = Layout.parse(label), []
     torch.compiler.reset()
     counters.clear()

@@ -10,6 +10,7 @@ from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.catalogue import cluster_of, find_device
 from meshwright.predict.data_messages import data_messages, unit_messages
 from meshwright.predict.elements import elements_of
+from meshwright.predict.memory import model_states
 from meshwright.predict.price import estimated, price, worst_estimate
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting, held_by
@@ -114,6 +115,33 @@ def test_gradients_travel_in_the_dtype_of_the_program(reduce_dtype):
     kernels, held = one.kernels(), held_by(one, layout)[0]
     seconds = kernels.network.seconds("all_reduce", sent, 8, 1, "replicate")
     assert data_messages(one, kernels, layout, held) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_are_gathered_in_the_bytes_of_the_program(zero):
+    """In float8 those of products, which the scales travel before."""
+    model = MODEL.model_copy(update={"vocab_size": 2000})  # so that a block is the largest unit
+    layout, one = Layout.parse(f"shard8 zero{zero} mb2"), setting(model=model, fp8=True)
+    kernels, held = one.kernels(), held_by(one, layout)[0]
+    sent = collectives(lower(model, one.train, layout, one.target), 0)
+    weights = [m for m in sent if m.purpose == "weights"]
+    (scales,) = [m for m in sent if m.purpose == "scales"]
+
+    def seconds(kind, size):
+        return kernels.network.seconds(kind, size, 8, 1, "shard")
+
+    step = seconds(scales.kind, scales.bytes)
+    states = {term.category: term.bytes for term in model_states(one, layout, held)}
+    if zero == 2:
+        size = sum(m.bytes * m.count for m in weights)
+        step += seconds("all_gather", size)
+        assert states["gathered"] == size
+    else:
+        block = next(m.bytes for m in weights if m.reason.endswith("a block"))
+        found = unit_messages(one, kernels, layout).gather
+        assert found == pytest.approx(seconds("all_gather", block))
+        assert states["gathered"] == 2 * block == 2 * max(m.bytes for m in weights)
+    assert data_messages(one, kernels, layout, held) == pytest.approx(step)
 
 
 @pytest.mark.parametrize("devices", [4, 8])

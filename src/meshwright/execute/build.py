@@ -14,9 +14,11 @@ from meshwright.execute.context_parallel.context import Ring, Ulysses, positions
 from meshwright.execute.data_parallel.data import (
     DTYPES,
     distribute_data,
+    ready_parameters,
     replicate_in_place,
     round_frozen,
 )
+from meshwright.execute.data_parallel.float8_gather import Float8Gathers
 from meshwright.execute.data_parallel.gradients import HeldParameter
 from meshwright.execute.expert_parallel.dispatch import send_to_experts
 from meshwright.execute.expert_parallel.experts import cut_experts
@@ -47,6 +49,7 @@ from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.models.attention import Attention
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
+from meshwright.program.float8 import gathers_float8
 from meshwright.program.lower import Program
 from meshwright.program.operations import gathers_again
 from meshwright.program.shards import Region, data_rank, sums_in_place, whole
@@ -168,9 +171,13 @@ def materialise(
     stages: dict[int, nn.Module] = dict(modules)
     sizes = Sizes.of(program)
     rows = loss_rows(sizes.tokens, sizes.element, program.target)
+    gathers = None
+    if gathers_float8(train, layout, program.target):
+        kept = (one for model in modules.values() for one in ready_parameters(model))
+        gathers = Float8Gathers(kept, DTYPES[train.precision], groups.shard)
     routed = {k: one for model in modules.values() for k, one in routers(model).items()}
     parts = (program, groups, device, stages, held, at, places, deferral, rows)
-    parallel = Parallel(*parts, routers=routed)
+    parallel = Parallel(*parts, routers=routed, float8=gathers)
     fill(parallel, source)
     return parallel
 

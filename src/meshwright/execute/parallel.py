@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.data_parallel.data import DTYPES, finish_replicas, head_unit, reshard
+from meshwright.execute.data_parallel.float8_gather import Float8Gathers
 from meshwright.execute.data_parallel.gradients import HeldParameter
 from meshwright.execute.expert_parallel.routing import Routers, prepare_routers, sum_counts
 from meshwright.execute.kernels.documents import takes_bounds
@@ -50,6 +51,7 @@ class Parallel:
     loss_rows: int
     observe: Observe | None = None
     routers: Routers = field(default_factory=dict)
+    float8: Float8Gathers | None = None
     _tables: dict[int, Table] = field(default_factory=dict)
 
     @property
@@ -138,6 +140,7 @@ class Parallel:
         share of the loss, in nats; the shares of all ranks add up to the loss.
         """
         count = self.count_targets(batch)
+        self._rescale()
         sequences = len(batch.inputs) * self.program.layout.dp
         scale = loss_scale / sequences
         prepare_routers(self.routers, self.program, self.groups, scale, self.device)
@@ -148,6 +151,11 @@ class Parallel:
             finish_replicas(module)
         sum_counts(self.routers, self.program, self.groups)
         return loss / count if self.counts_loss else torch.zeros_like(loss)
+
+    def _rescale(self) -> None:
+        """Take the scales of weights that are gathered in float8: updates change them."""
+        if self.float8 is not None:
+            self.float8.rescale()
 
     def count_targets(self, batch: Batch) -> Tensor:
         """Return the number of targets in the global batch, on the device, without waiting."""
@@ -161,6 +169,7 @@ class Parallel:
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
         """Return this rank's share of the summed loss over some batches, and of their targets."""
         total = count = 0.0
+        self._rescale()
         for batch in batches:
             parts = batch.at(self.positions).split(self.program.layout.microbatch)
             loss = Pipeline(self, self._forward_table(len(parts)), parts, None).run()

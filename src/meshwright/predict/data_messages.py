@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.predict.elements import elements_of, weights
+from meshwright.predict.elements import elements_of, gathered_elements, gathered_weights, weights
 from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.microbatch import MicrobatchTimes
 from meshwright.predict.setting import Setting
 from meshwright.predict.work import HeldLayers
+from meshwright.program.float8 import LARGEST_BYTES, float8_weights, gathers_float8
 from meshwright.program.messages import CollectiveKind
 from meshwright.program.shards import sums_in_place
 
@@ -115,7 +116,7 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSec
     if ranks == 1 or zero < 2:
         return UnitSeconds(0.0, 0.0, 0.0)
     model, network, gather, reduce = setting.model, kernels.network, 0.0, 0.0
-    found = weights(model, layout.tp, ranks, layout.ep, layout.etp)
+    found = gathered_weights(setting, layout)
     experts, kind = max(found.experts), gathering(setting, layout)
     for one in _peers(layout, found.layer - experts, experts) if zero == 3 else ():
         among = one.shards, one.shard_stride, one.shard
@@ -214,22 +215,24 @@ def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> W
 def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
     """Return the seconds of data-parallel messages once per step: sums, ZeRO 1 and 2's gathers.
 
-    For ZeRO 3, only the gathers of the ends, if ranks keep these for a whole step. A ring needs one
-    turn for each of its ranks and each message; a layer has its share of the messages. A turn waits
-    for the slowest node, and the messages of all nodes compete.
+    For ZeRO 3, only the gathers of the ends, if ranks keep these for a whole step. For each stage,
+    the scales of weights that are gathered in float8. A ring needs one turn for each of its ranks
+    and each message; a layer has its share of the messages. A turn waits for the slowest node, and
+    the messages of all nodes compete.
     """
     found = elements_of(setting.model, layout, held, of="trained")
+    gathered = gathered_elements(setting, layout, held)
     network, reduced = kernels.network, setting.reduced_bytes
     turns = held.layers * (layout.shard_ranks * layout.replica_ranks - 1)
-    seconds = 0.0
-    for one in _peers(layout, *found):
+    seconds = _scales(setting, kernels, layout, held)
+    for one, sent in zip(_peers(layout, *found), _peers(layout, *gathered), strict=True):
         among = one.shards, one.shard_stride, one.shard
         if one.shards > 1 and layout.zero <= 2:
             if layout.zero == 1:
                 kind = reduction(setting, layout)
                 seconds += network.seconds(kind, one.elements * reduced, *among)
             gather = gathering(setting, layout)
-            seconds += network.seconds(gather, one.elements * setting.element, *among)
+            seconds += network.seconds(gather, sent.elements * setting.element, *among)
         if one.replicas > 1:
             size = one.elements * reduced / one.shards
             copies = one.replicas, one.replica_stride, one.replicate
@@ -239,6 +242,16 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
         size, among = ends.plain * setting.element, (layout.shard_ranks, layout.tp, "shard")
         seconds += network.seconds(gathering(setting, layout), size, *among)
     return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
+
+
+def _scales(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
+    """Return the seconds in which ranks find the scales of weights that they gather in float8."""
+    if not gathers_float8(setting.train, layout, setting.target):
+        return 0.0
+    kinds = setting.model.layer_kinds
+    count = held.total(float8_weights(setting.model, kind) for kind in kinds)
+    among = layout.shard_ranks, layout.tp, "shard"
+    return kernels.network.seconds("all_reduce", LARGEST_BYTES * count, *among)
 
 
 def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -> float:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from meshwright.layout import Layout
+from meshwright.predict.setting import Setting
 from meshwright.predict.work import HeldLayers
+from meshwright.program.float8 import gathered_element, gathers_float8
 from meshwright.program.shards import shard
+from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import Part, parts
 
+# Which float8 is for.
+_BF16: Final = ELEMENT_BYTES["bf16"]
 # Which weights are counted.
 Which = Literal["all", "trained", "four bits"]
 
@@ -47,10 +52,12 @@ def weights(
     etp: int | None = None,
     *,
     of: Which = "all",
+    rounded: bool = False,
 ) -> Weights:
     """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
 
-    Of experts those of one of `ep` ranks. `of` what is trained, or kept in four bits, alone.
+    Of experts those of one of `ep` ranks. `of` what is trained, or kept in four bits, alone. With
+    `rounded`, they are counted as gathered: two elements in float8 are as one in bf16.
     """
     layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep, etp=etp)
     if shard_ranks == 1:
@@ -59,7 +66,11 @@ def weights(
     for kind in model.layer_kinds:
         found = parts(model.alike(kind, n_layers=1))
         sizes = {
-            part.name: shard(part, layout).padded_elements * _is_of(part, of) for part in found
+            part.name: shard(part, layout).padded_elements
+            * gathered_element(part, _BF16, rounded)
+            // _BF16
+            * _is_of(part, of)
+            for part in found
         }
         shared_out = (part.name for part in found if part.is_of_experts and ep > 1)
         experts.append(sum(map(sizes.__getitem__, shared_out)))
@@ -71,6 +82,13 @@ def weights(
 
 def _is_of(part: Part, of: Which) -> bool:
     return {"all": True, "trained": part.trained, "four bits": part.four_bits}[of]
+
+
+def gathered_weights(setting: Setting, layout: Layout) -> Weights:
+    """Return the elements that ZeRO gathers: two in float8 count as one in bf16."""
+    rounded = gathers_float8(setting.train, layout, setting.target)
+    cut = layout.tp, layout.shard_ranks, layout.ep, layout.etp
+    return weights(setting.model, *cut, rounded=rounded)
 
 
 class Elements(NamedTuple):
@@ -97,15 +115,26 @@ def elements_of(
     *,
     is_padded: bool = True,
     of: Which = "all",
+    rounded: bool = False,
 ) -> Elements:
     """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
 
     A tied head is a copy of the embedding.
     """
     ranks = layout.shard_ranks if is_padded else 1
-    found = weights(model, layout.tp, ranks, layout.ep, layout.etp, of=of)
+    found = weights(model, layout.tp, ranks, layout.ep, layout.etp, of=of, rounded=rounded)
     experts = int(held.total(found.experts))
     plain = int(held.total(found.layers)) - experts
     if held.has_embedding or (held.has_head and model.tie_embeddings):
         plain += found.embedding
     return Elements(plain + (found.norm + found.head) * held.has_head, experts)
+
+
+def gathered_elements(
+    setting: Setting, layout: Layout, held: HeldLayers, *, is_padded: bool = True
+) -> Elements:
+    """Return the trained elements that ranks gather: two in float8 count as one in bf16."""
+    rounded = gathers_float8(setting.train, layout, setting.target)
+    return elements_of(
+        setting.model, layout, held, is_padded=is_padded, of="trained", rounded=rounded
+    )

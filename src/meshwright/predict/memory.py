@@ -13,7 +13,7 @@ from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
-from meshwright.predict.elements import elements_of, weights
+from meshwright.predict.elements import elements_of, gathered_elements, gathered_weights, weights
 from meshwright.predict.modules import kept_without
 from meshwright.predict.pipeline import in_flight, waiting
 from meshwright.predict.setting import Setting, held_by, work_of
@@ -96,7 +96,8 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
         if zero == 3:
             terms.append(_gathered(setting, layout, held, in_place=in_place))
         elif ranks > 1 or element != _FP32:
-            add("gathered", whole, element, "compute copy, kept through the step")
+            copy = gathered_elements(setting, layout, held, is_padded=False).total
+            add("gathered", copy, element, "compute copy, kept through the step")
     terms += _gradients(setting, layout, held, whole, part)
     states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)
     if not layout.states_on_host:
@@ -110,16 +111,15 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
 
 def _gathered(setting: Setting, layout: Layout, held: HeldLayers, *, in_place: bool) -> Term:
     """Return what ZeRO-3 gathers of weights, of which a rank keeps shards."""
-    model, element = setting.model, setting.element
-    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp)
+    unit = gathered_weights(setting, layout)
     if in_place:
-        every = elements_of(model, layout, held, is_padded=False).total
+        every = elements_of(setting.model, layout, held, is_padded=False).total
         count = every - max(held.layers - 2, 0) * unit.layer
         what = "two blocks, and what is in none of them"
     else:
         count = 2 * unit.largest(held)
         what = "the unit at work and the one gathered ahead"
-    return _counted("gathered", count, element, what)
+    return _counted("gathered", count, setting.element, what)
 
 
 def _gradients(

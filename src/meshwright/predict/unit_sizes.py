@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple
 
+from meshwright.program.float8 import FLOAT8_BYTES, gathers_float8, is_in_float8
 from meshwright.program.lower import Program
 from meshwright.program.shards import Sharding
 from meshwright.program.stages import Stage
@@ -39,11 +40,17 @@ class UnitSizes:
     """A unit's parameters: elements of the trained ones (`Counted`), and of `frozen` ones.
 
     The trained parameters of a block have their names within it. ZeRO shards them over `ranks`, and
-    `expert_data` data ranks divide the experts among themselves.
+    `expert_data` data ranks divide the experts among themselves. `rounded`: those that products
+    take in `float8` are gathered in it.
     """
 
     def __init__(
-        self, shardings: Mapping[str, Sharding], tp: int, at: int, is_block: bool = False
+        self,
+        shardings: Mapping[str, Sharding],
+        tp: int,
+        at: int,
+        is_block: bool = False,
+        rounded: bool = False,
     ) -> None:
         self.is_block, self.is_there = is_block, bool(shardings)
         self.ranks = max((one.shard_ranks for one in shardings.values()), default=1)
@@ -53,6 +60,8 @@ class UnitSizes:
         self.whole, self.padded, self.shard, self.own = Counted.of(trained.values(), at)
         others = [one for name, one in shardings.items() if name not in trained]
         self.frozen = Counted.of(others, at)
+        in_float8 = [one for one in trained.values() if rounded and is_in_float8(one.part)]
+        self.float8 = Counted.of(in_float8, at)
         packed = [one for one in others if one.part.four_bits]
         self.packed = sum(math.prod(one.tp_shape) for one in packed)
         self.packed_bytes = sum(one.stored_bytes(1) for one in packed)
@@ -68,11 +77,16 @@ class UnitSizes:
             return (self.frozen.whole - self.packed) * element + self.packed_bytes
         return (self.frozen.own if in_place else self.frozen.shard) * element
 
-    def gathered(self, in_place: bool) -> int:
-        """Return the number of gathered elements."""
+    def gathered(self, in_place: bool, element: int) -> int:
+        """Return the bytes of gathered weights, with so many for an element outside of float8."""
         if in_place:
-            return self.whole + self.frozen.whole * self.cuts_frozen
-        return self.padded + self.frozen.padded * self.cuts_frozen
+            return (self.whole + self.frozen.whole * self.cuts_frozen) * element
+        count = self.padded + self.frozen.padded * self.cuts_frozen
+        return count * element - self.float8.padded * (element - FLOAT8_BYTES)
+
+    def sent(self, element: int) -> int:
+        """Return the bytes of this rank's shard in a gather."""
+        return self.shard * element - self.float8.shard * (element - FLOAT8_BYTES)
 
     @property
     def grown_bytes(self) -> int:
@@ -133,6 +147,7 @@ def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple
     Experts that are divided over ranks are a separate unit, the last one. `place` is the rank's
     index among the layout's `alike_ranks`.
     """
+    rounded = gathers_float8(program.train, program.layout, program.target)
     kinds: dict[LayerSpec, tuple[UnitSizes, ...]] = {}
     blocks = []
     for layer in stage.layers:
@@ -141,8 +156,11 @@ def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple
             units: dict[bool, dict[str, Sharding]] = {False: {}, True: {}}
             for name, sharding in program.of_layer(layer).items():
                 units[sharding.ep > 1][name] = sharding
-            found = [UnitSizes(one, tp, place, is_block=True) for one in units.values() if one]
-            kinds[kind] = tuple(found)
+            kinds[kind] = tuple(
+                UnitSizes(one, tp, place, is_block=True, rounded=rounded)
+                for one in units.values()
+                if one
+            )
         blocks.append(tuple(unit.another() for unit in kinds[kind]))
     return blocks
 

@@ -153,7 +153,7 @@ class Units:
         if unit.is_gathered or not self._exchanges(unit):
             return
         unit.is_gathered = True
-        self.bytes_held.add(GATHERED, unit.gathered(True) * self.element * self._reshards(unit))
+        self.bytes_held.add(GATHERED, unit.gathered(True, self.element) * self._reshards(unit))
         self.bytes_held.note("gather")
 
     def leave(self, index: int) -> None:
@@ -278,7 +278,7 @@ class Units:
     def _gather(self, unit: UnitSizes, forward: bool = False) -> None:
         if self.in_place or unit.is_gathered:
             return
-        bytes_held, size = self.bytes_held, unit.gathered(self.in_place) * self.element
+        bytes_held, size = self.bytes_held, unit.gathered(self.in_place, self.element)
         unit.is_gathered = True
         if unit.ranks == 1 or not size:
             bytes_held.add(GATHERED, size)
@@ -299,16 +299,16 @@ class Units:
             self._begin_gather(unit)
 
     def _begin_gather(self, unit: UnitSizes) -> None:
-        self._ahead[id(unit)] = flat = unit.gathered(self.in_place) * self.element
+        self._ahead[id(unit)] = flat = unit.gathered(self.in_place, self.element)
         self.bytes_held.add(BUFFERS, flat)
-        narrow = unit.shard * self.element * (self.element < _FP32)
+        narrow = unit.sent(self.element) * (self.element < _FP32)
         with self.bytes_held.spike(BUFFERS, flat * (self.copies - 1) + narrow):
             self.bytes_held.note("gather")
 
     def _reshard(self, unit: UnitSizes) -> None:
         if unit.is_gathered:
             unit.is_gathered = False
-            self.bytes_held.drop(GATHERED, unit.gathered(self.in_place) * self.element)
+            self.bytes_held.drop(GATHERED, unit.gathered(self.in_place, self.element))
 
     def _grow(self, unit: UnitSizes, names: Sequence[str], *, joins: bool = False) -> None:
         """Make gradients; those that come outside of autograd join its sums in any case."""

@@ -10,6 +10,7 @@ Overlaps = Literal["", "inputs", "weights", "shared"]
 # When in a step a message travels: with a microbatch, or once, in `step`.
 Phase = Literal["forward", "backward", "recompute", "step"]
 # What it is for. `logits`: the stream before the head's products, and what the loss needs of them.
+# `scales`: what decides the scales of weights that are gathered in float8.
 Purpose = Literal[
     "targets",
     "layer",
@@ -21,6 +22,7 @@ Purpose = Literal[
     "experts",
     "stream",
     "weights",
+    "scales",
     "gradients",
     "norm",
 ]

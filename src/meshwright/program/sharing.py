@@ -9,6 +9,12 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from meshwright.layout import Layout
+from meshwright.program.float8 import (
+    LARGEST_BYTES,
+    float8_weights,
+    gathered_element,
+    gathers_float8,
+)
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Phase
 from meshwright.program.shards import (
@@ -33,8 +39,8 @@ _OF_REPLICAS: Final = "replicas: sum gradients"
 class _MessageUnit(NamedTuple):
     """What is gathered or reduced in one message, see `program.shards.unit_of`.
 
-    Elements: `deferred` of parameters whose gradients may come in a backward of their own, `prompt`
-    of the others. `axes` are the ranks that share it, and those that hold copies.
+    Elements, or bytes: `deferred` of parameters whose gradients may come in a backward of their
+    own, `prompt` of the others. `axes` are the ranks that share it, and those that hold copies.
     """
 
     name: str
@@ -89,7 +95,7 @@ def _units(
     elements: Callable[[Sharding], int],
     which: Callable[[Sharding], bool],
 ) -> list[_MessageUnit]:
-    """Return the units of a stage; `elements` says what a parameter has in the message.
+    """Return the units of a stage; `elements` says how many, or bytes, a parameter has there.
 
     Of some parameters alone: `which`.
     """
@@ -116,23 +122,37 @@ def gathers(
     Stages 1 and 2 gather once and keep the compute copy for all microbatches; stage 3 gathers for
     each forward and each backward.
     """
-    layout = program.layout
+    layout, train = program.layout, program.train
     if layout.shard_ranks == 1:
         return
     if sums_in_place(layout, program.target):
         yield from _rows_gathered(program, at, stages)
         return
-    element = ELEMENT_BYTES[program.train.precision]
+    rounded = gathers_float8(train, layout, program.target)
+    if rounded:
+        yield from _scales(program, stages)
+    element = ELEMENT_BYTES[train.precision]
+
+    def padded(sharding: Sharding) -> int:
+        return sharding.padded_elements * gathered_element(sharding.part, element, rounded)
+
     for stage in stages:
-        padded = attrgetter("padded_elements")
         for unit in _units(program, stage, padded, _is_cut):
-            size = (unit.deferred + unit.prompt) * element
+            size = unit.deferred + unit.prompt
             reason = f"ZeRO: the weights of {_what(unit.name)}"
             for phase, times in _passes(program, layout.zero == 3):
                 if (unit.name, phase) in _UNUSED:
                     continue
                 axis = unit.axes.shard
                 yield Collective("all_gather", axis, size, times, phase, "weights", reason)
+
+
+def _scales(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield how ranks find the largest value of each weight that they gather in float8."""
+    kinds = (program.model.layer(layer) for stage in stages for layer in stage.layers)
+    size = LARGEST_BYTES * sum(float8_weights(program.model, kind) for kind in kinds)
+    reason = "float8: the largest value of each weight"
+    yield Collective("all_reduce", "shard", size, 1, "step", "scales", reason)
 
 
 def _what(unit: str) -> str:

@@ -175,15 +175,16 @@ class TrainSpec(Spec):
     compiles the blocks: always, never, or where it was measured to pay (`cluster.calibration`)
     within the run; where that is not measured, on GPUs. `engine` does the steps: our own, or
     DeepSpeed's for data-parallel layouts. `fp8` computes the products of the blocks' linear layers
-    in float8. `async_tp` has the compiler compute them in pieces beside the messages of
-    sequence parallelism. Of models with experts, `router_aux_loss` weighs the loss that has each
-    sequence's tokens meet all experts equally often, `router_z_loss` that of large scores;
-    `router_bias_rate` is what a step adds to the corrections of sigmoid routers, or takes off;
-    `expert_capacity` = f has an expert take at most f times its even share of each sequence's
-    tokens, rounded up: the first ones, while later ones skip this expert, i.e. are dropped; left
-    out, no token is dropped. `routing` = "balanced" has tokens meet experts in turn, whatever their
-    scores: for measurements alone. `imbalance` is for predictions alone: how many times the mean of
-    pairs of token and expert the busiest of `ep` ranks gets; left out, it is the calibration's.
+    in float8, and has FSDP2 gather their weights in it. `async_tp` has the compiler compute them in
+    pieces beside the messages of sequence parallelism. Of models with experts, `router_aux_loss`
+    weighs the loss that has each sequence's tokens meet all experts equally often, `router_z_loss`
+    that of large scores; `router_bias_rate` is what a step adds to the corrections of sigmoid
+    routers, or takes off; `expert_capacity` = f has an expert take at most f times its even share
+    of each sequence's tokens, rounded up: the first ones, while later ones skip this expert, i.e.
+    are dropped; left out, no token is dropped. `routing` = "balanced" has tokens meet experts in
+    turn, whatever their scores: for measurements alone. `imbalance` is for predictions alone: how
+    many times the mean of pairs of token and expert the busiest of `ep` ranks gets; left out, it is
+    the calibration's.
     """
 
     steps: int = Field(default=200, gt=0, le=LARGEST)

@@ -299,6 +299,14 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def ready_parameters(model: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 keeps of each parameter (private), their memory as forwards will have it."""
+    for module in wrapped(model):
+        for group in _param_groups(_state(module)):
+            group.lazy_init()  # else the first forward would pad uneven rows in other memory
+            yield from group.fsdp_params
+
+
 def _state(model: FSDPModule) -> Any:
     """Return the state that torch keeps of a wrapped module (private)."""
     if isinstance(model, ReplicateModule):
