@@ -188,7 +188,7 @@ def test_no_price_hangs_on_the_words_of_a_message(label, monkeypatch):
 
     monkeypatch.setattr(work, "of_microbatches", wordless)
     work.layout_work.cache_clear()
-    assert price(one, layout).time.causes == before
+    assert price(setting(devices=layout.world), layout).time.causes == before
     work.layout_work.cache_clear()
 
 

@@ -69,12 +69,14 @@ class TimesOfParts:
         if cut not in self._ends:
             self._ends[cut] = self._kernels.ends(found, one.tp, defers=defers)
         layers = []
-        for at, (routes, work) in enumerate(zip(self._has_experts, found.layers, strict=True)):
+        for at, routes in enumerate(self._has_experts):
             shared_out = (one.ep, one.etp) if routes else (1, None)
             key = (at, *cut, one.cp_kind, one.recompute, *shared_out)
             if key not in self._layers:
                 shape = (one.cp, one.tp, one.cp_kind, one.recompute, *shared_out)
-                self._layers[key] = self._kernels.layer(found, work, *shape, defers=defers)
+                self._layers[key] = self._kernels.layer(
+                    found, found.layer(at), *shape, defers=defers
+                )
             layers.append(self._layers[key])
         return MicrobatchTimes(tuple(layers), *self._ends[cut])
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
@@ -105,6 +106,13 @@ class Setting:
     def held(self) -> dict[tuple[str, int, int], tuple[HeldLayers, ...]]:
         """What pipeline ranks hold, as far as `held_by` was asked for it."""
         return {}
+
+    @cached_property
+    def works(self) -> Callable[..., LayoutWork]:
+        """`layout_work` of this model and length: a search need not hash the model each time."""
+        train = self.train
+        known = partial(layout_work, self.model, train.seq_len, train.precision)
+        return lru_cache(maxsize=8192)(known)
 
     def kernels(self) -> Kernels:
         """Return the pricing of work on the cluster's device."""
@@ -209,10 +217,7 @@ def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> L
     """
     if recompute is None and layout.recompute == "selective":
         recompute = "none" if setting.system.selective == "modules" else None
-    return layout_work(
-        setting.model,
-        setting.train.seq_len,
-        setting.train.precision,
+    return setting.works(
         layout.tp,
         layout.sp,
         layout.cp,

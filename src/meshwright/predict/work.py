@@ -1,16 +1,17 @@
 """The work of one microbatch in a layer and in the model's ends, read from programs.
 
 Layers of a kind cost the same wherever they are: the program of a one-layer model gives the cost of
-each kind, one of two layers that of every further layer. A layout's price is then a sum of a few
-numbers, which thousands of layouts share; tests compare it with the whole program's tables.
+each kind and of the ends. A layout's price is then a sum of a few numbers, which thousands of
+layouts share; tests compare it with the whole program's tables.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from itertools import starmap
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain, starmap
 from operator import mul
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from meshwright.predict.needs import backward_needs
 from meshwright.program.collectives import of_microbatches
 from meshwright.program.four_bits import dequantising_bytes
 from meshwright.program.lower import Program
-from meshwright.program.messages import Overlaps, Phase, Purpose
+from meshwright.program.messages import OF_ENDS, Overlaps, Phase, Purpose
 from meshwright.program.operations import Operation, operations
 from meshwright.program.saved import PRODUCT_BACKWARD
 from meshwright.program.sizes import Sizes
@@ -127,13 +128,50 @@ class HeldLayers(NamedTuple):
         return float(sum(starmap(mul, zip(self.kinds, each, strict=True))))
 
 
-class LayoutWork(NamedTuple):
-    """All that pricing needs of a layout's microbatch; `layers` has a layer of each kind."""
+class _SequenceWork(NamedTuple):
+    """The work of a microbatch of one sequence: a layer of each kind, and the ends."""
 
     sizes: Sizes
     layers: tuple[Work, ...]
     first: Work
     last: Work
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutWork:
+    """All that pricing needs of a layout's microbatch of so many sequences, or `rows`.
+
+    Sequences are alike, so each part is the work of one of them, times their number, on demand: a
+    search has thousands of microbatches, and seldom asks for all of one.
+    """
+
+    one: _SequenceWork
+    rows: int
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of a rank's part."""
+        one, rows = self.one.sizes, self.rows
+        return one._replace(rows=rows, tokens=one.tokens * rows, stream=one.stream * rows)
+
+    @cached_property
+    def layers(self) -> tuple[Work, ...]:
+        """A layer of each kind."""
+        return tuple(map(self.layer, range(len(self.one.layers))))
+
+    def layer(self, kind: int) -> Work:
+        """Return a layer of one kind: its place in `ModelSpec.layer_kinds`."""
+        return _times(self.one.layers[kind], self.rows)
+
+    @property
+    def first(self) -> Work:
+        """What is before the layers."""
+        return _times(self.one.first, self.rows)
+
+    @property
+    def last(self) -> Work:
+        """What is after the layers."""
+        return _times(self.one.last, self.rows)
 
 
 @lru_cache(maxsize=8192)
@@ -151,87 +189,75 @@ def layout_work(
     etp: int | None = None,
     imbalance: float = 1.0,
 ) -> LayoutWork:
-    """Return the work of a microbatch; cached.
-
-    Sequences are alike, so a microbatch is one of them, times their number.
-    """
+    """Return the work of a microbatch; cached."""
     of_one = (seq_len, precision, tp, sp, cp, cp_kind)
     shared_out = (ep, etp, imbalance)
+    if microbatch > 1:
+        found = layout_work(model, *of_one, 1, recompute, *shared_out)
+        return LayoutWork(found.one, microbatch)
     if len(model.layer_kinds) > 1:
         # Layers without experts are the same however others are shared out: the cache has them.
         each = {
             kind: layout_work(
                 model.alike(kind),
                 *of_one,
-                microbatch,
+                1,
                 recompute,
                 *(shared_out if model.has_experts(kind) else ()),
             )
             for kind in model.layer_kinds
         }
-        one = each[max(each, key=model.has_experts)]
-        return one._replace(layers=tuple(work.layers[0] for work in each.values()))
-    if microbatch > 1:
-        return _times(layout_work(model, *of_one, 1, recompute, *shared_out), microbatch)
+        one = each[max(each, key=model.has_experts)].one
+        layers = tuple(work.one.layers[0] for work in each.values())
+        return LayoutWork(one._replace(layers=layers), 1)
     degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "etp": etp}
     layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
     batch = layout.expert_data
     layout = layout.model_copy(update={"dp_replicate": batch})
     train = TrainSpec.model_validate({"batch": batch, "seq_len": seq_len, "precision": precision})
     target = Target(imbalance=imbalance)
-    one_layer, two_layers = (_probe(model, train, layout, target, count) for count in (1, 2))
+    small = model.model_copy(update={"n_layers": 1})
+    one_layer = Program(small, train, layout, (Stage(0, 0, 1, True, True),), target)
     sizes = Sizes.of(one_layer)
     ops = operations(one_layer, one_layer.stages[0])
     layer_ops = tuple(op for op in ops if op.name.startswith("layers."))
     first_ops = tuple(op for op in ops if op.kind == "embedding")
-    last_ops = tuple(op for op in ops if op not in layer_ops and op not in first_ops)
+    last_ops = ops[len(first_ops) + len(layer_ops) :]
     messages = _messages(one_layer)
-    layer_messages = _difference(_messages(two_layers), messages)
-    ends = _difference(messages, layer_messages)
-    first = tuple(m for m in ends if m.purpose == "embedding")
-    last = tuple(m for m in ends if m.purpose != "embedding")
-    return LayoutWork(
+    layer_messages = tuple(m for m in messages if m.purpose not in OF_ENDS)
+    first = tuple(m for m in messages if m.purpose == "embedding")
+    last = tuple(m for m in messages if m.purpose in OF_ENDS and m.purpose != "embedding")
+    one = _SequenceWork(
         sizes,
         (_work(one_layer, sizes, layer_ops, layer_messages),),
         _work(one_layer, sizes, first_ops, first),
         _work(one_layer, sizes, last_ops, last),
     )
+    return LayoutWork(one, 1)
 
 
-def _times(one: LayoutWork, rows: int) -> LayoutWork:
+def _times(work: Work, rows: int) -> Work:
     """Return the work of so many sequences at a time."""
-    sizes = one.sizes._replace(
-        rows=rows, tokens=one.sizes.tokens * rows, stream=one.sizes.stream * rows
+    if rows == 1:
+        return work
+    return Work(
+        tuple([Product(one.rows * rows, *one[1:]) for one in work.products]),
+        work.attention_flops * rows,
+        work.scores * rows,
+        work.moved * rows,
+        work.norm_moved * rows,
+        work.loss_moved * rows,
+        tuple([(kind, size * rows) for kind, size in work.kept]),
+        work.deferred * rows,
+        # `_replace` takes three times as long.
+        tuple(
+            [
+                Message(kind, axis, size * rows, times, phase, purpose, overlaps)
+                for kind, axis, size, times, phase, purpose, overlaps in work.messages
+            ]
+        ),
+        tuple([(kind, size * rows) for kind, size in work.leaves]),
     )
-    *layers, first, last = (
-        Work(
-            tuple(Product(one.rows * rows, *one[1:]) for one in work.products),
-            work.attention_flops * rows,
-            work.scores * rows,
-            work.moved * rows,
-            work.norm_moved * rows,
-            work.loss_moved * rows,
-            tuple((kind, size * rows) for kind, size in work.kept),
-            work.deferred * rows,
-            tuple(_enlarged(one, rows) for one in work.messages),
-            tuple((kind, size * rows) for kind, size in work.leaves),
-        )
-        for work in (*one.layers, one.first, one.last)
-    )
-    return LayoutWork(sizes, tuple(layers), first, last)
-
-
-def _enlarged(one: Message, rows: int) -> Message:
-    # `_replace` takes three times as long.
-    kind, axis, size, times, phase, purpose, overlaps = one
-    return Message(kind, axis, size * rows, times, phase, purpose, overlaps)
-
-
-def _probe(
-    model: ModelSpec, train: TrainSpec, layout: Layout, target: Target, layers: int
-) -> Program:
-    small = model.model_copy(update={"n_layers": layers})
-    return Program(small, train, layout, (Stage(0, 0, layers, True, True),), target)
 
 
 def _messages(program: Program) -> tuple[Message, ...]:
@@ -247,16 +273,7 @@ def _messages(program: Program) -> tuple[Message, ...]:
     loss = [message for message in every if message.purpose == "loss"]
     size = sum(message.bytes * message.times for message in loss)
     joined = [message._replace(bytes=size, times=1) for message in loss[:1]]
-    return (*(message for message in every if message not in loss), *joined)
-
-
-def _difference(more: tuple[Message, ...], less: tuple[Message, ...]) -> tuple[Message, ...]:
-    known = {message._replace(times=0): message.times for message in less}
-    found = (
-        message._replace(times=message.times - known.get(message._replace(times=0), 0))
-        for message in more
-    )
-    return tuple(message for message in found if message.times)
+    return (*(message for message in every if message.purpose != "loss"), *joined)
 
 
 def _work(
@@ -266,9 +283,9 @@ def _work(
     messages: tuple[Message, ...],
 ) -> Work:
     products = tuple(_product(program, sizes, op) for op in ops if op.kind == "product")
-    attention = _attention_flops(program) if any(op.kind == "attention" for op in ops) else 0.0
-    scores = 0
+    attention, scores = 0.0, 0
     if any(op.kind == "attention" for op in ops):
+        attention = _attention_flops(program, ops)
         scores = sizes.rows * sizes.heads * program.sequence * program.train.seq_len
     moved = sum(_moved(program, sizes, op) for op in ops)
     if scores:
@@ -291,15 +308,14 @@ def _work(
     return Work(products, attention, scores, moved, norms, loss, *sizes_kept)
 
 
-def _attention_flops(program: Program) -> float:
-    """Return those of the layer's attention on the rank of cp that has most."""
-    ranks = range(program.layout.cp) if program.model.layer(0).window is not None else range(1)
-    return max(
-        op.flops
-        for rank in ranks
-        for op in operations(program, program.stages[0], cp_rank=rank)
-        if op.kind == "attention"
-    )
+def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> float:
+    """Return those of the layer's attention on the rank of cp that has most, of the first's `ops`.
+
+    Without a window all ranks have as many.
+    """
+    others = range(1, program.layout.cp) if program.model.layer(0).window is not None else ()
+    every = (operations(program, program.stages[0], cp_rank=rank) for rank in others)
+    return max(op.flops for op in chain(ops, *every) if op.kind == "attention")
 
 
 def _product(program: Program, sizes: Sizes, op: Operation) -> Product:

@@ -26,6 +26,8 @@ Purpose = Literal[
     "gradients",
     "norm",
 ]
+# Of those, what a model's ends send: the embedding, and what is after the layers.
+OF_ENDS: Final[tuple[Purpose, ...]] = ("embedding", "logits", "loss", "head")
 Axis = Literal[
     "tp",
     "cp",
