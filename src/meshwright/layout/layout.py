@@ -113,7 +113,7 @@ class Layout(Spec):
     @property
     def folds(self) -> int:
         """Ranks of tp among those of `ep`; each then routes its own part of a sequence."""
-        return max(self.tp // self.expert_tp, 1)
+        return 1 if self.etp is None else max(self.tp // self.etp, 1)
 
     @property
     def expert_data(self) -> int:

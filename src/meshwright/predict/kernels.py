@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import mul
 from typing import Final, NamedTuple
 
@@ -134,13 +134,13 @@ class Kernels:
 
     def product(self, shape: Product, peak: float, element: int) -> float:
         """Return the seconds of one pass of a product."""
-        rows, inner, outer = shape.sides
-        each = rows / shape.groups
+        rows, inner, outer, _, groups, *_ = shape
+        each = rows / groups
         half = self.half
         share = each / (each + half) * (inner / (inner + half)) * (outer / (outer + half))
-        if shape.groups > 1:
+        if groups > 1:
             peak *= self.of_experts
-        moved = element * (rows * inner + shape.groups * inner * outer + rows * outer)
+        moved = element * (rows * inner + groups * inner * outer + rows * outer)
         return max(shape.flops / (peak * share), moved / self.bandwidth)
 
     def layer(
@@ -161,12 +161,13 @@ class Kernels:
         `etp` as in `Layout`. `defers`: weight gradients are computed later.
         """
         element = found.sizes.element
-        each = {at: self.product(p, self.peak, element) for at, p in enumerate(work.products)}
-        whole = [
-            each[at]
-            + self.cast * shape.rows * (shape.inner + shape.outer) * element / self.bandwidth
-            for at, shape in enumerate(work.products)
-        ]
+        each = [self.product(shape, self.peak, element) for shape in work.products]
+        whole = each
+        if self.cast:
+            whole = [
+                seconds + self.cast * one.rows * (one.inner + one.outer) * element / self.bandwidth
+                for seconds, one in zip(each, work.products, strict=True)
+            ]
         products = sum(whole)
         of_products = sum(map(mul, whole, (shape.backward for shape in work.products)))
         attention = self._attention(work, element)
@@ -182,7 +183,9 @@ class Kernels:
             "full": forward,
             "selective": self._selective(found, work, each, attention[0], moved),
         }[recompute]
-        tp_forward, tp_backward, tp_again = self._tp_regions(found, work, tp, self.peak, defers)
+        pairs = zip(each, work.products, strict=True)
+        columns = sum(seconds for seconds, shape in pairs if shape.is_column)
+        tp_forward, tp_backward, tp_again = self._tp_regions(found, work, tp, columns, defers)
         return Seconds(
             forward / self.compile_gain,
             backward / self.compile_gain,
@@ -206,7 +209,7 @@ class Kernels:
         self,
         found: LayoutWork,
         work: Work,
-        products: Mapping[int, float],
+        products: Sequence[float],
         attention: float,
         moved: float,
     ) -> float:
@@ -219,7 +222,7 @@ class Kernels:
             # Both inputs of a gated activation are read, and its result is written.
             activation = each * 3 * hidden_bytes(found.sizes, work)
             return made_again(self.system.modules, work, products, attention, norms, activation)
-        half = sum(products.values()) / 2
+        half = sum(products) / 2
         return moved + (half if self.system.selective == "half" else 0.0)
 
     def _tp_recompute(self, recompute: str, forward: float, again: float) -> float:
@@ -261,7 +264,12 @@ class Kernels:
             moved, loss = self.slower * self._moved(work), self.slower * self._loss(work)
             head = products + loss  # of the forward, where the backward doesn't make it
             late = head if self.system.fuses_loss else 0.0
-            tp_forward, tp_backward, _ = self._tp_regions(found, work, tp, self.head_peak, defers)
+            columns = sum(
+                self.product(shape, self.head_peak, found.sizes.element)
+                for shape in work.products
+                if shape.is_column
+            )
+            tp_forward, tp_backward, _ = self._tp_regions(found, work, tp, columns, defers)
             ends.append(
                 Seconds(
                     moved + head - late,
@@ -296,17 +304,19 @@ class Kernels:
         return self.loss_moves * work.loss_moved / self.bandwidth
 
     def _tp_regions(
-        self, found: LayoutWork, work: Work, tp: int, peak: float, defers: bool
+        self, found: LayoutWork, work: Work, tp: int, columns: float, defers: bool
     ) -> tuple[float, float, float]:
         """Return the exposed seconds of tensor parallelism, forward, backward and again.
 
         Of what travels beside one of the two backward products of column-parallel layers, what is
-        longer than those. Of other systems `exposed.tp` was fitted to all that ours waits for.
+        longer than those, which take `columns` seconds in a forward. Of other systems `exposed.tp`
+        was fitted to all that ours waits for.
         """
+        if tp == 1:
+            return _NONE
         sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
-        columns = [shape for shape in work.products if shape.is_column]
         rounds = self._rounds(found, work)  # the gradient of their input travels beside the last
-        room = sum(self.product(shape, peak, found.sizes.element) for shape in columns) / rounds
+        room = columns / rounds
         hides = self.overlap if self.system.overlaps_tp else 0.0
         for message in work.messages:
             if message.axis != "tp" or (message.overlaps == "inputs" and not hides):
@@ -332,6 +342,8 @@ class Kernels:
         Ours travel while the shared expert computes; of other systems the share that was fitted is
         seen. Ranks of `ep` are so far `apart`. `products` are the seconds of the layer's.
         """
+        if ep == 1:
+            return _NONE
         sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
         beside = sums.copy()
         for message in work.messages:
@@ -358,6 +370,8 @@ class Kernels:
 
         The ring sends while it computes with what it has: arXiv:2310.01889, section 3.
         """
+        if cp == 1:
+            return _NONE
         forward, backward = attention
         beside: dict[Phase, float] = {
             "forward": forward,

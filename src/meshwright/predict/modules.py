@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
 from meshwright.predict.systems import Module
@@ -48,7 +48,7 @@ def kept_without(
 def made_again(
     modules: Set[Module],
     work: Work,
-    products: Mapping[int, float],
+    products: Sequence[float],
     attention: float,
     norms: float,
     activation: float,

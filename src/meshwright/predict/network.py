@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from meshwright.predict.calibration import Calibration
@@ -38,6 +39,7 @@ class Picks(NamedTuple):
         return parts * (1 - none) / self.top_k
 
 
+@lru_cache(maxsize=1024)
 def place(size: int, stride: int, per_node: int) -> Placement:
     """Return the placement of ranks that are `stride` apart, `per_node` consecutive per node."""
     inside = max(1, min(size, per_node // stride)) if stride < per_node else 1
@@ -70,6 +72,8 @@ class Network:
     def __init__(self, cluster: Cluster, calibration: Calibration, slower: float = 1.0) -> None:
         kind = cluster.device.kind
         self.slower = slower
+        # A search asks for most messages several times: layers send what other layers do.
+        self._known: dict[tuple[object, ...], float] = {}
         kinds = [kind]
         self.per_node = cluster.per_node
         # Measured on the machine at hand, or a share of what the catalogue says.
@@ -105,9 +109,15 @@ class Network:
         """
         if size == 1 or not size_bytes:
             return 0.0
-        if routed is not None and kind == "all_to_all":
-            return self.slower * self._exchange(size_bytes, size, stride, routed)
-        return self.slower * self._seconds(kind, size_bytes, size, stride, axis)
+        key = kind, size_bytes, size, stride, axis, routed
+        found = self._known.get(key)
+        if found is None:
+            if routed is not None and kind == "all_to_all":
+                found = self._exchange(size_bytes, size, stride, routed)
+            else:
+                found = self._seconds(kind, size_bytes, size, stride, axis)
+            found = self._known[key] = self.slower * found
+        return found
 
     def _exchange(self, size_bytes: float, size: int, stride: int, routed: Picks) -> float:
         """Return the seconds of an all-to-all where a node gets a token once for all its ranks."""
