@@ -8,8 +8,8 @@ from typing import NamedTuple
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Action
-from meshwright.program.schedule import compute_tables, stage_ranks
-from meshwright.program.timing import times
+from meshwright.program.schedule import compute_order
+from meshwright.program.timing import times_in
 
 # Microbatches that are carried out on paper; a pipeline's further ones each add the same.
 _SIMULATED = 4
@@ -108,7 +108,7 @@ def action_times(
 ) -> dict[Action, tuple[float, float]]:
     """Return when each action of a step begins and ends, each stage with its own costs.
 
-    Prices by events and predicted timelines both use them: `program.timing.times`.
+    Prices by events and predicted timelines both use them: `program.timing.times_in`.
     """
     schedule, pp, virtual = layout.schedule, layout.pp, layout.virtual_stages
     splits = SCHEDULES[schedule].splits_backward
@@ -124,13 +124,8 @@ def action_times(
         at_once = head if action.stage == last else 0.0
         return (whole - at_once) / 2 + at_once * (action.kind == "I")
 
-    return times(
-        compute_tables(schedule, pp, virtual, microbatches),
-        stage_ranks(schedule, pp, virtual),
-        seconds,
-        transfer,
-        exposed * transfer,
-    )
+    order = compute_order(schedule, pp, virtual, microbatches)
+    return times_in(order, seconds, transfer, exposed * transfer)
 
 
 def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:

@@ -14,7 +14,7 @@ from typing import Final, cast
 
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.program.actions import Action, Kind, ProgramError, Table
-from meshwright.program.timing import bubble_fraction, peak_in_flight
+from meshwright.program.timing import Ordered, bubble_fraction, order_of, peak_in_flight
 from meshwright.program.transfers import check_order, with_transfers
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Table",
     "bubble_fraction",
     "check_order",
+    "compute_order",
     "compute_tables",
     "microbatch_rule",
     "peak_in_flight",
@@ -38,6 +39,7 @@ Phrase = tuple[int, str]
 
 # So many sets of tables are kept for layouts that have the same pipeline.
 KEPT_TABLES: Final = 32
+_KEPT_ORDERS: Final = 8
 
 # Forwards by which a rank is ahead of the next one when the backwards begin.
 _LEAD: Final[Mapping[str, int]] = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 1}
@@ -74,6 +76,15 @@ def compute_tables(
     return tuple(
         _looped_table(schedule, pp, virtual_stages, microbatches, rank) for rank in range(pp)
     )
+
+
+@lru_cache(maxsize=_KEPT_ORDERS)
+def compute_order(
+    schedule: str, pp: int, virtual_stages: int, microbatches: int
+) -> tuple[Ordered, ...]:
+    """Return the actions of the `compute_tables` in an order in which they run: see `order_of`."""
+    pipeline = schedule, pp, virtual_stages
+    return order_of(compute_tables(*pipeline, microbatches), stage_ranks(*pipeline))
 
 
 def _looped_table(

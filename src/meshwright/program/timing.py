@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from meshwright.program.actions import Action, ProgramError, Table, completed, inputs, is_sent
 
@@ -66,30 +67,68 @@ def times(
     The actions are in the order of the simulation, those of one rank in the order of its table,
     whose own transfers are ignored. Raises `ProgramError` if the order cannot run.
     """
+    return times_in(order_of(tables, ranks_of_stage), seconds, transfer, exposed)
+
+
+class Ordered(NamedTuple):
+    """A computing action in the order of a simulation, which does not depend on what it costs.
+
+    `awaits` is what it waits for on other ranks, as places in the order: what its own rank did
+    before is done when the rank is free. `is_sent`: another rank waits for it.
+    """
+
+    action: Action
+    rank: int
+    awaits: tuple[int, ...]
+    is_sent: bool
+
+
+def order_of(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tuple[Ordered, ...]:
+    """Return the computing actions of all ranks, each after those that it waits for.
+
+    Raises `ProgramError` if the order cannot run.
+    """
     last = len(ranks_of_stage) - 1
-    clocks = [0.0] * len(tables)
-    done: dict[Action, float] = {}
-    found: dict[Action, tuple[float, float]] = {}
+    places: dict[Action, int] = {}
+    found: list[Ordered] = []
 
     def step(rank: int, action: Action) -> tuple[Action, int] | None:
         if action.is_transfer:
             return None
-        start = clocks[rank]
+        awaits: tuple[int, ...] = ()
         for needed in inputs(action, last):
-            end = done.get(needed)
-            if end is None:
-                return needed, ranks_of_stage[needed.stage]
-            start = max(start, end + transfer if ranks_of_stage[needed.stage] != rank else end)
-        end = start + seconds(action)
-        found[action] = start, end
+            place, peer = places.get(needed), ranks_of_stage[needed.stage]
+            if place is None:
+                return needed, peer
+            if peer != rank:
+                awaits = (*awaits, place)
         for one in completed(action):
-            done[one] = end
-        clocks[rank] = end
-        if exposed and is_sent(action, ranks_of_stage):
-            clocks[rank] += exposed
+            places[one] = len(found)
+        found.append(Ordered(action, rank, awaits, is_sent(action, ranks_of_stage)))
         return None
 
     simulate(tables, step)
+    return tuple(found)
+
+
+def times_in(
+    order: Sequence[Ordered],
+    seconds: Callable[[Action], float],
+    transfer: float = 0.0,
+    exposed: float = 0.0,
+) -> dict[Action, tuple[float, float]]:
+    """Return the `times` of the actions in such an order."""
+    clocks = [0.0] * (1 + max((one.rank for one in order), default=0))
+    ends: list[float] = []
+    found: dict[Action, tuple[float, float]] = {}
+    for action, rank, awaits, is_heard in order:
+        start = clocks[rank]
+        for place in awaits:
+            start = max(start, ends[place] + transfer)
+        end = start + seconds(action)
+        found[action] = start, end
+        ends.append(end)
+        clocks[rank] = end + exposed if is_heard else end
     return found
 
 
