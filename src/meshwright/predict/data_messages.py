@@ -41,14 +41,12 @@ class Waits(NamedTuple):
 
     def passes(self, held: HeldLayers) -> tuple[float, float]:
         """Return the seconds of a forward and a backward for the layers of a pipeline rank."""
-        ends = [self.last] if held.has_head else []
+        forward = backward = 0.0
+        if held.has_head:
+            forward, backward = self.last
         if held.has_embedding and not (self.is_joined and held.has_head):
-            ends.append(self.first)
-        forward, backward = held.total(self.forward), held.total(self.backward)
-        return (
-            forward + sum(end.forward for end in ends),
-            backward + sum(end.backward for end in ends),
-        )
+            forward, backward = forward + self.first.forward, backward + self.first.backward
+        return held.total(self.forward) + forward, held.total(self.backward) + backward
 
     def of(self, held: HeldLayers) -> float:
         """Return both together."""

@@ -122,7 +122,22 @@ def elements_of(
     A tied head is a copy of the embedding.
     """
     ranks = layout.shard_ranks if is_padded else 1
-    found = weights(model, layout.tp, ranks, layout.ep, layout.etp, of=of, rounded=rounded)
+    return _elements(model, layout.tp, ranks, layout.ep, layout.etp, held, of, rounded)
+
+
+@lru_cache(maxsize=8192)
+def _elements(
+    model: ModelSpec,
+    tp: int,
+    ranks: int,
+    ep: int,
+    etp: int | None,
+    held: HeldLayers,
+    of: Which,
+    rounded: bool,
+) -> Elements:
+    """Return `elements_of`: layouts of a search differ by other things most of the time."""
+    found = weights(model, tp, ranks, ep, etp, of=of, rounded=rounded)
     experts = int(held.total(found.experts))
     plain = int(held.total(found.layers)) - experts
     if held.has_embedding or (held.has_head and model.tie_embeddings):

@@ -155,12 +155,12 @@ def _counted(category: str, count: int, size: int, what: str) -> Term:
 class KeptBytes(NamedTuple):
     """The bytes that a microbatch needs on any pipeline rank; see `kept_of`.
 
-    `per_layer` is what each kind of layer saves on the device, by kind of operation; `deferred` is
-    what its deferred weight gradients hold; `at_work` and `loss` are what a layer's backward and
-    the head need. `moving` is what the largest layer has on the host.
+    `saved` is what a layer saves on the device, by kind of operation, with a number for each kind
+    of layer; `deferred` is what its deferred weight gradients hold; `at_work` and `loss` are what a
+    layer's backward and the head need. `moving` is what the largest layer has on the host.
     """
 
-    per_layer: tuple[Mapping[str, float], ...]
+    saved: Mapping[str, tuple[float, ...]]
     deferred: tuple[float, ...]
     at_work: Term
     loss: Term
@@ -181,8 +181,9 @@ def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
         for kind, size in work.leaves if layout.offload == "activations" else ():
             one[kind] = max(0.0, one[kind] - size)
         moving = max(moving, sum(size for _, size in work.leaves))
+    names = dict.fromkeys(name for one in per_layer for name in one)
     return KeptBytes(
-        tuple(per_layer),
+        {name: tuple(one.get(name, 0.0) for one in per_layer) for name in names},
         tuple(_deferred(layout, found, plain)),
         _at_work(layout, system, found, plain, calibration, quantised),
         _loss_of(setting, layout, found),
@@ -211,8 +212,8 @@ def activations(
             "{:,.0f} B x {:g} layers x {:g} in flight",
             (size, average, flight),
         )
-        for kind, size in _averages(held, kept.per_layer).items()
-        if size
+        for kind, each in kept.saved.items()
+        if (size := _average(held, each))
     ]
     # The loss and the first layer of the backward follow each other: the larger one counts. But
     # blocks as large as scores stay with the allocator, of no use to logits.
@@ -258,14 +259,9 @@ def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
     return [*terms, Term("measured", (factor - 1) * rest, told, (rest, factor - 1))]
 
 
-def _averages(held: HeldLayers, each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return what a layer of a rank keeps in the mean, of what each kind of layer keeps."""
-    if len(each) == 1:
-        return dict(each[0])
-    names = dict.fromkeys(name for one in each for name in one)
-    return {
-        name: held.total(one.get(name, 0.0) for one in each) / max(held.layers, 1) for name in names
-    }
+def _average(held: HeldLayers, each: Sequence[float]) -> float:
+    """Return the mean over the layers of a rank of a number that each kind has."""
+    return each[0] if len(each) == 1 else held.total(each) / max(held.layers, 1)
 
 
 def _deferred(layout: Layout, found: LayoutWork, plain: LayoutWork) -> Iterator[float]:

@@ -9,6 +9,7 @@ up. So it is with the layers inside of an action, of which a stage has up to a h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from meshwright.predict.byte_count import ByteCount, PredictedMoment
@@ -70,11 +71,11 @@ class _Highest(ByteCount):
         rise, change = _difference(highest.held, before), _difference(self.held, before)
         return _Effect(own - total, highest.what, rise, change)
 
-    def repeat(self, effect: _Effect, what: str) -> None:
-        """Add an effect; `what` was at work at its highest moment."""
+    def repeat(self, effect: _Effect, what: Callable[[], str]) -> None:
+        """Add an effect; `what` tells what was at work at its highest moment."""
         if self.total + effect.most > self.most:
             self.most = self.total + effect.most
-            self.moment = PredictedMoment(self.action, what, _sum(self.held, effect.highest))
+            self.moment = PredictedMoment(self.action, what(), _sum(self.held, effect.highest))
         for category, size in effect.end.items():
             self.add(category, size)
 
@@ -140,7 +141,7 @@ class _Repeated(Walk):
         if done is None:
             done = self._done[key] = self._perform(action)
         else:
-            self.bytes_held.repeat(done.effect, self._what(done, stage))
+            self.bytes_held.repeat(done.effect, partial(self._what, done, stage))
             self.deferred[stage] = done.deferred
             self.moves.skip(action)
         self._now[stage] = done.state
@@ -190,8 +191,7 @@ class _Repeated(Walk):
             after, more = units.state_of(near), self.deferred.get(place, 0) - before
             self._layers_done[key] = _LayerDone(layer, effect, after, more)
             return
-        what = done.effect.what
-        held.repeat(done.effect, of_layer(layer) if what == of_layer(done.layer) else what)
+        held.repeat(done.effect, partial(_what_in, layer, done))
         units.restore(near, done.state)
         self.deferred[place] = before + done.deferred
 
@@ -216,6 +216,12 @@ class _Repeated(Walk):
             self._states[key] = len(self._known)
             self._known.append(key[1])
         return self._states[key]
+
+
+def _what_in(layer: int, done: _LayerDone) -> str:
+    """Return what was at work at the highest moment of a layer, in another one like it."""
+    what = done.effect.what
+    return of_layer(layer) if what == of_layer(done.layer) else what
 
 
 def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

@@ -221,6 +221,9 @@ class ModelSpec(Spec):
         """Whether layers with experts have a correction of their scores, a buffer."""
         return self.experts > 0 and self.router_scores == "sigmoid"
 
+    def __hash__(self) -> int:  # of what tells the models of a search apart: all would be slow
+        return hash((self.dim, self.n_layers, self.dense_layers, self.layer_pattern[:1]))
+
     def layer(self, index: int) -> LayerSpec:
         """Return the window and rotation of a layer."""
         pattern = self.layer_pattern
@@ -256,8 +259,7 @@ class ModelSpec(Spec):
     @property
     def rotary_bases(self) -> tuple[RotaryBase, ...]:
         """The distinct rotary bases of layers, in the order of their first layers."""
-        found = (self.rotary_base(self.layer(index)) for index in range(self.n_layers))
-        return tuple(dict.fromkeys(base for base in found if base is not None))
+        return tuple(dict.fromkeys(filter(None, map(self.rotary_base, self.layer_kinds))))
 
     @property
     def layer_kinds(self) -> tuple[LayerSpec, ...]:
