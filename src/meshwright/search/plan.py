@@ -20,6 +20,7 @@ from meshwright.program.target import Processor
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.choices import Chosen, choices
+from meshwright.search.collector import uncollected
 from meshwright.search.compiling import (
     NOTHING_FITS,
     CompileChoice,
@@ -135,6 +136,7 @@ def products_of(train: TrainSpec, device: Device) -> str:
     return "fp8" if train.fp8 and "fp8" in device.peaks else train.precision
 
 
+@uncollected()
 def plan(
     config: Config,
     top: int = 10,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from operator import mul
 from typing import get_args
 
@@ -13,10 +12,8 @@ from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.data_messages import UnitSeconds, Waits, data_wait, unit_waits
 from meshwright.predict.host import copy_waits
-from meshwright.predict.kernels import Kernels
 from meshwright.predict.memory import activations
 from meshwright.predict.microbatch import MicrobatchTimes
-from meshwright.predict.pipeline import closed_form
 from meshwright.predict.price import Prediction, RankMemory, worst_memory
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import host_seconds, transfer_seconds
@@ -25,6 +22,7 @@ from meshwright.predict.work import HeldLayers
 from meshwright.search.collector import uncollected
 from meshwright.search.fits import Fits, preference
 from meshwright.search.lightest import lightest
+from meshwright.search.pace import Pace
 from meshwright.search.prices import Prices, shape_of
 from meshwright.search.sharded import Choice
 from meshwright.search.space import (
@@ -73,42 +71,6 @@ _Best = tuple[tuple[float, Layout] | None, Counter[str]]
 _Candidate = tuple[float, int, Schedule, Choice]
 
 
-@dataclass(frozen=True, eq=False)
-class _Pace:
-    """What the microbatches of a core take in a schedule, with the host's work for them.
-
-    `times` counts the ranks of a pipeline by the layers that they hold, `base` has the seconds of a
-    microbatch on each, `transfer` those of a message between stages.
-    """
-
-    schedule: Schedule
-    layout: Layout
-    count: int
-    parts: MicrobatchTimes
-    times: Counter[HeldLayers]
-    base: dict[HeldLayers, float]
-    transfer: float
-    kernels: Kernels
-
-    @cached_property
-    def plain(self) -> tuple[HeldLayers, float]:
-        """The rank that sets the pace and the seconds, without a message of data parallelism."""
-        return self._of(self.base)
-
-    def among(self, gathers: Waits) -> tuple[HeldLayers, float]:
-        """Return the same where microbatches wait for such messages."""
-        return self._of({held: each + gathers.of(held) for held, each in self.base.items()})
-
-    def _of(self, whole: dict[HeldLayers, float]) -> tuple[HeldLayers, float]:
-        kernels, count = self.kernels, self.count
-        slowest = max(whole, key=whole.__getitem__)
-        busy, total = count * whole[slowest], sum(n * whole[held] for held, n in self.times.items())
-        order = self.schedule.name, self.layout.pp, self.schedule.virtual, count
-        pipeline = closed_form(*order, whole[slowest], total, self.transfer, kernels.exposed_pp)
-        waiting = kernels.idle * (pipeline - busy)
-        return slowest, busy + waiting + host_seconds(kernels, count)
-
-
 class Search:
     """One search over a setting: the number of devices, a margin, fixed layout keys.
 
@@ -136,7 +98,7 @@ class Search:
         self.nearest: tuple[float, Layout] | None = None
         whole = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
         self._kinds = HeldLayers.of(setting.model, whole).kinds
-        self._held: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._held: dict[tuple[object, ...], float] = {}
         self._bests: dict[tuple[object, ...], _Best] = {}
 
     @uncollected()
@@ -147,8 +109,8 @@ class Search:
         cannot beat the worst of the best any more is skipped without a price. What it takes without
         recomputation, which is a lower one, is computed first: most need no other.
         """
-        train, layers = self.setting.train, self.setting.model.n_layers
         everything = self._cores()
+        considered = self._size_of(everything)
         order = sorted((self._least(core), index) for index, core in enumerate(everything))
         ranked = self._fitting(everything, order, top, ("none",))
         moving = list[Core]()
@@ -156,20 +118,24 @@ class Search:
             ranked = self._fitting(everything, order, top, ("optimizer", "params"))
             if not ranked:
                 update = {"offload": "activations"}
-                moving = [Core(core.layout.model_copy(update=update)) for core in everything]
+                moving = [
+                    core._replace(layout=core.layout.model_copy(update=update))
+                    for core in everything
+                ]
                 ranked = self._fitting(moving, order, top, ("activations",))
         else:
-            self.reasons["offload: layouts without it fit, and are faster"] += sum(
-                size_of(core, train, layers, None, self.pins)
-                - size_of(core, train, layers, ("none",), self.pins)
-                for core in everything
-            )
-        considered = sum(size_of(core, train, layers, None, self.pins) for core in everything)
-        considered += sum(size_of(c, train, layers, ("activations",), self.pins) for c in moving)
+            beside = considered - self._size_of(everything, ("none",))
+            self.reasons["offload: layouts without it fit, and are faster"] += beside
+        considered += self._size_of(moving, ("activations",))
         layout = None if ranked else self._nearest()
         held = worst_memory(self.setting, layout) if layout else None
         reasons = {why: count for why, count in self.reasons.most_common() if count}
         return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
+
+    def _size_of(self, some: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
+        """Return how many layouts some cores stand for: see `size_of`."""
+        layers, pins = self.setting.model.n_layers, self.pins
+        return sum(size_of(core, layers, offloaded, pins) for core in some)
 
     def _nearest(self) -> Layout | None:
         """Return the layout that comes nearest to fitting, where none fits."""
@@ -207,14 +173,15 @@ class Search:
         found = cores(self.setting.model, self.setting.train, self.devices)
         if not self.pins:
             return list(found)
-        kept = (core.layout for core in found if obeys(self.pins, core.layout, OF_CORE))
+        kept = [core for core in found if obeys(self.pins, core.layout, OF_CORE)]
         sp = self.pins.get("sp")
         if sp is None:
-            return [Core(one) for one in kept]
+            return kept
         # Without tp there is no sequence to split: sp = true changes nothing.
         return [
-            Core(one.model_copy(update={"sp": bool(sp and one.sp)}))
-            for one in kept
+            core._replace(layout=one.model_copy(update={"sp": bool(sp and one.sp)}))
+            for core in kept
+            for one in [core.layout]
             if (one.sp or not sp or one.tp == 1) and (sp or one.folds == 1)
         ]
 
@@ -226,7 +193,6 @@ class Search:
         offloaded: tuple[Offload, ...],
     ) -> list[tuple[float, Layout]]:
         """Return the best layouts with such offloads, the best of each division of the devices."""
-        train, layers = self.setting.train, self.setting.model.n_layers
         best: dict[tuple[int, ...], tuple[float, Layout]] = {}
         worst, heap, bounded = float("inf"), order.copy(), set[int]()
         while heap:
@@ -241,7 +207,11 @@ class Search:
                     heapq.heappush(heap, (bound, index))
                     continue
             if bound >= limit:
-                size = size_of(core, train, layers, offloaded, self.pins)
+                slow = [core]
+                if bound >= worst:  # and so are all that are left
+                    slow += (everything[at] for _, at in heap)
+                    heap.clear()
+                size = self._size_of(slow, offloaded)
                 self.reasons["slower by the time of its microbatches alone"] += size
                 continue
             found = self._best_again(index, core, limit, offloaded)
@@ -259,10 +229,9 @@ class Search:
         return self._evenly(core, self.prices.parts(core.layout))
 
     def _evenly(self, core: Core, parts: MicrobatchTimes) -> float:
-        count = core.layout.microbatches(self.setting.train.batch)
-        layers, first, last = parts.totals
+        count, (layers, first, last) = core.microbatches, parts.totals
         whole: float = sum(map(mul, layers, self._kinds))
-        microbatches: float = count * (whole + first + last) / core.layout.pp
+        microbatches: float = count * (whole + first + last) / core.degrees[0]
         return microbatches + host_seconds(self.kernels, count)
 
     def _best_again(
@@ -293,7 +262,7 @@ class Search:
         if not choices:
             return None
         states = min(choice.states[0] for choice in choices)
-        least = _LEAST_IN_FLIGHT * self._activations(one)[0] + states
+        least = _LEAST_IN_FLIGHT * self._activations(one, 0) + states
         if least > self.limit and self.nearest is not None and least >= self.nearest[0]:
             self.reasons["does not fit"] += len(choices) * len(orders)
             return None
@@ -323,7 +292,7 @@ class Search:
             self._note_unfit(held.total, one, schedule, choice)
         return None
 
-    def _pace(self, one: Layout, schedule: Schedule, count: int, transfer: float) -> _Pace:
+    def _pace(self, one: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
         """Return the pace of a core in a schedule of so many microbatches."""
         setting, kernels = self.setting, self.kernels
         layout = with_schedule(one, schedule)
@@ -336,19 +305,19 @@ class Search:
             held: parts.total(held) + copies.of(held, schedule.virtual) + sums.of(held)
             for held in times
         }
-        return _Pace(schedule, layout, count, parts, times, base, transfer, kernels)
+        return Pace(schedule, layout, count, parts, times, base, transfer, kernels)
 
     def _of_schedule(
         self,
         one: Layout,
-        pace: _Pace,
+        pace: Pace,
         choices: list[Choice],
         waits: dict[UnitSeconds, Waits],
         limit: float,
     ) -> list[_Candidate]:
         """Return a schedule's layouts that beat the limit and may fit."""
         setting, kernels, schedule = self.setting, self.kernels, pace.schedule
-        first, last = self._activations(pace.layout)
+        first, last = (self._activations(pace.layout, rank) for rank in (0, one.pp - 1))
         paces, found = dict[UnitSeconds, tuple[HeldLayers, float, float]](), []
         for index, choice in enumerate(choices):
             states = choice.states
@@ -369,16 +338,13 @@ class Search:
                 self.reasons["slower"] += 1
         return found
 
-    def _activations(self, layout: Layout) -> tuple[float, float]:
-        """Return what the first and the last rank keep: the same of all shardings of a division."""
-        key = (*shape_of(layout), layout.pp, layout.dp, layout.schedule, layout.virtual_stages)
+    def _activations(self, layout: Layout, rank: int) -> float:
+        """Return what a pipeline rank keeps: the same of all shardings of a division."""
+        one = layout
+        key = (*shape_of(one), one.pp, one.dp, one.schedule, one.virtual_stages, rank)
         if key not in self._held:
-            kept = self.prices.kept_of(layout)
-            ends = {
-                rank: sum(term.bytes for term in activations(self.setting, layout, rank, kept))
-                for rank in {0, layout.pp - 1}
-            }
-            self._held[key] = ends[0], ends[layout.pp - 1]
+            kept = self.prices.kept_of(one)
+            self._held[key] = sum(term.bytes for term in activations(self.setting, one, rank, kept))
         return self._held[key]
 
     def _with(self, one: Layout, schedule: Schedule | None, choice: Choice | None) -> Layout:

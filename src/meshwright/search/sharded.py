@@ -48,6 +48,8 @@ class Shardings:
         self.setting, self.kernels, self.pins = setting, kernels, pins
         self._known: dict[tuple[object, ...], list[Choice]] = {}
         self._units: dict[tuple[object, ...], UnitSeconds] = {}
+        self._states: dict[tuple[object, ...], float] = {}
+        self._once: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def of(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
         """Return the ZeRO stages of a division of the devices, each with its costs."""
@@ -70,17 +72,20 @@ class Shardings:
         self, one: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
     ) -> tuple[tuple[float, ...], Choice]:
         """Return a choice, and before it what it costs in each way."""
-        setting = self.setting
-        held = held_by(setting, layout)
-        ends = {
-            rank: sum(term.bytes for term in model_states(setting, layout, held[rank]))
-            for rank in {0, one.pp - 1}
-        }
-        first, last = ends[0], ends[one.pp - 1]
+        held, key = held_by(self.setting, layout), _alike(layout)
+        first, last = (self._states_of(layout, held[rank], key) for rank in (0, one.pp - 1))
         unit = self._unit(layout)
         choice = Choice(sharding, offload, unit, (first, last))
         sent, update = self.once(one, choice, held[0])
         return (sent + update, *unit.largest, first, last), choice
+
+    def _states_of(self, layout: Layout, held: HeldLayers, key: tuple[object, ...]) -> float:
+        """Return the bytes of model states of a rank with such layers; `key` is `_alike`."""
+        key = *key, held
+        if key not in self._states:
+            terms = model_states(self.setting, layout, held)
+            self._states[key] = sum(term.bytes for term in terms)
+        return self._states[key]
 
     def _unit(self, layout: Layout) -> UnitSeconds:
         """Return the seconds of a microbatch's messages, which depend on few choices."""
@@ -94,11 +99,22 @@ class Shardings:
         """Return the seconds per step of a pipeline rank's messages and update."""
         if held not in choice.once:
             layout = with_sharding(one, choice.sharding, choice.offload)
-            choice.once[held] = (
-                data_messages(self.setting, self.kernels, layout, held),
-                optimizer_seconds(self.setting, self.kernels, layout, held),
-            )
+            key = *_alike(layout), held
+            if key not in self._once:
+                self._once[key] = (
+                    data_messages(self.setting, self.kernels, layout, held),
+                    optimizer_seconds(self.setting, self.kernels, layout, held),
+                )
+            choice.once[held] = self._once[key]
         return choice.once[held]
+
+
+def _alike(layout: Layout) -> tuple[object, ...]:
+    """Return what of a 1F1B layout determines a rank's states, and messages once per step."""
+    one = layout
+    # Weights on the host are sent anew for each microbatch.
+    often = (one.microbatch, one.dp) if one.offload == "params" else ()
+    return one.zero, one.shard_ranks, one.replica_ranks, one.tp, one.ep, one.etp, one.offload, often
 
 
 def _best_somewhere(found: Sequence[tuple[tuple[float, ...], Choice]]) -> list[Choice]:

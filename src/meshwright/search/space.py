@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from meshwright.layout import Layout, broken
@@ -40,15 +39,22 @@ def obeys(pins: Pins, layout: Layout, keys: Collection[str]) -> bool:
 
 
 class Core(NamedTuple):
-    """The choices that determine a microbatch's time; `layout` has the simplest other values."""
+    """The choices that determine a microbatch's time; `layout` has the simplest other values.
+
+    `degrees` are those of pp, dp, cp, tp, ep and etp: how the devices are divided. `microbatches`
+    and `expert_data` are the layout's.
+    """
 
     layout: Layout
+    degrees: tuple[int, ...]
+    microbatches: int
+    expert_data: int
 
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """The degrees of pp, dp, cp, tp, ep and etp: how the devices are divided."""
-        one = self.layout
-        return one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.expert_tp
+    @classmethod
+    def of(cls, one: Layout, train: TrainSpec) -> Core:
+        """Return the core with such a layout."""
+        degrees = one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.expert_tp
+        return cls(one, degrees, one.microbatches(train.batch), one.expert_data)
 
 
 class Schedule(NamedTuple):
@@ -90,9 +96,16 @@ def _of_degrees(
         for microbatch in divisors(train.batch // dp):
             if not is_worth(microbatch, train, plain):
                 break
-            for recompute, (ep, etp) in product(RECOMPUTES, shared_out):
-                changes = {"pp": pp, "microbatch": microbatch, "recompute": recompute}
-                yield Core(plain.model_copy(update={**changes, "ep": ep, "etp": etp}))
+            changes = {"pp": pp, "microbatch": microbatch}
+            found = [
+                Core.of(plain.model_copy(update={**changes, "ep": ep, "etp": etp}), train)
+                for ep, etp in shared_out
+            ]
+            yield from found
+            for recompute in RECOMPUTES[1:]:
+                for core in found:
+                    layout = core.layout.model_copy(update={"recompute": recompute})
+                    yield core._replace(layout=layout)
 
 
 def _shared_out(model: ModelSpec, plain: Layout) -> Iterator[tuple[int, int | None]]:
@@ -158,13 +171,18 @@ def offloads(zero: int, among: tuple[Offload, ...] | None = None) -> tuple[Offlo
 
 
 @lru_cache(maxsize=4096)
-def _kept(dp: int, cp: int, expert_data: int, offloaded: tuple[Offload, ...] | None) -> int:
-    return sum(len(offloads(choice.zero, offloaded)) for choice in shardings(dp, cp, expert_data))
+def _unpinned(
+    pipeline: tuple[int, int, int],
+    data: tuple[int, int, int],
+    offloaded: tuple[Offload, ...] | None,
+) -> int:
+    """Return how many layouts such `schedules` and `shardings` make with such offloads."""
+    kept = sum(len(offloads(choice.zero, offloaded)) for choice in shardings(*data))
+    return len(schedules(*pipeline)) * kept
 
 
 def size_of(
     core: Core,
-    train: TrainSpec,
     layers: int,
     offloaded: tuple[Offload, ...] | None = None,
     pins: Pins | None = None,
@@ -173,15 +191,15 @@ def size_of(
 
     With `pins`, counts only those with these values.
     """
-    one = core.layout
-    count = one.microbatches(train.batch)
-    chains = schedules(one.pp, layers, count)
+    one, pipeline = core.layout, (core.degrees[0], layers, core.microbatches)
     if pins:
-        kept, orders = _pinned(one, chains, offloaded, pins)
+        kept, orders = _pinned(one, schedules(*pipeline), offloaded, pins)
+        size = kept * orders
     else:
-        kept, orders = _kept(one.dp_replicate, one.cp, one.expert_data, offloaded), len(chains)
+        _, dp, cp, *_ = core.degrees
+        size = _unpinned(pipeline, (dp, cp, core.expert_data), offloaded)
     # With sequence parallelism or without, where there is a choice.
-    return orders * kept * (2 if one.sp and one.folds == 1 and "sp" not in (pins or {}) else 1)
+    return size * (2 if one.sp and one.folds == 1 and "sp" not in (pins or {}) else 1)
 
 
 def _pinned(
