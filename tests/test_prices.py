@@ -22,8 +22,10 @@ def found(*words, prices=None):
         (["train.batch=256"], ["train.batch=512"], ["train.batch=64", "train.seq_len=16384"]),
         (["train.batch=256"], ["train.batch=256", "layout.tp=2"], ["train.batch=512"]),
         (["train.batch=256"], ["cluster.nodes=2", "train.batch=512"], ["train.batch=128"]),
+        # Weights on the host are sent for each microbatch.
+        (["layout.offload=params", "train.batch=64"], ["layout.offload=params", "train.batch=512"]),
     ],
-    ids=["batch and length", "a key that is fixed", "devices"],
+    ids=["batch and length", "a key that is fixed", "devices", "weights on the host"],
 )
 def test_a_plan_is_the_same_after_others(questions):
     prices = KnownPrices()

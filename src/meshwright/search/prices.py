@@ -69,6 +69,7 @@ class KnownPrices:
             own = one.setting
             train = own.train.model_copy(update={"batch": batch})
             if one.pins == pins and replace(own, train=train) == setting:
+                one.shardings.setting = setting  # weights on the host are sent for each microbatch
                 return one
         self._last = [Prices(setting, pins), *self._last[: _MOST - 1]]
         return self._last[0]

@@ -42,7 +42,10 @@ class Choice:
 
 
 class Shardings:
-    """The ZeRO choices for a division that no other choice beats in all respects; cached."""
+    """The ZeRO choices for a division that no other choice beats in all respects; cached.
+
+    The setting may be replaced by one that differs by its batch.
+    """
 
     def __init__(self, setting: Setting, kernels: Kernels, pins: Pins) -> None:
         self.setting, self.kernels, self.pins = setting, kernels, pins
@@ -53,8 +56,7 @@ class Shardings:
 
     def of(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
         """Return the ZeRO stages of a division of the devices, each with its costs."""
-        # Weights on the host are sent anew for each microbatch.
-        often = one.microbatch if "params" in offloaded else 0
+        often = self._often(one) if "params" in offloaded else ()
         key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.etp, offloaded, often)
         if key not in self._known:
             self._known[key] = _best_somewhere(
@@ -72,7 +74,7 @@ class Shardings:
         self, one: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
     ) -> tuple[tuple[float, ...], Choice]:
         """Return a choice, and before it what it costs in each way."""
-        held, key = held_by(self.setting, layout), _alike(layout)
+        held, key = held_by(self.setting, layout), self._alike(layout)
         first, last = (self._states_of(layout, held[rank], key) for rank in (0, one.pp - 1))
         unit = self._unit(layout)
         choice = Choice(sharding, offload, unit, (first, last))
@@ -99,7 +101,7 @@ class Shardings:
         """Return the seconds per step of a pipeline rank's messages and update."""
         if held not in choice.once:
             layout = with_sharding(one, choice.sharding, choice.offload)
-            key = *_alike(layout), held
+            key = *self._alike(layout), held
             if key not in self._once:
                 self._once[key] = (
                     data_messages(self.setting, self.kernels, layout, held),
@@ -108,13 +110,16 @@ class Shardings:
             choice.once[held] = self._once[key]
         return choice.once[held]
 
+    def _often(self, layout: Layout) -> tuple[int, int]:
+        """Return how often weights on the host are sent, anew for each microbatch, and its size."""
+        return layout.microbatches(self.setting.train.batch), layout.microbatch
 
-def _alike(layout: Layout) -> tuple[object, ...]:
-    """Return what of a 1F1B layout determines a rank's states, and messages once per step."""
-    one = layout
-    # Weights on the host are sent anew for each microbatch.
-    often = (one.microbatch, one.dp) if one.offload == "params" else ()
-    return one.zero, one.shard_ranks, one.replica_ranks, one.tp, one.ep, one.etp, one.offload, often
+    def _alike(self, layout: Layout) -> tuple[object, ...]:
+        """Return what of a 1F1B layout determines a rank's states, and messages once per step."""
+        one = layout
+        often = self._often(one) if one.offload == "params" else ()
+        zero = one.zero, one.shard_ranks, one.replica_ranks
+        return *zero, one.tp, one.ep, one.etp, one.offload, often
 
 
 def _best_somewhere(found: Sequence[tuple[tuple[float, ...], Choice]]) -> list[Choice]:
