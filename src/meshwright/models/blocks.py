@@ -48,18 +48,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the stream after this block; x `[batch, seq, dim]`."""
-        # What a sublayer adds has no name here: that would hold it while the next one computes.
-        mixed = self._add(x, self.attn_drop(self._attended(x, context), context))
+        added = self.attn_post_norm(self.attn(self.attn_norm(x), context))
+        mixed = self._add(x, self.attn_drop(added, context))
+        del added  # else it is there while the MLP computes
         source = x if self.is_parallel else mixed
-        return self._add(mixed, self.mlp_drop(self._fed_forward(source, context), context))
-
-    def _attended(self, x: Tensor, context: Context) -> Tensor:
-        added: Tensor = self.attn_post_norm(self.attn(self.attn_norm(x), context))
-        return added
-
-    def _fed_forward(self, x: Tensor, context: Context) -> Tensor:
-        added: Tensor = self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
-        return added
+        added = self.mlp_post_norm(self.mlp(self.mlp_norm(source), context))
+        return self._add(mixed, self.mlp_drop(added, context))
 
     def _add(self, x: Tensor, added: Tensor) -> Tensor:
         return torch.add(x, added, alpha=self.scale)

@@ -27,12 +27,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
-        return apply(self.down, self._hidden(x, context), context)
-
-    def _hidden(self, x: Tensor, context: Context) -> Tensor:
-        """Return what `down` takes: gate and up end here where nothing saves them."""
         gate, up = self.project(x, (self.gate, self.up), context)
-        return gated(gate, up, self.act)
+        hidden = gated(gate, up, self.act)
+        del gate, up  # else they are there during the last product, too
+        return apply(self.down, hidden, context)
 
 
 class MLP(nn.Module):
@@ -47,8 +45,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
-        return apply(self.down, self._hidden(x, context), context)
-
-    def _hidden(self, x: Tensor, context: Context) -> Tensor:
         (up,) = self.project(x, (self.up,), context)
-        return activated(up, self.act)
+        hidden = activated(up, self.act)
+        del up
+        return apply(self.down, hidden, context)
