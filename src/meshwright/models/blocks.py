@@ -50,7 +50,7 @@ class Block(nn.Module):
         """Return the stream after this block; x `[batch, seq, dim]`."""
         added = self.attn_post_norm(self.attn(self.attn_norm(x), context))
         mixed = self._add(x, self.attn_drop(added, context))
-        del added  # else it is there while the MLP computes
+        del added  # frees its memory before the MLP computes
         source = x if self.is_parallel else mixed
         added = self.mlp_post_norm(self.mlp(self.mlp_norm(source), context))
         return self._add(mixed, self.mlp_drop(added, context))

@@ -29,7 +29,7 @@ class GatedMLP(nn.Module):
         """Return the MLP of x `[..., dim]`, of the same shape."""
         gate, up = self.project(x, (self.gate, self.up), context)
         hidden = gated(gate, up, self.act)
-        del gate, up  # else they are there during the last product, too
+        del gate, up  # frees their memory before the last product
         return apply(self.down, hidden, context)
 
 

@@ -10,7 +10,7 @@ from meshwright.program.lower import Program
 from meshwright.program.sizes import Sizes
 from meshwright.spec.lora import matrices
 
-_HASH: Final = 4
+_HASH: Final = 4  # bytes of a hash, from which dropout takes a bit of its mask
 
 
 class Need(NamedTuple):

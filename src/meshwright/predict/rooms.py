@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from meshwright.predict.need import mask_bytes
 from meshwright.program.lower import Program
 from meshwright.program.sizes import Sizes
 from meshwright.spec.model import LayerSpec
 
-_WIDE = 4
+_WIDE: Final = 4
 
 
 def forward_room(program: Program, sizes: Sizes, kind: LayerSpec) -> int:

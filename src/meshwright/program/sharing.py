@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
 from typing import Final, NamedTuple
 
 from meshwright.layout import Layout
@@ -39,8 +38,8 @@ _OF_REPLICAS: Final = "replicas: sum gradients"
 class _MessageUnit(NamedTuple):
     """What is gathered or reduced in one message, see `program.shards.unit_of`.
 
-    Elements, or bytes: `deferred` of parameters whose gradients may come in a backward of their
-    own, `prompt` of the others. `axes` are the ranks that share it, and those that hold copies.
+    Bytes: `deferred` of parameters whose gradients may come in a backward of their own, `prompt` of
+    the others. `axes` are the ranks that share it, and those that hold copies.
     """
 
     name: str
@@ -49,7 +48,7 @@ class _MessageUnit(NamedTuple):
     axes: _Axes
 
     def of(self, has_deferred: bool, has_prompt: bool) -> int:
-        """Return the elements of a round of reductions."""
+        """Return the bytes of a round of reductions."""
         return has_deferred * self.deferred + has_prompt * self.prompt
 
 
@@ -92,10 +91,10 @@ def _is_trained(sharding: Sharding) -> bool:
 def _units(
     program: Program,
     stage: Stage,
-    elements: Callable[[Sharding], int],
+    size: Callable[[Sharding], int],
     which: Callable[[Sharding], bool],
 ) -> list[_MessageUnit]:
-    """Return the units of a stage; `elements` says how many, or bytes, a parameter has there.
+    """Return the units of a stage; `size` gives the bytes of a parameter in the message.
 
     Of some parameters alone: `which`.
     """
@@ -109,7 +108,7 @@ def _units(
         # The head's comes with its input's, and adapters' with those of their layers' inputs.
         waits = unit.startswith("layers.") and sharding.part.is_product
         waits = waits and not sharding.part.is_adapter
-        sums.setdefault(unit, [0, 0])[0 if waits else 1] += elements(sharding)
+        sums.setdefault(unit, [0, 0])[0 if waits else 1] += size(sharding)
         axes[unit] = _axes(program.layout, sharding)
     return [_MessageUnit(name, waits, comes, axes[name]) for name, (waits, comes) in sums.items()]
 
@@ -221,15 +220,18 @@ def reductions(
     element = reduced_bytes(program.train)
     each = layout.zero >= 2 and not in_place
     phase = _summed_in(each)
+
+    def padded(sharding: Sharding) -> int:
+        return element * sharding.padded_elements
+
     for stage in stages:
-        padded = attrgetter("padded_elements")
         units = _units(program, stage, padded, _is_trained)
         rounds = list(_rounds(program, at["pp"], stage, each))
         met = _summed_in(sum(meets for *_, meets in rounds) > 1)
         for *comes, meets in rounds:
             for unit in units:
                 axes = unit.axes
-                size = element * unit.of(*comes)
+                size = unit.of(*comes)
                 if not size or (in_place and axes.shards > 1):
                     continue
                 if axes.shards > 1:
@@ -264,26 +266,29 @@ def _exchanges(
     """
     place, tp_rank = data_rank(program.layout, at), at["tp"]
     each = program.layout.zero >= 2
-    phase = _summed_in(each)
+    phase, element = _summed_in(each), reduced_bytes(program.train)
 
     def own(sharding: Sharding) -> int:
-        return math.prod(sharding.shape(tp_rank, place))
+        return element * math.prod(sharding.shape(tp_rank, place))
 
     def whole(sharding: Sharding) -> int:
-        return math.prod(sharding.tp_shape)
+        return element * math.prod(sharding.tp_shape)
+
+    def summed(sharding: Sharding) -> int:
+        return _FP32 * math.prod(sharding.shape(tp_rank, place))
 
     for stage in stages:
         held, kept = (_units(program, stage, size, _is_trained) for size in (whole, own))
         for *comes, _ in _rounds(program, at["pp"], stage, each):
             for unit, mine in zip(held, kept, strict=True):
-                count, axis = unit.of(*comes), unit.axes.shard
+                size, axis = unit.of(*comes), unit.axes.shard
                 # A rank that has all rows of few experts sends none, and takes part.
-                if count and unit.axes.shards > 1:
+                if size and unit.axes.shards > 1:
                     reason = "ZeRO: rows of gradients to the ranks that sum them"
-                    size = (count - mine.of(*comes)) * reduced_bytes(program.train)
+                    size -= mine.of(*comes)
                     yield Collective("all_to_all", axis, size, 1, phase, "gradients", reason)
-        for unit in _units(program, stage, own, _is_trained):
-            size, axes = (unit.deferred + unit.prompt) * _FP32, unit.axes
+        for unit in _units(program, stage, summed, _is_trained):
+            size, axes = unit.deferred + unit.prompt, unit.axes
             if size and axes.shards > 1 and axes.replicas > 1:
                 yield Collective(
                     "all_reduce", axes.replicate, size, 1, "step", "gradients", _OF_REPLICAS
