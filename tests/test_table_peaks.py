@@ -13,7 +13,8 @@ RANKS = 4
 # Layouts of the table, and by how much a prediction of their peaks was off.
 ONCE_OFF = [
     # -9%: in half precision norms copied gradients, and adapters have two results and their sum.
-    ("tp2 pp2 looped_bfs v2 mb1 recompute-full offload-optimizer, llama tied lora", 0.03),
+    # What oneDNN takes for products in half precision depends on the processor.
+    ("tp2 pp2 looped_bfs v2 mb1 recompute-full offload-optimizer, llama tied lora", 0.06),
     # -16%: the masks of dropout, and the results of adapters, in a forward.
     pytest.param(
         "pp4 interleaved_1f1b v2 mb1 offload-activations, neox parallel dropout lora",
