@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, TextIO
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.gpu_alone import world_of_one
 from benchmarks.gpu_machine import look
 from benchmarks.gpu_profile import profiled
 from meshwright.bench.calibrate import Effort, calibrate
@@ -107,12 +105,8 @@ def main() -> None:
             say({"unreachable": str(error).splitlines()[0], "cuda": torch.version.cuda})
             return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        serve(World(0, 1, device, store), sys.stdin, say)
-        dist.destroy_process_group()
+    with world_of_one(device) as world:
+        serve(world, sys.stdin, say)
 
 
 if __name__ == "__main__":
