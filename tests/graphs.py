@@ -72,5 +72,5 @@ def compiled(
     return Compiled(len(calls), sum(calls), dict(counters["graph_break"]))
 
 
-def count_by(backend, products, splits):
+def count_by(backend, products, splits, recomputes):
     return partial(compile_block, products=Route(), splits=splits, backend=backend)

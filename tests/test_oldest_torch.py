@@ -11,6 +11,7 @@ from importlib.metadata import requires
 import pytest
 import torch
 
+from kept import kept_bytes
 from meshwright.models import flex
 from test_compile import LABELS, MODELS, SIZES, holds
 
@@ -53,6 +54,12 @@ def test_compiled_blocks_have_the_gradients_of_one_device(family, label, precisi
 @pytest.mark.parametrize(("family", "label", "precision"), PLAIN)
 def test_layouts_have_the_gradients_of_one_device(family, label, precision):
     holds({**MODELS, **MORE}[family], label, precision, compiles=False)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
+def test_a_compiled_block_that_recomputes_keeps_its_input_alone():
+    assert kept_bytes("mb2 recompute-full") == 0
+    assert kept_bytes("mb2") > 0
 
 
 def test_whether_triton_is_there_ends_no_graph():

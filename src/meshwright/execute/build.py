@@ -53,7 +53,7 @@ from meshwright.program.float8 import gathers_float8
 from meshwright.program.lower import Program
 from meshwright.program.operations import gathers_again
 from meshwright.program.shards import Region, data_rank, sums_in_place, whole
-from meshwright.program.sizes import Sizes, loss_rows, received
+from meshwright.program.sizes import Sizes, fuses_loss, loss_rows, received
 from meshwright.program.target import Route
 from meshwright.spec.model import ModelSpec
 
@@ -80,9 +80,10 @@ def build(
     products = take_route(program.train.matmul, device)
     deferral = Deferral()
     splits = splits_backward(program)
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"recomputes": program.layout.recompute == "full"}
     if program.train.async_tp:
-        groups, more = take_async_tp(groups, device), {"more": OPTIONS}
+        groups = take_async_tp(groups, device)
+        more["more"] = OPTIONS
     wrap = compiler(products, splits=splits, **more) if compiled else None
     modules = describe(program, groups, deferral, wrap=wrap)
     return materialise(program, groups, device, source, modules, deferral)
@@ -138,13 +139,18 @@ def describe(
 
 
 def compiler(
-    products: Route, *, splits: bool = False, more: Mapping[str, Any] | None = None
+    products: Route,
+    *,
+    splits: bool = False,
+    recomputes: bool = False,
+    more: Mapping[str, Any] | None = None,
 ) -> Wrap:
     """Return what has a block compiled, its products by a route; see `compile_block`."""
     # Not at the top: the compiler is a second of imports.
     from meshwright.execute.kernels.compiled import compile_block
 
-    return partial(compile_block, products=products, splits=splits, more=more)
+    words: dict[str, Any] = {"splits": splits, "recomputes": recomputes, "more": more}
+    return partial(compile_block, products=products, **words)
 
 
 def materialise(
@@ -171,12 +177,13 @@ def materialise(
     stages: dict[int, nn.Module] = dict(modules)
     sizes = Sizes.of(program)
     rows = loss_rows(sizes.tokens, sizes.element, program.target)
+    fuses = fuses_loss(sizes.element, layout.tp, program.target)
     gathers = None
     if gathers_float8(train, layout, program.target):
         kept = (one for model in modules.values() for one in ready_parameters(model))
         gathers = Float8Gathers(kept, DTYPES[train.precision], groups.shard)
     routed = {k: one for model in modules.values() for k, one in routers(model).items()}
-    parts = (program, groups, device, stages, held, at, places, deferral, rows)
+    parts = (program, groups, device, stages, held, at, places, deferral, rows, fuses)
     parallel = Parallel(*parts, routers=routed, float8=gathers)
     fill(parallel, source)
     return parallel

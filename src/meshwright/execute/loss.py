@@ -41,9 +41,9 @@ def loss_sum(
     hidden `[batch, seq or its share, dim]` enters `tp_region`, and is multiplied by weight
     `[vocab / ranks, dim]`; targets int64 `[batch, seq]` have global ids, and those equal to
     `ignore` don't count. Logits of `at_once` tokens exist together. If gradients are recorded, the
-    value is NaN until the backward fills it in. `fuses` compiles loss and gradient if they need no
-    other rank and products are in half precision. `cap` is the soft cap of logits. A `unit` holds
-    the weights instead of `weight`, and receives their gradient.
+    value is NaN until the backward fills it in. `fuses` compiles loss and gradient, which may need
+    no other rank. `cap` is the soft cap of logits. A `unit` holds the weights instead of `weight`,
+    and receives their gradient.
     """
     if torch.is_grad_enabled():
         own = None if unit is not None else local(weight)
@@ -95,9 +95,8 @@ class _Loss(torch.autograd.Function):
         back = torch.empty_like(gathered)
         sent = total = None
         losses = []
-        is_fused = ctx.fuses and tp_region.link.size == 1 and weight.dtype.itemsize == 2
         for rows in _chunks(len(inputs), ctx.at_once):
-            if is_fused:
+            if ctx.fuses:
                 logits = inputs[rows] @ weight.t()
                 loss, logits_grad = _fused()(logits, targets[rows], ctx.ignore, grad, ctx.cap)
                 del logits

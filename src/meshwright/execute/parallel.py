@@ -37,7 +37,8 @@ class Parallel:
     """A rank's stages of the model with every parallelism applied, and their steps.
 
     `positions` int64 `[seq / cp]` are the tokens of a row in this rank's attention, None for all of
-    them; `places` those in its residual stream. Logits of `loss_rows` tokens exist together.
+    them; `places` those in its residual stream. Logits of `loss_rows` tokens exist together;
+    `fuses_loss` as in `loss_sum`.
     """
 
     program: Program
@@ -49,6 +50,7 @@ class Parallel:
     places: Tensor | None
     deferral: Deferral
     loss_rows: int
+    fuses_loss: bool
     observe: Observe | None = None
     routers: Routers = field(default_factory=dict)
     float8: Float8Gathers | None = None
@@ -106,8 +108,7 @@ class Parallel:
                 ignore=IGNORE,
                 tp_region=TPRegion(self.groups.tp, self.program.layout.sp),
                 at_once=self.loss_rows,
-                # A CPU's kernels gain nothing by it.
-                fuses=self.program.train.is_compiled and self.device.type == "cuda",
+                fuses=self.fuses_loss,
                 cap=self.program.model.logits_softcap,
                 unit=head_unit(self.modules[stage]),
             )

@@ -153,7 +153,10 @@ class Attention(nn.Module):
             q, k = self.norm_pair(q, k, self.q_norm, self.k_norm)
         q, k, v = map(self._heads, (q, k, v))
         if not self.norms_all and self.q_norm is not None and self.k_norm is not None:
+            # Before heads and positions trade places: the kernels that follow keep the memory
+            # order that a norm's kernel on GPUs makes, and `o` would take a copy of another.
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if self.table is not None:
@@ -167,4 +170,4 @@ class Attention(nn.Module):
         return apply(self.o, mixed.transpose(1, 2).flatten(2), context)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
+        return x.view(x.shape[0], x.shape[1], -1, self.head_dim)

@@ -18,7 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.expert_adapters import added, gradients, named, through
-from meshwright.models.grouped import Sorted, dots, products, spread, sums, weight_grads
+from meshwright.models.grouped import (
+    Sorted,
+    dots,
+    products,
+    rows_again,
+    spread,
+    sums,
+    weight_grads,
+)
 from meshwright.models.mlp import GatedMLP
 from meshwright.models.ops import Glu, widened
 from meshwright.models.routers import Edge, Make, Matrices, Routing, router, same
@@ -196,14 +204,14 @@ class _Experts(torch.autograd.Function):
         to_ups = act.through_up(acts.mul_(to_hidden.mul_(share)), ups)
         to_gates = act.through_gate(to_hidden.mul_(act.up(ups)), gates)
         if is_trained:
-            inputs = x[pairs.tokens]
+            inputs = rows_again(x, pairs.tokens, to_gates)
             to_gate = module.gate.gradient(partial(weight_grads, to_gates, inputs, counts))
             to_up = module.up.gradient(partial(weight_grads, to_ups, inputs, counts))
             del inputs
         to_x = products(to_gates, gate, counts, transposed=True)
         to_x += products(to_ups, up, counts, transposed=True)
         found = through(first, {"gate": to_gates, "up": to_ups}, to_x, counts)
-        to_low = gradients(found, x[pairs.tokens], counts) if found else []
+        to_low = gradients(found, rows_again(x, pairs.tokens, to_x), counts) if found else []
         total = pairs.summed(to_x, shares.shape[-1])
         biases: tuple[Tensor | None, ...] = (None, None, None)
         if bias is not None and is_trained:

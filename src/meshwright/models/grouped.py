@@ -123,6 +123,21 @@ def _(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
     return rows.new_empty(len(counts), rows.shape[-1])
 
 
+# An operator, because the compiler knows none that has to wait for a gradient.
+@torch.library.custom_op("meshwright::rows_again", mutates_args=())
+def rows_again(x: Tensor, places: Tensor, after: Tensor) -> Tensor:
+    """Return `x[places]` in a backward that has come to the gradient `after`.
+
+    Compiled code would keep the rows of the forward instead: `top_k` times the tokens.
+    """
+    return x[places]
+
+
+@rows_again.register_fake
+def _(x: Tensor, places: Tensor, after: Tensor) -> Tensor:
+    return x.new_empty(len(places), *x.shape[1:])
+
+
 def dots(rows: Tensor, each: Tensor, counts: Tensor) -> Tensor:
     """Return the products `[total]` of sorted rows `[total, dim]` with their groups' `each`."""
     if counts_are_on_device(rows) or not len(rows):

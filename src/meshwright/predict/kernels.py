@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Final, NamedTuple
 
+from meshwright.predict.attending import rates
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.modules import hidden_bytes, made_again
@@ -111,9 +112,13 @@ class Kernels:
         self.bandwidth = device.bandwidth * find("memory", *kinds)
         self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)
         self.moves = own(f"moves.{precision}")
-        self.loss_moves = max(find(f"moves.loss.{precision}", *kinds) - loss_saves, 0.0)
+        self.loss_moves = find(f"moves.loss.{precision}", *kinds)
+        self.loss_saves = min(loss_saves, self.loss_moves)
         peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
-        self.attention_peak = peak * own(f"attention.{system.attention}.{precision}")
+        attention = f"attention.{system.attention}.{precision}"
+        self.attention_peak = peak * own(attention)
+        is_own = f"{device.kind}.blocks.{attention}" in calibration.constants
+        self.attends = {} if is_own else rates(target, lambda what: find(what, *kinds))
         # What the host takes, for a layer and so on.
         self.per_layer = own(f"overhead.layer.{precision}")
         self.per_microbatch = find("overhead.microbatch", *kinds)
@@ -236,7 +241,8 @@ class Kernels:
     def _attention(self, work: Work, element: int) -> tuple[float, float]:
         kernel = self.system.attention
         squares = 1 if CAUSAL[kernel] else 2
-        forward = squares * work.attention_flops / self.attention_peak
+        peak = self.attention_peak * self.attends.get(work.attends, 1.0)
+        forward = squares * work.attention_flops / peak
         backward = forward * ATTENTION_BACKWARD
         if not CAUSAL[kernel]:  # the scores are kept: two products forward, four backward
             passes = _SCORE_PASSES[kernel] * work.scores * element / self.bandwidth
@@ -261,7 +267,7 @@ class Kernels:
             of_products = self.slower * sum(
                 map(mul, each, (shape.backward for shape in work.products))
             )
-            moved, loss = self.slower * self._moved(work), self.slower * self._loss(work)
+            moved, loss = self.slower * self._moved(work), self.slower * self._loss(work, tp)
             head = products + loss  # of the forward, where the backward doesn't make it
             late = head if self.system.fuses_loss else 0.0
             columns = sum(
@@ -299,9 +305,10 @@ class Kernels:
         """Return the seconds that compiling takes off a layer's forward."""
         return self.saves * forward_moved(work, self.system) / self.bandwidth
 
-    def _loss(self, work: Work) -> float:
-        """Return the seconds of the loss's forward."""
-        return self.loss_moves * work.loss_moved / self.bandwidth
+    def _loss(self, work: Work, tp: int) -> float:
+        """Return the seconds of the loss's forward; one that is cut over tp is not compiled."""
+        moves = self.loss_moves - (self.loss_saves if tp == 1 else 0.0)
+        return moves * work.loss_moved / self.bandwidth
 
     def _tp_regions(
         self, found: LayoutWork, work: Work, tp: int, columns: float, defers: bool

@@ -21,7 +21,7 @@ from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import HeldLayers, LayoutWork, Work
 from meshwright.program.saved import Kind
 from meshwright.program.shards import cuts_frozen, sums_in_place
-from meshwright.program.sizes import Sizes, loss_element, loss_room, loss_rows
+from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_room, loss_rows
 from meshwright.spec.lora import NF4_BLOCK, nf4_bytes
 
 # What of a peak is model states.
@@ -239,7 +239,9 @@ def _loss_of(setting: Setting, layout: Layout, found: LayoutWork) -> Term:
     sizes = found.sizes
     rows = loss_rows(sizes.tokens, sizes.element, setting.target)
     is_capped = setting.model.logits_softcap is not None
-    size, each = rows * sizes.vocab, loss_element(sizes.element, capped=is_capped)
+    is_fused = fuses_loss(sizes.element, layout.tp, setting.target)
+    size = rows * sizes.vocab
+    each = loss_element(sizes.element, capped=is_capped, fused=is_fused)
     is_frozen = setting.model.lora is not None
     room = loss_room(sizes, rows, setting.target.products, is_frozen=is_frozen)
     told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a product" * (room > 0)

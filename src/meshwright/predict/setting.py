@@ -13,6 +13,7 @@ from meshwright.predict.kernels import Kernels
 from meshwright.predict.network import Network, Picks
 from meshwright.predict.systems import System
 from meshwright.predict.work import HeldLayers, LayoutWork, layout_work
+from meshwright.program.float8 import remakes_inputs
 from meshwright.program.schedule import stage_ranks
 from meshwright.program.sharing import reduced_bytes
 from meshwright.program.sizes import ELEMENT_BYTES
@@ -59,7 +60,8 @@ class Setting:
         """The target of a program on the cluster's ranks."""
         if not self.on_cpu:
             tf32 = takes_tf32(self.train.matmul)
-            return Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
+            found = Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
+            return found._replace(compiled=self.compiles)
         products = route(self.train.matmul, self.cluster.device.processor)
         return Target("cpu", products, self.packed, imbalance=self.imbalance)
 
@@ -111,7 +113,8 @@ class Setting:
     def works(self) -> Callable[..., LayoutWork]:
         """`layout_work` of this model and length: a search need not hash the model each time."""
         train = self.train
-        known = partial(layout_work, self.model, train.seq_len, train.precision)
+        again = remakes_inputs(train, self.target)
+        known = partial(layout_work, self.model, train.seq_len, train.precision, remakes=again)
         return lru_cache(maxsize=8192)(known)
 
     def kernels(self) -> Kernels:

@@ -18,7 +18,7 @@ from meshwright.predict.units import GRADIENTS, Units
 from meshwright.program.lower import Program
 from meshwright.program.operations import Operation, operations
 from meshwright.program.schedule import Action, Kind, Table
-from meshwright.program.sizes import Sizes, loss_element, loss_room, loss_rows
+from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_room, loss_rows
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 
@@ -252,6 +252,7 @@ class Walk:
         element, whole = sizes.element, sizes.whole_bytes
         is_cut = self.program.layout.sp and self.program.layout.tp > 1
         is_capped = self.program.model.logits_softcap is not None
+        is_fused = fuses_loss(element, self.program.layout.tp, self.program.target)
         rows = loss_rows(sizes.tokens, sizes.element, self.program.target)
         logits = rows * sizes.vocab
         name = "embed.weight" if self.program.model.tie_embeddings else "head.weight"
@@ -262,7 +263,7 @@ class Walk:
         before = weight if rows < sizes.tokens else 0
         room = loss_room(sizes, rows, self.program.target.products, is_frozen=is_frozen)
         for what, size, rows_held, weight_held in (
-            ("loss", loss_element(element, capped=is_capped), held, before),
+            ("loss", loss_element(element, capped=is_capped, fused=is_fused), held, before),
             ("head: input", element, made, before),
             ("head", element, travelling, weight + room),
         ):

@@ -16,6 +16,7 @@ from operator import mul
 from typing import NamedTuple
 
 from meshwright.layout import Layout
+from meshwright.predict.attending import Attends, attends
 from meshwright.predict.needs import backward_needs
 from meshwright.program.collectives import of_microbatches
 from meshwright.program.four_bits import dequantising_bytes
@@ -78,7 +79,7 @@ class Work(NamedTuple):
     tensor once per operation; `norm_moved` those of norms, `loss_moved` of the loss. `kept` is
     saved for the backward, by kind of operation. `scores` are the query-key pairs over all local
     heads. `deferred` are the gradients of all products' results. `leaves` is the part of `kept`
-    that goes to the host if activations are offloaded.
+    that goes to the host if activations are offloaded. `attends` decides on attention's kernel.
     """
 
     products: tuple[Product, ...]
@@ -91,6 +92,7 @@ class Work(NamedTuple):
     deferred: float
     messages: tuple[Message, ...]
     leaves: tuple[tuple[str, float], ...] = ()
+    attends: Attends = ""
 
 
 class HeldLayers(NamedTuple):
@@ -188,12 +190,14 @@ def layout_work(
     ep: int = 1,
     etp: int | None = None,
     imbalance: float = 1.0,
+    *,
+    remakes: bool = False,
 ) -> LayoutWork:
-    """Return the work of a microbatch; cached."""
+    """Return the work of a microbatch; cached. `remakes` as `remakes_inputs`."""
     of_one = (seq_len, precision, tp, sp, cp, cp_kind)
     shared_out = (ep, etp, imbalance)
     if microbatch > 1:
-        found = layout_work(model, *of_one, 1, recompute, *shared_out)
+        found = layout_work(model, *of_one, 1, recompute, *shared_out, remakes=remakes)
         return LayoutWork(found.one, microbatch)
     if len(model.layer_kinds) > 1:
         # Layers without experts are the same however others are shared out: the cache has them.
@@ -204,6 +208,7 @@ def layout_work(
                 1,
                 recompute,
                 *(shared_out if model.has_experts(kind) else ()),
+                remakes=remakes,
             )
             for kind in model.layer_kinds
         }
@@ -214,10 +219,16 @@ def layout_work(
     layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
     batch = layout.expert_data
     layout = layout.model_copy(update={"dp_replicate": batch})
-    train = TrainSpec.model_validate({"batch": batch, "seq_len": seq_len, "precision": precision})
-    target = Target(imbalance=imbalance)
+    words = {"batch": batch, "seq_len": seq_len, "precision": precision, "fp8": remakes}
+    train = TrainSpec.model_validate(words)
+    target = Target(imbalance=imbalance, compiled=remakes)
     small = model.model_copy(update={"n_layers": 1})
     one_layer = Program(small, train, layout, (Stage(0, 0, 1, True, True),), target)
+    return LayoutWork(_sequence_work(one_layer), 1)
+
+
+def _sequence_work(one_layer: Program) -> _SequenceWork:
+    """Return the work of a program of one layer and one sequence a microbatch."""
     sizes = Sizes.of(one_layer)
     ops = operations(one_layer, one_layer.stages[0])
     layer_ops = tuple(op for op in ops if op.name.startswith("layers."))
@@ -227,13 +238,12 @@ def layout_work(
     layer_messages = tuple(m for m in messages if m.purpose not in OF_ENDS)
     first = tuple(m for m in messages if m.purpose == "embedding")
     last = tuple(m for m in messages if m.purpose in OF_ENDS and m.purpose != "embedding")
-    one = _SequenceWork(
+    return _SequenceWork(
         sizes,
         (_work(one_layer, sizes, layer_ops, layer_messages),),
         _work(one_layer, sizes, first_ops, first),
         _work(one_layer, sizes, last_ops, last),
     )
-    return LayoutWork(one, 1)
 
 
 def _times(work: Work, rows: int) -> Work:
@@ -257,6 +267,7 @@ def _times(work: Work, rows: int) -> Work:
             ]
         ),
         tuple([(kind, size * rows) for kind, size in work.leaves]),
+        work.attends,
     )
 
 
@@ -300,12 +311,12 @@ def _work(
     for op in ops:
         kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
         leaves[op.kind] = leaves.get(op.kind, 0.0) + op.moved_bytes
-    waits = 0.0
+    waits, kernel = 0.0, attends(program.model, program.model.layer(0), program.train.seq_len)
     if scores:
         needs = backward_needs(program, sizes, program.model.layer(0))
         waits = float(sum(need.deferred for need in needs))
     sizes_kept = tuple(kept.items()), waits, messages, tuple(leaves.items())
-    return Work(products, attention, scores, moved, norms, loss, *sizes_kept)
+    return Work(products, attention, scores, moved, norms, loss, *sizes_kept, kernel)
 
 
 def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> float:

@@ -29,6 +29,15 @@ def gathers_float8(train: TrainSpec, layout: Layout, target: Target) -> bool:
     return train.fp8 and not sums_in_place(layout, target) and layout.offload != "params"
 
 
+def remakes_inputs(train: TrainSpec, target: Target) -> bool:
+    """Whether the backward of a compiled block makes the inputs of its products again.
+
+    It takes them in float8. What rounds them is joined with what made them, norms and activations,
+    so that the compiler keeps what these have taken instead.
+    """
+    return train.fp8 and target.compiled
+
+
 def is_in_float8(part: Part) -> bool:
     """Whether `train.fp8` computes with it in float8, as with the blocks' linear layers."""
     return part.is_product and part.name.startswith("layers.")

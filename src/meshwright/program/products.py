@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.program.float8 import remakes_inputs
 from meshwright.program.lower import Program
 from meshwright.program.saved import FROZEN_BACKWARD, Bytes, Op
 from meshwright.program.sizes import Sizes
@@ -13,12 +14,14 @@ class Inputs:
     """What some linear layers take together, of `size` bytes for the first that keeps them.
 
     `copied` bytes is what dropout makes of them. A product with a frozen weight keeps nothing: it
-    has no gradient of the weight to compute.
+    has no gradient of the weight to compute; nor does one whose input is made again.
     """
 
     def __init__(self, program: Program, sizes: Sizes, size: int, copied: int = 0) -> None:
         self._model, self._sizes = program.model, sizes
         self._size, self._copied = size, copied or size
+        if remakes_inputs(program.train, program.target):
+            self._size = 0
 
     def product(self, name: str, inner: int, outer: int, kept: Bytes) -> Iterator[Op]:
         """Yield the product of a layer, and those of its adapter: `kept` as in `Op`."""

@@ -123,11 +123,19 @@ def loss_rows(tokens: int, element: int, target: Target) -> int:
     return -(-tokens // min(max(tokens // least, 1), rounds))
 
 
-def loss_element(element: int, *, capped: bool = False) -> int:
+def fuses_loss(element: int, tp: int, target: Target) -> bool:
+    """Whether the compiler makes one kernel of loss and gradient, without logits in fp32."""
+    return target.compiled and tp == 1 and element < _WIDE
+
+
+def loss_element(element: int, *, capped: bool = False, fused: bool = False) -> int:
     """Return the bytes per logit: as fp32, and rounded to `element` bytes for products.
 
-    With a soft cap (`capped`), its slopes are stored too.
+    With a soft cap (`capped`), its slopes are stored too. `fused` as in `fuses_loss`: logits and
+    their gradient are stored as products take them.
     """
+    if fused:
+        return 2 * element
     return _WIDE + (0 if element == _WIDE else element) + _WIDE * capped
 
 

@@ -76,7 +76,8 @@ class Target(NamedTuple):
     `device` is where ranks compute; on CPUs, gloo sends their messages. `products` is the route of
     fp32 products on a CPU, `tf32` whether GPUs compute them in TF32. `packed`: rows hold several
     documents, which attention keeps separate. `fsdp2`: FSDP2 handles ZeRO on CPUs, too, as on GPUs.
-    `imbalance`: the tokens of the busiest rank of `ep` relative to the mean.
+    `imbalance`: the tokens of the busiest rank of `ep` relative to the mean. `compiled`: blocks and
+    the loss of GPUs are, and keep less.
     """
 
     device: Device = "cpu"
@@ -85,6 +86,7 @@ class Target(NamedTuple):
     tf32: bool = False
     fsdp2: bool = False
     imbalance: float = 1.0
+    compiled: bool = False
 
     @property
     def on_cpu(self) -> bool:

@@ -116,12 +116,12 @@ def _main() -> None:
 
 
 def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
+    from meshwright.execute.kernels.products import target_of
     from meshwright.execute.observe.collective_recorder import CollectiveRecorder
     from meshwright.execute.transport.wire import message_differences
     from meshwright.layout import Layout
     from meshwright.models import flex
     from meshwright.program.lower import lower
-    from meshwright.program.target import Target
     from meshwright.simulate.fake import replaced
     from meshwright.simulate.rehearse import rehearse
     from meshwright.simulate.standin import module
@@ -133,7 +133,7 @@ def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
     layout = Layout.model_validate_json(case["layout"])
     model = ModelSpec.model_validate_json(case["model"])
     train = TrainSpec.model_validate_json(case["train"])
-    program = lower(model, train, layout, Target("gpu", packed=case["packed"]))
+    program = lower(model, train, layout, target_of(train, device, packed=case["packed"]))
     module().order = StreamOrder()
     module()._current.clear()
     seen: list[DeviceWatch] = []

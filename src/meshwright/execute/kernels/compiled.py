@@ -25,20 +25,25 @@ def compile_block(
     products: Route,
     *,
     splits: bool = False,
+    recomputes: bool = False,
     backend: Any = "inductor",
     more: Mapping[str, Any] | None = None,
 ) -> None:
     """Compile a block at its first forward, with fp32 products by the route `products`.
 
     The hooks of data parallelism stay outside. `splits` as in `Deferral`: gradients that wait go to
-    the parameters themselves. `backend` is a word or function of `torch.compile`, `more` options.
+    the parameters themselves. A block that `recomputes` does so with all of its forward. `backend`
+    is a word or function of `torch.compile`, `more` options.
     Where parts of a block cannot be compiled, these run as they are, and so do their products: the
     compiler would otherwise go on to the route's own functions.
     """
     trace_rules.add(own_products.__name__)
-    options: Any = {"post_grad_custom_post_pass": _KEEPS_PRODUCTS} if products.rows else None
-    options = {**(options or {}), **more} if more else options
-    compiled = torch.compile(block.forward, backend=backend, options=options)
+    options: dict[str, Any] = dict(more or {})
+    if products.rows:
+        options["post_grad_custom_post_pass"] = _KEEPS_PRODUCTS
+    if recomputes:
+        options["joint_custom_pre_pass"] = _RECOMPUTES_ALL
+    compiled = torch.compile(block.forward, backend=backend, options=options or None)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if splits else _plain_parameters(block):
@@ -99,3 +104,31 @@ def _is_fp32_on_cpu(node: Node) -> bool:
 
 
 _KEEPS_PRODUCTS: Final = _KeepsProducts()
+
+
+class _RecomputesAll(CustomGraphPass):
+    """Marks all operations of a recomputed forward as such.
+
+    Before 2.13, torch's compiler marks none within an `autograd.Function`, and keeps their results:
+    rotated queries and keys, activations and norms.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        marks = ("recompute", "ac_graph_id")
+        marked = next((node for node in graph.nodes if node.meta.get(marks[0]) is not None), None)
+        if marked is None:
+            return
+        after_gradients: set[Node] = set()
+        for node in graph.nodes:
+            is_gradient = node.op == "placeholder" and str(node.target).startswith("tangents")
+            if is_gradient or not after_gradients.isdisjoint(node.all_input_nodes):
+                after_gradients.add(node)
+            elif node.op == "call_function" and node.meta.get(marks[0]) is None:
+                node.meta.update({mark: marked.meta[mark] for mark in marks if mark in marked.meta})
+
+    def uuid(self) -> str:
+        """Return the identifier of this pass in the compiler's cache."""
+        return "meshwright recomputes all 1"
+
+
+_RECOMPUTES_ALL: Final = _RecomputesAll()

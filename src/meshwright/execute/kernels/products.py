@@ -37,7 +37,8 @@ def target_of(
 ) -> Target:
     """Return the target of programs that run in this process; `packed`, `fsdp2` as in `Target`."""
     if device.type != "cpu":
-        return Target("gpu", packed=packed, tf32=takes_tf32(train.matmul))
+        found = Target("gpu", packed=packed, tf32=takes_tf32(train.matmul))
+        return found._replace(compiled=train.is_compiled)
     products = route(train.matmul, processor()) if has_onednn() else Route()
     return Target("cpu", products, packed, fsdp2=fsdp2)
 
