@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError, nearest
 from meshwright.launch.machines.machine import gpu_name
 from meshwright.launch.pricing import planned
 from meshwright.layout import Layout, Machine
-from meshwright.search import rank
+from meshwright.search import pace
 from meshwright.search.plan import digest, plan
 
 ROOT = Path(__file__).parents[1]
@@ -74,8 +74,8 @@ def test_seventy_billion_on_512_devices_is_quick():
 def test_few_of_the_layouts_are_priced(monkeypatch):
     """What makes planning quick, counted: most layouts are left out by a bound of their cores."""
     calls = []
-    whole = rank.closed_form
-    monkeypatch.setattr(rank, "closed_form", lambda *a: calls.append(1) or whole(*a))
+    whole = pace.closed_form
+    monkeypatch.setattr(pace, "closed_form", lambda *a: calls.append(1) or whole(*a))
     found = plan(mw.load_config(overrides=SEVENTY)).found
     assert found.considered > 1_000_000
     assert len(calls) < found.considered / 200
