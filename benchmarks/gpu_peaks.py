@@ -84,7 +84,7 @@ def line_of(event: Event) -> str:
 
 
 def measure(world: World, case: Case) -> tuple[int, list[Held]]:
-    """Return the bytes before a third step, and what it allocated of its peak."""
+    """Return the bytes at the peak of a third step, and those of them that it has allocated."""
     step = Stepper(world, case)
     for _ in range(2):
         step()

@@ -153,8 +153,8 @@ class Attention(nn.Module):
             q, k = self.norm_pair(q, k, self.q_norm, self.k_norm)
         q, k, v = map(self._heads, (q, k, v))
         if not self.norms_all and self.q_norm is not None and self.k_norm is not None:
-            # Before heads and positions trade places: the kernels that follow keep the memory
-            # order that a norm's kernel on GPUs makes, and `o` would take a copy of another.
+            # Before the transpose: a GPU's kernel makes its result contiguous, and attention's
+            # result has the memory order of q. `o` would copy one with heads before positions.
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         if self.query_scale != 1.0:

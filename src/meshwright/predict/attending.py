@@ -1,4 +1,4 @@
-"""Which kernel a GPU's attention takes, and how fast it is beside the one of plain causal scores.
+"""Which kernel computes attention on a GPU, and its rate relative to plain causal attention.
 
 FlexAttention computes windows, soft caps and sinks; FlashAttention's varlen kernel computes windows
 of packed rows: `models.attention`, `execute.kernels.documents`.
@@ -14,7 +14,7 @@ from meshwright.program.target import Target
 from meshwright.spec.model import LayerSpec, ModelSpec
 
 Attends = Literal["", "window", "sinks", "capped"]
-"""What decides on the kernel: of several bounds the one that costs most."""
+"""The bound of scores that decides on the kernel: of several, the slowest."""
 
 
 def attends(model: ModelSpec, kind: LayerSpec, span: int) -> Attends:
@@ -28,7 +28,7 @@ def attends(model: ModelSpec, kind: LayerSpec, span: int) -> Attends:
 
 
 def rates(target: Target, find: Callable[[str], float]) -> Mapping[Attends, float]:
-    """Return the rates of kernels, in times of the plain one's; `find` returns a constant."""
+    """Return each kernel's rate as a multiple of the plain one's; `find` returns a constant."""
     if target.on_cpu:
         return {}
     bounded = find("attention.bounded")

@@ -76,8 +76,8 @@ class Target(NamedTuple):
     `device` is where ranks compute; on CPUs, gloo sends their messages. `products` is the route of
     fp32 products on a CPU, `tf32` whether GPUs compute them in TF32. `packed`: rows hold several
     documents, which attention keeps separate. `fsdp2`: FSDP2 handles ZeRO on CPUs, too, as on GPUs.
-    `imbalance`: the tokens of the busiest rank of `ep` relative to the mean. `compiled`: blocks and
-    the loss of GPUs are, and keep less.
+    `imbalance`: the tokens of the busiest rank of `ep` relative to the mean. `compiled`: a GPU's
+    blocks and loss are compiled, and keep less; not set for CPUs, where that is not predicted.
     """
 
     device: Device = "cpu"

@@ -109,8 +109,8 @@ _KEEPS_PRODUCTS: Final = _KeepsProducts()
 class _RecomputesAll(CustomGraphPass):
     """Marks all operations of a recomputed forward as such.
 
-    Before 2.13, torch's compiler marks none within an `autograd.Function`, and keeps their results:
-    rotated queries and keys, activations and norms.
+    The compiler of torch 2.11 marks none within an `autograd.Function`, so that it keeps their
+    results: rotated queries and keys, activations and norms. That of 2.13 marks them itself.
     """
 
     def __call__(self, graph: Graph) -> None:
