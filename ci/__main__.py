@@ -18,8 +18,9 @@ from ci.running import Budget, adopt_orphans, run_all, table
 from ci.turns import head
 
 ROOT: Final = Path(__file__).parents[1]
-# A commit's minutes: optional parts start while they last; none outlives the second.
-SOFT: Final = 45
+# A commit's minutes: optional parts start while they last; none outlives the second. One minute
+# less than the 45 that a change may take, since a part that starts in time may end late.
+SOFT: Final = 44
 HARD: Final = 85
 # `everything` has no one waiting for it.
 HOURS: Final = 12
