@@ -40,6 +40,14 @@ def test_all_parts_are_run_whatever_fails(tmp_path, capfd):
     assert table(results).splitlines()[-1] == "1 passed, 3 failed, 0 skipped"
 
 
+def test_parts_keep_compiled_modules(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (one,) = run_all(
+        [python("kept", "import sys; sys.exit(sys.dont_write_bytecode)")], tmp_path, AMPLE
+    )
+    assert one.outcome == "passed"
+
+
 @pytest.mark.slow
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     started = tmp_path / "pid"
