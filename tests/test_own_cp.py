@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.errors import ConfigError
-from meshwright.spec.training import TrainSpec
+from meshwright.execute.data_parallel.gradients import local_shard
+from meshwright.spec.training import Precision, TrainSpec
 from ranks import ranks
 from test_parallelize_parts import PLAN, foreign, gradients_agree
 
@@ -214,6 +215,32 @@ REFUSED = {
 def test_what_would_be_another_model_is_refused(world, kind, wrong):
     with pytest.raises(ConfigError, match=REFUSED[wrong]):
         trained(world, lambda: own(wrong), mw.Layout(cp=2, cp_kind=kind), by_ids)
+
+
+def zeroed(wrong=""):
+    """Return a model whose branches begin at zero, each by its last layer."""
+    model = own(wrong)
+    for layer in model.layers:
+        for last in (layer.out, layer.down, layer.conv):
+            for parameter in () if last is None else last.parameters():
+                nn.init.zeros_(parameter)
+    return model
+
+
+@ranks(2)
+def test_branches_that_begin_at_zero_hide_nothing(world):
+    with pytest.raises(ConfigError, match=REFUSED["convolution"]):
+        trained(world, lambda: zeroed("convolution"), mw.Layout(cp=2), by_ids)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@ranks(2)
+def test_branches_that_begin_at_zero_are_trained_from_there(world, zero, precision: Precision):
+    train = TrainSpec(precision=precision)
+    model, alone = trained(world, zeroed, mw.Layout(cp=2, zero=zero), by_ids, train=train)
+    gradients_agree(model, alone, within=1e-5 if precision == "fp32" else 0.1)
+    assert not any(local_shard(layer.down.weight.detach()).any() for layer in model.layers)
 
 
 @ranks(2)

@@ -268,17 +268,21 @@ def test_what_has_changed_is_refused_with_the_flag_that_allows_it(
     for part, changes in {
         "data": {"data": {"source": str(corpus)}},
         "seed": {"data": {"seed": 5}},
-        "model": {"model": {"ffn_dim": 64}},
+        "model": {"model": {"rope_theta": 500.0}},
         "train.batch": {"train": {"batch": 4, "steps": 3}},
         "train.seq_len": {"train": {"seq_len": 16, "steps": 3}},
         "train.seed": {"train": {"seed": 4, "steps": 3}},
         "optimizer": {"optimizer": {"name": "sgd"}, "train": {"steps": 3}},
     }.items():
         changes = {"train": {"steps": 3}, **changes}
-        named = r" \(model\.ffn_dim was 128, is 64\)" if part == "model" else ""
-        with outcome.refused(CheckpointError, rf"--allow-changed {part}{named}$"):
+        named = r"model\.rope_theta was 10000\.0, is 500\.0\. " if part == "model" else ""
+        with outcome.refused(CheckpointError, rf"{named}To continue.*--allow-changed {part}$"):
             prepared(**changes)
         assert prepared(allowed=(part,), **changes).allowed == (part,)
+    # Weights of other shapes fit in no case.
+    shape = r"model\.ffn_dim was 128, is 64 \(.* was \[128, 32\], is \[64, 32\]\)$"
+    with outcome.refused(CheckpointError, f"do not fit this model: {shape}"):
+        prepared(allowed=("model",), model={"ffn_dim": 64}, train={"steps": 3})
     # Another tokenizer gives other tokens, too.
     other = train_bpe([corpus.read_text()], 257, tmp_path / "bpe")
     changes = {"train": {"steps": 3}, "data": {"tokenizer": str(other)}}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from meshwright.checkpoint.commit import digest_of
@@ -45,12 +46,16 @@ def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
 
 
 def refuse_changed(
-    manifest: Mapping[str, Any], now: Mapping[str, str], run: str, allowed: Collection[str]
+    manifest: Mapping[str, Any],
+    now: Mapping[str, str],
+    run: str,
+    allowed: Collection[str],
+    told: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise `CheckpointError` if the resumed run is not the one that wrote a step.
 
     `now` is its identity, `run` its id; parts in `allowed` may differ. The message names what
-    differs, with both values and the flag that overrides it.
+    differs, with both values and the flag that overrides it; `told` says it better for some parts.
     """
     then = manifest.get("identity")
     if not isinstance(then, Mapping):
@@ -60,7 +65,10 @@ def refuse_changed(
     either = dict.fromkeys([*now, *then])
     changed = [part for part in either if then.get(part) != now.get(part) and part not in allowed]
     if changed:
-        pairs = [f"{part} was {then.get(part)!s:.16}, is {now.get(part)!s:.16}" for part in changed]
+        pairs = [
+            told.get(part) or f"{part} was {then.get(part)!s:.16}, is {now.get(part)!s:.16}"
+            for part in changed
+        ]
         raise CheckpointError(
             f"step {manifest.get('step')} was written by another run: {'; '.join(pairs)}. "
             f"To continue all the same: --allow-changed {','.join(changed)}"

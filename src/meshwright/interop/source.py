@@ -220,7 +220,10 @@ class ImportSource:
             self._unknown(key, value)
             return
         row = found[0]
-        if value is False and key.endswith(".enabled"):
+        is_switch = key.endswith(".enabled")
+        if is_switch and not (value is None or value == AUTO or isinstance(value, bool)):
+            self.contradict([key], f"{value!r} must be true or false")
+        elif value is False and is_switch:
             self.honour(key, note="off")
         elif value is None:
             self.ignore(key, "not set")
@@ -232,6 +235,8 @@ class ImportSource:
             self.ignore(key, row.ignored)
         elif row.to and (row.values is None or _spelled(value) in _lower(row.values)):
             self._set_to(key, value, row)
+        elif row.by_rule and not row.unsupported:
+            self.contradict([key], f"{value!r} is not a value of {key}")
         else:
             why = row.unsupported
             if row.to and row.values is not None:

@@ -60,22 +60,34 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _policy_of_draws(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Also recompute attention with dropout: if kept, later draws would come too early."""
+    named = dict(zip((one.name for one in op._schema.arguments), args, strict=False)) | kwargs
+    if named.get("dropout_p", 0.0) > 0:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _policy(ctx, op, *args, **kwargs)
+
+
 def recompute(
     block: nn.Module,
     kind: Literal["none", "selective", "full"],
     note: Callable[[Mapping[Any, Any]], None] | None = None,
+    *,
+    draws: bool = False,
 ) -> None:
     """Make a block recompute its forward in the backward: nothing, all, or all but products.
 
     `note` is given where the selective kind keeps results, in each forward that is not compiled.
     The method is replaced on the instance, so that parameters keep their names and the hooks of
-    data parallelism stay outside of it. Dropout needs no generator state: it is counter-based.
+    data parallelism stay outside of it. `draws`: the block may draw from torch's generators, which
+    are set back for the recomputation; our own dropout is counter-based and needs none.
     """
     if kind == "none":
         return
-    more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if kind == "selective":
-        more["context_fn"] = contexts = partial(create_selective_checkpoint_contexts, _policy)
+        policy = _policy_of_draws if draws else _policy
+        more["context_fn"] = contexts = partial(create_selective_checkpoint_contexts, policy)
         if note is not None:
             more["context_fn"] = partial(_noted, contexts, note)
     inner = block.forward

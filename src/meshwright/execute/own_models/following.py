@@ -34,7 +34,7 @@ class Following(TorchFunctionMode):
                     out = forward(*args, **kwargs)
             finally:
                 self._depth -= 1
-            if self.is_done() and module.__dict__["forward"] is followed:
+            if self.is_done(module) and module.__dict__["forward"] is followed:
                 module.forward = forward
             return out
 
@@ -43,6 +43,6 @@ class Following(TorchFunctionMode):
     def begin(self) -> None:
         """Called when an outermost forward begins."""
 
-    def is_done(self) -> bool:
-        """Whether the outermost forward has shown that its module need not be followed."""
+    def is_done(self, module: nn.Module) -> bool:
+        """Whether an outermost forward has shown that its module need not be followed."""
         return False

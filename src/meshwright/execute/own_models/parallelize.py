@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import ConfigError, nearest_divisors, refusal
 from meshwright.execute.context_parallel.context import positions as cut_positions
@@ -82,7 +83,7 @@ def parallelize(
         for module in (*blocks, model):
             parts.follow(module)
     for block in blocks:
-        recompute(block, layout.recompute)
+        recompute(block, layout.recompute, draws=True)
     train = train or TrainSpec()
     distribute_data(model, blocks, layout, train, parameters, "dp_replicate", "dp_shard")
     if attention is not None:
@@ -283,6 +284,7 @@ def _cut_one(
     kind, dim = kinds[style]
     if not isinstance(module, kind):
         raise ConfigError(f"the plan cuts {name} by {style}, but it is no {kind.__name__}")
+    _refuse_uncuttable(name, module)
     for of, parameter in list(module.named_parameters(recurse=False)):
         if of == "bias" and style == "row":
             continue
@@ -308,6 +310,24 @@ def _cut_one(
     ColumnLinear.take_over(module, tp_region, Deferral())
     if style == "column_gathered":
         module.register_forward_hook(lambda m, args, out: _gather(out, link))
+
+
+def _refuse_uncuttable(name: str, module: nn.Module) -> None:
+    """Raise for a layer that computes more from its weights than a part of it could."""
+    weights = {of for of, _ in module.named_parameters(recurse=False)}
+    reasons = {
+        "its weight is computed from others (a parametrization such as weight_norm)": (
+            is_parametrized(module) or not weights <= {"weight", "bias"} or "weight" not in weights
+        ),
+        "max_norm rescales its rows": getattr(module, "max_norm", None) is not None,
+        "scale_grad_by_freq counts the ids of all rows": getattr(
+            module, "scale_grad_by_freq", False
+        ),
+        "sparse gradients are not supported": getattr(module, "sparse", False),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"the plan cuts {name}, but {reason}: leave it out of the plan")
 
 
 def _gather(x: Tensor, link: Link) -> Tensor:

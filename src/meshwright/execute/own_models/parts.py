@@ -66,9 +66,14 @@ class PartFollower(Following):
         """Reset the count."""
         self._sums = 0
 
-    def is_done(self) -> bool:
-        """Whether nothing had to be summed: following costs microseconds per operator."""
-        return torch.is_grad_enabled() and not self._sums
+    def is_done(self, module: nn.Module) -> bool:
+        """Whether nothing had to be summed: following costs microseconds per operator.
+
+        A frozen weight may have to be once it is trained.
+        """
+        if self._sums or not torch.is_grad_enabled():
+            return False
+        return all(parameter.requires_grad for parameter in module.parameters())
 
     def __torch_function__(
         self,
@@ -133,25 +138,27 @@ class _SumOfParts(torch.autograd.Function):
 
 
 class GradientAgreement:
-    """Checks that whole parameters' first gradients are the same on all tp ranks.
+    """Checks that whole parameters' gradients are the same on all tp ranks.
 
     Each rank computes them from the same whole activations, so a difference beyond rounding means a
-    missing sum.
+    missing sum. A parameter is checked in the first backward whose gradient of it is not zero; from
+    then on, each backward checks one of them, in turn.
     """
 
     def __init__(self, model: nn.Module, link: Link, layers: Iterable[nn.Module]) -> None:
-        self._model, self._link, self._is_due = model, link, True
-        self._hooks = [layer.register_forward_hook(self._watch) for layer in layers]
+        self._model, self._link = model, link
+        self._checked, self._turn, self._backward = list[str](), 0, -1
+        for layer in layers:
+            layer.register_forward_hook(self._watch)
 
     def _watch(self, module: nn.Module, args: Any, out: Tensor) -> None:
         if out.requires_grad:
             out.register_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def _queue(self, grad: Tensor) -> None:
-        if self._is_due:
-            self._is_due = False
-            for hook in self._hooks:
-                hook.remove()
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
             # After the callback of data parallelism, which the model's output has queued before.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._check)
@@ -163,26 +170,34 @@ class GradientAgreement:
             for name, parameter in self._model.named_parameters()
             if parameter.grad is not None and not _is_cut(parameter)
         }
-        wrong = {}
-        for name, gradient in found.items():
-            mean = gradient.clone()
-            dist.all_reduce(mean, group=self._link.group)
-            mean /= self._link.size
-            off = torch.stack([(gradient - mean).norm(), mean.norm()])
-            dist.all_reduce(off, dist.ReduceOp.MAX, group=self._link.group)
-            distance, size = off.tolist()
-            bound = torch.finfo(_dtype_of(self._model, name)).eps ** 0.5
-            if distance > bound * size:
-                wrong[name] = distance / size if size else float("inf")
+        due = [name for name in found if name not in self._checked]
+        if self._checked:
+            self._turn = (self._turn + 1) % len(self._checked)
+            due += [name for name in [self._checked[self._turn]] if name in found]
+        wrong = {name: off for name in due if (off := self._off(name, found[name])) is not None}
         if wrong:
             worst = max(wrong, key=wrong.__getitem__)
             raise ConfigError(
-                f"the first gradient of {worst} differs between the ranks of tp by "
-                f"{wrong[worst]:.2g} of its size, and of {len(wrong) - 1} more parameters: it is "
-                "whole on every rank, but sees the part of a layer that the plan cuts, where "
-                "Meshwright could not follow (a custom autograd function or kernel). Leave the "
-                "layers around it out of the plan"
+                f"the gradient of {worst} differs between the ranks of tp by {wrong[worst]:.2g} of "
+                f"its size, and of {len(wrong) - 1} more parameters: it is whole on every rank, "
+                "but sees the part of a layer that the plan cuts, where Meshwright could not "
+                "follow (a custom autograd function or kernel). Leave the layers around it out of "
+                "the plan"
             )
+
+    def _off(self, name: str, gradient: Tensor) -> float | None:
+        """Return by what share of its size a gradient differs, if by more than rounding."""
+        mean = gradient.clone()
+        dist.all_reduce(mean, group=self._link.group)
+        mean /= self._link.size
+        off = torch.stack([(gradient - mean).norm(), mean.norm()])
+        dist.all_reduce(off, dist.ReduceOp.MAX, group=self._link.group)
+        distance, size = off.tolist()
+        if size and name not in self._checked:
+            self._checked.append(name)
+        if distance <= torch.finfo(_dtype_of(self._model, name)).eps ** 0.5 * size:
+            return None
+        return distance / size if size else float("inf")
 
 
 def _is_cut(parameter: Tensor) -> bool:

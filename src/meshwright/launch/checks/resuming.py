@@ -13,7 +13,8 @@ from meshwright.checkpoint.identity import check_parts, identity_of, refuse_chan
 from meshwright.data import Dataset, StreamedDataset
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.program.events import Events, ending
-from meshwright.spec.loading import KEYS, load_config
+from meshwright.spec.loading import KEYS, Config, load_config
+from meshwright.spec.parts import parts
 from meshwright.training.run_folder import Job, RunFolder, read_job
 
 
@@ -42,12 +43,10 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
     run = read_job(job.folder.path).run
     if "run" in resume.allowed:  # from here on it is the run that wrote the step
         run = str(manifest.get("run", ""))
-    try:
-        refuse_changed(manifest, now, run, resume.allowed)
-    except CheckpointError as error:
-        if told := "; ".join(_changed_model(job)):
-            raise CheckpointError(f"{error} ({told})") from error
-        raise
+    before = load_config(job.folder.config)
+    told = "; ".join(_changed_model(before, job.config))
+    _check_shapes(before, job.config, told)
+    refuse_changed(manifest, now, run, resume.allowed, {"model": told})
     # A run that was killed after its last save has an evaluation and an end to come.
     is_left = manifest["step"] == job.config.train.steps and not _has_ended(job.folder)
     if manifest["step"] >= job.config.train.steps and not is_left:
@@ -58,11 +57,23 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
     return replace(job, resume=True, allowed=resume.allowed, run=run)
 
 
-def _changed_model(job: Job) -> Iterator[str]:
+def _check_shapes(before: Config, now: Config, told: str) -> None:
+    """Refuse a model whose weights have other names or shapes than the run's, whatever is allowed.
+
+    `told` says how the models differ.
+    """
+    old, new = ({part.name: part.shape for part in parts(one.model)} for one in (before, now))
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            was, is_now = (list(shapes.get(name, ())) or "missing" for shapes in (old, new))
+            what = f"the run's weights do not fit this model: {told}"
+            raise CheckpointError(f"{what} ({name} was {was}, is {is_now})")
+
+
+def _changed_model(before: Config, now: Config) -> Iterator[str]:
     """Yield the keys of the model and its adapters that are not as the run began."""
-    before = load_config(job.folder.config)
     for section in ("model", "lora"):
-        old, new = (getattr(one, section).model_dump() for one in (before, job.config))
+        old, new = (getattr(one, section).model_dump() for one in (before, now))
         for key in KEYS[section]:
             if old[key] != new[key]:
                 yield f"{section}.{key} was {old[key]}, is {new[key]}"
