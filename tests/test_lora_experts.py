@@ -50,6 +50,12 @@ OF_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 CASES = [
     case_of("dp2 mb2", targets=(*ATTENTION, *APART), **MIXTURE),
     case_of("dp1 mb4 recompute-full", targets=JOINT, **MIXTURE),
+    # The first rank of the pipeline has a dense layer alone, so nothing to train.
+    case_of("pp2 mb4", targets=JOINT, **LATENT),
+    case_of("pp2 mb2", "fp16", targets=JOINT, **LATENT),
+    case_of("pp2 mb4 offload-optimizer recompute-full", "bf16", targets=JOINT, **LATENT),
+    case_of("shard2 zero3 pp2 mb2", targets=JOINT, **LATENT),
+    case_of("shard2 zero1 pp2 mb2", targets=JOINT, **LATENT),
     case_of("tp2 mb4", targets=APART, **SHARED),
     case_of("tp2 sp mb4", targets=(*JOINT, "o_proj"), **SHARED),
     case_of("tp2 mb4", targets=("gate_up_proj", "down_proj"), **OSS),

@@ -176,6 +176,26 @@ def test_adapters_of_experts_go_on_on_another_layout(started):
         assert again == pytest.approx({step: losses[step] for step in (4, 5, 6)}, rel=2e-5)
 
 
+@pytest.mark.slow
+def test_a_pipeline_rank_without_trained_weights_saves_the_step_of_the_others(started):
+    experts = [
+        "model.family=qwen2_moe",
+        "model.n_layers=2",
+        "model.layer_pattern=[{dense=true}, {}]",
+    ]
+    sizes = ["model.experts=4", "model.top_k=2", "model.dropout=0", "train.steps=4"]
+    targets = 'lora.targets=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]'
+    job = started(*experts, *sizes, "lora.rank=4", targets, "layout.pp=2", "train.clip_norm=0")
+    _, told = go(job)
+    losses = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+    other = cut_after(job, 2, "other")
+    layout = type(job.layout)(microbatch=2, dp_replicate=2)
+    create(replace(other, layout=layout))
+    _, told = go(replace(other, layout=layout), resume=True)
+    again = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+    assert again == pytest.approx({step: losses[step] for step in (3, 4)}, rel=2e-5)
+
+
 def test_beside_the_training_the_same_is_written(started):
     job = started("layout.dp_shard=2", "layout.zero=1", "train.steps=4")
     go(job)

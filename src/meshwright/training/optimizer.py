@@ -25,7 +25,8 @@ def build_optimizer(
         {"params": decayed, "weight_decay": spec.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    # A pipeline rank may have nothing to train: adapters on experts, and only dense layers.
+    groups = [group for group in groups if group["params"]] or groups[:1]
     if spec.name == "sgd":
         return _DecoupledSGD(groups, lr=spec.lr, momentum=spec.momentum)
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
@@ -80,8 +81,8 @@ def step_scaled(
     `norm` fp64 `[]` is that of the unscaled gradients; if it is not finite, nothing changes. The
     optimizer receives both like from `torch.amp.GradScaler`, so the host reads neither.
     """
-    device = optimizer.param_groups[0]["params"][0].device  # the host's, where shards are there
-    norm = norm.to(device)
+    for one in optimizer.param_groups[0]["params"][:1]:
+        norm = norm.to(one.device)  # the host's, where shards are there
     divisor = torch.full_like(norm, loss_scale)
     if clip_norm > 0:
         divisor *= (norm / clip_norm).clamp(min=1)

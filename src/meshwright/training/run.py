@@ -152,12 +152,24 @@ def save(
         "identity": identity_of(config, dataset.identity),
         "tokenizer": config.data.tokenizer,
         "loss_scale": asdict(scale),
-        "scalars": scalars_of(trained),
+        "scalars": _scalars(trained, world),
         "loss": str(loss),  # also one that is not finite
     }
     if position is not None:
         facts["position"] = position
     saver.save(step, chunks_of(trained), facts, {SPEC: spec_text(config.model)})
+
+
+def _scalars(trained: Trained, world: World) -> dict[str, float]:
+    """Return the optimizer's scalars, of the first rank that trains weights; a collective."""
+    found = _everyones(dict(scalars_of(trained)), world)
+    return next(filter(None, found), {})
+
+
+def _everyones(mine: Any, world: World) -> list[Any]:
+    """Return what all ranks have, as JSON, by rank; a collective."""
+    group = dist.group.WORLD if world.size > 1 else None
+    return [json.loads(text) for text in exchange(json.dumps(mine), group)]
 
 
 def position_of(sampler: object, world: World) -> dict[str, Any] | None:
@@ -167,10 +179,8 @@ def position_of(sampler: object, world: World) -> dict[str, Any] | None:
     """
     if not isinstance(sampler, StreamSampler):
         return None
-    group = dist.group.WORLD if world.size > 1 else None
-    mine = json.dumps(sampler.position().to_json())
-    found = [StreamPosition.from_json(json.loads(text)) for text in exchange(mine, group)]
-    return StreamPosition.joined(found).to_json()
+    found = map(StreamPosition.from_json, _everyones(sampler.position().to_json(), world))
+    return StreamPosition.joined(list(found)).to_json()
 
 
 def saved_event(saved: Saved) -> dict[str, object]:
