@@ -34,7 +34,7 @@ REFUSALS = {
     "mdel.dim=3": "unknown section [mdel] (override mdel.dim=3); nearest legal: [model]",
     "train.lr=3": "unknown key train.lr (override train.lr=3); nearest legal: optimizer.lr",
     "lr=3": "unknown name lr (override lr=3); nearest legal: optimizer.lr",
-    "n_head=3": "unknown name n_head (override n_head=3); nearest legal: n_heads",
+    "n_head=3": "unknown name n_head (override n_head=3); nearest legal: model.n_heads",
     "layout.tensor_parallel_size=2": "unknown key layout.tensor_parallel_size (override "
     "layout.tensor_parallel_size=2); nearest legal: layout.tp",
     "train.gradient-accumulation-steps=2": "unknown key train.gradient-accumulation-steps "
@@ -51,34 +51,40 @@ REFUSALS = {
     "than 0",
     "model.family=[1]": "model.family = [1] (override model.family=[1]) must be a string",
     "model.n_heads=7": "model.n_heads = 7 (override model.n_heads=7) must divide model.dim = 256 "
-    "(default); nearest legal: n_heads = 4 or n_heads = 8",
+    "(default); nearest legal: model.n_heads = 4, model.n_heads = 8 or model.dim = 252",
+    "model.dim=385": "model.n_heads = 4 (default) must divide model.dim = 385 (override "
+    "model.dim=385); nearest legal: model.dim = 384",
+    "hidden_size=512": "unknown name hidden_size (override hidden_size=512); nearest legal: "
+    "model.dim",
+    "model.hf=folder": "unknown key model.hf (override model.hf=folder); nearest legal: "
+    "model.init_from",
     "model.n_kv_heads=3": "model.n_kv_heads = 3 must divide model.n_heads = 4; "
     "nearest legal: 2 or 4",
     "model.head_dim=33": "the rotated part of a head must be even, but model.head_dim = 33 x "
     "model.rotary_pct = 1.0 gives 33; left out, model.head_dim is model.dim / model.n_heads",
     "model.preset=llama-3-9b": "model.preset = 'llama-3-9b' (override model.preset=llama-3-9b) is "
-    "not known; nearest legal: llama-3-8b or llama-3-70b or llama-3.2-3b",
+    "not known; nearest legal: llama-3-8b, llama-3-70b or llama-3.2-3b",
     "cluster.preset=dgx-h100": "cluster.preset = 'dgx-h100' (override cluster.preset=dgx-h100) is "
-    "not known; nearest legal: h800 or h200 or h100-sxm",
+    "not known; nearest legal: h800, h200 or h100-sxm",
     "cluster.preset=locl": "cluster.preset = 'locl' (override cluster.preset=locl) is not known; "
     "nearest legal: local",
     "cluster.links=['nvlink4','infinband-400']": "cluster.links (override cluster.links=['nvlink4',"
-    "'infinband-400']) has 'infinband-400', which is not known; nearest legal: infiniband-400 or "
+    "'infinband-400']) has 'infinband-400', which is not known; nearest legal: infiniband-400, "
     "infiniband-800 or infiniband-200",
     "data.tokenizer=none.json": "data.tokenizer = 'none.json' (override data.tokenizer=none.json): "
-    "no such file; nearest legal: 'bytes' or 'gpt2' or the path of a tokenizer.json",
+    "no such file; nearest legal: 'bytes', 'gpt2' or the path of a tokenizer.json",
     "fsdp=maybe": "fsdp = maybe (override fsdp=maybe); nearest legal: true or false",
     "train.batch": "override 'train.batch' is not of the form section.key=value",
     "layout.microbatch=3": "layout.microbatch = 3 must divide train.batch per data rank = 8; "
     "nearest legal: layout.microbatch = 2 or layout.microbatch = 4",
     "layout.dp_replicate=3": "train.batch = 16 must be a multiple of the data-parallel degree 3 "
-    "(dp_replicate 3 x dp_shard 1); nearest legal: train.batch = 15 or train.batch = 18 or "
+    "(dp_replicate 3 x dp_shard 1); nearest legal: train.batch = 15, train.batch = 18 or "
     "layout.dp_replicate = 2",
     "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4; nearest legal: layout.tp = 2",
     "layout.pp=8": "layout.pp = 8 x layout.virtual_stages = 1 gives 8 stages, but "
     "model.n_layers = 6; nearest legal: layout.pp = 6",
     "layout.dp_shard=2": "layout.dp_shard = 2 requires layout.zero = 1, 2 or 3, but it is 0; "
-    "nearest legal: layout.zero = 1 or layout.zero = 2 or layout.zero = 3",
+    "nearest legal: layout.zero = 1, layout.zero = 2 or layout.zero = 3",
     "optimizer.betas=0.9": "optimizer.betas = 0.9 (override optimizer.betas=0.9) must be a list of "
     "2 numbers",
     "optimizer.betas=[0.9]": "optimizer.betas = [0.9] (override optimizer.betas=[0.9]) must be a "

@@ -138,7 +138,7 @@ def test_a_preparation_counts_and_names_what_it_skips(tmp_path):
     assert data.documents("train") == 3  # of b.jsonl, of g.json, and the good one
     left, skipped = said
     assert left == (
-        f"{corpus}: left out 3 file(s) that are not text (no suffix 1, .pdf 1, .gz 1): "
+        f"{corpus}: left out 3 files that are not text (no suffix 1, .pdf 1, .gz 1): "
         "Makefile, paper.pdf, rows.parquet.gz"
     )
     assert skipped.startswith(f"{corpus}: skipped {len(BAD)}, listed in ")

@@ -191,7 +191,7 @@ def test_the_machine_is_examined(tmp_path):
 def test_a_config_is_examined_and_leaves_nothing_behind(config, tmp_path):
     found = {one.name: one for one in examine_config(config(), clean_environ())}
     assert {one.state for one in found.values()} == {"ok"}
-    assert found["layout"].text == "dp2 mb2 on 2 rank(s), 51.4k parameters"
+    assert found["layout"].text == "dp2 mb2 on 2 ranks, 51.4k parameters"
     assert "training tokens" in found["data"].text
     assert found["checkpoints"].text.startswith("3 steps of 601.88 KiB need 1.76 MiB; ")
     assert not (tmp_path / "runs").exists()

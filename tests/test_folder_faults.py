@@ -154,7 +154,7 @@ def test_a_run_killed_after_its_last_save_comes_to_its_end(folder, capsys, outco
     assert after[-1] == of(before, "end")[0]
     assert f"done after 2 steps: loss {after[-1]['loss']:.4f} nats" in said
     code, said = resumed(folder, capsys)
-    assert (code, "asks for no more. To train longer, give train.steps=N" in said) == (2, True)
+    assert (code, "To train longer, give a larger train.steps=N" in said) == (2, True)
 
 
 @pytest.mark.faults

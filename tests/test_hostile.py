@@ -93,7 +93,7 @@ def test_the_next_name_of_a_run_is_no_longer_than_one_may_be(name, config, tmp_p
     held.touch()
     with pytest.raises(ConfigError, match=r"already holds a run; nearest legal: log.name = ") as e:
         choose_folder(config(f"log.name={name}"), datetime.datetime.now())
-    new = str(e.value).rpartition(" = ")[2]
+    new = str(e.value).partition(" log.name = ")[2].partition(". To continue")[0]
     assert choose_folder(config(f"log.name={new}"), datetime.datetime.now()).path.name == new
 
 

@@ -77,7 +77,8 @@ def test_a_used_run_folder_is_left_alone(config, tmp_path, refused):
     used.mkdir(parents=True)
     (used / "events.jsonl").write_text("{}")
     assert refused(config()) == (
-        f"run folder {used} already holds a run; nearest legal: log.name = run-2"
+        f"run folder {used} already holds a run; nearest legal: log.name = run-2. "
+        f"To continue that run: meshwright train --resume {used}"
     )
 
 

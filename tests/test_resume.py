@@ -178,14 +178,14 @@ def test_adapters_of_experts_go_on_on_another_layout(started):
 
 @pytest.mark.slow
 def test_a_pipeline_rank_without_trained_weights_saves_the_step_of_the_others(started):
-    experts = [
+    layers = [
         "model.family=qwen2_moe",
-        "model.n_layers=2",
         "model.layer_pattern=[{dense=true}, {}]",
+        "model.n_layers=2",
     ]
-    sizes = ["model.experts=4", "model.top_k=2", "model.dropout=0", "train.steps=4"]
-    targets = 'lora.targets=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]'
-    job = started(*experts, *sizes, "lora.rank=4", targets, "layout.pp=2", "train.clip_norm=0")
+    experts = ["model.experts=4", "model.top_k=2", "model.dropout=0", "train.clip_norm=0"]
+    adapters = ["lora.rank=4", 'lora.targets=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]']
+    job = started(*layers, *experts, *adapters, "layout.pp=2", "train.steps=4")
     _, told = go(job)
     losses = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
     other = cut_after(job, 2, "other")
@@ -282,7 +282,7 @@ def test_what_has_changed_is_refused_with_the_flag_that_allows_it(
         return prepare_job(changed, clean_environ(), resume=Resume(resume.run, allowed))
 
     append_event(job.folder.events, {"event": "end", "step": 2, "loss": 1.0, "stopped": False})
-    with pytest.raises(ConfigError, match=r"step 2 is there, train\.steps = 2 asks for no more"):
+    with pytest.raises(ConfigError, match=r"the run is at step 2 of train\.steps = 2\. "):
         prepared()
     assert prepared(train={"steps": 3}).resume
     for part, changes in {
@@ -396,6 +396,6 @@ def test_a_new_run_does_not_write_among_the_steps_of_another(started, config):
         other = config("log.name=other", *there)
         with pytest.raises(ConfigError, match=f"to resume that one: {resume}{words}$"):
             prepare_job(other, clean_environ())
-    elsewhere = config(f"checkpoint.dir={job.checkpoints}", f"log.dir={job.folder.path}")
+    other = config(f"checkpoint.dir={job.checkpoints}", f"log.dir={job.folder.path}")
     with pytest.raises(ConfigError, match="train --resume RUN, RUN being its run folder"):
-        prepare_job(elsewhere, clean_environ())
+        prepare_job(other, clean_environ())

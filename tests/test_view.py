@@ -51,7 +51,7 @@ def shown(view_class, *events, terminal=False):
 
 def test_plain_lines():
     assert shown(View, START, STEP, {**STEP, "step": 41, "mfu": 0.5}, END).splitlines() == [
-        "4.59M parameters on 2 rank(s) of CPU (some processor, 2 cores): layout dp2 mb1; "
+        "4.59M parameters on 2 ranks of CPU (some processor, 2 cores): layout dp2 mb1; "
         "9.7M training tokens, unigram entropy 3.1447 nats",
         "step 40/100 loss 2.5000 norm 0.7500 lr 1.00e-03 8192 tok/s (4096 per device) "
         "peak 1.00 GiB eta 30.0s",
@@ -65,7 +65,7 @@ def test_an_evaluation_is_told_when_it_begins():
     begins = {"event": "evaluating", "step": 40, "batches": 250}
     for view, terminal in ((View, False), (LiveView, True)):
         told = shown(view, START, STEP, begins, terminal=terminal)
-        assert "step 40: evaluating 250 batch(es)" in told
+        assert "step 40: evaluating, batches: 250" in told
     assert "evaluating" not in shown(QuietView, START, STEP, begins)
 
 

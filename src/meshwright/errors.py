@@ -111,5 +111,6 @@ def refusal(rule: str, *, legal: Sequence[object] = (), hint: str = "") -> str:
     """Return a refusal: the rule with its values, the nearest legal values, and what to do."""
     text = rule
     if legal:
-        text += "; nearest legal: " + " or ".join(str(v) for v in legal)
+        *others, last = map(str, legal)
+        text += f"; nearest legal: {', '.join(others)}{' or ' if others else ''}{last}"
     return f"{text}. {hint}" if hint else text

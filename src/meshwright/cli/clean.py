@@ -91,7 +91,9 @@ def _summary(
 ) -> str:
     total = format_bytes(sum(one.bytes for one in entries))
     if not chosen:
-        return f"{len(entries)} in all, {total}; --keep N or --older-than AGE chooses what goes"
+        return (
+            f"{len(entries)} in all, {total}; --keep N or --older-than AGE selects what to remove"
+        )
     what = f"{len(goes)} of {len(entries)}, {format_bytes(sum(one.bytes for one in goes))}"
     if is_done:
         return f"removed {what}"

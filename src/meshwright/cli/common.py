@@ -125,8 +125,8 @@ def read_rows(path: Path, needed: str) -> list[dict[str, Any]]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise ConfigError(f"{path}:{number} is no JSON: {error}") from None
+            raise ConfigError(f"{path}:{number} is not valid JSON: {error}") from None
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{number} is no JSON object")
+            raise ConfigError(f"{path}:{number} is not a JSON object")
         rows.append(row)
     return rows

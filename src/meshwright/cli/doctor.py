@@ -120,10 +120,11 @@ def _examine_run(path: Path, *, as_json: bool) -> int:
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
-    say_line(f"{found.run}: {found.state}. {found.why}")
+    state = "" if found.why.startswith(found.state) else f"{found.state}. "
+    say_line(f"{found.run}: {state}{found.why}")
     for one in found.witnesses:
         waits = "" if one.waits_in is None else f", waits in {one.waits_in}"
-        say_line(f"rank {one.rank}: {one.process}, last in {one.place}{waits}")
+        say_line(f"rank {one.rank}: {one.process}, last seen: {one.place}{waits}")
     for event in found.slow:
         say_line(f"rank {event['rank']} was slow from step {event['from_step']} to {event['step']}")
     for cost in found.costs:

@@ -32,7 +32,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",
     "report": "make a page of a run, or of several side by side",
-    "clean": "say what runs and prepared corpora take, and remove old ones",
+    "clean": "list the disk space of runs and prepared corpora, and remove old ones",
     "doctor": "examine the machine, a config before its start, or a run",
     "config": "show the resolved config with origins, or its schema; import another system's",
 }
@@ -49,6 +49,17 @@ examples:
 exit codes: 0 done, 1 a check failed, 2 refused before start, 3 a rank failed,
 4 stopped on request after saving, 5 no progress after repeated restarts
 """
+
+
+def _override_instead_of(option: str) -> str:
+    """Return how to set a config key that was given as an option; empty if it is none."""
+    from meshwright.spec.loading import ALIASES, KEYS  # not at the top: `--help` answers at once
+    from meshwright.spec.synonyms import instead_of
+
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    keys = [f"{section}.{key}" for section, known in KEYS.items() for key in known if key == name]
+    keys = keys or [alias for alias in ALIASES if alias == name] or instead_of(name)[0]
+    return f"; a config's keys have no dashes: {keys[0]}=VALUE" if keys else ""
 
 
 class Command(Protocol):
@@ -111,7 +122,9 @@ def _run(words: Sequence[str]) -> int:
     if more:
         # argparse takes overrides from one place only; people add them at the end, after options.
         if not hasattr(args, "words") or any(word.startswith("-") for word in more):
-            parser.error(f"unrecognized arguments: {' '.join(more)}")
+            hint = _override_instead_of(more[0])
+            own = commands.choices[args.command]
+            own.error(f"unrecognized arguments: {' '.join(more)}{hint}")
         args.words += more
     if any("\0" in word for word in words):  # from Python: a shell's words have none
         parser.error("an argument has a NUL character, which no file's name may have")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
+from typing import Final
 
 from meshwright.cli.common import add_json, print_json, read_rows
 from meshwright.cli.measured import add_measured, measured_rows, take_measured
@@ -12,6 +14,9 @@ from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.files import write_atomic
 from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.rows import predict_row
+from meshwright.units import counted
+
+_SHOWN: Final = 10
 
 EXAMPLE = """\
 examples:
@@ -50,5 +55,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         if measured is not None:
             measured.print()
-        print(f"{len(found)} rows, {refused} of them refused: {args.out}")
+        print(f"{counted(len(found), 'row')}, {refused} of them refused: {args.out}")
+        reasons = ((row, one["refused"]) for row, one in enumerate(found, 1) if "refused" in one)
+        for row, reason in itertools.islice(reasons, _SHOWN):
+            print(f"row {row} refused: {reason}")
     return EXIT_DONE

@@ -42,7 +42,7 @@ from meshwright.files import (
 )
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat, OnError
-from meshwright.units import MIB
+from meshwright.units import MIB, counted
 
 SHARD_BYTES = 64 * MIB  # of text; a shard is the unit of resuming and of parallel work
 POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the work
@@ -146,7 +146,8 @@ def _some(files: Sequence[Path]) -> str:
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds)
     names = ", ".join(file.name for file in files[:3])
     more = ", ..." if len(files) > 3 else ""
-    return f"{len(files)} file(s) that are not text ({counts}): {names}{more}"
+    verb = "is" if len(files) == 1 else "are"
+    return f"{counted(len(files), 'file')} that {verb} not text ({counts}): {names}{more}"
 
 
 def _skipped(task: _Task) -> list[str]:

@@ -40,7 +40,7 @@ from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count, trained_parameter_count
 from meshwright.spec.training import ClusterSpec
 from meshwright.spec.words import busy
-from meshwright.units import format_bytes, format_count
+from meshwright.units import counted, format_bytes, format_count
 from meshwright.version import __version__
 
 # Packages that something needs, and the extra that brings them.
@@ -90,7 +90,7 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
         layout = resolve_layout(settled(config, machine, lacks), machine)
         check_compiler(config.train, lacks)
         parameters = format_count(parameter_count(config.model))
-        return f"{layout.label} on {layout.world} rank(s), {parameters} parameters"
+        return f"{layout.label} on {counted(layout.world, 'rank')}, {parameters} parameters"
 
     yield _looked_at("layout", resolved)
     yield _looked_at("data", lambda: _data(config, environ))

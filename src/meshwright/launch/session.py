@@ -24,7 +24,7 @@ from meshwright.errors import (
 )
 from meshwright.execute.machine.rendezvous import Rendezvous
 from meshwright.launch.checks.notes import run_notes
-from meshwright.launch.checks.resuming import Resume, resumed
+from meshwright.launch.checks.resuming import Resume, resumed, resumed_folder_with_steps
 from meshwright.launch.checks.start import (
     check_device,
     check_extras,
@@ -67,7 +67,6 @@ from meshwright.training.run_folder import (
     create,
     put_step,
     read_job,
-    resumed_folder,
 )
 
 Progress = Callable[[str], None]
@@ -157,7 +156,7 @@ def prepare_job(
     machine = detect(config.cluster, environ, at)
     check_device(config, machine, environ)
     check_tokenizer(config)
-    before = None if resume is None else resumed_folder(resume.run)
+    before = None if resume is None else resumed_folder_with_steps(config, resume)
     config = measured_first(config, environ)  # takes seconds: cheap checks come first
     lacks = lacks_compiler(machine.device, environ)
     if before is not None:

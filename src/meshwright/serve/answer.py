@@ -123,7 +123,7 @@ def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN)
 def model_words(document: Any) -> list[str]:
     """Return the arguments that describe the model of a Hugging Face `config.json`."""
     if not isinstance(document, dict):
-        raise ConfigError("the model's config.json is no JSON object")
+        raise ConfigError("the model's config.json is not a JSON object")
     spec = spec_from_hf(document)
     defaults = {key: field.default for key, field in type(spec).model_fields.items()}
     dumped = spec.model_dump(mode="json", exclude_none=True)

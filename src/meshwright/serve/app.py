@@ -108,7 +108,7 @@ def application(
         try:
             question = parse_json(body)
         except ValueError as error:
-            return said(400, f"the body is no JSON: {error}"[:500])
+            return said(400, f"the body is not valid JSON: {error}"[:500])
         found = await planners[deed].ask(deed, question, request.is_disconnected)
         return JSONResponse(found, 200 if "answer" in found else 422)
 

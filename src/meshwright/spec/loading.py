@@ -331,8 +331,10 @@ def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
             if name not in ALIASES:
                 every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
                 legal = [k for k in every if k.split(".")[1] == name]
-                legal = legal or nearest(name, ALIASES) or nearest(name, every, 2)
-                raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal))
+                own, why = instead_of(name)
+                if not (legal := legal or own) and not why:
+                    legal = nearest(name, ALIASES) or nearest(name, every, 2)
+                raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=why))
             name, value = _expand(name, value, origin)
         section, key = name.split(".", 1)
         found.append((section, key, Value(value, origin)))

@@ -118,17 +118,15 @@ def _bases(given: Values) -> list[Values]:
 def _derive_sizes(found: Values, *, is_gated: bool) -> None:
     """Fill `n_kv_heads`, `head_dim`, `ffn_dim` and `context` from the sizes beside them."""
     dim, heads = found["dim"].value, found["n_heads"].value
+    groups = max(found.get("n_kv_heads", Value(1, "")).value, 1)
     found.setdefault("n_kv_heads", Value(heads, "derived from model.n_heads"))
     if found.get("head_dim", Value(None, "")).value is None:
         if dim % heads:
-            legal = _head_counts(dim, heads)
-            raise ConfigError(
-                refusal(
-                    f"model.n_heads = {heads} ({found['n_heads'].origin}) must divide "
-                    f"model.dim = {dim} ({found['dim'].origin})",
-                    legal=[f"n_heads = {n}" for n in legal],
-                )
-            )
+            what = f"model.n_heads = {heads} ({found['n_heads'].origin}) must divide "
+            what += f"model.dim = {dim} ({found['dim'].origin})"
+            legal = [f"model.n_heads = {n}" for n in _head_counts(dim, heads, groups)]
+            near = max(round(dim / (2 * heads)), 1) * 2 * heads
+            raise ConfigError(refusal(what, legal=[*legal, f"model.dim = {near}"]))
         found["head_dim"] = Value(dim // heads, "derived from model.dim / model.n_heads")
     if found.get("ffn_dim", Value(None, "")).value is None:
         if is_gated:  # 2/3 of 4 x dim, as SwiGLU has a third matrix: arXiv:2002.05202
@@ -139,10 +137,13 @@ def _derive_sizes(found: Values, *, is_gated: bool) -> None:
     found.setdefault("context", Value(2048, "default"))
 
 
-def _head_counts(dim: int, near: int) -> list[int]:
-    """Return the two legal head counts nearest to `near`: those that give an even head size."""
-    legal = [n for n in range(1, dim // 2 + 1) if dim % n == 0 and (dim // n) % 2 == 0]
-    return sorted(sorted(legal or [1], key=lambda n: (abs(n - near), n))[:2])
+def _head_counts(dim: int, near: int, groups: int) -> list[int]:
+    """Return the two legal head counts nearest to `near`, if there are any.
+
+    They give an even head size, and are multiples of the number of key/value heads.
+    """
+    legal = [n for n in range(groups, dim // 2 + 1, groups) if dim % (2 * n) == 0]
+    return sorted(sorted(legal, key=lambda n: (abs(n - near), n))[:2])
 
 
 def _vocab_size(tokenizer: Value, source: Path | None) -> Value:

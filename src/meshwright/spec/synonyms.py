@@ -53,6 +53,11 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "model.ffn_dim": ("intermediate_size", "ffn_hidden_size", "hidden_dim"),
     "model.experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "model.top_k": ("num_experts_per_tok", "moe_router_topk"),
+    "model.init_from": (
+        *("hf", "pretrained", "model_name", "model_name_or_path"),
+        "pretrained_model_name_or_path",
+    ),
+    "data.tokenizer": ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     "checkpoint.every": ("interval", "save_interval", "save_steps", "save_every"),
     "checkpoint.dir": ("save", "output_dir", "save_dir"),
 }

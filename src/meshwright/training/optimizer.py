@@ -16,8 +16,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW or SGD over parameters or shards of them.
 
-    Weight decay is decoupled (arXiv:1711.05101) and applies to matrices only: biases and norm
-    gains are not decayed.
+    Weight decay is decoupled (arXiv:1711.05101) and applies to tensors of two dimensions or more:
+    matrices, and the biases of all experts of a layer; other biases and norm gains are not decayed.
     """
     decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
     rest = [parameter for parameter in parameters if parameter.dim() < 2]

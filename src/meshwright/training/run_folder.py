@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from meshwright.parsing import parse_json
 from meshwright.program.profile import StepProfile, from_json, to_json
 from meshwright.spec.dump import portable, to_toml
 from meshwright.spec.loading import Config, load_config
-from meshwright.spec.stored import find_step, stored_tokenizer
+from meshwright.spec.stored import find_step, stored_spec, stored_tokenizer
 from meshwright.spec.training import MOST_RANKS
 from meshwright.training.events import note
 
@@ -124,7 +125,9 @@ def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
     check_links(path)
     if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
         legal = [f"log.name = {_unused(root, path.name)}"]
-        raise ConfigError(refusal(f"run folder {path} already holds a run", legal=legal))
+        hint = f"To continue that run: meshwright train --resume {shlex.quote(str(path))}"
+        what = f"run folder {path} already holds a run"
+        raise ConfigError(refusal(what, legal=legal, hint=hint))
     check_writable("run folder", path, "log.dir")
     return RunFolder(path)
 
@@ -292,4 +295,5 @@ def tokenizer_of(path: Path) -> tuple[str, str | None]:
     found = stored_tokenizer(path)
     if found is not None:
         return found
+    stored_spec(path)  # a folder of no model, or of one that is not supported, says so
     raise ConfigError(f"{path} does not say which tokenizer it was trained with; give --tokenizer")

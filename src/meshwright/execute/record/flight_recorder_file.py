@@ -150,7 +150,11 @@ class Reading(NamedTuple):
     def place(self) -> str:
         """Say where the rank is, as `step 7, forward of microbatch 2 on stage 1`."""
         if self.phase in ("start", "load", "end"):
-            words = {"start": "before it joined the others", "load": "loading", "end": "at its end"}
+            words = {
+                "start": "before it joined the others",
+                "load": "loading",
+                "end": "at the end of the run",
+            }
             return words[self.phase]
         text = f"step {self.step}, {self.phase}"
         if self.action:

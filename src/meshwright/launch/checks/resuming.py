@@ -15,7 +15,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.program.events import Events, ending
 from meshwright.spec.loading import KEYS, Config, load_config
 from meshwright.spec.parts import parts
-from meshwright.training.run_folder import Job, RunFolder, read_job
+from meshwright.training.run_folder import Job, RunFolder, read_job, resumed_folder
 
 
 class Resume(NamedTuple):
@@ -25,13 +25,20 @@ class Resume(NamedTuple):
     allowed: tuple[str, ...] = ()
 
 
+def resumed_folder_with_steps(config: Config, resume: Resume) -> RunFolder:
+    """Return the folder of a run to resume; raises `ConfigError` if it is none or has no step."""
+    folder = resumed_folder(resume.run)
+    own = config.checkpoint.dir
+    where = folder.checkpoints if own is None else Path(own)
+    if not steps(where):
+        raise ConfigError(f"--resume {resume.run}: {where} holds no committed step")
+    return folder
+
+
 def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job:
     """Return the job of a resumed run; refuses a step that another run has written."""
     check_parts(resume.allowed)
-    found = steps(job.checkpoints)
-    if not found:
-        raise ConfigError(f"--resume {resume.run}: {job.checkpoints} holds no committed step")
-    for step in reversed(found):
+    for step in reversed(steps(job.checkpoints)):
         # A step that is corrupt is the ranks' to set aside: one before it is looked at here.
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(step)
@@ -51,8 +58,8 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
     is_left = manifest["step"] == job.config.train.steps and not _has_ended(job.folder)
     if manifest["step"] >= job.config.train.steps and not is_left:
         raise ConfigError(
-            f"--resume {resume.run}: step {manifest['step']} is there, train.steps = "
-            f"{job.config.train.steps} asks for no more. To train longer, give train.steps=N"
+            f"--resume {resume.run}: the run is at step {manifest['step']} of train.steps = "
+            f"{job.config.train.steps}. To train longer, give a larger train.steps=N"
         )
     return replace(job, resume=True, allowed=resume.allowed, run=run)
 

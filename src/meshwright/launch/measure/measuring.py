@@ -42,9 +42,9 @@ def measured_first(
 ) -> Config:
     """Return a config that is priced by this machine, measured now if not before.
 
-    Only CPUs are measured. `say` receives a line about it, by default for stderr; `measure` does
-    it. If it fails or cannot be stored, the shipped constants apply. Raises `StoppedOnRequest` on
-    SIGINT or SIGTERM.
+    Only CPUs are measured. `say` receives a line before and one after it, by default for stderr;
+    `measure` does it. If it fails or cannot be stored, the shipped constants apply. Raises
+    `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     left = left_open(config, environ)
     if left is None:
@@ -70,6 +70,7 @@ def _measured(
     if path is None:
         say(f"note: this CPU is not measured, there is no folder to keep it in: {_WITHOUT}")
         return None
+    say(f"note: measuring this CPU for predictions, some seconds; {CALIBRATION}={SHIPPED} skips it")
     began = time.monotonic()
     try:
         found = measure(case, machine.devices, machine.threads(machine.devices), environ)
@@ -100,13 +101,13 @@ def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path
 
 def _told(made: Kept, took: float) -> str:
     """Return what was measured, in a line."""
-    text = f"this CPU was measured in {format_seconds(took)} to predict by, kept in {made.path}"
+    text = f"this CPU was measured in {format_seconds(took)}: {made.path}"
     if made.calibration.is_quiet:
         return text
     others = f"{1 - made.calibration.had_core:.0%}"
     return (
-        f"{text}; other processes had {others} of its cores meanwhile, so messages are priced by "
-        "the shipped constants, and the next start measures again"
+        f"{text}. Other processes used {others} of its cores, so predictions of messages use the "
+        "shipped constants, and the next start measures again"
     )
 
 

@@ -27,7 +27,7 @@ from meshwright.units import counted, format_bytes, format_count, format_seconds
 
 # Events that are said in a line, by kind, with their fields.
 NOTICES: Final = {
-    "evaluating": "step {step}: evaluating {batches} batch(es)",
+    "evaluating": "step {step}: evaluating, batches: {batches}",
     "resume": "resuming after step {step}, from {path}, written by {layout}",
     "bad_checkpoint": "set aside: {problem}",
     "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
@@ -234,7 +234,7 @@ def start_line(event: Mapping[str, Any]) -> str:
     tokens = event["train_tokens"]
     held = "a stream" if tokens is None else f"{format_count(tokens)} training tokens"
     text = (
-        f"{format_count(event['parameters'])} parameters on {event['world']} rank(s) of "
+        f"{format_count(event['parameters'])} parameters on {counted(event['world'], 'rank')} of "
         f"{event['device']}: layout {Layout(**event['layout']).label}; {held}"
     )
     entropy = event["unigram_entropy"]
