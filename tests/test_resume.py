@@ -79,6 +79,10 @@ def go(job, **arguments):
     return on_ranks(job.layout.world, run_on, folder=str(job.folder.path), **arguments)[0]
 
 
+def losses_of(told):
+    return {one["step"]: one["loss"] for one in told if one["event"] == "step"}
+
+
 def files(job, step):
     """Return the hash of every file of a step, and what its manifest says of the run."""
     manifest = read_manifest(job.checkpoints / step_name(step))
@@ -144,7 +148,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(started, layout, outcome):
 def test_another_layout_goes_on_with_the_same_tokens_and_curve(started, outcome):
     job = started("layout.dp_shard=2", "layout.zero=2", "train.clip_norm=0")
     _, told = go(job)
-    losses = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+    losses = losses_of(told)
     for number, change in enumerate(({"tp": 2}, {"pp": 2}, {"cp": 2}, {})):
         other = cut_after(job, 5, f"other{number}")
         layout = type(job.layout)(microbatch=2, **change)
@@ -152,7 +156,7 @@ def test_another_layout_goes_on_with_the_same_tokens_and_curve(started, outcome)
         began = time.monotonic()
         _, told = go(replace(other, layout=layout), resume=True)
         seconds = time.monotonic() - began
-        again = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+        again = losses_of(told)
         assert sorted(again) == [6, 7, 8, 9, 10]
         for step, loss in again.items():
             assert loss == pytest.approx(losses[step], rel=2e-5), (change, step)
@@ -165,35 +169,26 @@ def test_adapters_of_experts_go_on_on_another_layout(started):
     targets = 'lora.targets=["q_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]'
     where = ["layout.dp_shard=2", "layout.zero=3", "layout.ep=2", "train.steps=6"]
     job = started(*experts, "lora.rank=4", targets, *where, "train.clip_norm=0")
-    _, told = go(job)
-    losses = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+    losses = losses_of(go(job)[1])
     for number, change in enumerate(({"tp": 2, "sp": True}, {"pp": 2}, {})):
         other = cut_after(job, 3, f"other{number}")
         layout = type(job.layout)(microbatch=2, **change)
         create(replace(other, layout=layout))
-        _, told = go(replace(other, layout=layout), resume=True)
-        again = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+        again = losses_of(go(replace(other, layout=layout), resume=True)[1])
         assert again == pytest.approx({step: losses[step] for step in (4, 5, 6)}, rel=2e-5)
 
 
 @pytest.mark.slow
 def test_a_pipeline_rank_without_trained_weights_saves_the_step_of_the_others(started):
-    layers = [
-        "model.family=qwen2_moe",
-        "model.layer_pattern=[{dense=true}, {}]",
-        "model.n_layers=2",
-    ]
-    experts = ["model.experts=4", "model.top_k=2", "model.dropout=0", "train.clip_norm=0"]
+    layers = ["model.family=qwen2_moe", "model.layer_pattern=[{dense=true}, {}]"]
+    experts = ["model.experts=4", "model.top_k=2", "model.dropout=0", "model.n_layers=2"]
     adapters = ["lora.rank=4", 'lora.targets=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]']
-    job = started(*layers, *experts, *adapters, "layout.pp=2", "train.steps=4")
-    _, told = go(job)
-    losses = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
-    other = cut_after(job, 2, "other")
-    layout = type(job.layout)(microbatch=2, dp_replicate=2)
-    create(replace(other, layout=layout))
-    _, told = go(replace(other, layout=layout), resume=True)
-    again = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
-    assert again == pytest.approx({step: losses[step] for step in (3, 4)}, rel=2e-5)
+    job = started(*layers, *experts, *adapters, "layout.pp=2", "train.steps=4", "train.clip_norm=0")
+    losses = losses_of(go(job)[1])
+    other = replace(cut_after(job, 2, "other"), layout=Layout(microbatch=2, dp_replicate=2))
+    create(other)
+    rest = {step: losses[step] for step in (3, 4)}
+    assert losses_of(go(other, resume=True)[1]) == pytest.approx(rest, rel=2e-5)
 
 
 def test_beside_the_training_the_same_is_written(started):

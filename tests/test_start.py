@@ -18,11 +18,11 @@ from meshwright.launch.session import prepare_job
 from meshwright.predict.price import memory
 from meshwright.spec.defaults import rate_for
 from meshwright.spec.hf import hf_config
+from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.schedule import learning_rate
 from meshwright.training.run_folder import create
 from meshwright.units import format_count
 from runs import TINY, clean_environ

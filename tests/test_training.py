@@ -15,8 +15,8 @@ from meshwright.execute.gather import full_tensor
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
+from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.schedule import learning_rate
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.training.loop import share
 from meshwright.training.loss_scale import LossScale

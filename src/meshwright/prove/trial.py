@@ -18,7 +18,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import Difference, Fault, build_small, mine, program_of
 from meshwright.prove.optimizer import comparable
 from meshwright.prove.reference import Reference
-from meshwright.spec.schedule import learning_rate
+from meshwright.spec.learning_rate import learning_rate
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer, set_learning_rate
 from meshwright.training.update import evaluate, update

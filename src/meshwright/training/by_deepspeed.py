@@ -25,7 +25,7 @@ from meshwright.execute.batch import Batch
 from meshwright.execute.kernels.recompute import recompute
 from meshwright.execute.transport.world import World
 from meshwright.models import Transformer, build_model
-from meshwright.spec.schedule import learning_rate
+from meshwright.spec.learning_rate import learning_rate
 from meshwright.training.events import Emit
 from meshwright.training.interruptible import Interruptible
 from meshwright.training.loop import (

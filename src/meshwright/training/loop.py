@@ -22,9 +22,9 @@ from meshwright.execute.parallel import Parallel
 from meshwright.execute.transport.world import World
 from meshwright.models.dropout import row_keys
 from meshwright.program.model_flops import flops_per_token
+from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
-from meshwright.spec.schedule import learning_rate
 from meshwright.training.best import HeldOut
 from meshwright.training.events import Emit
 from meshwright.training.interruptible import Interruptible

@@ -12,8 +12,8 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.machines.accelerators import find_gpus, unused_note
 from meshwright.layout import Layout, Machine, left_over, unsharded
 from meshwright.program.target import takes_tf32
+from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config
-from meshwright.spec.schedule import learning_rate
 from meshwright.spec.stored import stored_tokenizer
 from meshwright.spec.words import beyond_context
 from meshwright.training.run_folder import Job
