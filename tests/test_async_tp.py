@@ -46,7 +46,7 @@ def test_without_sequence_parallelism_it_is_refused(label):
         ("cpu", None, SEQUENCE, (), "needs GPUs of NVIDIA"),
         ("cuda", Gpus("AMD", 8, 8), SEQUENCE, (), "needs GPUs of NVIDIA"),
         ("cuda", NVIDIA, SEQUENCE, ("train.compile=false",), "train.compile = false"),
-        ("cuda", NVIDIA, "tp2 sp pp2 zbv v2 mb1", (), "layout.schedule = zbv leaves products"),
+        ("cuda", NVIDIA, "tp2 sp pp2 zbv v2 mb1", (), "layout.schedule = zbv leaves matmuls"),
         ("cuda", Gpus("NVIDIA", 2, 2), "tp4 sp mb2", (), "on one node, which has 2 GPUs"),
         ("cuda", NVIDIA, SEQUENCE, (), None),
     ],

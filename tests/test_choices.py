@@ -81,7 +81,7 @@ def test_what_a_layout_or_a_config_does_without_is_not_told(here):
 def test_products_that_take_the_slower_library_are_told_and_priced_so(here):
     one = told_of([*here, "train.matmul=torch"], "dp2 mb2")["products"]
     assert one.gain == pytest.approx(0.8)
-    assert one.text.startswith("torch's own, 0.80 x the rate of auto's")
+    assert one.text.startswith("torch's, 0.80 x the speed of auto's")
     auto, own = (
         setting_of(load_config(None, [*here, *words])).kernels()
         for words in ([], ["train.matmul=torch"])

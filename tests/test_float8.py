@@ -35,7 +35,7 @@ TRAIN = TrainSpec(batch=4, seq_len=32, precision="bf16", fp8=True)
 
 REFUSED = [
     ("tp2 mb2", {}, "layout.tp = 2 cuts linear layers", "layout.tp = 1"),
-    ("pp2 zbv v2 mb1", {}, "layout.schedule = zbv defers products", "layout.schedule = looped_bfs"),
+    ("pp2 zbv v2 mb1", {}, "layout.schedule = zbv defers matmuls", "layout.schedule = looped_bfs"),
     ("mb1", {"seq_len": 24}, "tokens of a microbatch = 24 must be", "layout.microbatch = 2"),
     ("mb2", {"precision": "fp32"}, "requires train.precision = bf16", "train.precision = bf16"),
     ("mb2", {"precision": "fp16"}, "requires train.precision = bf16", "train.fp8 = false"),
@@ -65,7 +65,7 @@ def test_what_is_missing_is_refused_before_any_process_starts(config, monkeypatc
         prepare_job(config(*words), clean_environ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(engine, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
-    with pytest.raises(ConfigError, match="A100-SXM4-80GB has no products in float8"):
+    with pytest.raises(ConfigError, match="A100-SXM4-80GB has no float8 matmuls"):
         engine.check_fp8(config(*words), "cuda")
     monkeypatch.setattr(engine, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
     engine.check_fp8(config(*words), "cuda")

@@ -350,7 +350,7 @@ def test_auto_keeps_what_is_given_and_names_the_plan(capsys, tmp_path, monkeypat
     [
         (["train.precision=fp16"], "requires train.precision = bf16, but it is fp16"),
         (["lora.rank=8"], "train.fp8 = true has no adapters"),
-        (["cluster.preset=a100-80gb"], "a100-80gb has no products in float8"),
+        (["cluster.preset=a100-80gb"], "a100-80gb has no float8 matmuls"),
     ],
 )
 def test_a_plan_with_float8_that_cannot_be_is_refused_by_its_rule(words, told, capsys):

@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     device = actions.add_parser(
-        "device", help="products, attention, memory and collectives: writes a calibration"
+        "device", help="matmuls, attention, memory and collectives: writes a calibration"
     )
     device.add_argument("--out", type=Path, metavar="FILE", help="the calibration to write, TOML")
     device.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -43,6 +44,11 @@ def read_config(args: argparse.Namespace, default: Path | None = None) -> Config
     """
     file, overrides = read_words(args)
     return as_measured_here(load_config(file or default, overrides), os.environ)
+
+
+def moment(at: str) -> str:
+    """Return a moment of a timeline, such as "B 0 1, loss", with its action named as in "0B1"."""
+    return re.sub(r"^([A-Z]+(?:_[FB])?) (\d+) (\d+)", r"\2\1\3", at)
 
 
 def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:

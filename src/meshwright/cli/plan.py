@@ -17,6 +17,7 @@ from meshwright.cli.common import (
     LONGEST_WORD,
     add_config_arguments,
     add_json,
+    moment,
     print_json,
     read_config,
     say,
@@ -371,7 +372,7 @@ def _print_unfit(made: Plan) -> None:
 def _print_terms(found: Prediction) -> None:
     held = found.memory
     verdict = "fits" if held.fits else "does not fit"
-    at = f", which holds most at {held.at}" if held.at else ""
+    at = f", which holds most at {moment(held.at)}" if held.at else ""
     say(f"{found.layout.label}: {verdict}; pipeline rank {held.rank}{at}")
     rows = table("memory", "size", "formula", wraps=("memory", "formula"))
     for term in held.terms:

@@ -14,7 +14,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config, say
+from meshwright.cli.common import (
+    add_config_arguments,
+    add_json,
+    moment,
+    print_json,
+    read_config,
+    say,
+)
 from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.machine.processor import processor
@@ -198,7 +205,7 @@ def _print_rank(one: Simulated) -> None:
     tensors = format_bytes(mine.worst.total)
     say(
         f"tensors {tensors}; the program's timeline has {format_bytes(one.timeline.total)}, "
-        f"at {one.timeline.action}"
+        f"at {moment(one.timeline.action)}"
     )
     volumes = {m: m.bytes * count for m, count in (mine.messages | mine.expected).items()}
     largest = sorted(volumes, key=lambda message: -volumes[message])
@@ -209,7 +216,7 @@ def _print_rank(one: Simulated) -> None:
     if len(largest) > SHOWN:
         say(f"and {len(largest) - SHOWN} smaller ones")
     flops = ", ".join(f"stage {at} {size:.4g}" for at, size in sorted(mine.stage_flops.items()))
-    say(f"FLOPs: {mine.products:.6g} of products, {mine.attention:.6g} of attention; {flops}")
+    say(f"FLOPs: {mine.products:.6g} of matmuls, {mine.attention:.6g} of attention; {flops}")
     for difference in one.differences[:SHOWN]:
         say(f"not the program's: {difference}", "  ")
     if not one.differences:
@@ -225,5 +232,5 @@ def _breach(one: Simulated, device: str) -> str:
         f"out of memory: rank {one.rehearsal.rank} at {breach.phase} asks for "
         f"{format_bytes(breach.size)} of {breach.asked} beside {format_bytes(breach.tensors)}, "
         f"most of it {largest} ({format_bytes(breach.held[largest])}); {device} has "
-        f"{format_bytes(one.limit)}, of which {format_bytes(one.beside)} are not for tensors"
+        f"{format_bytes(one.limit)}, {format_bytes(one.beside)} of it reserved"
     )

@@ -184,11 +184,11 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if model.lora is not None:
         return f"train.fp8 = true has no adapters, but lora.rank = {model.lora.rank}"
     if model.experts:
-        return f"train.fp8 = true has no products of experts, but model.experts = {model.experts}"
+        return f"train.fp8 = true has no expert matmuls, but model.experts = {model.experts}"
     if layout.tp > 1:
         return f"layout.tp = {layout.tp} cuts linear layers, which train.fp8 = true needs whole"
     if layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
-        return f"layout.schedule = {layout.schedule} defers products; train.fp8 = true does not"
+        return f"layout.schedule = {layout.schedule} defers matmuls; train.fp8 = true does not"
     for name, size in (
         ("model.dim", model.dim),
         ("model.ffn_dim", model.ffn_dim),

@@ -267,8 +267,8 @@ def _told(
     device = measured[0].setting.cluster.device.name
     if timed:
         found.append(
-            f"from {counted(len(timed), 'step time')}: your products, and what else computes, run "
-            f"at {1 / compute:.2f} of what {device} reaches elsewhere"
+            f"from {counted(len(timed), 'step time')}: this cluster computes "
+            f"at {1 / compute:.2f} of the rate that is predicted for {device}"
         )
         if not 1.01 * _LEAST < compute < 0.99 * _MOST:
             raise ConfigError(

@@ -244,7 +244,7 @@ def _loss_of(setting: Setting, layout: Layout, found: LayoutWork) -> Term:
     each = loss_element(sizes.element, capped=is_capped, fused=is_fused)
     is_frozen = setting.model.lora is not None
     room = loss_room(sizes, rows, setting.target.products, is_frozen=is_frozen)
-    told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a product" * (room > 0)
+    told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a matmul" * (room > 0)
     return Term("logits and loss", size * each + room, told, (size, rows, each, room))
 
 

@@ -47,10 +47,10 @@ def _products(setting: Setting) -> Chosen | None:
     gain, matmul = setting.measured("matmul.gain"), setting.train.matmul
     if gain is None or setting.train.precision != "fp32":
         return None
-    text = f"{gain:.2f} x the rate of torch's own, as measured (train.matmul = {matmul})"
+    text = f"{gain:.2f} x torch's speed, as measured (train.matmul = {matmul})"
     if matmul == "torch":
         gain = 1 / gain
-        text = f"torch's own, {gain:.2f} x the rate of auto's, as measured (train.matmul = torch)"
+        text = f"torch's, {gain:.2f} x the speed of auto's, as measured (train.matmul = torch)"
     return Chosen("products", text, gain, "train.matmul")
 
 

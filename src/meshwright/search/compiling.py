@@ -22,7 +22,7 @@ _UNMEASURED: Final = (
     "cluster.calibration = FILE reads it"
 )
 _ON_GPUS: Final = (
-    "on GPUs it fuses the operations between products; it takes about a minute at the start, and "
+    "on GPUs it fuses the operations between matmuls; it takes about a minute at the start, and "
     "train.compile = false turns it off"
 )
 

@@ -159,7 +159,7 @@ def plan(
     setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
     device = setting.cluster.device
     if config.train.fp8 and not setting.on_cpu and "fp8" not in device.peaks:
-        rule = f"train.fp8 = true, but {device.name} has no products in float8"
+        rule = f"train.fp8 = true, but {device.name} has no float8 matmuls"
         raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))
     prices, devices = prices or KnownPrices(), setting.cluster.devices
     asked = setting

@@ -114,7 +114,7 @@ def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
         blocks = "compiled" if config.train.is_compiled else "not compiled"
         yield f"blocks are {blocks}: {chosen}"
     if machine.device == "cuda" and takes_tf32(config.train.matmul):
-        yield "products in fp32 are computed in TF32; train.matmul=torch has them in full fp32"
+        yield "fp32 matmuls use TF32; train.matmul=torch computes them in full fp32"
     yield from layout_notes(config, layout, machine)
 
 

@@ -72,7 +72,7 @@ def check_fp8(config: Config, device: str) -> None:
 
     known = device_named(name)
     if known is not None and "fp8" not in known.peaks:
-        rule = f"train.fp8 = true, but {name} has no products in float8"
+        rule = f"train.fp8 = true, but {name} has no float8 matmuls"
         raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))
 
 
@@ -87,7 +87,7 @@ def check_async_tp(config: Config, layout: Layout, device: str, gpus: Gpus | Non
     elif not config.train.is_compiled:
         rule = f"the compiler does it, and train.compile = {str(config.train.compile).lower()}"
     elif layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
-        rule = f"layout.schedule = {layout.schedule} leaves products outside of what is compiled"
+        rule = f"layout.schedule = {layout.schedule} leaves matmuls outside of what is compiled"
     elif layout.tp > each:
         rule = f"layout.tp = {layout.tp} ranks share memory on one node, which has {each} GPUs"
     if rule is not None:
