@@ -147,7 +147,11 @@ FAULTS = (
     ),
     Fault(
         "the host's optimizer reads a norm that is still on its way",
-        ("meshwright.training.optimizer", "norm.to(device)", "norm.to(device, non_blocking=True)"),
+        (
+            "meshwright.training.optimizer",
+            "held[0].device)",
+            "held[0].device, non_blocking=True)",
+        ),
         "mb2 offload-optimizer",
         "order",
     ),

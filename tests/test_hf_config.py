@@ -99,7 +99,7 @@ def test_scaling_spellings(key, kind):
 
 REFUSED = [
     (LLAMA, {"model_type": "qwen33"}, "model_type = 'qwen33' .* qwen3"),
-    (LLAMA, {"model_type": "bloom"}, "model_type = 'bloom' .* gpt_oss or granite or llama"),
+    (LLAMA, {"model_type": "bloom"}, "model_type = 'bloom' .* gpt_oss, granite, llama"),
     (LLAMA, {"model_type": "qwen3_next"}, "like qwen3_moe, with linear attention"),
     (LLAMA, {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 0},
      "sliding_window = 0 must be at least 1"),
@@ -139,7 +139,7 @@ REFUSED = [
     (LLAMA, {"hidden_act": {}}, "hidden_act = {}"),
     (LLAMA, {"hidden_act": "relu"}, "hidden_act = 'relu' .* silu"),
     (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-     "rope_scaling.type = 'dynamic' .* default or linear or llama3"),
+     "rope_scaling.type = 'dynamic' .* default, linear, llama3"),
     (LLAMA, {"rope_scaling": {"type": "linear"}}, "needs the key 'factor'"),
     (LLAMA, {"rope_scaling": {"rope_type": "llama3", **LLAMA3,
      "original_max_position_embeddings": 2**63}},

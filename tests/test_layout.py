@@ -301,7 +301,7 @@ def test_a_user_who_follows_a_refusal_is_not_refused_again(changes, machine):
         layout = resolve_layout(config, machine)
     except ConfigError as error:
         _, _, legal = str(error).partition("; nearest legal: ")
-        for proposal in filter(None, legal.split(" or ")):
+        for proposal in filter(None, re.split(", | or ", legal)):
             more = [f"{key}={value}" for key, value in written(proposal).items()]
             resolve_layout(load_config(None, [*overrides, *more]), machine)
     else:

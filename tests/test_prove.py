@@ -137,7 +137,7 @@ def test_each_rule_refuses_a_layout(world):
 
 
 def test_there_is_no_table_for_three_ranks():
-    with pytest.raises(ConfigError, match="no table for 3 ranks; nearest legal: 2, 4 or 8"):
+    with pytest.raises(ConfigError, match="no table for 3 ranks; nearest legal: 2, 4, 8 or 16"):
         matrix(3)
 
 

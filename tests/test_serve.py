@@ -216,7 +216,7 @@ def test_a_dropped_config_is_a_model():
     preset = load_config(None, ["model.preset=llama-2-7b"]).model
     assert (model.dim, model.n_layers, model.ffn_dim) == (preset.dim, preset.n_layers, 11008)
     assert "model_type" in reply("model", {"model_type": "resnet"})["error"]
-    assert "no JSON object" in reply("model", [1])["error"]
+    assert "not a JSON object" in reply("model", [1])["error"]
 
 
 @pytest.mark.parametrize(

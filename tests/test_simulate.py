@@ -284,7 +284,7 @@ def test_ranks_by_words():
     assert ranks_of("middle, 3", layout) == [3, 8]
     assert ranks_of("all", layout) == list(range(16))
     for text, said in {
-        "first": "--ranks has 'first'; nearest legal: a number, middle or last",
+        "first": "--ranks has 'first'; nearest legal: a number, middle, last, stages or all",
         "16": "--ranks has rank 16; nearest legal: 0 to 15",
         "": "--ranks has no rank",
     }.items():

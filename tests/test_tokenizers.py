@@ -174,9 +174,9 @@ def with_special(file: Path, names: list[str]) -> Path:
     ("names", "likely"),
     [
         (["[PAD]", "<stop>", "[CLS]"], "<stop>"),
-        (["[CLS]", "[SEP]", "<|eot_id|>", "[EOD]"], "[EOD] or <|eot_id|> or [SEP]"),
+        (["[CLS]", "[SEP]", "<|eot_id|>", "[EOD]"], "[EOD], <|eot_id|> or [SEP]"),
         (["<think>", "<|vision_end|>", "<｜end▁of▁sentence｜>"], "<｜end▁of▁sentence｜>"),
-        (["<turn_end>", "<eom>", "<|end|>", "</doc>"], "</doc> or <turn_end> or <eom>"),
+        (["<turn_end>", "<eom>", "<|end|>", "</doc>"], "</doc>, <turn_end> or <eom>"),
     ],
 )
 def test_tokens_that_may_end_a_document_are_suggested_the_likeliest_first(

@@ -96,7 +96,7 @@ def test_a_job_that_leaves_devices_idle_is_refused_with_the_cause(capsys):
     assert main([*words, "train.batch=12"]) == 2
     said = capsys.readouterr().err
     assert "train.batch = 12 does not divide among 8 data-parallel ranks" in said
-    assert "nearest legal: train.batch=8 or train.batch=16 or" in said
+    assert "nearest legal: train.batch=8, train.batch=16 or" in said
     assert main([*words, "train.batch=16", "layout.dp_replicate=2"]) == 2
     said = capsys.readouterr().err
     assert "layout.dp_replicate = 2 is given; nearest legal: layout.dp_replicate=8" in said

@@ -107,10 +107,15 @@ def nearest_divisors(value: int, near: int, count: int = 2) -> list[int]:
     return sorted(sorted(divisors, key=lambda d: (abs(d - near), d))[:count])
 
 
+def either(values: Iterable[object]) -> str:
+    """Return alternatives as "a, b or c"; empty for none."""
+    *others, last = ["", *map(str, values)]
+    return f"{', '.join(others[1:])} or {last}" if len(others) > 1 else last
+
+
 def refusal(rule: str, *, legal: Sequence[object] = (), hint: str = "") -> str:
     """Return a refusal: the rule with its values, the nearest legal values, and what to do."""
     text = rule
     if legal:
-        *others, last = map(str, legal)
-        text += f"; nearest legal: {', '.join(others)}{' or ' if others else ''}{last}"
+        text += f"; nearest legal: {either(legal)}"
     return f"{text}. {hint}" if hint else text

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.byte_level import byte_level_json
 from meshwright.data.patterns import check_patterns
-from meshwright.errors import DataError, nearest, refusal
+from meshwright.errors import DataError, either, nearest, refusal
 from meshwright.files import reading, sha256_bytes, writable_folder, write_atomic
 from meshwright.parsing import parse_json
 from meshwright.units import MIB
@@ -302,7 +302,7 @@ def _find_eos(
         if name is not None and name in vocabulary:
             return name
     hint = "Name it with data.eos (data prepare: --eos), "
-    hint += f"perhaps {' or '.join(likely[:3])}" if likely else f"or {_how_to_add(file)}"
+    hint += f"perhaps {either(likely[:3])}" if likely else f"or {_how_to_add(file)}"
     raise DataError(refusal(f"{file} does not say which token ends a document", hint=hint))
 
 

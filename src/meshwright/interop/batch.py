@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.errors import either
 from meshwright.interop.source import ImportSource
 
 _DEGREES = ("layout.dp_replicate", "layout.dp_shard")
@@ -126,7 +127,7 @@ def _contradiction(
     legal = [product] if exact else [n for n in (lower, upper) if n]
     rule = f"{names.total} = {total} is not {'' if exact else 'a multiple of '}"
     text = f"{rule}{' x '.join(factors)} = {product}"
-    wanted = " or ".join(f"{names.total} = {n}" for n in legal)
+    wanted = either(f"{names.total} = {n}" for n in legal)
     source.contradict(present, f"{text}; nearest: {wanted}", ["train.batch"])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.errors import either
 from meshwright.prove.case import Case
 from meshwright.prove.refused import Refusal
 from meshwright.prove.verdict import Verdict
@@ -62,7 +63,7 @@ def refusal_line(refusal: Refusal) -> str:
     told = refusal.rule or "not refused"
     if not refusal.passed:
         told += f", instead of: {refusal.case.refused}"
-    legal = " or ".join(refusal.nearest)
+    legal = either(refusal.nearest)
     return f"{word} {refusal.case.layout.label} refused: {told}" + (legal and f"; nearest: {legal}")
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from meshwright.errors import either
 from meshwright.predict.host import host_bytes
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
 from meshwright.search.rank import MARGIN
-from meshwright.spec.kinds import listed
 from meshwright.spec.parts import trained_parameter_count
 from meshwright.spec.words import beyond_context
 from meshwright.units import format_bytes
@@ -91,7 +91,7 @@ def _bubble(found: Prediction, setting: Setting) -> str | None:
         helps.append("virtual stages")
     return (
         f"the pipeline is idle for {share:.0%} of the step, with {few} for {layout.pp} ranks: "
-        f"{listed(helps)} would fill it"
+        f"{either(helps)} would fill it"
     )
 
 

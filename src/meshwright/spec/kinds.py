@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
+
+from meshwright.errors import either
 
 _WORDS: Final = {str: ("a string", "strings"), int: ("an integer", "integers")}
 _NUMBER: Final = ("a number", "numbers")
@@ -24,12 +26,7 @@ def is_of_kind(error: ErrorDetails) -> bool:
 
 def kind_of(annotation: Any) -> str:
     """Return what a key accepts: "an integer", "true, false or 'auto'", "a list of 2 numbers"."""
-    return listed(list(_alternatives(annotation)))
-
-
-def listed(words: Sequence[str]) -> str:
-    """Join words with commas, the last one with "or"."""
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return either(_alternatives(annotation))
 
 
 def _alternatives(annotation: Any) -> Iterator[str]:

@@ -81,8 +81,8 @@ def step_scaled(
     `norm` fp64 `[]` is that of the unscaled gradients; if it is not finite, nothing changes. The
     optimizer receives both like from `torch.amp.GradScaler`, so the host reads neither.
     """
-    for one in optimizer.param_groups[0]["params"][:1]:
-        norm = norm.to(one.device)  # the host's, where shards are there
+    if held := optimizer.param_groups[0]["params"]:
+        norm = norm.to(held[0].device)  # the host's, where shards are there
     divisor = torch.full_like(norm, loss_scale)
     if clip_norm > 0:
         divisor *= (norm / clip_norm).clamp(min=1)
