@@ -222,6 +222,15 @@ def test_both_precisions_contradict(tmp_path):
     assert [e.verdict for e in found.report.refused] == ["contradictory"] * 2
 
 
+@pytest.mark.parametrize("section", ["fp16", "bf16", "torch_autocast", "wandb"])
+@pytest.mark.parametrize("value", ["yes", 1])
+def test_a_switch_is_true_or_false(tmp_path, section, value):
+    found = imported(tmp_path, {**BATCH, section: {"enabled": value}})
+    (one,) = found.report.refused
+    assert (one.key, one.verdict) == (f"{section}.enabled", "contradictory")
+    assert one.note == f"{value!r} must be true or false"
+
+
 def test_sections_that_are_off_do_not_matter(tmp_path):
     content = {
         "elasticity": {"enabled": False, "max_train_batch_size": 9},
