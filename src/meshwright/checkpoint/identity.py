@@ -55,7 +55,7 @@ def refuse_changed(
     """Raise `CheckpointError` if the resumed run is not the one that wrote a step.
 
     `now` is its identity, `run` its id; parts in `allowed` may differ. The message names what
-    differs, with both values and the flag that overrides it; `told` says it better for some parts.
+    differs, with both values and the flag that overrides it; `told` has other texts for some parts.
     """
     then = manifest.get("identity")
     if not isinstance(then, Mapping):

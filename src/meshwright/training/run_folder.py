@@ -56,6 +56,11 @@ class RunFolder:
         """Folder of `step-00000100` folders."""
         return self.path / "checkpoints"
 
+    def steps_of(self, config: Config) -> Path:
+        """The folder of the steps of a run with this config: its own, or `checkpoint.dir`."""
+        own = config.checkpoint.dir
+        return self.checkpoints if own is None else Path(own)
+
     @property
     def lock(self) -> Path:
         """Who uses the folder, as `launch.supervise.lock` keeps it."""
@@ -108,8 +113,7 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         """The folder of the run's steps."""
-        own = self.config.checkpoint.dir
-        return self.folder.checkpoints if own is None else Path(own)
+        return self.folder.steps_of(self.config)
 
 
 def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:

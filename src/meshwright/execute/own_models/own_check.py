@@ -313,9 +313,9 @@ def _as_evaluated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Fill parameters that are all zero meanwhile: a branch that begins at zero hides what it does.
+    """Meanwhile, fill parameters that are all zero: a branch that begins at zero hides its work.
 
-    Ranks that hold the same shard fill in the same.
+    Ranks that hold the same shard fill it with the same values.
     """
     filled = [
         shard

@@ -166,7 +166,7 @@ class GradientAgreement:
     @torch.no_grad()
     def _check(self) -> None:
         found = {
-            name: local_shard(parameter.grad).float()
+            name: parameter.grad
             for name, parameter in self._model.named_parameters()
             if parameter.grad is not None and not _is_cut(parameter)
         }
@@ -185,8 +185,9 @@ class GradientAgreement:
                 "the plan"
             )
 
-    def _off(self, name: str, gradient: Tensor) -> float | None:
+    def _off(self, name: str, found: Tensor) -> float | None:
         """Return by what share of its size a gradient differs, if by more than rounding."""
+        gradient = local_shard(found).float()
         mean = gradient.clone()
         dist.all_reduce(mean, group=self._link.group)
         mean /= self._link.size
@@ -195,16 +196,10 @@ class GradientAgreement:
         distance, size = off.tolist()
         if size and name not in self._checked:
             self._checked.append(name)
-        if distance <= torch.finfo(_dtype_of(self._model, name)).eps ** 0.5 * size:
+        if distance <= torch.finfo(found.dtype).eps ** 0.5 * size:
             return None
         return distance / size if size else float("inf")
 
 
 def _is_cut(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def _dtype_of(model: nn.Module, name: str) -> torch.dtype:
-    gradient = model.get_parameter(name).grad
-    assert gradient is not None
-    return gradient.dtype

@@ -28,8 +28,7 @@ class Resume(NamedTuple):
 def resumed_folder_with_steps(config: Config, resume: Resume) -> RunFolder:
     """Return the folder of a run to resume; raises `ConfigError` if it is none or has no step."""
     folder = resumed_folder(resume.run)
-    own = config.checkpoint.dir
-    where = folder.checkpoints if own is None else Path(own)
+    where = folder.steps_of(config)
     if not steps(where):
         raise ConfigError(f"--resume {resume.run}: {where} holds no committed step")
     return folder
