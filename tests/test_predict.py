@@ -233,6 +233,19 @@ def test_many_microbatches_add_the_same_each():
     assert times[1] - times[0] == pytest.approx(96 * slowest, rel=0.02)
 
 
+@pytest.mark.parametrize(("name", "pp", "virtual"), list(tables()))
+def test_many_microbatches_take_what_the_slowest_rank_needs(name, pp, virtual):
+    """In few microbatches it does not yet set the pace where it is little slower than others."""
+    layout, count = Layout(pp=pp, schedule=name, virtual_stages=virtual), 64 * pp
+    for slow in range(pp * virtual):
+        forward, backward = [
+            [each * (1 + 0.03 * (at == slow)) for at in range(pp * virtual)] for each in (1.0, 2.0)
+        ]
+        costs = Costs(forward, backward, 0.002, 1.0)
+        every = max(end for _, end in action_times(layout, count, costs).values())
+        assert by_events(layout, count, costs) == pytest.approx(every, rel=1e-2)
+
+
 def test_catalogue_has_sources():
     devices, links = catalogue()
     assert {"v100-32gb", "a100-80gb", "h100-sxm", "b200", "rtx4090", "mi300x"} <= set(devices)

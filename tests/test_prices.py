@@ -41,3 +41,18 @@ def test_settings_that_differ_by_their_batch_share_prices():
     other = plan(load_config(None, [*WORDS, "train.seq_len=2048"]), 1, prices=prices).setting
     assert prices.of(other, {}) is not prices.of(settings[0], {})
     assert prices.of(settings[0], {"tp": 2}) is not prices.of(settings[0], {})
+
+
+def test_no_rank_waits_a_negative_time():
+    """A step's causes are parts of it, also in a pipeline whose many microbatches are extrapolated.
+
+    Its slowest stage, with the head, is little slower than the others.
+    """
+    words = ("model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=8")
+    config = load_config(None, [*words, "train.batch=1024", "layout.schedule=interleaved_1f1b"])
+    ranked = plan(config, 10).found.ranked
+    assert len(ranked) == 10
+    for one in ranked:
+        for causes in one.time.ranks:
+            assert min(causes.values()) >= 0, one.layout.label
+            assert sum(causes.values()) <= one.time.total * (1 + 1e-9)

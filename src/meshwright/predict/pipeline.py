@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.layout import Layout
@@ -131,14 +131,41 @@ def action_times(
 def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:
     """Return the seconds from the first action to the end of the last, see `action_times`.
 
-    For many microbatches, simulates two smaller numbers and extrapolates linearly.
+    For many microbatches, simulates two smaller numbers and extrapolates linearly. In so few, the
+    slowest rank may not yet set the pace, so no rank takes less than it has to do.
     """
-
-    def makespan(count: int) -> float:
-        return max(end for _, end in action_times(layout, count, costs).values())
-
     few = _few(layout.pp, microbatches)
+    first = action_times(layout, few, costs)
+    makespan = _end(first)
     if few == microbatches:
-        return makespan(microbatches)
-    first, second = makespan(few), makespan(few + layout.pp)
-    return first + (second - first) / layout.pp * (microbatches - few)
+        return makespan
+    added = (_end(action_times(layout, few + layout.pp, costs)) - makespan) / layout.pp
+    return max(
+        makespan + added * (microbatches - few), _busiest(layout, microbatches, costs, first)
+    )
+
+
+def _end(times: Mapping[Action, tuple[float, float]]) -> float:
+    return max(end for _, end in times.values())
+
+
+def _busiest(
+    layout: Layout, microbatches: int, costs: Costs, few: Mapping[Action, tuple[float, float]]
+) -> float:
+    """Return the seconds of a step in which a rank waits only before and after all its actions.
+
+    The largest of all ranks: how long they wait then, and what a microbatch adds, is in the times
+    of a few microbatches.
+    """
+    sent = costs.exposed * costs.transfer
+    count = max(action.microbatch for action in few) + 1
+    starts, ends, busy = dict[int, float](), dict[int, float](), dict[int, float]()
+    pipeline = layout.schedule, layout.pp, layout.virtual_stages
+    for one in compute_order(*pipeline, count):
+        start, end = few[one.action]
+        end += sent * one.is_sent
+        starts.setdefault(one.rank, start)
+        busy[one.rank] = busy.get(one.rank, 0.0) + end - start
+        ends[one.rank] = end
+    waits = {rank: starts[rank] + _end(few) - ends[rank] for rank in busy}
+    return max(waits[rank] + busy[rank] / count * microbatches for rank in busy)
