@@ -235,7 +235,7 @@ def test_many_microbatches_add_the_same_each():
 
 @pytest.mark.parametrize(("name", "pp", "virtual"), list(tables()))
 def test_many_microbatches_take_what_the_slowest_rank_needs(name, pp, virtual):
-    """In few microbatches it does not yet set the pace where it is little slower than others."""
+    """A rank that is slightly slower does not yet limit the pace of a few microbatches."""
     layout, count = Layout(pp=pp, schedule=name, virtual_stages=virtual), 64 * pp
     for slow in range(pp * virtual):
         forward, backward = [

@@ -44,10 +44,7 @@ def test_settings_that_differ_by_their_batch_share_prices():
 
 
 def test_no_rank_waits_a_negative_time():
-    """A step's causes are parts of it, also in a pipeline whose many microbatches are extrapolated.
-
-    Its slowest stage, with the head, is little slower than the others.
-    """
+    """The stage with the head is slightly slower, and most of the microbatches are extrapolated."""
     words = ("model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=8")
     config = load_config(None, [*words, "train.batch=1024", "layout.schedule=interleaved_1f1b"])
     ranked = plan(config, 10).found.ranked

@@ -131,8 +131,8 @@ def action_times(
 def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:
     """Return the seconds from the first action to the end of the last, see `action_times`.
 
-    For many microbatches, simulates two smaller numbers and extrapolates linearly. In so few, the
-    slowest rank may not yet set the pace, so no rank takes less than it has to do.
+    For many microbatches, simulates two smaller numbers and extrapolates linearly. The slowest rank
+    may not yet limit the pace of so few, so the result is at least the time that a rank needs.
     """
     few = _few(layout.pp, microbatches)
     first = action_times(layout, few, costs)
@@ -140,32 +140,33 @@ def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:
     if few == microbatches:
         return makespan
     added = (_end(action_times(layout, few + layout.pp, costs)) - makespan) / layout.pp
-    return max(
-        makespan + added * (microbatches - few), _busiest(layout, microbatches, costs, first)
-    )
+    least = _least(layout, costs, first, few, microbatches)
+    return max(makespan + added * (microbatches - few), least)
 
 
 def _end(times: Mapping[Action, tuple[float, float]]) -> float:
     return max(end for _, end in times.values())
 
 
-def _busiest(
-    layout: Layout, microbatches: int, costs: Costs, few: Mapping[Action, tuple[float, float]]
+def _least(
+    layout: Layout,
+    costs: Costs,
+    times: Mapping[Action, tuple[float, float]],
+    few: int,
+    microbatches: int,
 ) -> float:
-    """Return the seconds of a step in which a rank waits only before and after all its actions.
+    """Return a lower bound: the longest time of a rank that never waits between its actions.
 
-    The largest of all ranks: how long they wait then, and what a microbatch adds, is in the times
-    of a few microbatches.
+    `times` of a few microbatches show when ranks start, how long before the end of the step they
+    finish, and how long they are busy per microbatch.
     """
     sent = costs.exposed * costs.transfer
-    count = max(action.microbatch for action in few) + 1
     starts, ends, busy = dict[int, float](), dict[int, float](), dict[int, float]()
-    pipeline = layout.schedule, layout.pp, layout.virtual_stages
-    for one in compute_order(*pipeline, count):
-        start, end = few[one.action]
+    for one in compute_order(layout.schedule, layout.pp, layout.virtual_stages, few):
+        start, end = times[one.action]
         end += sent * one.is_sent
         starts.setdefault(one.rank, start)
         busy[one.rank] = busy.get(one.rank, 0.0) + end - start
         ends[one.rank] = end
-    waits = {rank: starts[rank] + _end(few) - ends[rank] for rank in busy}
-    return max(waits[rank] + busy[rank] / count * microbatches for rank in busy)
+    last = _end(times)
+    return max(starts[rank] + busy[rank] / few * microbatches + last - ends[rank] for rank in busy)

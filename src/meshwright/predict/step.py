@@ -151,7 +151,7 @@ def step_time(
     slowest, pipeline = pace.slowest, _pipeline(setting, kernels, layout, pace, events)
     found = {held: rank_causes(setting, kernels, layout, pace, held) for held in set(pace.held)}
     longest = found[pace.held[slowest]]
-    # Where nothing waits, sums in another order may differ in their last digits.
+    # If the rank never waits, the difference is rounding, of either sign.
     bubble = kernels.idle * max(pipeline - pace.microbatches * pace.whole[slowest], 0.0)
     total = sum(longest.values()) + bubble
     for held, own in found.items():
