@@ -15,10 +15,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
+
+from meshwright.launch.supervise.core_dumps import (
+    allow_core_dump,
+    take_core_dump,
+    write_stacks,
+)
 
 TIMEOUT_S = 300.0
 
@@ -58,6 +65,7 @@ class RankError(AssertionError):
 class _Pool:
     def __init__(self, n: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
+        self.began = time.time()
         store = str(Path(self.folder.name) / "store")
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         self.pipes: list[Connection] = []
@@ -74,6 +82,7 @@ class _Pool:
                         pass_fds=[theirs.fileno()],
                     )
                 )
+            allow_core_dump(self.processes[-1].pid)
             self.pipes.append(ours)
 
     def is_alive(self) -> bool:
@@ -96,9 +105,20 @@ class _Pool:
                 except EOFError:
                     failed, results[rank] = True, "the process died"
                 if failed:
+                    results[rank] += self._cpp_stacks()
                     self.close()
                     raise RankError(f"rank {rank} failed:\n{results[rank]}")
         return [results[rank] for rank in range(len(self.pipes))]
+
+    def _cpp_stacks(self) -> str:
+        """Return the C++ stacks of ranks that crashed: such a crash may not come again."""
+        text = ""
+        for process in self.processes:
+            if process.poll() is not None and process.returncode < 0:
+                core = take_core_dump(process.pid, Path.cwd(), self.began)
+                if core is not None:
+                    text += "\n" + write_stacks(core, Path(self.folder.name) / "stacks")
+        return text
 
     def close(self) -> None:
         for process in self.processes:
@@ -128,8 +148,6 @@ def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
 
     from meshwright.execute.transport.world import World
 
-    # Where a rank dies in C++, all its threads are printed: such a crash may not come again.
-    torch._C._set_print_stack_traces_on_fatal_signal(True)
     faulthandler.enable()
     torch.set_num_threads(1)
     file_store = dist.FileStore(store, n)

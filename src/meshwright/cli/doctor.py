@@ -18,6 +18,7 @@ from meshwright.execute.machine.rendezvous import Rendezvous
 from meshwright.launch.doctor import examine_config, examine_machine
 from meshwright.launch.machines.finding import Finding
 from meshwright.launch.pricing.measured import calibration_in_use
+from meshwright.launch.supervise.core_dumps import crash_stack
 from meshwright.launch.supervise.diagnosis import Diagnosis, diagnose
 from meshwright.spec.loading import Config
 from meshwright.units import format_seconds
@@ -125,6 +126,10 @@ def _print_diagnosis(found: Diagnosis) -> None:
     for one in found.witnesses:
         waits = "" if one.waits_in is None else f", waits in {one.waits_in}"
         say_line(f"rank {one.rank}: {one.process}, last seen: {one.place}{waits}")
+    for rank, file in found.stacks.items():
+        say_line(f"rank {rank} crashed; the C++ stacks of its threads are in {file}:")
+        for frame in crash_stack(file.read_text("utf-8", "replace")):
+            print(f"  {frame}")
     for event in found.slow:
         say_line(f"rank {event['rank']} was slow from step {event['from_step']} to {event['step']}")
     for cost in found.costs:

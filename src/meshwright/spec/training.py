@@ -352,7 +352,8 @@ class LogSpec(Spec):
     """Where metrics go besides `events.jsonl` and the terminal, and which steps are recorded.
 
     `trace` = n records an early step and every n-th into `ledger.json`, 0 none; `trace_memory` also
-    records the memory of an early one.
+    records the memory of an early one. `core_dumps`: whether the C++ stacks of a crashed rank are
+    kept; by default, those of ranks on CPUs.
     """
 
     dir: str = "runs"
@@ -362,3 +363,4 @@ class LogSpec(Spec):
     trackio: str | None = None
     trace: int = Field(default=100, ge=0)
     trace_memory: bool = True
+    core_dumps: bool | Literal["auto"] = "auto"

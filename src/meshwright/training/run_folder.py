@@ -70,6 +70,10 @@ class RunFolder:
         """The output of a rank."""
         return self.path / "logs" / f"rank-{rank}.log"
 
+    def cpp_stacks(self, rank: int) -> Path:
+        """The C++ stacks of all threads of a rank that crashed."""
+        return self.path / "logs" / f"rank-{rank}.stacks"
+
     def flight_recorder(self, rank: int) -> Path:
         """What a rank is doing, as `execute.record.flight_recorder` keeps it."""
         return self.path / "logs" / f"rank-{rank}.recorder"

@@ -18,6 +18,7 @@ from typing import Any, Final
 from meshwright.errors import RankFailed, StoppedOnRequest
 from meshwright.launch.machines.accelerators import check_torch
 from meshwright.launch.ranks.rank_environ import rank_environ
+from meshwright.launch.supervise.core_dumps import crash_stack, write_stacks
 from meshwright.launch.supervise.signals import StopSignals
 from meshwright.launch.supervise.supervisor import (
     LocalRanks,
@@ -145,6 +146,7 @@ class _Proof:
             environ,
             listen_on_loopback(None),
             timing,
+            read_core=_crash_text,
         )
         try:
             with ranks:
@@ -181,6 +183,11 @@ class _Proof:
         layout = case.layout.model_dump(mode="json")
         verdict = Verdict(CLAIM, layout, "every rank ends", text, None, passed=False)
         return Outcome(case, (verdict,), 0.0)
+
+
+def _crash_text(core: Path, file: Path) -> str:
+    """Return the C++ stack of a crash; the folder of a proof, and so the file, does not last."""
+    return "\n".join(["C++ stack of the crash:", *crash_stack(write_stacks(core, file))])
 
 
 def _outcome(case: Case, said: Mapping[str, Any]) -> Outcome:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from meshwright.launch.ranks.rank_environ import rank_environ
+from meshwright.launch.supervise.core_dumps import write_stacks
 from meshwright.launch.supervise.lock import RunLock
 from meshwright.launch.supervise.restart import run_attempts
 from meshwright.launch.supervise.signals import StopSignals
@@ -36,6 +39,10 @@ class LocalRun:
         is_limited = job.machine.device == "cpu" and job.config.cluster.memory is not None
         on_gpus = job.machine.device == "cuda"
         keeps = not is_limited
+        wanted = job.config.log.core_dumps
+        # The dump of a GPU's rank has its host memory, which may be hundreds of GiB.
+        self._dumps_core = not on_gpus if wanted == "auto" else wanted
+        self._readers: list[threading.Thread] = []
         self._environ = rank_environ(environ, threads, keeps_memory=keeps, on_gpus=on_gpus)
 
     def train(self, listener: socket.socket, view: View, signals: StopSignals) -> int:
@@ -74,6 +81,14 @@ class LocalRun:
         finally:
             events.close()
             view.close()
+            for reader in self._readers:
+                reader.join()
+
+    def _read_later(self, core: Path, file: Path) -> str:
+        """Have a thread read a core dump, which takes seconds, while the run goes on."""
+        self._readers.append(threading.Thread(target=write_stacks, args=(core, file)))
+        self._readers[-1].start()
+        return f"The C++ stacks of its threads will be in {file}"
 
     def _traces(self) -> AbstractContextManager[dict[str, str]]:
         """Yield what has ranks on GPUs write what NCCL has done."""
@@ -89,4 +104,5 @@ class LocalRun:
             meet,
             self._timing,
             [lock.descriptor for lock in self._locks],
+            read_core=self._read_later if self._dumps_core else None,
         )

@@ -39,7 +39,8 @@ class Diagnosis:
     """The state of a run.
 
     `state`: "done", "stopped" on request, "running", "silent" (no activity for a while) or
-    "failed". `why` is in words; `failures` are the ranks' exceptions, by rank.
+    "failed". `why` is in words; `failures` are the ranks' exceptions, by rank. `stacks` are the
+    files with the C++ stacks of ranks that crashed, in this attempt or an earlier one.
     """
 
     run: Path
@@ -51,6 +52,7 @@ class Diagnosis:
     costs: tuple[Recovery, ...]
     slow: tuple[Mapping[str, Any], ...]
     good: str
+    stacks: Mapping[int, Path]
 
     @property
     def is_well(self) -> bool:
@@ -66,6 +68,7 @@ class Diagnosis:
                 "place": one.place,
                 "waits_in": None if one.waits_in is None else str(one.waits_in),
                 "failure": self.failures.get(one.rank),
+                "cpp_stacks": None if one.rank not in self.stacks else str(self.stacks[one.rank]),
             }
             for one in self.witnesses
         ]
@@ -104,6 +107,7 @@ def _diagnose(path: Path, job: Job) -> Diagnosis:
         tuple(recoveries(events)),
         tuple(event for event in events if event["event"] == "slow_rank"),
         _good(job),
+        {rank: file for rank in range(world) if (file := folder.cpp_stacks(rank)).is_file()},
     )
 
 

@@ -30,6 +30,7 @@ from meshwright.errors import (
 from meshwright.execute.machine.secret import VARIABLE
 from meshwright.execute.record.flight_recorder_file import forget
 from meshwright.files import is_full, open_own
+from meshwright.launch.supervise.core_dumps import allow_core_dump, take_core_dump
 from meshwright.launch.supervise.explain import (
     TIMED_OUT,
     explain,
@@ -58,6 +59,9 @@ class Timing:
     settle_s: float = 1.0
     trace_s: float = 5.0
 
+
+# Reads a core dump into a file, and returns what to say of it.
+ReadCore = Callable[[Path, Path], str]
 
 # What a failure is, for who says what to do about it; a rank that the system killed for want of
 # memory was "killed", as one that somebody else killed.
@@ -136,11 +140,18 @@ class LocalRanks:
         listener: socket.socket,
         timing: Timing,
         locks: Sequence[int] = (),
+        *,
+        read_core: ReadCore | None = None,
     ) -> None:
-        """Prepare them; `locks` are the open files of the run's locks, for them to hold, too."""
+        """Prepare them; `locks` are the open files of the run's locks, for them to hold, too.
+
+        A rank that crashes leaves a core dump if there is `read_core`, which reads the C++ stacks
+        of its threads into a file beside its log.
+        """
         self._command, self._world, self.folder = list(command), world, folder
         self._environ, self._listener, self._timing = dict(environ), listener, timing
-        self._kept = list(locks)
+        self._kept, self._read_core = list(locks), read_core
+        self._began = time.time()
         # Anyone on this machine reaches loopback; only its own user reads a process's environment.
         self._secret = secrets.token_hex(32)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -154,6 +165,8 @@ class LocalRanks:
             self.folder.failure(rank).unlink(missing_ok=True)
             forget(self.folder.flight_recorder(rank))
             self._processes.append(self._start(rank, read_end))
+            if self._read_core is not None:
+                allow_core_dump(self._processes[-1].pid)
         self._listener.close()
         return self
 
@@ -219,8 +232,18 @@ class LocalRanks:
         found = []
         for rank, code in enumerate(self.codes()):
             if code not in (None, EXIT_DONE, EXIT_STOPPED):
-                found.append(failure_of(self.folder, rank, int(code or 0)))
+                failure = failure_of(self.folder, rank, int(code or 0))
+                found.append(replace(failure, traceback=failure.traceback + self._cpp(rank, code)))
         return sorted(found, key=lambda f: (not f.is_first_hand, f.raised_at))
+
+    def _cpp(self, rank: int, code: int | None) -> str:
+        """Return what to say of the C++ stacks of a crashed rank, or "" if there are none."""
+        if self._read_core is None or code is None or -code not in _CRASHES:
+            return ""
+        core = take_core_dump(self._processes[rank].pid, Path.cwd(), self._began)
+        if core is None:
+            return ""
+        return f"\n{self._read_core(core, self.folder.cpp_stacks(rank))}"
 
     def __exit__(self, *_: object) -> None:
         # Not asked first: whoever had something to report has had time for it, and a save that is
