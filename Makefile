@@ -7,6 +7,7 @@
 #   make everything  all parts that CI takes turns with, in hours
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
 #   make mutants  puts faults into the code that trains; each must be caught: docs/mutants.md
+#   make soak   an hour of proofs under each check of the heap, for crashes that are rare
 #   make docs   the site, into build/site
 #   make gpu    checks and benchmarks on one GPU, in one minute or in ten
 #   make prove  every layout of the support matrix against one device
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: ci everything setup docs gpu gpu-wheels demo test test-all perf faults fault-table mutants prove \
+.PHONY: ci everything setup docs gpu gpu-wheels demo test test-all perf faults fault-table mutants prove soak \
 	check lint types bench clean
 
 demo: $(VENV)/.base
@@ -70,6 +71,9 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+
+soak: $(VENV)/.dev
+	PYTHONPATH=src $(BIN)/python -m benchmarks.soak
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --quiet
