@@ -65,11 +65,14 @@ def test_a_commit_always_has_the_hard_promises():
     for one in commits(3):
         parts = {p.name: p for p in of_commit(one)}
         fixed = {"setup", "lint", "types", "test", "faults", "slow", "random"}
+        fixed |= {"processors", "flakes"}
         fixed |= {f"matrix-{world}" for world in (2, 4, 8, 16)}
         assert all(parts[name].is_required for name in fixed)
         assert sum(name.startswith("extras-") and p.is_required for name, p in parts.items()) == 1
         assert sum(p.minutes for p in parts.values() if p.is_required) <= SOFT
-        assert [name for name, p in parts.items() if p.between] == ["matrix-2", "random"]
+        assert [name for name, p in parts.items() if p.between] == [
+            *("matrix-2", "random", "flakes")
+        ]
         assert "--draw" not in parts["matrix-2"].command
         assert str(seed_of(one, "matrix-8")) in parts["matrix-8"].command
         assert str(seed_of(one, "matrix-2")) in parts["matrix-2"].command
@@ -82,7 +85,7 @@ def test_everything_has_no_draw_and_no_turn():
         assert one.is_required
         assert "--share" not in one.command
         assert "--minutes" not in one.command
-        assert ("--draw" not in one.command) or name == "random"
+        assert ("--draw" not in one.command) or name in ("random", "flakes")
     assert set(parts) >= {p.name for one in commits(4) for p in of_commit(one)}
 
 
