@@ -11,6 +11,7 @@ import yaml
 from ci.__main__ import SOFT
 from ci.extras import CONSTRAINTS, EXTRAS
 from ci.parts import DRAWN, SLOW_SHARES, everything, of_commit
+from ci.rooms import ROOMS, rooms_of
 from ci.turns import head, order_of, seed_of
 
 from meshwright.cli import main
@@ -188,6 +189,41 @@ def test_shares_are_apart_and_make_the_whole(says):
         found += re.findall(r"^PASSED .*::test_(\w)", said, re.MULTILINE)
     assert sorted(found) == list("abcdefg")
     assert says(text, "--share", "4/3")[0] == 4
+
+
+# --- the tests of one room ---------------------------------------------------------------------
+
+
+def test_a_test_belongs_to_the_room_that_it_imports_most_of():
+    text = """
+import pytest
+import meshwright
+from meshwright.errors import ConfigError
+from meshwright.predict.price import brief, price
+from meshwright.spec.loading import load_config
+"""
+    assert rooms_of(text) == {"predict"}
+    assert rooms_of(text + "import meshwright.spec.resolve\n") == {"predict", "spec"}
+    assert rooms_of("from meshwright import units") == set()
+    assert rooms_of("import meshwright.predict.price as spec") == {"predict"}
+
+
+def test_a_room_has_its_tests_alone(says, pytester):
+    (pytester.path / "test_prices.py").write_text(
+        "from meshwright.predict.price import price\ndef test_one(): pass\n"
+    )
+    text = "def test_other(): pass\n"
+    assert says(text)[1] == {"passed": 2}
+    code, found, said = says(text, "--room", "predict")
+    assert (code, found) == (0, {"passed": 1})
+    assert "test_prices.py::test_one" in said
+    assert says(text, "--room", "predictions")[0] == 4
+
+
+def test_every_room_of_code_has_tests():
+    files = (ROOT / "tests").glob("test_*.py")
+    tested = set().union(*(rooms_of(file.read_text()) for file in files))
+    assert tested == set(ROOMS)
 
 
 # --- the groups of extras ---------------------------------------------------------------------
