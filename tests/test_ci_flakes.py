@@ -1,7 +1,10 @@
 """Tests that fail now and then: one failure of many runs is a failure, beside busy processes."""
 
 import os
+import shutil
+import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -69,3 +72,51 @@ def test_busy_processes_end_with_the_work():
 
 def test_it_uses_this_python():
     assert flakes.PYTEST[0] == sys.executable
+
+
+FAILING = """
+import torch
+from hypothesis import given, strategies as st
+
+def test_drawn():
+    assert torch.rand(()).item() < 0, "drew %s" % torch.initial_seed()
+
+@given(st.integers())
+def test_example(n):
+    assert n < 1000
+"""
+
+
+def test_a_failing_test_shows_its_seed_and_command(tmp_path):
+    """With the fixtures and hooks of this project's conftest; nothing is run a second time."""
+    folder = tmp_path / "tests"
+    shutil.copytree(ROOT / "tests", folder, ignore=lambda _, names: leave_tests_out(names))
+    (folder / "test_failing.py").write_text(FAILING)
+    words = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=3", "--hypothesis-profile=drawn"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "tests/test_failing.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout
+    seed = zlib.crc32(b"tests/test_failing.py::test_drawn")
+    assert f"drew {seed}" in said
+    assert f"seed of random, numpy and torch: {seed}" in said
+    command = "pytest tests/test_failing.py::test_drawn -m ''"
+    assert f"{command} --hypothesis-profile drawn --hypothesis-seed 3" in said
+    assert "n=1000," in said
+    assert "@reproduce_failure(" in said
+    assert "2 failed in" in said
+
+
+def leave_tests_out(names):
+    return [one for one in names if one.startswith(("test_", "__pycache__"))]
+
+
+def test_no_plugin_runs_failed_tests_again(pytestconfig):
+    manager = pytestconfig.pluginmanager
+    assert not {"rerunfailures", "flaky", "retry"} & {
+        name for name, _ in manager.list_name_plugin()
+    }
