@@ -5,7 +5,7 @@
 #   make perf   the tests that measure seconds, for an idle machine
 #   make faults ranks killed, stopped and cut off in every way
 #   make ci     what a change must pass, in 45 minutes
-#   make everything  all parts that CI takes turns with, in hours
+#   make everything  all parts that CI takes turns with, in hours; PARTS="--only lint" chooses some
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
 #   make mutants  puts faults into the code that trains; each must be caught: docs/mutants.md
 #   make docs   the site, into build/site
@@ -60,7 +60,7 @@ ci:
 	$(PYTHON) -m ci
 
 everything:
-	$(PYTHON) -m ci --everything
+	$(PYTHON) -m ci --everything $(PARTS)
 
 setup: $(VENV)/.dev
 	$(PYTHON) -m ci.debian

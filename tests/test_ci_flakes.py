@@ -34,6 +34,7 @@ def project(tmp_path, monkeypatch):
     (folder / "test_some.py").write_text(SOME.format(counter=str(tmp_path / "counter")))
     monkeypatch.setattr(flakes, "ROOT", folder.parent)
     monkeypatch.setattr(flakes, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(flakes, "BUSY", 0)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     return folder
 
@@ -44,7 +45,6 @@ def test_a_test_that_fails_once_is_found(project, capfd):
     assert "failed: tests/test_some.py::test_third_time" in lines
     assert lines[-1] == "2 of 3 tests passed 3 times"
     assert CLOSING.findall(lines[-1]) == [("2", "3")]
-    assert flakes.main(["--seed", "1", "--times", "2", "--draw", "3"]) == 0
 
 
 def test_without_time_fewer_are_run_and_counted(project, monkeypatch, capfd):

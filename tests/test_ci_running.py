@@ -180,6 +180,8 @@ def test_the_closing_line_is_one_that_is_read():
 def test_unknown_parts_are_refused():
     parts = of_commit("0" * 40)
     assert [p.name for p in chosen(parts, ["lint"])] == ["lint"]
+    assert [p.name for p in chosen(parts, ["lint", "types"], ["lint"])] == ["types"]
+    assert len(chosen(parts, [], ["lint"])) == len(parts) - 1
     with pytest.raises(SystemExit, match="no part is called lnt; there are: setup, lint"):
         chosen(parts, ["lnt"])
 
