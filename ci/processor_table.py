@@ -14,7 +14,7 @@ _ONEDNN_SAYS: Final = {
     "SSE41": "SSE4.1",
     "AVX2": "AVX2",
     "AVX512_CORE": "AVX512DQ extensions",
-    "AVX512_CORE_BF16": "Deep Learning Boost and bfloat16",
+    "AVX512_CORE_BF16": "DL Boost and bfloat16",
     "AVX10_1_512_AMX": "AMX",
 }
 _MKL_SAYS: Final = {

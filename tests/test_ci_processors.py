@@ -163,13 +163,17 @@ def test_the_table_of_runs_and_its_closing_line():
     assert lines[-1] == "13 of 14 tests passed"
 
 
+CPUINFO = Path("/proc/cpuinfo")
+HERE = CPUINFO.read_text() if CPUINFO.is_file() else ""
+
+
 @pytest.mark.slow
 @pytest.mark.execs
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts need root and unshare"
 )
-@pytest.mark.parametrize("name", ["intel-sse", "unknown"])  # every x86 has what these need
-def test_tests_and_ranks_run_on_the_emulated_processor(name, tmp_path):
+@pytest.mark.parametrize("name", [one.name for one in TABLE.values() if not one.lacking(HERE)])
+def test_tests_and_ranks_run_on_the_emulated_processor(name):
     words = ["--python", sys.executable, "--", "tests/test_units.py", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "ci.processors", name, *words],
@@ -181,5 +185,6 @@ def test_tests_and_ranks_run_on_the_emulated_processor(name, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     emulated = TABLE[name]
     assert f"vendor {emulated.vendor}, family {emulated.family}" in done.stdout
+    assert f"cores {emulated.cores}, " in done.stdout
     assert f"aten {emulated.aten.upper()}" in done.stdout
     assert f"{name}  " in done.stdout
