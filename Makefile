@@ -1,10 +1,11 @@
 # Everything sets up its own virtual environment; nothing needs to be installed by hand.
 #   make demo   train a small Llama on real text with two ranks, then let it write
 #   make test   the tests
+#   make check  linters, types and tests; with ROOM=predict the tests of one package, in a minute
 #   make perf   the tests that measure seconds, for an idle machine
 #   make faults ranks killed, stopped and cut off in every way
 #   make ci     what a change must pass, in 45 minutes
-#   make everything  all parts that CI takes turns with, in hours
+#   make everything  all parts that CI takes turns with, in hours; PARTS="--only lint" chooses some
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
 #   make mutants  puts faults into the code that trains; each must be caught: docs/mutants.md
 #   make soak   an hour of proofs under each check of the heap, for crashes that are rare
@@ -18,6 +19,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH_INDEX ?=
+# A package of src/meshwright, to which `make check` and `make test` then restrict themselves.
+ROOM ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
@@ -31,7 +34,7 @@ demo: $(VENV)/.base
 
 # Each worker and process would compile all files again where an environment keeps no bytecode.
 test: $(VENV)/.dev
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto $(if $(ROOM),-p ci.plugin --room $(ROOM))
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not perf"
@@ -58,7 +61,7 @@ ci:
 	$(PYTHON) -m ci
 
 everything:
-	$(PYTHON) -m ci --everything
+	$(PYTHON) -m ci --everything $(PARTS)
 
 setup: $(VENV)/.dev
 	$(PYTHON) -m ci.debian
@@ -70,7 +73,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests benchmarks examples ci
 
 types: $(VENV)/.dev
-	$(BIN)/mypy
+	$(BIN)/mypy $(if $(ROOM),--package meshwright.$(ROOM))
 
 soak: $(VENV)/.dev
 	PYTHONPATH=src $(BIN)/python -m benchmarks.soak

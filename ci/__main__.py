@@ -32,10 +32,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--everything", action="store_true", help="all parts, whole")
     parser.add_argument("--commit", metavar="HASH", help="whose turns and draws (default: HEAD)")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
+    parser.add_argument("--without", nargs="+", default=[], metavar="PART", help="all but these")
     parser.add_argument("--list", action="store_true", help="print the parts, run nothing")
     args = parser.parse_args(arguments)
     commit = args.commit or head(ROOT)
-    parts = chosen(everything(commit) if args.everything else of_commit(commit), args.only)
+    every = everything(commit) if args.everything else of_commit(commit)
+    parts = chosen(every, args.only, args.without)
     print(f"commit {commit}: {len(parts)} parts, some {sum(p.minutes for p in parts):.0f} minutes")
     for part in parts:
         need = "" if part.is_required else "  while there is time"
@@ -51,12 +53,15 @@ def main(arguments: Sequence[str]) -> int:
     return int(not all(one.is_good for one in results))
 
 
-def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the parts with these names, or all. Raises `SystemExit` for an unknown name."""
+def chosen(parts: Sequence[Part], only: Sequence[str], without: Sequence[str] = ()) -> list[Part]:
+    """Return the parts with these names, or all, but for some.
+
+    Raises `SystemExit` for an unknown name.
+    """
     known = [part.name for part in parts]
-    if unknown := sorted(set(names) - set(known)):
+    if unknown := sorted({*only, *without} - set(known)):
         raise SystemExit(f"no part is called {', '.join(unknown)}; there are: {', '.join(known)}")
-    return [part for part in parts if not names or part.name in names]
+    return [part for part in parts if (not only or part.name in only) and part.name not in without]
 
 
 if __name__ == "__main__":

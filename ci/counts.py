@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-# The closing lines of `meshwright prove` and `make mutants`: passed, of so many.
-CLOSING = re.compile(r"^(\d+) of (\d+) (?:layouts passed|mutants were caught)", re.MULTILINE)
+# The closing lines of `meshwright prove`, `make mutants` and `ci.processors`: passed, of so many.
+CLOSING = re.compile(
+    r"^(\d+) of (\d+) (?:layouts passed|mutants were caught|tests passed)", re.MULTILINE
+)
 
 
 class Counts(NamedTuple):

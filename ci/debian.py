@@ -17,7 +17,13 @@ class Package(NamedTuple):
 
 
 # Namespaces for two hosts on one machine, and what torch's compiler calls.
-BASE: Final = (Package("iproute2", "ip"), Package("g++", "g++"), Package("util-linux", "unshare"))
+BASE: Final = (
+    Package("iproute2", "ip"),
+    Package("g++", "g++"),
+    # What emulates processors.
+    Package("util-linux", "unshare"),
+    Package("mount", "mount"),
+)
 SYSTEM_FOLDERS: Final = "/usr/local/sbin:/usr/sbin:/sbin"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ci.extras import EXTRAS
+from ci.processor_table import TABLE
 from ci.turns import order_of, seed_of
 
 # A part is ended after so many times its minutes: other machines are slower, and some are busy.
@@ -24,6 +25,11 @@ _DRAWN_MINUTES: Final = {4: (1, 2), 8: (2, 3), 16: (1, 2)}
 # commits prove others.
 _SHARED_MINUTES: Final = (2.0, 8.0)
 DRAWN_MUTANTS: Final = 6
+# On the processor whose turn it is, a commit runs one of so many shares of what `make test` runs.
+PROCESSOR_SHARES: Final = 20
+# Tests that are drawn to find those that fail now and then, and minutes for the draw.
+FLAKES_DRAWN: Final = 200
+_FLAKES_MINUTES: Final = (1.5, 4.0)
 # What the extras groups test, and so no other part of the slow tests and those of faults.
 OF_EXTRAS: Final = tuple(test for one in EXTRAS.values() for test in one.tests)
 # What tests may skip: no machine of CI has a GPU, and not all have the shared files.
@@ -31,6 +37,7 @@ MAY_SKIP: Final = ("needs a GPU", "the shared", "the published", "no golden fold
 MAYBE: Final = tuple(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))
 _SLOW: Final = ("slow and not perf", "-n", "2", *(f"--may-skip={one}" for one in MAY_SKIP))
 PYTHON: Final = ".venv/bin/python"
+_PROCESSORS: Final = (PYTHON, "-m", "ci.processors")
 MESHWRIGHT: Final = ".venv/bin/meshwright"
 MUTANTS: Final = (PYTHON, "-m", "benchmarks.mutants")
 REPORT: Final = ("--junitxml", "{junit}")
@@ -91,9 +98,11 @@ def of_commit(commit: str) -> list[Part]:
         _test(commit),
         *(_drawn(world, number, commit) for world, number in DRAWN.items()),
         _share(commit),
+        _processor(commit),
         _extra(first, f"one of {len(EXTRAS)} groups"),
         _table_of_two(commit),
         _random_for_minutes(commit),
+        _flakes_for_minutes(commit),
         _mutants(commit),
         _extra(second, f"another of {len(EXTRAS)}", is_required=False),
     ]
@@ -114,6 +123,8 @@ def everything(commit: str) -> list[Part]:
         ),
         _random(commit),
         Part("mutants", MUTANTS, 60),
+        Part("processors", (*_PROCESSORS, "--all"), 90),
+        _flakes(commit),
         # A machine that CI lends is not idle enough to be held to seconds for each change.
         Part("perf", tests("-m", "perf", *MAYBE), 4),
     ]
@@ -130,7 +141,7 @@ def _table_of_two(commit: str) -> Part:
     seed = seed_of(commit, "matrix-2")
     words = ("prove", "--matrix", "--world", "2", "--seed", str(seed))
     command = (MESHWRIGHT, *words, "--minutes", "{minutes}")
-    return Part("matrix-2", command, 6, between=_SHARED_MINUTES, why=f"seed {seed}")
+    return Part("matrix-2", command, 4, between=_SHARED_MINUTES, why=f"seed {seed}")
 
 
 def _drawn(world: int, number: int, commit: str) -> Part:
@@ -150,7 +161,29 @@ def _random(commit: str) -> Part:
 def _random_for_minutes(commit: str) -> Part:
     whole = _random(commit)
     command = (*whole.command, "--minutes", "{minutes}")
-    return replace(whole, command=command, minutes=7, between=_SHARED_MINUTES)
+    return replace(whole, command=command, minutes=5, between=_SHARED_MINUTES)
+
+
+def _processor(commit: str) -> Part:
+    """The first that the machine can emulate of all processors, in the order of their turns."""
+    order = order_of(commit, "processors", tuple(TABLE))
+    share = order_of(commit, "processor-share", range(1, PROCESSOR_SHARES + 1))[0]
+    command = (*_PROCESSORS, *order, "--first", "--share", f"{share}/{PROCESSOR_SHARES}")
+    why = f"{order[0]}, share {share} of {PROCESSOR_SHARES}"
+    return Part("processors", command, 2, why=why)
+
+
+def _flakes(commit: str) -> Part:
+    seed = seed_of(commit, "flakes")
+    words = ("--draw", str(FLAKES_DRAWN), "--seed", str(seed))
+    why = f"{FLAKES_DRAWN} tests, seed {seed}"
+    return Part("flakes", (PYTHON, "-m", "ci.flakes", *words), 15, why=why)
+
+
+def _flakes_for_minutes(commit: str) -> Part:
+    whole = _flakes(commit)
+    command = (*whole.command, "--minutes", "{minutes}")
+    return replace(whole, command=command, minutes=2, between=_FLAKES_MINUTES)
 
 
 def _share(commit: str) -> Part:

@@ -190,14 +190,19 @@ def table(results: Sequence[Result]) -> str:
     rows = [["part", "outcome", "seconds", "passed", "failed", "skipped"]]
     for one in results:
         rows.append([one.part.name, one.outcome, f"{one.seconds:.0f}", *map(str, one.counts)])
+    passed, failed, skipped = map(sum, zip(*(one.counts for one in results), strict=True))
+    closing = f"{passed} passed, {failed} failed, {skipped} skipped"
+    return f"{columns(rows)}\n\n{closing}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as lines: two columns of words, then numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    lines = (
         "  ".join(
             cell.ljust(width) if place < 2 else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
-    ]
-    passed, failed, skipped = map(sum, zip(*(one.counts for one in results), strict=True))
-    closing = f"{passed} passed, {failed} failed, {skipped} skipped"
-    return "\n".join([*lines, "", closing])
+    )
+    return "\n".join(lines)

@@ -1,11 +1,15 @@
 """Fixtures that whole-run tests share, and the marks of the fault cases in the report."""
 
 import os
+import random
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import zlib
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -25,7 +29,9 @@ pytest.register_assert_rewrite("faulty")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # How long an example takes says how busy the machine is. `make test` takes the same few
 # examples on each run; CI draws more, others for each commit, by the seed that it prints.
-settings.register_profile("drawn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "drawn", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
 settings.register_profile("same", settings.get_profile("drawn"), derandomize=True, max_examples=30)
 settings.load_profile("same")
 
@@ -65,6 +71,23 @@ def one_thread():
     """Workers that share the cores compute with one thread each: waiting threads spin."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_seed(request):
+    """What a test draws follows from its name, not from the tests before it.
+
+    Ranks take the seed on from here: see `ranks.on_ranks`.
+    """
+    seed = seed_of(request.node.nodeid)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def seed_of(nodeid):
+    """Return the seed of a test's draws."""
+    return zlib.crc32(nodeid.encode())
 
 
 @pytest.fixture(scope="session")
@@ -191,10 +214,22 @@ def pytest_collection_modifyitems(items):
             item.user_properties.append(("cases", " ".join(map(str, numbers))))
 
 
+def command_of(item):
+    """Return the command that runs a test alone, with the same draws."""
+    config, words = item.config, ["-m", ""]
+    for option in ("--hypothesis-profile", "--hypothesis-seed"):
+        if (value := config.getoption(option, None)) is not None:
+            words += [option, str(value)]
+    return shlex.join([".venv/bin/python", "-m", "pytest", item.nodeid, *words])
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     """A test of a fault case that takes nothing down has not shown what it is for."""
     report = (yield).get_result()
+    if report.failed:
+        seed = f"seed of random, numpy and torch: {seed_of(item.nodeid)}, from the test's name"
+        report.sections.append(("to run this test alone", f"{command_of(item)}\n{seed}"))
     has_outcome = any(name == "outcome" for name, _ in item.user_properties)
     if call.when == "call" and report.passed and cases_of(item) and not has_outcome:
         report.outcome, report.longrepr = "failed", "no outcome was recorded"

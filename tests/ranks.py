@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from meshwright.launch.supervise.core_dumps import (
     allow_core_dump,
     take_core_dump,
@@ -90,7 +92,7 @@ class _Pool:
 
     def run(self, module: str, name: str, arguments: dict[str, Any]) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((module, name, arguments))
+            pipe.send((module, name, arguments, torch.initial_seed()))
         results: dict[int, Any] = {}
         waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
         while waiting:
@@ -143,7 +145,6 @@ def close_pools() -> None:
 
 def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import torch
     import torch.distributed as dist
 
     from meshwright.execute.transport.world import World
@@ -155,10 +156,11 @@ def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
     world = World(rank, n, torch.device("cpu"), file_store)
     while True:
         try:
-            module, name, arguments = pipe.recv()
+            module, name, arguments, seed = pipe.recv()
         except EOFError:
             return
         try:
+            torch.manual_seed(seed)  # of the test, the same on all ranks
             found = getattr(importlib.import_module(module), name)
             result = getattr(found, "body", found)(world, **arguments)
             pipe.send((False, result))

@@ -64,31 +64,37 @@ def test_it_is_exact_in_fp32_however_it_is_cut(shape, scores):
     assert all(torch.equal(x, y) for x, y in zip(leaves, before, strict=True))
 
 
+def roundings(found, expected, dtype, scores=1.0):
+    """The largest error of the results in roundings of a dtype, of scores of this size.
+
+    How many there are does not depend on the processor, unlike the error of another kernel.
+    """
+    each = torch.finfo(dtype).eps / 2 * scores
+    return max(error(one, other) for one, other in zip(found, expected, strict=True)) / each
+
+
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[3] > 1])
-def test_in_bf16_it_errs_no_more_than_the_kernel(shape):
+def test_in_bf16_it_errs_by_two_roundings_at_most(shape):
+    """PyTorch's own kernel by up to 1.7."""
     leaves, grad = inputs(shape, torch.bfloat16)
     expected, _ = exact(leaves, grad)
-    theirs = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-    ours, _ = blockwise.attention(*leaves)
-    for name, out in {"ours": ours, "theirs": theirs}.items():
-        found = (out, *torch.autograd.grad(out, leaves, grad))
-        errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
-        if name == "ours":
-            mine = errors
-    assert all(a < 1.5 * b for a, b in zip(mine, errors, strict=True)), (mine, errors)
+    out, _ = blockwise.attention(*leaves)
+    found = (out, *torch.autograd.grad(out, leaves, grad))
+    assert roundings(found, expected, torch.bfloat16) < 2
 
 
 def test_large_scores_neither_overflow_nor_vanish():
+    """A score's own rounding is the error of its exponential."""
     leaves, grad = inputs((1, 2, 2, 70, 8), torch.float32)
     large = [(50 * x.detach()).requires_grad_() for x in leaves]
     expected, sums = exact(large, grad)
-    theirs = F.scaled_dot_product_attention(*large, is_causal=True)
-    ours, lse = blockwise.attention(*large)
+    largest = (large[0] @ large[1].mT).abs().max().item() / 8**0.5
+    assert largest > 10_000
+    out, lse = blockwise.attention(*large)
     assert torch.allclose(lse.double(), sums, rtol=1e-5)
-    both = [(out, *torch.autograd.grad(out, large, grad)) for out in (ours, theirs)]
-    for one, other, right in zip(*both, expected, strict=True):
-        assert one.isfinite().all()
-        assert error(one, right) < 3 * error(other, right)
+    found = (out, *torch.autograd.grad(out, large, grad))
+    assert all(one.isfinite().all() for one in found)
+    assert roundings(found, expected, torch.float32, largest) < 2
 
 
 def test_the_operators_keep_torchs_rules():

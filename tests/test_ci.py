@@ -11,6 +11,7 @@ import yaml
 from ci.__main__ import SOFT
 from ci.extras import CONSTRAINTS, EXTRAS
 from ci.parts import DRAWN, SLOW_SHARES, everything, of_commit
+from ci.rooms import ROOMS, rooms_of
 from ci.turns import head, order_of, seed_of
 
 from meshwright.cli import main
@@ -65,11 +66,14 @@ def test_a_commit_always_has_the_hard_promises():
     for one in commits(3):
         parts = {p.name: p for p in of_commit(one)}
         fixed = {"setup", "lint", "types", "test", "faults", "slow", "random"}
+        fixed |= {"processors", "flakes"}
         fixed |= {f"matrix-{world}" for world in (2, 4, 8, 16)}
         assert all(parts[name].is_required for name in fixed)
         assert sum(name.startswith("extras-") and p.is_required for name, p in parts.items()) == 1
         assert sum(p.minutes for p in parts.values() if p.is_required) <= SOFT
-        assert [name for name, p in parts.items() if p.between] == ["matrix-2", "random"]
+        assert [name for name, p in parts.items() if p.between] == [
+            *("matrix-2", "random", "flakes")
+        ]
         assert "--draw" not in parts["matrix-2"].command
         assert str(seed_of(one, "matrix-8")) in parts["matrix-8"].command
         assert str(seed_of(one, "matrix-2")) in parts["matrix-2"].command
@@ -82,7 +86,7 @@ def test_everything_has_no_draw_and_no_turn():
         assert one.is_required
         assert "--share" not in one.command
         assert "--minutes" not in one.command
-        assert ("--draw" not in one.command) or name == "random"
+        assert ("--draw" not in one.command) or name in ("random", "flakes")
     assert set(parts) >= {p.name for one in commits(4) for p in of_commit(one)}
 
 
@@ -187,6 +191,41 @@ def test_shares_are_apart_and_make_the_whole(says):
     assert says(text, "--share", "4/3")[0] == 4
 
 
+# --- the tests of one room ---------------------------------------------------------------------
+
+
+def test_a_test_belongs_to_the_room_that_it_imports_most_of():
+    text = """
+import pytest
+import meshwright
+from meshwright.errors import ConfigError
+from meshwright.predict.price import brief, price
+from meshwright.spec.loading import load_config
+"""
+    assert rooms_of(text) == {"predict"}
+    assert rooms_of(text + "import meshwright.spec.resolve\n") == {"predict", "spec"}
+    assert rooms_of("from meshwright import units") == set()
+    assert rooms_of("import meshwright.predict.price as spec") == {"predict"}
+
+
+def test_a_room_has_its_tests_alone(says, pytester):
+    (pytester.path / "test_prices.py").write_text(
+        "from meshwright.predict.price import price\ndef test_one(): pass\n"
+    )
+    text = "def test_other(): pass\n"
+    assert says(text)[1] == {"passed": 2}
+    code, found, said = says(text, "--room", "predict")
+    assert (code, found) == (0, {"passed": 1})
+    assert "test_prices.py::test_one" in said
+    assert says(text, "--room", "predictions")[0] == 4
+
+
+def test_every_room_of_code_has_tests():
+    files = (ROOT / "tests").glob("test_*.py")
+    tested = set().union(*(rooms_of(file.read_text()) for file in files))
+    assert tested == set(ROOMS)
+
+
 # --- the groups of extras ---------------------------------------------------------------------
 
 
@@ -234,5 +273,13 @@ def test_the_workflow_runs_the_same_scripts():
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     run = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
     assert "bash .ci/run" in run["commit"]
-    assert "make everything" in run["nightly"]
+    # The night's parts are distributed over two jobs, since one may take six hours.
+    left, taken = (
+        words.partition('PARTS="')[2].rstrip('"').split()
+        for job in ("nightly", "processors")
+        for words in run[job]
+        if words and words.startswith("make everything")
+    )
+    assert (left[0], taken[0]) == ("--without", "--only")
+    assert set(left[1:]) == set(taken[1:]) - {"setup"}
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make ci"

@@ -152,6 +152,7 @@ REPORT = '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/>
         (-1, "<testsuites><test", "", Counts(0, 1, 0)),
         (0, "", "39 of 40 layouts passed, 1 FAILED, in 3 s", Counts(39, 1, 0)),
         (0, "", "x\n5 of 6 mutants were caught\n", Counts(5, 1, 0)),
+        (0, "", "39 of 39 tests passed 5 times; 2 were\n", Counts(39, 0, 0)),
         (2, "", "6 of 6 mutants were caught\n", Counts(6, 1, 0)),
         (0, "", "all fine", Counts(1, 0, 0)),
         (2, "", "no", Counts(0, 1, 0)),
@@ -179,6 +180,8 @@ def test_the_closing_line_is_one_that_is_read():
 def test_unknown_parts_are_refused():
     parts = of_commit("0" * 40)
     assert [p.name for p in chosen(parts, ["lint"])] == ["lint"]
+    assert [p.name for p in chosen(parts, ["lint", "types"], ["lint"])] == ["types"]
+    assert len(chosen(parts, [], ["lint"])) == len(parts) - 1
     with pytest.raises(SystemExit, match="no part is called lnt; there are: setup, lint"):
         chosen(parts, ["lnt"])
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from conformance_cases import CASES, labelled
 from meshwright.execute.build import build, seeded
 from meshwright.execute.data_parallel.gradients import local_shard
+from meshwright.execute.transport.gloo_threads import wait_for_gloo_threads
 from meshwright.execute.transport.groups import open_groups
 from meshwright.program.operations import operations
 from meshwright.prove.batches import make_batch
@@ -91,6 +92,7 @@ def kept(world, case):
             zeros = torch.zeros_like(out)
             del out
         gc.collect()
+        assert wait_for_gloo_threads()
         weights = {
             local_shard(p.detach()).untyped_storage()._cdata
             for p in parallel.modules[stage.index].parameters()

@@ -142,8 +142,7 @@ def unsummed_down(parallel: Parallel) -> None:
 FAULTS = {
     "a part of each width": (unsummed, "tp2 mb4", APART, "experts.up.lora_a"),
     "a part of each output": (unsummed_down, "tp2 sp mb4", JOINT, "experts.down.lora_b"),
-    # Both factors are wrong by all of their gradient: which one comes first is rounding.
-    "other experts": (summed_over_other_experts, "dp2 ep2 mb2", JOINT, "experts.down.lora_"),
+    "other experts": (summed_over_other_experts, "dp2 ep2 mb2", JOINT, "experts.down.lora_b"),
 }
 
 

@@ -321,6 +321,28 @@ def test_the_updates_tell_a_fault_that_gradients_do_not():
     assert not passed["updates of 3 AdamW steps"]
 
 
+def two_gradients(parallel):
+    """Two gradients are wrong, the one that comes to be later by more."""
+    backward = parallel.backward
+
+    def scaled(batch, loss_scale=1.0):
+        loss = backward(batch, loss_scale)
+        find(parallel, "layers.0.mlp.up.weight").gradient.mul_(9.0)
+        find(parallel, "layers.2.mlp.up.weight").gradient.mul_(1.5)
+        return loss
+
+    parallel.backward = scaled
+
+
+def test_of_several_wrong_tensors_the_first_is_named_not_the_worst():
+    """Which one is worst is rounding where they are equally wrong: processors would differ."""
+    verdicts = on_ranks(2, check_with, label="tp2 mb2", fault=two_gradients, precision="fp32")[0]
+    (gradients,) = [one for one in verdicts if one.claim == "gradients"]
+    assert gradients.observed == pytest.approx(8.0, rel=1e-3)
+    assert gradients.first_divergence.tensor == "layers.2.mlp.up.weight"
+    assert gradients.first_divergence.error == pytest.approx(0.5, rel=1e-3)
+
+
 def places(world, label, fault):
     case = make_case(label)
     verdicts = prove_parity(case, open_groups(case.layout, world), world, fault=fault)

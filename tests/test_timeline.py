@@ -68,8 +68,7 @@ def both_ways(cases):
             ("pp2 1f1b mb1 recompute-selective", "fp32", 0.01),
             # What waits with the MLP's last product is the stream's own gradient: counted twice.
             ("pp2 zbv v2 mb2", "fp32", 0.015),
-            # What oneDNN takes for products of half precision depends on the processor. On a busy
-            # machine a thread of gloo may still be the last to let go of a message.
+            # What oneDNN takes for products of half precision depends on the processor.
             ("dp2 mb2", "bf16", 0.08),
             ("shard2 zero1 mb2", "fp32", 0.03),
             ("shard2 zero1 mb2", "bf16", 0.08),

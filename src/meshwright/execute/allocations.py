@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,14 +34,13 @@ from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.observe.measured import MeasuredMoment
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.record.tape import Tape
+from meshwright.execute.transport.gloo_threads import wait_for_gloo_threads
 
 # How the profile names the operations in which a collective's memory is used.
 COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "gloo:")
 TURN: Final = "turn "
 HOST: Final = "host"
 REST: Final = "rest"
-# Seconds in which a thread of gloo that has finished a message lets go of its tensors.
-_RELEASED_S: Final = 3e-4
 
 
 @dataclass
@@ -164,7 +162,7 @@ def lasting(
 class LabellingTape(Tape):
     """A tape that also labels the beginning of each turn in the profile.
 
-    After each message it gives gloo's threads time to release the message's tensors: if one of them
+    After each message it waits until gloo's threads have released its tensors: if one of them
     is the last to do so, the profiler misses that the memory is free.
     """
 
@@ -177,7 +175,7 @@ class LabellingTape(Tape):
     def end(self, *entries: int) -> None:
         """Record that the rank no longer waits for some messages."""
         super().end(*entries)
-        time.sleep(_RELEASED_S)
+        wait_for_gloo_threads()
 
     def stop(self) -> None:
         """Record the end of the step."""

@@ -136,19 +136,51 @@ class Expected(NamedTuple):
         return (distance if distance == distance else math.inf) / over, bound / over
 
 
+class Compared(NamedTuple):
+    """All tensors of a model against exact ones: the worst, and the first that is beyond its bound.
+
+    The worst one says how good the whole is. Which one it is, is rounding where several are equally
+    wrong, so a failure is told by the first in the order of computation: None if all are good.
+    """
+
+    worst: Difference
+    first: Difference | None
+
+
 def compare(
     parallel: Parallel,
     tensor_of: Callable[[HeldParameter], Tensor | None],
     expected: Expected,
     world: World,
-) -> Difference:
-    """Return the worst tensor of all stages, gathered whole; the same on every rank."""
-    worst = Difference(0.0, 1.0, "", world.rank, 0)
+    order: Sequence[str],
+) -> Compared:
+    """Return how the tensors of all stages, gathered whole, compare; the same on every rank.
+
+    `order` has the names in the order in which a step computes them.
+    """
+    worst, wrong = Difference(0.0, 1.0, "", world.rank, 0), list[Difference]()
     for held, whole in on_stages(parallel, tensor_of):
         pair = expected.difference(held.name, whole)
-        worst = worse(worst, Difference(*pair, held.name, world.rank, held.stage))
-    found = everyones(worst, world)
-    return max(found, key=lambda one: one.share)
+        difference = Difference(*pair, held.name, world.rank, held.stage)
+        worst = worse(worst, difference)
+        if not difference.share <= 1:
+            wrong.append(difference)
+    by_rank = everyones(worst, world)
+    return Compared(max(by_rank, key=lambda one: one.share), first_of(wrong, order, world))
+
+
+def first_of(wrong: Sequence[Difference], order: Sequence[str], world: World) -> Difference | None:
+    """Return the first of all ranks' wrong tensors in an order, on the first rank that has it.
+
+    None if there is none; a collective, the same on every rank.
+    """
+    places = {name: place for place, name in enumerate(order)}
+
+    def place(one: Difference) -> tuple[int, int]:
+        return places[one.tensor], one.rank
+
+    first = min(wrong, key=place, default=None)
+    return min((one for one in everyones(first, world) if one), key=place, default=None)
 
 
 def worse(a: Difference, b: Difference) -> Difference:

@@ -8,7 +8,7 @@ last layer. If the first step agrees, it compares the updates of each step, and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -39,6 +39,7 @@ from meshwright.prove.compare import (
     Fault,
     build_small,
     everyones,
+    first_of,
     mine,
     program_of,
 )
@@ -108,7 +109,7 @@ def _wrong_weight(search: _Search) -> Divergence | None:
         error = (found - part).abs().sum().item() / max(part.abs().sum().item(), 1e-30)
         if error != 0:
             wrong.append(Difference(error, 0.0, held.name, search.world.rank, held.stage))
-    first = _first(wrong, list(search.program.shardings), search.world)
+    first = first_of(wrong, list(search.program.shardings), search.world)
     if first is None:
         return None
     return Divergence(first.tensor, first.rank, first.stage, None, first.error, "initial weight")
@@ -118,17 +119,6 @@ def _part(full: Tensor, held: HeldParameter, search: _Search) -> Tensor:
     at = search.groups.at
     region = held.sharding.region(at["tp"], data_rank(search.program.layout, at))
     return cut(full, region)
-
-
-def _first(wrong: list[Difference], names: Sequence[str], world: World) -> Difference | None:
-    """Return the first of all ranks' wrong tensors in an order, and the first rank that has it."""
-    order = {name: place for place, name in enumerate(names)}
-
-    def place(one: Difference) -> tuple[int, int]:
-        return order[one.tensor], one.rank
-
-    first = min(wrong, key=place, default=None)
-    return min((one for one in everyones(first, world) if one), key=place, default=None)
 
 
 class _Output(NamedTuple):
@@ -244,7 +234,7 @@ def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
     search.step(parallel, batch)
     expected = Expected(exact, [rounded])
     wrong = _wrong(search, parallel, lambda held: held.gradient, expected)
-    return _first(wrong, [*search.program.shardings][::-1], search.world)
+    return first_of(wrong, [*search.program.shardings][::-1], search.world)
 
 
 def _wrong(
@@ -288,7 +278,7 @@ def _wrong_step(search: _Search) -> Divergence | None:
             ("router correction", miscorrected, [*exact.corrections]),
         ]
         for quantity, some, order in later:
-            found = _first(some, order, search.world)
+            found = first_of(some, order, search.world)
             if found is not None:
                 at = found.tensor, found.rank, found.stage, None, found.error
                 return Divergence(*at, quantity, step=step + 1)

@@ -17,11 +17,13 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.case import OPTIMIZERS, Case
 from meshwright.prove.compare import (
     MARGIN,
+    Compared,
     Difference,
     Expected,
     Fault,
     compare,
     everyones,
+    first_of,
     loss_tolerance,
     norm_tolerance,
 )
@@ -83,30 +85,36 @@ def check(
 def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> Iterator[Verdict]:
     exact, rounded = reference.exact, reference.rounded
     gradients = Expected(exact.gradients, [one.gradients for one in rounded])
-    worst, numbers, gathered = list[Difference](), list[StepNumbers](), list[float]()
+    of_gradients, numbers, gathered = list[Compared](), list[StepNumbers](), list[float]()
+    # Gradients come to be in the order of the backward, updates in that of the parameters.
+    names = [*trial.parallel.program.shardings]
     is_half = case.train.precision != "fp32"
 
     def look() -> None:
         if numbers:
             return
-        worst.append(compare(trial.parallel, trial.gradient, gradients, world))
+        of_gradients.append(compare(trial.parallel, trial.gradient, gradients, world, names[::-1]))
         if is_half:
             gathered.append(gathered_norm(trial.parallel, trial.gradient, world))
 
     for step in range(case.steps):
         numbers.append(trial.step(step, look))
     updates = Expected(exact.updates, [one.updates for one in rounded], reference.start)
-    added = compare(trial.parallel, trial.added, updates, world)
+    added = compare(trial.parallel, trial.added, updates, world, names)
     states = [
         compare(
             trial.parallel,
             trial.state(key),
             Expected(exact.state[key], [one.state[key] for one in rounded]),
             world,
+            names,
         )
         for key in exact.state
     ]
-    state = max(states, key=lambda one: one.share)
+    state = Compared(
+        max((one.worst for one in states), key=lambda one: one.share),
+        next((one.first for one in states if one.first), None),
+    )
     share = rounded_share(trial.parallel, case, world) if is_half else 0.0
     evaluation = trial.evaluation()
     batch = make_batch(case, 0)
@@ -120,7 +128,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     bound += MARGIN * reference.drift  # the noise of weights that were updated
     if case.steps > 1:
         yield _numbers(case, "losses after updates", exact.losses[1:], losses[1:], bound)
-    yield _tensors(case, "gradients", worst[0], "gradient")
+    yield _tensors(case, "gradients", of_gradients[0], "gradient")
     bound_of_norm = norm_tolerance(reference.noises)
     yield _numbers(case, "gradient norm", exact.norms, norms, bound_of_norm)
     steps = f"{case.steps} {OPTIMIZERS[case.optimizer]} steps"
@@ -128,11 +136,12 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
     yield _numbers(case, "evaluation", [exact.evaluation], [evaluation], bound)
     if case.train.router_bias_rate and not is_half:  # rounding moves tokens to other experts
-        every = [
-            x for some in everyones(trial.miscorrected(exact.corrections), world) for x in some
-        ]
-        first = min(every, key=lambda one: one.rank, default=Difference(0.0, 1.0, "", 0, 0))
-        yield _tensors(case, "corrections of routers, bit for bit", first, "router correction")
+        wrong = trial.miscorrected(exact.corrections)
+        first = first_of(wrong, [*exact.corrections], world)
+        corrections = Compared(first or Difference(0.0, 1.0, "", 0, 0), first)
+        yield _tensors(
+            case, "corrections of routers, bit for bit", corrections, "router correction"
+        )
     if case.model.lora is not None:
         thawed = [name for names in everyones(trial.thawed(), world) for name in names]
         layout = case.layout.model_dump(mode="json")
@@ -150,10 +159,10 @@ def _numbers(
     return Verdict(claim, layout, list(expected), list(observed), bound, passed)
 
 
-def _tensors(case: Case, claim: str, worst: Difference, quantity: Quantity) -> Verdict:
+def _tensors(case: Case, claim: str, compared: Compared, quantity: Quantity) -> Verdict:
     """Return the verdict on all tensors of the model, by the worst of them."""
-    passed, where = worst.share <= 1, None
-    if not passed:
-        where = Divergence(worst.tensor, worst.rank, worst.stage, None, worst.error, quantity)
+    worst, first, where = compared.worst, compared.first, None
+    if first is not None:
+        where = Divergence(first.tensor, first.rank, first.stage, None, first.error, quantity)
     layout = case.layout.model_dump(mode="json")
-    return Verdict(claim, layout, 0.0, worst.error, worst.bound, passed, where)
+    return Verdict(claim, layout, 0.0, worst.error, worst.bound, first is None, where)
