@@ -199,7 +199,9 @@ def saved(world, label, root, start):
     program = lower(case.model, case.train, case.layout)
     parallel = build(program, open_groups(case.layout, world), world.device, source)
     shards = Shards(parallel.held, on_host=False)
-    trained = Trained(parallel, shards, build_optimizer(shards.leaves, OptimizerSpec()))
+    trained = Trained(
+        parallel, shards, build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
+    )
     saver = Saver(Path(root), world, 1, lambda one: None)
     text = {"model.json": case.model.model_dump_json()}
     saver.save(1, chunks_of(trained), {"scalars": scalars_of(trained)}, text)

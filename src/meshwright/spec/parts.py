@@ -42,10 +42,14 @@ class Part:
         return math.prod(self.shape)
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or one for each expert; biases, norms and sinks are vectors."""
+        return len(self.axes) - self.is_of_experts == 2
+
+    @property
     def is_product(self) -> bool:
         """Whether tokens are multiplied by it; false for matrices that are only looked up."""
-        is_added = self.name.endswith(".bias")
-        return len(self.shape) >= 2 and not is_added and self.name != "embed.weight"
+        return self.is_matrix and self.name != "embed.weight"
 
     @property
     def is_adapter(self) -> bool:
