@@ -90,6 +90,15 @@ class Router(Matrices):
         shares, ids = _Route.apply(x, *self.used, self, rows)  # type: ignore[no-untyped-call]
         return Routing(ids, shares, drops=self.balance.capacity is not None)
 
+    def margin(self, x: Tensor) -> Tensor:
+        """Return by how much the score of a token's last expert beats the next, `[tokens]`.
+
+        x `[tokens, dim]`. Where rounding could change that, so could another implementation.
+        """
+        weight, bias = self.used
+        scores = widened(x) @ widened(weight).t()
+        return _lead(scores if bias is None else scores + widened(bias), self.top_k)
+
     def bounded(self, ctx: Any, ids: Tensor, rows: int) -> Tensor:
         """Return the ids, marked where an expert is full; `ctx` gets how many of them are."""
         ctx.dropped = None
@@ -125,13 +134,30 @@ class SigmoidRouter(Router):
         """Return the selected experts int64 `[tokens, top_k]` for scores `[tokens, experts]`."""
         if self.balance.is_forced:
             return self.balance.picked(scores, self.top_k)[1]
+        return self._eligible(scores).topk(self.top_k).indices
+
+    def margin(self, x: Tensor) -> Tensor:
+        """Return by how much a token's last expert, or last group, beats the next, `[tokens]`."""
+        scores = torch.sigmoid(widened(x) @ widened(self.local(self.weight)).t())
+        lead = _lead(self._eligible(scores), self.top_k)
+        if self.top_groups == self.groups:
+            return lead
+        groups = self._group_scores(scores + self.correction)
+        return torch.minimum(lead, _lead(groups, self.top_groups))
+
+    def _eligible(self, scores: Tensor) -> Tensor:
+        """Return corrected scores `[tokens, experts]`, `-inf` outside of a token's best groups."""
         corrected = scores + self.correction
         if self.top_groups < self.groups:
+            best = self._group_scores(corrected).topk(self.top_groups).indices
             by_group = corrected.view(len(corrected), self.groups, -1)
-            best = by_group.topk(2).values.sum(-1).topk(self.top_groups).indices
             kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
             corrected = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-        return corrected.topk(self.top_k).indices
+        return corrected
+
+    def _group_scores(self, corrected: Tensor) -> Tensor:
+        """Return the sum of each group's two best scores, `[tokens, groups]`."""
+        return corrected.view(len(corrected), self.groups, -1).topk(2).values.sum(-1)
 
     def to_even(self, every: Tensor, rows: int) -> Tensor:
         """Return the load-balancing loss' gradient of scores, both fp32 `[tokens, experts]`.
@@ -157,6 +183,14 @@ class SigmoidRouter(Router):
         assert met is not None
         towards = (met.sum() - met * len(met)).sign()  # of integers: as exact as the counts
         self.correction += self.balance.rate * (towards * moves)
+
+
+def _lead(scores: Tensor, number: int) -> Tensor:
+    """Return how far the last of so many best scores is above the next; inf if there is none."""
+    if number == scores.shape[-1]:
+        return torch.full_like(scores[:, 0], torch.inf)
+    *_, last, following = scores.topk(number + 1).values.unbind(-1)
+    return last - following
 
 
 def router(spec: ModelSpec) -> Router:

@@ -18,6 +18,7 @@ from meshwright.models.norms import norm
 from meshwright.models.ops import softcapped
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import kept_in_fp32
 
 # hidden [..., dim], weight [vocab, dim] -> what a model returns in place of logits
 Project = Callable[[Tensor, Tensor], Tensor]
@@ -51,6 +52,21 @@ class Transformer(nn.Module):
         self.mask_of: MaskOf = causal_mask
         if spec.lora is not None:
             freeze(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert the tensors, but leave in fp32 what half precision would falsify.
+
+        PyTorch calls it for `to`, `bfloat16`, `half`, `cuda` and the like.
+        """
+        names = kept_in_fp32(self.spec)
+        kept = {name: one for name, one in self.named_buffers() if name in names}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in kept.items():
+            after = self.get_buffer(name)
+            if torch.finfo(after.dtype).bits < 32:
+                owner, _, last = name.rpartition(".")
+                self.get_submodule(owner).register_buffer(last, before.to(after.device))
+        return self
 
     @property
     def blocks(self) -> list[Block]:

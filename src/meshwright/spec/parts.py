@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import LINEAR, matrices
 from meshwright.spec.model import LayerSpec, ModelSpec
 
@@ -223,6 +224,16 @@ def buffers(spec: ModelSpec) -> tuple[Part, ...]:
         for layer in range(spec.n_layers)
         if spec.has_experts(spec.layer(layer))
     )
+
+
+@lru_cache(maxsize=64)
+def kept_in_fp32(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of the buffers that half precision would falsify.
+
+    What stores, loads or converts a whole model leaves these in fp32.
+    """
+    ends = tuple(f".{name}" for name in FAMILIES[spec.family].kept_in_fp32)
+    return frozenset(part.name for part in buffers(spec) if part.name.endswith(ends))
 
 
 def parameter_count(spec: ModelSpec) -> int:
