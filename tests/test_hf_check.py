@@ -7,6 +7,7 @@ from hf_folders import export
 from meshwright.checkpoint.hf_check import CLOSE, Logits, logits_of, same_logits
 from meshwright.cli import main
 from meshwright.models import build_model, init_model
+from meshwright.models.balance import Sequences
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.hf import save_hf
 from meshwright.models.routers import router
@@ -111,7 +112,7 @@ def test_a_margin_is_what_a_selection_hangs_on(family):
     for tensor in (*one.parameters(), *one.buffers()):
         torch.nn.init.normal_(tensor, std=0.3)
     x = torch.randn(64, spec.dim)
-    margin, ids = one.margin(x), one(x, 1).ids.sort(-1).values
+    margin, ids = one.margin(x), one(x, Sequences(1)).ids.sort(-1).values
     assert (margin > 0).all()
     moved = one.correction if family == "deepseek_v3" else one.bias
     if moved is None:  # a bias by another input
@@ -123,10 +124,10 @@ def test_a_margin_is_what_a_selection_hangs_on(family):
             sign = torch.randn(spec.experts).sign()
             groups = 2 if family == "deepseek_v3" else 1  # a group's score is the sum of two
             moved += sign * margin.min() * 0.49 / groups
-            assert torch.equal(one(x, 1).ids.sort(-1).values, ids)
+            assert torch.equal(one(x, Sequences(1)).ids.sort(-1).values, ids)
             moved -= sign * margin.min() * 0.49 / groups
             moved += sign * margin.min() * 1.5
-            changed |= (one(x, 1).ids.sort(-1).values != ids).any(-1)
+            changed |= (one(x, Sequences(1)).ids.sort(-1).values != ids).any(-1)
             moved -= sign * margin.min() * 1.5
     assert changed[margin.argmin()]
 

@@ -14,6 +14,7 @@ from meshwright.execute.build import build
 from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken
+from meshwright.models.balance import Sequences
 from meshwright.models.routers import Routing, SigmoidRouter
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
@@ -246,7 +247,7 @@ def test_a_forced_balance_counts_tokens():
     router = SigmoidRouter(spec)
     router.balance.is_forced, router.balance.met = True, torch.zeros(8, dtype=torch.int64)
     torch.nn.init.normal_(router.weight)
-    shares = router(torch.randn(16, 32), 2).shares
+    shares = router(torch.randn(16, 32), Sequences(2)).shares
     shares.sum().backward()
     assert router.balance.met.tolist() == [6] * 8
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from meshwright.models.blocks import Block
 from meshwright.models.cache import KVCache
-from meshwright.models.context import Context, MaskOf, causal_mask
+from meshwright.models.context import Context, MaskOf, Unpadded, causal_mask
 from meshwright.models.dropout import Dropout, layer_keys
 from meshwright.models.lora import freeze
 from meshwright.models.norms import norm
@@ -105,6 +105,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         keys: Tensor | None = None,
         places: Tensor | None = None,
+        unpadded: Unpadded | None = None,
         project: Project | None = None,
     ) -> Tensor:
         """Return logits `[batch, seq, vocab]` of int64 token ids `[batch, seq]`.
@@ -113,10 +114,11 @@ class Transformer(nn.Module):
         final norm returns them. `segments` int `[batch, seq]`: attention stays among equal ones.
         `cache` holds the earlier positions. `positions` int64 `[seq]` where a rank's are not
         0, 1, 2, ...: rotation follows them, the mask does not, and `init_tables` must have reached
-        them. `keys` and `places` as in `Context`, for dropout. `project` makes what is returned of
-        the last hidden states and the head's matrix, tied or not, in place of logits.
+        them. `keys` and `places`, for dropout, and `unpadded` as in `Context`. `project` makes what
+        is returned of the last hidden states and the head's matrix, tied or not, in place of
+        logits.
         """
-        x = self.hidden(input_ids, segments, cache, positions, keys, places)
+        x = self.hidden(input_ids, segments, cache, positions, keys, places, unpadded)
         if self.norm is None:
             return x
         return self.logits(x) if project is None else project(x, self.head_weight)
@@ -129,10 +131,11 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         keys: Tensor | None = None,
         places: Tensor | None = None,
+        unpadded: Unpadded | None = None,
     ) -> Tensor:
         """Return what the head multiplies, `[batch, seq, dim]`; arguments as for `forward`."""
         mask = self.mask_of(input_ids, segments, cache)
-        context = Context(mask, positions, cache, keys, places)
+        context = Context(mask, positions, cache, keys, places, unpadded)
         x = input_ids
         if not x.is_floating_point():
             x = _scaled(self._embedded(input_ids), self.spec.embedding_scale)
