@@ -25,6 +25,7 @@ from meshwright.execute.tensor_parallel.tp_regions import TPRegion
 from meshwright.execute.transport.groups import Groups, Link
 from meshwright.models import Transformer
 from meshwright.models.context import Unpadded, causal_mask
+from meshwright.models.rope import lengths_of
 from meshwright.program.attention import ScoreBounds
 from meshwright.program.gradient_sums import GradientSum, gradient_sums
 from meshwright.program.lower import Program
@@ -119,6 +120,7 @@ class Parallel:
             keys=batch.keys,
             places=self.places,
             unpadded=self._unpadded(batch),
+            lengths=self._lengths(batch),
             **ends,
         )
         return out
@@ -141,6 +143,16 @@ class Parallel:
         is_data = batch.segments != PADDING
         seen = self.places if self.program.layout.folds > 1 else self.positions
         return Unpadded(is_data if seen is None else is_data[:, seen], is_data.sum(1))
+
+    def _lengths(self, batch: Batch) -> Tensor | None:
+        """Return the lengths of the documents of this rank's tokens, where longrope needs them."""
+        scaling, train = self.program.model.rope_scaling, self.program.train
+        if batch.segments is None or scaling is None or scaling.kind != "longrope":
+            return None
+        if train.seq_len <= scaling.original_context:  # no document is long
+            return None
+        lengths = lengths_of(batch.segments)
+        return lengths if self.positions is None else lengths[:, self.positions]
 
     def backward(self, batch: Batch, loss_scale: float = 1.0) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch.

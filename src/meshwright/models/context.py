@@ -33,7 +33,9 @@ class Context(NamedTuple):
     they are not consecutive from the cache's length on. `keys` int64 `[batch]`: the rows' dropout
     keys; None: no dropout. `places` int64 `[seq of the stream]`: the tokens' positions in the whole
     row, for dropout; None: 0, 1, 2, ... Under sequence parallelism they differ from `positions`.
-    `unpadded`: the tokens that count in routers; None: all.
+    `unpadded`: the tokens that count in routers; None: all. `is_long` bool `[batch, seq of
+    attention]`: the tokens of documents that longrope rotates by its long factors, where the rows'
+    documents may differ.
     """
 
     mask: Tensor | None = None
@@ -42,6 +44,7 @@ class Context(NamedTuple):
     keys: Tensor | None = None
     places: Tensor | None = None
     unpadded: Unpadded | None = None
+    is_long: Tensor | None = None
 
 
 PLAIN: Final = Context()

@@ -105,10 +105,11 @@ class _Model:
         self.places = places.float()
         self.back = places[:, None] - places  # how far a key lies behind a query
         self.sees = self.back[None] >= 0
+        self.together = torch.ones_like(self.sees)  # tokens of one document
         self.is_data = torch.ones_like(batch.inputs, dtype=torch.bool)
         if batch.segments is not None:
-            same = batch.segments[:, :, None] == batch.segments[:, None, :]
-            self.sees = self.sees & same
+            self.together = batch.segments[:, :, None] == batch.segments[:, None, :]
+            self.sees = self.sees & self.together
             self.is_data = batch.segments != PADDING
 
     def block(self, layer: int, x: Tensor) -> Tensor:
@@ -336,8 +337,11 @@ class _Model:
         half = self.spec.rotary_dim // 2
         if half == 0 or not self.spec.layer(layer).rotary:
             return x
-        frequencies, stretch = rotation(self.spec, layer, len(self.places))
-        angles = torch.outer(self.places, frequencies)[:, None]
+        lengths, which = torch.unique(self.together.sum(-1), return_inverse=True)
+        each = [rotation(self.spec, layer, length) for length in lengths.tolist()]
+        stretch = each[0][1]  # the same for all lengths
+        frequencies = torch.stack([one for one, _ in each])[which]
+        angles = (self.places[:, None] * frequencies)[:, :, None]
         wide = _wide(x)
         a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
         cos, sin = angles.cos() * stretch, angles.sin() * stretch
