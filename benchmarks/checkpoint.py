@@ -67,7 +67,7 @@ def opened(model: ModelSpec, world: World, source: Source) -> Trained:
         source,
     )
     shards = Shards(parallel.held, on_host=False)
-    return Trained(parallel, shards, build_optimizer(shards.leaves, OptimizerSpec()))
+    return Trained(parallel, shards, build_optimizer(shards.leaves, shards.parts, OptimizerSpec()))
 
 
 def timed(world: World, work: Callable[[], object]) -> float:

@@ -90,7 +90,7 @@ class Training:
         self.world, self.layout = world, layout
         self.parallel = build(program, open_groups(layout, world), world.device, source)
         self.shards = Shards(self.parallel.held, on_host=False)
-        self.optimizer = build_optimizer(self.shards.leaves, config.optimizer)
+        self.optimizer = build_optimizer(self.shards.leaves, self.shards.parts, config.optimizer)
         self.scale, self.clip = LossScale.of(config.train), config.train.clip_norm
         case = Case(config.model, config.train, layout)
         self.batches = [mine(make_batch(case, n), program, world) for n in range(4)]

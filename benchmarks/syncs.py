@@ -86,7 +86,9 @@ def run(world: World, of: Steps) -> None:
     groups = open_groups(layout, world)
     parallel = build(program, groups, world.device, source, compiled=of.compiled)
     shards = Shards(parallel.held, on_host=False)
-    made = build_optimizer(shards.leaves, OptimizerSpec(name=of.optimizer, momentum=0.9))  # type: ignore[arg-type]
+    made = build_optimizer(
+        shards.leaves, shards.parts, OptimizerSpec(name=of.optimizer, momentum=0.9)
+    )  # type: ignore[arg-type]
     case, scale = Case(model, spec, layout, packed=of.packed), LossScale.of(spec)
     batch = mine(make_batch(case, 0), program, world)
     for step in range(WARM + 1):

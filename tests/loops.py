@@ -134,7 +134,7 @@ def own_steps(world, label, spec, folder):
         source = both(source, AdapterSource(folder / "adapter", spec))
     parallel = build(program, open_groups(layout, world), world.device, source)
     shards = Shards(parallel.trained, on_host=layout.offload == "optimizer")
-    optimizer, sampler = build_optimizer(shards.leaves, OPTIMIZER), sampled(folder)
+    optimizer, sampler = build_optimizer(shards.leaves, shards.parts, OPTIMIZER), sampled(folder)
     losses, norms, kept = [], [], []
 
     def keep():

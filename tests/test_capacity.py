@@ -1,6 +1,7 @@
 """Capacities of experts: what is dropped, on every layout the same; faults; what is told of it."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from meshwright.execute.expert_parallel.routing import take_counts
 from meshwright.execute.transport.groups import open_groups
 from meshwright.launch.supervise.view import experts_line
 from meshwright.layout import Layout
-from meshwright.models.balance import Balance, full_at
+from meshwright.models.balance import Balance, Sequences, full_at
 from meshwright.models.experts import ExpertMLP
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.setting import imbalance_of
@@ -73,7 +74,7 @@ def test_the_first_tokens_of_each_sequence_have_precedence():
     """Two sequences of four tokens, three experts, one each: two tokens fill an expert."""
     ids = torch.tensor([0, 0, 0, 1, 2, 0, 2, 2])[:, None]
     assert full_at(1.5, 4, 1, 3) == 2
-    found = Balance(capacity=1.5).bounded(ids, 2, 3)
+    found = Balance(capacity=1.5).bounded(ids, Sequences(2), 3)
     assert found.flatten().tolist() == [0, 0, 3, 1, 2, 0, 2, 3]
 
 
@@ -133,11 +134,15 @@ def test_what_is_dropped_is_counted_once(label):
 # Faults.
 
 
+def joined(bounded, ids, of, experts):
+    return bounded(ids, Sequences(1), experts)
+
+
 def by_microbatch(parallel):
     """Count a microbatch's tokens for those of a sequence."""
     for router in parallel.routers.values():
         bounded = router.balance.bounded
-        router.balance.bounded = lambda ids, rows, experts, of=bounded: of(ids, 1, experts)
+        router.balance.bounded = partial(joined, bounded)
 
 
 def on_one_rank(parallel):
@@ -151,10 +156,10 @@ def last_first(parallel):
     for router in parallel.routers.values():
         bounded = router.balance.bounded
 
-        def turned(ids, rows, experts, of=bounded):
-            back = ids.view(rows, -1, ids.shape[-1]).flip(1).reshape(ids.shape)
-            found = of(back, rows, experts)
-            return found.view(rows, -1, ids.shape[-1]).flip(1).reshape(ids.shape)
+        def turned(ids, of, experts, inner=bounded):
+            back = ids.view(of.number, -1, ids.shape[-1]).flip(1).reshape(ids.shape)
+            found = inner(back, of, experts)
+            return found.view(of.number, -1, ids.shape[-1]).flip(1).reshape(ids.shape)
 
         router.balance.bounded = turned
 

@@ -113,7 +113,7 @@ def used_by(rank, label, warms):
             warm(groups, layout, torch.device("cpu"))
         parallel = build(program, groups, world.device, seeded(model, 0))
         shards = Shards(parallel.held, on_host=False)
-        optimizer = build_optimizer(shards.leaves, OptimizerSpec())
+        optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
         batch = mine(make_batch(Case(model, spec, layout), 0), program, world)
         scale = LossScale.of(spec)
         update(parallel, batch, world, shards, optimizer, scale, 1.0)

@@ -325,7 +325,7 @@ def rewritten(world, label, root, start):
     parallel = build(lower(MODEL, TRAIN, layout), open_groups(layout, world), world.device, source)
     shards = Shards(parallel.held, on_host=False)
     adam = OptimizerSpec(warmup_steps=0, schedule="constant")
-    trained = Trained(parallel, shards, build_optimizer(shards.leaves, adam))
+    trained = Trained(parallel, shards, build_optimizer(shards.leaves, shards.parts, adam))
     if good is not None:
         restore(trained, good)
     for step in (1, 2) if good is None else ():

@@ -34,6 +34,7 @@ from meshwright.search.microbatch import fastest
 from meshwright.search.plan import setting_of
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
+from meshwright.spec.parts import Part
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.run_folder import Job
@@ -297,7 +298,7 @@ def test_the_optimizer_takes_a_step_in_one_operation():
             return func(*args, **(kwargs or {}))
 
     weights = [nn.Parameter(torch.zeros(8, 4)) for _ in range(3)]
-    made = build_optimizer(weights, OptimizerSpec())
+    made = build_optimizer(weights, [Part("", (8, 4), ("ffn", "dim"))] * 3, OptimizerSpec())
     for one in weights:
         one.grad = torch.zeros_like(one)
     made.step()

@@ -140,9 +140,11 @@ def test_the_export_of_a_run(run, tmp_path, capsys):
 
 def test_bf16_is_rounded_and_says_how_far(run, tmp_path, capsys):
     assert export(run, tmp_path / "out", "--dtype", "bf16", "--json") == 0
-    checks = json.loads(capsys.readouterr().out)["checks"]
-    logits = next(check for check in checks if "loaded here are the model's" in check["claim"])
-    assert 1e-4 < logits["observed"] < logits["tolerance"] == 0.1
+    found = json.loads(capsys.readouterr().out)
+    claim = "loaded here are the model's, with weights in bf16"
+    logits = next(check for check in found["checks"] if claim in check["claim"])
+    assert logits["observed"] == logits["tolerance"] == 0
+    assert 1e-4 < found["rounding"] < 0.1
     parameters = load_model(run).state_dict()
     for name, tensor in load_hf(tmp_path / "out").state_dict().items():
         assert torch.equal(tensor, parameters[name].bfloat16())

@@ -14,6 +14,7 @@ from meshwright.execute.build import build
 from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken
+from meshwright.models.balance import Sequences
 from meshwright.models.routers import Routing, SigmoidRouter
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
@@ -199,7 +200,9 @@ def saved(world, label, root, start):
     program = lower(case.model, case.train, case.layout)
     parallel = build(program, open_groups(case.layout, world), world.device, source)
     shards = Shards(parallel.held, on_host=False)
-    trained = Trained(parallel, shards, build_optimizer(shards.leaves, OptimizerSpec()))
+    trained = Trained(
+        parallel, shards, build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
+    )
     saver = Saver(Path(root), world, 1, lambda one: None)
     text = {"model.json": case.model.model_dump_json()}
     saver.save(1, chunks_of(trained), {"scalars": scalars_of(trained)}, text)
@@ -244,7 +247,7 @@ def test_a_forced_balance_counts_tokens():
     router = SigmoidRouter(spec)
     router.balance.is_forced, router.balance.met = True, torch.zeros(8, dtype=torch.int64)
     torch.nn.init.normal_(router.weight)
-    shares = router(torch.randn(16, 32), 2).shares
+    shares = router(torch.randn(16, 32), Sequences(2)).shares
     shares.sum().backward()
     assert router.balance.met.tolist() == [6] * 8
 

@@ -211,7 +211,7 @@ def losses(world, label, spec, folder):
     source = both(weights_from(folder / "base", spec), AdapterSource(folder / "adapter", spec))
     parallel = build(program, open_groups(case.layout, world), world.device, source)
     shards = Shards(parallel.trained, on_host=False)
-    optimizer = build_optimizer(shards.leaves, OPTIMIZER)
+    optimizer = build_optimizer(shards.leaves, shards.parts, OPTIMIZER)
     found = []
     for step in range(STEPS):
         rows = mine(make_batch(case, step), program, world)

@@ -65,7 +65,7 @@ def conformance(world, label):
     program = lower(MODEL, TRAIN, layout)
     parallel = build(program, open_groups(layout, world), world.device, seeded(MODEL, 0))
     shards = Shards(parallel.held, on_host=False)
-    optimizer = build_optimizer(shards.leaves, OptimizerSpec())
+    optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(world.rank))
     seen = {"in block": [], "after B": [], "sharded": []}
 

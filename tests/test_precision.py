@@ -14,6 +14,7 @@ from meshwright.execute.transport.groups import open_groups
 from meshwright.launch.session import train
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
+from meshwright.spec.parts import Part
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.training.loss_scale import GROWTH_STEPS, START, LossScale
@@ -24,6 +25,7 @@ from runs import clean_environ
 
 SPEC = model_spec(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_dim=64)
 TRAIN = TrainSpec(batch=4, seq_len=16, precision="fp16")
+MATRIX = Part("head.weight", (4, 3), ("vocab", "dim"))
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_many_good_steps():
@@ -74,7 +76,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all_and_is_named(world, nam
         lower(SPEC, TRAIN, layout), open_groups(layout, world), world.device, seeded(SPEC, 0)
     )
     shards = Shards(parallel.held, on_host=False)
-    optimizer = build_optimizer(shards.leaves, OptimizerSpec(name="sgd", lr=0.1))
+    optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec(name="sgd", lr=0.1))
     scale, batch = LossScale.of(TRAIN), batch_of(world, layout)
     before = [h.shard.clone() for h in parallel.held]
 
@@ -136,7 +138,7 @@ def test_a_scale_too_high_for_fp16_is_halved_until_gradients_fit(world):
         lower(SPEC, TRAIN, layout), open_groups(layout, world), world.device, seeded(SPEC, 0)
     )
     shards = Shards(parallel.held, on_host=False)
-    optimizer = build_optimizer(shards.leaves, OptimizerSpec(name="sgd", lr=0.1))
+    optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec(name="sgd", lr=0.1))
     scale, batch = LossScale(2.0**40, is_dynamic=True, skips=True), batch_of(world, layout)
     before = [held.shard.clone() for held in parallel.held]
     overflows = 0
@@ -163,7 +165,7 @@ def test_outside_of_fp16_it_is_an_error_on_every_rank(world):
     with torch.no_grad():
         parallel.held[3].shard.view(-1)[0] = math.nan
     shards = Shards(parallel.held, on_host=False)
-    optimizer = build_optimizer(shards.leaves, OptimizerSpec(name="sgd", lr=0.1))
+    optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec(name="sgd", lr=0.1))
     before = [h.shard.clone() for h in parallel.held]
     done = update(parallel, batch_of(world, layout), world, shards, optimizer, LossScale(), 1.0)
     with pytest.raises(MeshwrightError, match=r"the gradient of embed.weight \(rank 0\) is not"):
@@ -177,7 +179,9 @@ def test_a_gradient_below_the_limit_is_left_alone():
     for clip_norm in (0.0, 5.0, 10.0):
         weight = torch.nn.Parameter(torch.zeros(2, 2))
         weight.grad = torch.full((2, 2), 2.5)  # of norm 5
-        optimizer = build_optimizer([weight], OptimizerSpec(name="sgd", lr=0.1, weight_decay=0))
+        optimizer = build_optimizer(
+            [weight], [MATRIX], OptimizerSpec(name="sgd", lr=0.1, weight_decay=0)
+        )
         step_scaled(optimizer, torch.tensor(5.0, dtype=torch.float64), 1.0, clip_norm)
         moved.append(weight.detach())
     assert torch.equal(moved[0], torch.full((2, 2), -0.25))
@@ -193,7 +197,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_state(name, momentum
     start = torch.randn(4, 3, generator=generator)
     gradients = [torch.randn(4, 3, generator=generator) for _ in range(3)]
     ours, plain = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    optimizer = build_optimizer([ours], spec)
+    optimizer = build_optimizer([ours], [MATRIX], spec)
     settings = {"lr": 0.1, "weight_decay": 0.1, "betas": spec.betas, "eps": spec.eps}
     wanted = torch.optim.AdamW([plain], **settings)
     if name == "sgd":

@@ -134,7 +134,7 @@ def step_of(world, label, precision, matmul):
     recorder, batch = fresh.recorder, mine(make_batch(case, 0), program, fresh)
     parallel = build(program, groups, fresh.device, seeded(MODEL, 0))
     shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
-    optimizer = build_optimizer(shards.leaves, OptimizerSpec())
+    optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
 
     def step():
         recorder.step(1)

@@ -61,7 +61,7 @@ def open_layout(world, layout, source):
     program = lower(MODEL, TRAIN, layout)
     parallel = build(program, open_groups(layout, world), world.device, source)
     shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
-    return Trained(parallel, shards, build_optimizer(shards.leaves, ADAM))
+    return Trained(parallel, shards, build_optimizer(shards.leaves, shards.parts, ADAM))
 
 
 def write(world, label, root, start=None):

@@ -34,7 +34,7 @@ def engine(case, world):
     groups = open_groups(case.layout, world)
     parallel = build(program, groups, world.device, seeded(case.model, 0))
     shards = Shards(parallel.held, on_host=False)
-    optimizer = build_optimizer(shards.leaves, OptimizerSpec())
+    optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
     batch, scale = mine(make_batch(case, 0), program, world), LossScale.of(case.train)
 
     def step():

@@ -80,7 +80,7 @@ def syncs_of(world, label, precision):
     program = lower(case.model, case.train, layout)
     parallel = build(program, open_groups(layout, world), world.device, seeded(MODEL, 0))
     shards = Shards(parallel.held, on_host=False)
-    optimizer = build_optimizer(shards.leaves, OptimizerSpec())
+    optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
     batch, scale = mine(make_batch(case, 0), program, world), LossScale.of(spec)
     update(parallel, batch, world, shards, optimizer, scale, spec.clip_norm)
     with Syncs() as found:

@@ -14,8 +14,12 @@ from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.gather import full_tensor
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
+from meshwright.models import build_model
 from meshwright.program.lower import lower
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.learning_rate import learning_rate
+from meshwright.spec.lora import Lora
+from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.training.loop import share
@@ -76,7 +80,7 @@ def train_steps(world, case, steps, microbatch, precision="fp32", optimizer="sgd
     parallel = parallel_of(world, case, precision=precision, microbatch=microbatch)
     shards = Shards(parallel.held, on_host=False)
     chosen = OptimizerSpec(name=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3)
-    torch_optimizer = build_optimizer(shards.leaves, chosen)
+    torch_optimizer = build_optimizer(shards.leaves, shards.parts, chosen)
     for step in range(steps):
         batch = rows(global_batch(step), mine)
         found["seen"].append(batch.inputs.tolist())
@@ -249,12 +253,32 @@ def test_the_last_step_has_the_lowest_rate(schedule, low, steps, warmup, decay):
 
 
 def test_only_matrices_decay_and_the_rate_reaches_all_groups():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    optimizer = build_optimizer(list(model.parameters()), OptimizerSpec(weight_decay=0.3))
+    spec = model_spec(family="llama", vocab_size=8, dim=4, n_layers=1, n_heads=1, ffn_dim=4)
+    weights = dict(build_model(spec, "cpu").named_parameters())
+    optimizer = build_optimizer(
+        list(weights.values()), parts(spec), OptimizerSpec(weight_decay=0.3)
+    )
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
-    assert [len(g["params"]) for g in optimizer.param_groups] == [1, 3]
+    assert [len(g["params"]) for g in optimizer.param_groups] == [9, 3]
     set_learning_rate(optimizer, 0.125)
     assert {g["lr"] for g in optimizer.param_groups} == {0.125}
+
+
+ADAPTED = Lora(rank=2, alpha=2.0, targets=("*_proj",))
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTED], ids=["full", "adapters"])
+@pytest.mark.parametrize("preset", [next(iter(one.presets)) for one in FAMILIES.values()])
+def test_what_decays_is_a_matrix_by_its_meaning(preset, lora):
+    """Biases of all experts have two dims, and are vectors: one for each expert."""
+    spec = model_spec(preset=preset, n_layers=4).model_copy(update={"lora": lora})
+    weights = dict(build_model(spec).named_parameters())
+    settings = OptimizerSpec(name="sgd", weight_decay=0.3)
+    groups = build_optimizer(list(weights.values()), parts(spec), settings).param_groups
+    kept = {id(one) for group in groups if not group["weight_decay"] for one in group["params"]}
+    assert [name for name, one in weights.items() if id(one) in kept] == [
+        name for name in weights if name.endswith((".bias", ".sinks", "norm.weight"))
+    ]
 
 
 def test_events_with_infinite_numbers_stay_json(tmp_path):

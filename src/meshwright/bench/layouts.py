@@ -48,7 +48,7 @@ class Stepper:
         compiled = case.train.is_compiled
         self._parallel = build(program, groups, world.device, source, compiled=compiled)
         self._shards = Shards(self._parallel.trained, on_host=case.layout.offload == "optimizer")
-        self._optimizer = build_optimizer(self._shards.leaves, OptimizerSpec())
+        self._optimizer = build_optimizer(self._shards.leaves, self._shards.parts, OptimizerSpec())
         self._batch = mine(make_batch(case, 0), program, world)
         self._scale = LossScale.settled(case.train)
 

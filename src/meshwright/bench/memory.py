@@ -85,7 +85,7 @@ def measure(world: World, case: Case) -> Measured:
     ):
         parallel = build(program, groups, world.device, seeded(model, 0))
         shards = Shards(parallel.trained, on_host=layout.offload == "optimizer")
-        optimizer = build_optimizer(shards.leaves, OptimizerSpec())
+        optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
         world.recorder.tape = LabellingTape()
         with labelled_gradients(parallel, shards):
             for step in range(STEPS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from meshwright.checkpoint.adapters import AdapterSource, merge, write_adapter
 from meshwright.checkpoint.draft import Draft
 from meshwright.checkpoint.hf_check import (
     TEXT,
-    TOLERANCES,
     Check,
     checks_by_transformers,
+    difference_of,
     failed,
     logits_of,
     same_ids,
@@ -32,7 +32,7 @@ from meshwright.models import Transformer
 from meshwright.models.hf import load_hf, write_hf
 from meshwright.program.shards import whole
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.parts import parts
+from meshwright.spec.parts import kept_in_fp32, parts
 from meshwright.spec.stored import find_step
 
 StoredType = Literal["fp32", "bf16"]
@@ -44,7 +44,8 @@ class Exchanged:
     """A converted folder, and the checks of it.
 
     `out` exists only if all `checks` passed. `files` has the size of each file in bytes.
-    `not_checked` says why transformers was not asked, if so.
+    `not_checked` says why transformers was not asked, if so. `rounding` is by how much rounding the
+    weights moves logits, as a share of the largest one, where they were rounded.
     """
 
     source: Path
@@ -55,6 +56,7 @@ class Exchanged:
     files: Mapping[str, int]
     checks: tuple[Check, ...]
     not_checked: str
+    rounding: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -74,6 +76,7 @@ class Exchanged:
             "bytes": sum(self.files.values()),
             "checks": [check.as_dict() for check in self.checks],
             "not_checked": self.not_checked or None,
+            "rounding": self.rounding,
         }
 
 
@@ -90,17 +93,19 @@ def export_hf(
 
     Weights are in `dtype`, in files of at most `max_shard_bytes`, with configs, and the tokenizer's
     files if there is one. `out` appears after it has been loaded again, here and by transformers if
-    that is installed, and has given the model's logits; else `Exchanged.passed` is false. Raises
-    `ConfigError` if `out` is not new or empty and as `write_hf`, `CheckpointError` as `load_model`
-    and if the disk refuses.
+    that is installed, and has given the logits of the model with these weights; else
+    `Exchanged.passed` is false. Raises `ConfigError` if `out` is not new or empty and as
+    `write_hf`, `CheckpointError` as `load_model` and if the disk refuses.
     """
     with Draft(out) as draft:
         model = merge(load_model(source))
         _check_vocabulary(model.spec, tokenizer)
         files = hf_tokenizer(tokenizer, model.spec.context)
-        state = model.state_dict()
-        # Buffers stay in fp32: a router picks by them.
-        state |= {name: p.detach().to(DTYPES[dtype]) for name, p in model.named_parameters()}
+        kept = kept_in_fp32(model.spec)
+        state = {
+            name: tensor if name in kept else tensor.to(DTYPES[dtype])
+            for name, tensor in model.state_dict().items()
+        }
         write_hf(
             model.spec,
             state,
@@ -111,7 +116,7 @@ def export_hf(
         )
         for name, content in files.files.items():
             (draft.path / name).write_bytes(content)
-        checks, not_checked = _check_export(draft.path, model, state, tokenizer, dtype)
+        checked = _check_export(draft.path, model, state, tokenizer, dtype)
         done = Exchanged(
             source=find_step(source) or source,
             out=out,
@@ -119,8 +124,9 @@ def export_hf(
             dtype=dtype,
             tokenizer=None if tokenizer is None else tokenizer.name,
             files=_sizes(draft.path),
-            checks=checks,
-            not_checked=not_checked,
+            checks=checked.checks,
+            not_checked=checked.not_checked,
+            rounding=None if dtype == "fp32" else checked.rounding,
         )
         if done.passed:
             draft.publish()
@@ -205,14 +211,22 @@ def _check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
         )
 
 
+class _Checked(NamedTuple):
+    """The checks of an export, why some were not made, and by how much rounding moves logits."""
+
+    checks: tuple[Check, ...]
+    not_checked: str
+    rounding: float | None
+
+
 def _check_export(
     folder: Path,
     model: Transformer,
     state: Mapping[str, Tensor],
     tokenizer: Tokenizer | None,
     dtype: StoredType,
-) -> tuple[tuple[Check, ...], str]:
-    """Load a folder again and hold it against the model; also say what could not be checked."""
+) -> _Checked:
+    """Load a folder again and compare it with the model, which gets the weights of `state`."""
     ids = sample_ids(model.spec, tokenizer)
     checks = []
     try:
@@ -223,15 +237,19 @@ def _check_export(
             checks.append(same_ids(claim, found, tokenizer))
         again = load_hf(folder, dtype=torch.float32)
     except MeshwrightError as error:
-        return (*checks, failed("the folder can be loaded here", None, error)), ""
-    logits = logits_of(again, ids)
+        checks.append(failed("the folder can be loaded here", None, error))
+        return _Checked(tuple(checks), "", None)
     claim = f"tensors are the model's, stored in {dtype}"
     checks.append(same_tensors(claim, again.state_dict(), state))
+    before = logits_of(model, ids)
+    model.load_state_dict(state)  # what is stored: rounding may swap experts, which is no fault
+    expected, logits = logits_of(model, ids), logits_of(again, ids)
     claim = "logits of the folder loaded here are the model's"
-    checks.append(same_logits(claim, logits, logits_of(model, ids), TOLERANCES[dtype]))
+    claim += "" if dtype == "fp32" else f", with weights in {dtype}"
+    checks.append(same_logits(claim, logits.values, expected, 0.0))
     del again  # the memory of a whole model, which transformers loads next
     by_transformers, why = checks_by_transformers(folder, ids, logits, tokenizer)
-    return (*checks, *by_transformers), why
+    return _Checked((*checks, *by_transformers), why, difference_of(expected, before))
 
 
 def _count(model: Transformer) -> int:

@@ -218,6 +218,9 @@ def _lines(verb: str, done: Exchanged) -> list[str]:
         lines.append(f"{word}  {check.claim}{found}")
     if done.not_checked:
         lines.append(f"not checked by transformers: {done.not_checked}")
+    if done.rounding is not None:
+        moved = f"moves logits by up to {done.rounding:.1e} of the largest"
+        lines.append(f"rounding to {done.dtype} {moved}")
     lines.append(f"tokenizer: {done.tokenizer or 'none'}")
     size, count = format_bytes(sum(done.files.values())), format_count(done.parameters)
     if done.passed:

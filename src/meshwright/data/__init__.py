@@ -2,7 +2,7 @@
 
 from meshwright.data.blend import Blend, BlendSampler
 from meshwright.data.dataset import Dataset, open_data, refuse_changed
-from meshwright.data.sampler import IGNORE, Rows, Sampler, StepPosition
+from meshwright.data.sampler import IGNORE, PADDING, Rows, Sampler, StepPosition
 from meshwright.data.slots import StreamPosition, StreamSampler
 from meshwright.data.store import Store, open_store, verify
 from meshwright.data.streamed import StreamedDataset
@@ -12,6 +12,7 @@ from meshwright.data.writer import prepare
 
 __all__ = [
     "IGNORE",
+    "PADDING",
     "Blend",
     "BlendSampler",
     "Dataset",

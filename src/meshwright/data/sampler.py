@@ -19,6 +19,8 @@ from meshwright.data.view import TokenView
 from meshwright.errors import DataError
 
 IGNORE = -100
+# The document that fills up a row of whole documents: padding, no data.
+PADDING = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +28,8 @@ class Rows:
     """Some rows of a global batch: int64 [rows, seq_len] each.
 
     `targets` is the next token of each input, or `IGNORE` where that belongs to another document
-    and packing is "documents". `segments` numbers the documents within each row from 0, and is
-    None where packing is "stream".
+    and packing is "documents". `segments` numbers the documents within each row from 0, with
+    `PADDING` where a row is filled up; it is None where packing is "stream".
     """
 
     inputs: NDArray[np.int64]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.sampler import IGNORE, Rows, Sampler
+from meshwright.data.sampler import IGNORE, PADDING, Rows, Sampler
 from meshwright.data.view import TokenView
 from meshwright.errors import DataError
 
@@ -20,7 +20,7 @@ class WholeSampler(Sampler):
     A row has room for `seq_len + 1` tokens, the last of them a target only. Documents are put into
     rows once, the longest first, each into the fullest row that has room for it (best-fit
     decreasing; arXiv:2404.10830, section 3); the rows come in another order in each epoch. What is
-    left of a row is filled with a document of zeros. Targets are `IGNORE` where they are not
+    left of a row is padded with zeros. Targets are `IGNORE` where they are not
     trained, by the mask of the stream, and between documents.
 
     A document that is longer than a row is cut, see `facts`. One of which nothing that is trained
@@ -99,11 +99,12 @@ def filled_row(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return inputs, targets and segments of a row, int64 `[seq_len]` each.
 
-    Of each document come its ids and which of them are trained; what is left of the row is zeros.
+    Of each document come its ids and which of them are trained; what is left of the row is zeros,
+    and `PADDING` in the segments.
     """
     ids = np.zeros(seq_len + 1, dtype=np.int64)
     trained = np.zeros(seq_len + 1, dtype=bool)
-    of = np.full(seq_len + 1, len(documents), dtype=np.int64)
+    of = np.full(seq_len + 1, PADDING, dtype=np.int64)
     filled = 0
     for number, (some, mask) in enumerate(documents):
         part = slice(filled, filled + len(some))

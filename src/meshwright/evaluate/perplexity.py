@@ -73,8 +73,12 @@ def measure(
         stop = min(first + batch, rows)
         some = windows.rows(first, stop)
         targets = torch.from_numpy(some.targets)
-        segments = None if some.segments is None else torch.from_numpy(some.segments)
-        nats = score(model, torch.from_numpy(some.inputs), targets, segments).nats
+        segments = lengths = None
+        if some.segments is None:
+            lengths = torch.from_numpy(windows.lengths(first, stop))
+        else:
+            segments = torch.from_numpy(some.segments)
+        nats = score(model, torch.from_numpy(some.inputs), targets, segments, lengths).nats
         sums[first:stop] = nats.sum(1).numpy()
         counts[first:stop] = (targets != IGNORE).sum(1).numpy()
         text += float(nats[targets != tokenizer.eos_id].sum())

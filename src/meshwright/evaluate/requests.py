@@ -78,7 +78,8 @@ def answer(
             row, wanted = rows[index], asks[index].wanted
             inputs[place, : len(row)] = torch.tensor(row)
             targets[place, len(row) - len(wanted) : len(row)] = torch.tensor(wanted)
-        scores = score(model, inputs, targets)
+        lengths = torch.tensor([len(rows[index]) for index in some])
+        scores = score(model, inputs, targets, lengths=lengths)
         greedy = (scores.greedy | (targets == IGNORE)).all(1).tolist()
         for index, nats, likeliest in zip(some, scores.nats.sum(1).tolist(), greedy, strict=True):
             found[index] = (-nats, likeliest)

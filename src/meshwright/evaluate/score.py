@@ -28,18 +28,25 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def score(
-    model: Transformer, inputs: Tensor, targets: Tensor, segments: Tensor | None = None
+    model: Transformer,
+    inputs: Tensor,
+    targets: Tensor,
+    segments: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Scores:
     """Return the negative log-likelihood of each target in nats; on the CPU.
 
     All int64 `[rows, seq]`. Logits become fp32 first, and only those of targets are computed.
-    `segments` as for `Transformer.forward`.
+    `segments` as for `Transformer.forward`. `lengths` int64 `[rows]` are those of rows that are
+    padded on the right: a model may rotate long texts in another way.
     """
     device = model.head_weight.device
     if segments is not None:
         segments = segments.to(device)
     wanted = (targets != IGNORE).to(device)
-    hidden = model.hidden(inputs.to(device), segments)[wanted]
+    if lengths is not None:
+        lengths = lengths.to(device)[:, None].expand(inputs.shape)
+    hidden = model.hidden(inputs.to(device), segments, lengths=lengths)[wanted]
     chosen = targets.to(device)[wanted]
     size = max(1, LOGITS // model.spec.vocab_size)
     nats, greedy = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]

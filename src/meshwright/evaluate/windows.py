@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import IGNORE, Rows
+from meshwright.data import IGNORE, PADDING, Rows
 from meshwright.data.permutation import permute
 from meshwright.data.view import TokenView
 from meshwright.errors import ConfigError, refusal
@@ -71,7 +71,12 @@ class Windows:
         documents = np.searchsorted(self.view.ends, inside, side="right")
         documents -= documents[:, :1]
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+        documents[at >= scored[:, 1:] - 1] = PADDING  # also the last token, which is a target only
         return Rows(ids[:, :-1], targets, documents[:, :-1])
+
+    def lengths(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return how many inputs each of some rows has without what pads it, int64 `[rows]`."""
+        return self.scored(first, stop)[:, 1] - self._starts(first, stop) - 1
 
     def _starts(self, first: int, stop: int) -> NDArray[np.int64]:
         places = np.arange(first, stop, dtype=np.int64)

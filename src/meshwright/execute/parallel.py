@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.data.sampler import IGNORE
+from meshwright.data.sampler import IGNORE, PADDING
 from meshwright.execute.batch import Batch
 from meshwright.execute.data_parallel.data import DTYPES, finish_replicas, head_unit, reshard
 from meshwright.execute.data_parallel.float8_gather import Float8Gathers
@@ -24,7 +24,8 @@ from meshwright.execute.tensor_parallel.deferred import Deferral
 from meshwright.execute.tensor_parallel.tp_regions import TPRegion
 from meshwright.execute.transport.groups import Groups, Link
 from meshwright.models import Transformer
-from meshwright.models.context import causal_mask
+from meshwright.models.context import Unpadded, causal_mask
+from meshwright.models.rope import lengths_of
 from meshwright.program.attention import ScoreBounds
 from meshwright.program.gradient_sums import GradientSum, gradient_sums
 from meshwright.program.lower import Program
@@ -118,6 +119,8 @@ class Parallel:
             positions=self.positions,
             keys=batch.keys,
             places=self.places,
+            unpadded=self._unpadded(batch),
+            lengths=self._lengths(batch),
             **ends,
         )
         return out
@@ -132,6 +135,24 @@ class Parallel:
             assert batch.bounds is not None
             return batch.bounds
         return causal_mask(batch.segments, batch.segments, None)
+
+    def _unpadded(self, batch: Batch) -> Unpadded | None:
+        """Return the tokens that count in this rank's routers; None for all."""
+        if batch.segments is None or not self.routers:
+            return None
+        is_data = batch.segments != PADDING
+        seen = self.places if self.program.layout.folds > 1 else self.positions
+        return Unpadded(is_data if seen is None else is_data[:, seen], is_data.sum(1))
+
+    def _lengths(self, batch: Batch) -> Tensor | None:
+        """Return the lengths of the documents of this rank's tokens, where longrope needs them."""
+        scaling, train = self.program.model.rope_scaling, self.program.train
+        if batch.segments is None or scaling is None or scaling.kind != "longrope":
+            return None
+        if train.seq_len <= scaling.original_context:  # no document is long
+            return None
+        lengths = lengths_of(batch.segments)
+        return lengths if self.positions is None else lengths[:, self.positions]
 
     def backward(self, batch: Batch, loss_scale: float = 1.0) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch.

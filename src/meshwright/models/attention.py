@@ -161,7 +161,8 @@ class Attention(nn.Module):
             q = q * self.query_scale
         if self.table is not None:
             start = 0 if cache is None else cache.length
-            cos, sin = self.rope.tables(start, start + q.shape[2], context.positions, self.table)
+            where = start, start + q.shape[2], context.positions
+            cos, sin = self.rope.tables(*where, self.table, context.is_long)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)

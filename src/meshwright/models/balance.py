@@ -3,7 +3,8 @@
 The load-balancing loss is computed per sequence, so that it doesn't depend on the division of a
 batch: arXiv:2412.19437, equations 17 to 20, with the softmax of all scores, or their sigmoids over
 the sum of these. The z-loss is that of arXiv:2202.08906, equation 5. A router's backward adds their
-gradients; the only messages are the counts of sequences that ranks share.
+gradients; the only messages are the counts of sequences that ranks share. Padding is no token of a
+sequence: it is in no loss, count or capacity.
 
 Without a loss, arXiv:2408.15664 changes each expert's correction by the same amount after each
 step: up if it received fewer tokens of the global batch than the mean, down if it received more.
@@ -14,14 +15,59 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from meshwright.models.context import Unpadded
 
 
 def full_at(capacity: float, seq_len: int, top_k: int, experts: int) -> int:
     """Return how many tokens of a sequence an expert takes, for a capacity in even shares."""
     return math.ceil(capacity * seq_len * top_k / experts)
+
+
+class Sequences(NamedTuple):
+    """The sequences of a router's tokens: their number, and which of the tokens are data.
+
+    `is_data` bool `[tokens]`; `lengths` int64 `[number]` are the data of each whole sequence, also
+    on other ranks. None: every token is data.
+    """
+
+    number: int
+    is_data: Tensor | None = None
+    lengths: Tensor | None = None
+
+    @classmethod
+    def of(cls, number: int, unpadded: Unpadded | None) -> Sequences:
+        """Return so many sequences, of which some may be padded."""
+        if unpadded is None:
+            return cls(number)
+        return cls(number, unpadded.mask.flatten(), unpadded.lengths)
+
+    def data(self, each: Tensor) -> Tensor:
+        """Return what belongs to tokens `[tokens, ...]`, with 0 for padding."""
+        if self.is_data is None:
+            return each
+        return each * self.is_data.view(-1, *[1] * (each.dim() - 1))
+
+    def add(self, each: Tensor, into: Tensor) -> None:
+        """Add what is of each sequence `[number, n]` to its tokens `[tokens, n]`, in place."""
+        by_row = into.view(self.number, -1, into.shape[-1])
+        if self.is_data is None:
+            by_row += each[:, None]
+        else:
+            by_row.addcmul_(each[:, None], self.is_data.view(self.number, -1, 1).to(each))
+
+    def lengths_of(self, tokens: int) -> Tensor | int:
+        """Return the data of each sequence `[number, 1]`, or the one number; padding alone is 1.
+
+        `tokens` are those of all sequences, on all ranks that share them.
+        """
+        if self.lengths is None:
+            return tokens // self.number
+        return self.lengths.clamp(min=1)[:, None]
 
 
 @dataclass
@@ -65,18 +111,34 @@ class Balance:
         ids = places.view(tokens, top_k) % experts
         return every.gather(-1, ids), ids
 
-    def bounded(self, ids: Tensor, rows: int, experts: int) -> Tensor:
+    def placed(self, ids: Tensor, of: Sequences, experts: int) -> Tensor:
+        """Return the ids int64 `[tokens, top_k]`, with padding meeting experts in turn.
+
+        It is alike, and would all meet the same. With a capacity, it meets none: see `bounded`.
+        """
+        if of.is_data is None or self.capacity is not None:
+            return ids
+        places = torch.arange(ids.numel(), device=ids.device).view_as(ids) % experts
+        return ids.where(of.is_data[:, None], places)
+
+    def bounded(self, ids: Tensor, of: Sequences, experts: int) -> Tensor:
         """Return the ids, with the number of experts in place of those of full experts.
 
-        ids int64 `[tokens, top_k]`, of so many rows. The first tokens of a row have precedence, so
-        that no token depends on later ones: GShard, arXiv:2006.16668, algorithm 1, by sequence.
+        ids int64 `[tokens, top_k]`. The first tokens of a row have precedence, so that no token
+        depends on later ones: GShard, arXiv:2006.16668, algorithm 1, by sequence. Padding meets no
+        expert.
         """
         assert self.capacity is not None
+        rows = of.number
         by_row = ids.view(rows, -1, ids.shape[-1])
         seq = by_row.shape[1]
-        most = full_at(self.capacity, seq * self.ranks, ids.shape[-1], experts)
+        most: Tensor | int = full_at(self.capacity, seq * self.ranks, ids.shape[-1], experts)
+        if of.lengths is not None:
+            most = (self.capacity * of.lengths.double() * ids.shape[-1] / experts).ceil()
+            most = most[:, None, None]
         picks = torch.zeros(rows, seq, experts, dtype=torch.int32, device=ids.device)
-        picks = picks.scatter_(2, by_row, 1).view(rows, len(self.pieces), -1, experts)
+        taken = of.data(torch.ones_like(ids, dtype=torch.int32)).view_as(by_row)
+        picks = picks.scatter_(2, by_row, taken).view(rows, len(self.pieces), -1, experts)
         places = picks.cumsum(2, dtype=torch.int32)
         if self.ranks > 1:  # what comes before each piece is on the other ranks
             every = picks.new_zeros(rows, self.ranks * len(self.pieces), experts)
@@ -87,9 +149,10 @@ class Balance:
             before = every.cumsum(1, dtype=torch.int32) - every
             places += torch.stack([before[:, piece] for piece in self.pieces], 1)[:, :, None]
         places = places.view(rows, seq, experts).gather(2, by_row)
-        return by_row.where(places <= most, experts).view_as(ids)
+        found = by_row.where(places <= most, experts).view_as(ids)
+        return found if of.is_data is None else found.where(of.is_data[:, None], experts)
 
-    def count(self, ids: Tensor, experts: int, dropped: Tensor | None) -> None:
+    def count(self, ids: Tensor, of: Sequences, experts: int, dropped: Tensor | None) -> None:
         """Record how many tokens met each expert, and the pairs that were `dropped`, int64 `[]`.
 
         ids int64 `[tokens, top_k]`.
@@ -98,33 +161,35 @@ class Balance:
             self.dropped += dropped
         pairs = ids.flatten()
         counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
-        counts.scatter_add_(0, pairs, torch.ones_like(pairs))
+        counts.scatter_add_(0, pairs, of.data(torch.ones_like(ids)).flatten())
         for noted in (self.met, self.lately):
             if noted is not None:
                 noted += counts
 
-    def to_shares(self, every: Tensor, ids: Tensor, rows: int) -> Tensor:
+    def to_shares(self, every: Tensor, ids: Tensor, of: Sequences) -> Tensor:
         """Return the load-balancing loss' gradient of all tokens of a row, fp32 `[rows, experts]`.
 
         every fp32 `[tokens, experts]` adds up to 1 for each token, ids are the experts
         `[tokens, top_k]` with the most of it. The loss is linear in the former: counts of the
         latter have no gradient.
         """
-        by_row, experts = ids.view(rows, -1), every.shape[-1]
-        counts = torch.zeros(rows, experts, dtype=torch.float32, device=ids.device)
-        counts.scatter_add_(1, by_row, torch.ones_like(by_row, dtype=torch.float32))
-        tokens = every.shape[0] // rows * self.ranks
-        each = self.summed(counts) * (self.aux * experts / (ids.shape[-1] * tokens**2))
+        by_row, experts = ids.view(of.number, -1), every.shape[-1]
+        counts = torch.zeros(of.number, experts, dtype=torch.float32, device=ids.device)
+        met = of.data(torch.ones_like(ids, dtype=torch.float32))
+        counts.scatter_add_(1, by_row, met.view_as(by_row))
+        lengths = of.lengths_of(every.shape[0] * self.ranks)
+        each = self.summed(counts) * (self.aux * experts / (ids.shape[-1] * lengths**2))
         if self.losses is not None:
-            self.losses[0] += (every.view(rows, -1, experts).sum(1) * each).sum()
+            self.losses[0] += (of.data(every).view(of.number, -1, experts).sum(1) * each).sum()
         return each * self.scale
 
-    def to_scores(self, sizes: Tensor, rows: int) -> Tensor:
-        """Return the z-loss gradient of scores, as factors `[tokens]` of their softmax.
+    def to_scores(self, sizes: Tensor, of: Sequences) -> Tensor:
+        """Return the z-loss gradient of scores, as factors `[tokens, 1]` of their softmax.
 
         sizes fp32 `[tokens]` are the logarithms of the scores' summed exponentials.
         """
-        tokens = sizes.shape[0] // rows * self.ranks
+        lengths = of.lengths_of(sizes.shape[0] * self.ranks)
+        by_row = of.data(sizes).view(of.number, -1)
         if self.losses is not None:
-            self.losses[1] += self.z * sizes.square().sum() / tokens
-        return sizes * (2 * self.z * self.scale / tokens)
+            self.losses[1] += self.z * (by_row.square() / lengths).sum()
+        return (by_row * (2 * self.z * self.scale / lengths)).view(-1, 1)

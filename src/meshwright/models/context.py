@@ -15,6 +15,16 @@ from meshwright.models.cache import KVCache
 MaskOf = Callable[[Tensor, Tensor | None, KVCache | None], Tensor | None]
 
 
+class Unpadded(NamedTuple):
+    """Which tokens are data, in rows that are padded at their end.
+
+    `mask` bool `[batch, seq of the routers]`; `lengths` int64 `[batch]`: tokens of each whole row.
+    """
+
+    mask: Tensor
+    lengths: Tensor
+
+
 class Context(NamedTuple):
     """What the blocks need beside the stream; made once per forward.
 
@@ -23,6 +33,9 @@ class Context(NamedTuple):
     they are not consecutive from the cache's length on. `keys` int64 `[batch]`: the rows' dropout
     keys; None: no dropout. `places` int64 `[seq of the stream]`: the tokens' positions in the whole
     row, for dropout; None: 0, 1, 2, ... Under sequence parallelism they differ from `positions`.
+    `unpadded`: the tokens that count in routers; None: all. `is_long` bool `[batch, seq of
+    attention]`: the tokens of documents that longrope rotates by its long factors, where the rows'
+    documents may differ.
     """
 
     mask: Tensor | None = None
@@ -30,6 +43,8 @@ class Context(NamedTuple):
     cache: KVCache | None = None
     keys: Tensor | None = None
     places: Tensor | None = None
+    unpadded: Unpadded | None = None
+    is_long: Tensor | None = None
 
 
 PLAIN: Final = Context()

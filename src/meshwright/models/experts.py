@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.models.balance import Sequences
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.expert_adapters import added, gradients, named, through
 from meshwright.models.grouped import (
@@ -103,8 +104,8 @@ class ExpertMLP(nn.Module):
         """Return the mixture for x `[..., dim]`, of the same shape."""
         routed = x if self.folds else self.enter(x)
         tokens = routed.flatten(0, -2)
-        rows = len(routed) if routed.dim() > 2 else 1
-        results = self.begin(tokens, self.router(tokens, rows))
+        of = Sequences.of(len(routed) if routed.dim() > 2 else 1, context.unpadded)
+        results = self.begin(tokens, self.router(tokens, of))
         beside = self._beside(routed, context)
         out = results().view_as(routed)
         if self.folds:

@@ -30,6 +30,7 @@ from meshwright.program.shards import Region, whole
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.hf import hf_config, spec_from_hf
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import kept_in_fp32
 from meshwright.spec.stored import read_object
 
 CONFIG: Final = "config.json"
@@ -45,6 +46,8 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> Transformer:
     """Return the model of a Hugging Face folder on the CPU, in `dtype` or as it is stored.
 
+    What must stay in fp32 is in fp32, whatever `dtype` and the files have.
+
     Raises `CheckpointError` for a missing folder or file, a missing, unexpected or misshaped
     tensor, pickled weights and a corrupt file; `ConfigError` for an unsupported architecture.
     """
@@ -53,9 +56,13 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> Transformer
     source = HFWeights(path, spec)
     model = build_model(spec)
     state: dict[str, Tensor] = {}
+    kept = kept_in_fp32(spec)
     for name, part in each_from_hf(source.tensors, source.read):
         # A copy: safetensors maps the file, which may be replaced while the model lives.
-        state[name] = part.to(part.dtype if dtype is None else dtype, copy=True)
+        wanted = part.dtype if dtype is None else dtype
+        if name in kept:
+            wanted = torch.promote_types(wanted, torch.float32)
+        state[name] = part.to(wanted, copy=True)
     model.load_state_dict(state, strict=True, assign=True)
     return model
 

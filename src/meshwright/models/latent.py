@@ -83,8 +83,8 @@ class LatentAttention(nn.Module):
         plain, own = torch.split(q, [self.nope, self.turned], -1)
         if self.table is not None:
             start = 0 if cache is None else cache.length
-            stop = start + q.shape[1]
-            cos, sin = self.rope.tables(start, stop, context.positions, self.table)
+            where = start, start + q.shape[1], context.positions
+            cos, sin = self.rope.tables(*where, self.table, context.is_long)
             own, shared = self._rotated(own, cos, sin), self._rotated(shared, cos, sin)
         if cache is not None:
             latent, shared = cache.append(self.layer, latent[:, None], shared.transpose(1, 2))

@@ -35,7 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first dims of each head by the angle of its position, in fp32 at least.
 
-    x `[batch, heads, seq, head_dim]`; cos and sin fp32 `[seq, rotary_dim]`, both halves equal. Dims
+    x `[batch, heads, seq, head_dim]`; cos and sin fp32 `[seq, rotary_dim]`, or of each row
+    `[batch, 1, seq, rotary_dim]`, both halves equal. Dims
     beyond `rotary_dim` are unchanged. Dim i is paired with i + rotary_dim/2, as in GPT-NeoX and
     transformers. arXiv:2104.09864, equation 34.
     """

@@ -21,11 +21,12 @@ class Rope:
 
     There is one for each rotary base of the layers: `ModelSpec.rotary_bases`.
 
-    `longrope` rotates all positions of a row of more than `original_context` tokens by other
-    frequencies. As in transformers, the last position of a forward decides, including cached ones.
-    A forward with a share of its rows can't know that: in a model that was built for rows of some
-    length, this length decides, equally on every rank. A cache cannot cross the boundary, because
-    its keys are already rotated: `starts_anew` says where the row has to be recomputed.
+    `longrope` rotates documents of more than `original_context` tokens by other frequencies. In
+    rows of several documents, the length of each one decides: `is_long`. Otherwise, as in
+    transformers, the last position of a forward decides, including cached ones. A forward with a
+    share of its rows can't know that: in a model that was built for rows of some length, this
+    length decides, equally on every rank. A cache cannot cross the boundary, because its keys are
+    already rotated: `starts_anew` says where the row has to be recomputed.
 
     Deliberately neither a module nor buffers: `to_empty`, `to(bfloat16)` and the input cast of
     FSDP's mixed precision would empty or round them, and positions do not survive bf16.
@@ -38,8 +39,8 @@ class Rope:
         bases = spec.rotary_bases or (RotaryBase(spec.rope_theta, spec.rope_scaling is not None),)
         self.bases: tuple[RotaryBase, ...] = bases
         self._is_long = False
-        self._tables: Sequence[_Table] | None = None
-        self._others: Sequence[_Table] | None = None  # of the rows of longrope that these are not
+        # By whether they are of long documents.
+        self._tables: dict[bool, Sequence[_Table]] = {}
 
     def index(self, layer: int) -> int | None:
         """Return which table a layer uses; None if it rotates nothing."""
@@ -48,13 +49,26 @@ class Rope:
 
     def build(self, device: torch.device, length: int) -> None:
         """Compute the tables of positions 0 to `length` on a device, for rows of that length."""
-        self.row = length
-        self._compute(device, length, self._long(length))
+        self.row, self._is_long = length, self._long(length)
+        self._compute(device, length, self._is_long)
 
-    def reach(self, stop: int, device: torch.device, cached: int = 0) -> None:
+    def is_long(self, lengths: Tensor | None) -> Tensor | None:
+        """Return bool, of the shape of `lengths`: whether documents of such lengths are long.
+
+        None where all are rotated alike.
+        """
+        scaling = self.spec.rope_scaling
+        if lengths is None or scaling is None or scaling.kind != "longrope":
+            return None
+        return lengths > scaling.original_context
+
+    def reach(
+        self, stop: int, device: torch.device, cached: int = 0, *, both: bool = False
+    ) -> None:
         """Make sure that the tables are those of a forward up to `stop`, on `device`.
 
-        Raises `ConfigError` where `cached` positions of it were rotated by other tables.
+        `both`: for documents that are long and documents that are not. Raises `ConfigError` where
+        `cached` positions of it were rotated by other tables.
         """
         if cached and self.starts_anew(cached, stop):
             assert self.spec.rope_scaling is not None
@@ -63,38 +77,56 @@ class Rope:
                 f"longrope rotates rows of more than {bound} tokens by other frequencies: a cache "
                 f"of {cached} positions cannot grow to {stop}; start over with an empty one"
             )
-        is_long = self._long(stop)
-        if is_long != self._is_long:
-            self._tables, self._others, self._is_long = self._others, self._tables, is_long
-        have = self._tables
-        held = 0 if have is None else have[0][0].shape[0]
-        if have is not None and have[0][0].device == device and held >= stop:
-            return
-        # Twice what there was, so that growing token by token is not quadratic.
-        self._compute(device, max(stop, self.length, 2 * held if 0 < held < stop else 0), is_long)
+        self._is_long = self._long(stop)
+        for is_long in (False, True) if both else (self._is_long,):
+            have = self._tables.get(is_long)
+            held = 0 if have is None else have[0][0].shape[0]
+            if have is not None and have[0][0].device == device and held >= stop:
+                continue
+            # Twice what there was, so that growing token by token is not quadratic.
+            grown = 2 * held if 0 < held < stop else 0
+            self._compute(device, max(stop, self.length, grown), is_long)
 
     def starts_anew(self, cached: int, stop: int) -> bool:
         """Return whether a forward up to `stop` needs other rotations than the cached positions."""
         return self._long(cached) != self._long(stop)
 
     def tables(
-        self, start: int, stop: int, positions: Tensor | None = None, index: int = 0
+        self,
+        start: int,
+        stop: int,
+        positions: Tensor | None = None,
+        index: int = 0,
+        is_long: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin `[seq, rotary_dim]`, fp32, of positions `start` to `stop`.
 
         With `positions` (int64 `[seq]`) of those instead. They must be within `reach`: blocks only
         look up, so that they can be compiled. `index` is which table, as the layer asked for it.
+        With `is_long` (bool `[batch, seq]`) they are `[batch, 1, seq, rotary_dim]`: each token's by
+        its document.
         """
-        assert self._tables is not None, "reach() comes first"
-        cos, sin = self._tables[index]
+        if is_long is None:
+            return self._lookup(self._is_long, start, stop, positions, index)
+        pairs = (self._lookup(kind, start, stop, positions, index) for kind in (True, False))
+        which = is_long[:, None, :, None]
+        cos, sin = (torch.where(which, long, short) for long, short in zip(*pairs, strict=True))
+        return cos, sin
+
+    def _lookup(
+        self, is_long: bool, start: int, stop: int, positions: Tensor | None, index: int
+    ) -> _Table:
+        assert is_long in self._tables, "reach() comes first"
+        cos, sin = self._tables[is_long][index]
         if positions is not None:
             return cos[positions], sin[positions]
         return cos[start:stop], sin[start:stop]
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tables that forwards look up."""
-        for table in self._tables or ():
-            yield from table
+        for tables in self._tables.values():
+            for table in tables:
+                yield from table
 
     def _long(self, stop: int) -> bool:
         scaling = self.spec.rope_scaling
@@ -114,7 +146,19 @@ class Rope:
                 factor = 1.0 if scaling is None else scaling.cos_sin_factor
                 cos, sin = angles.cos().mul_(factor), angles.sin().mul_(factor)
                 tables.append((cos.to(device), sin.to(device)))
-        self._tables, self._is_long, self.length = tables, is_long, length
+        self._tables[is_long], self.length = tables, length
+
+
+def lengths_of(segments: Tensor) -> Tensor:
+    """Return how many tokens each token's document has in its row, int64 `[batch, seq]`.
+
+    segments int `[batch, seq]`: adjacent tokens with equal numbers belong to one document.
+    """
+    begins = torch.ones_like(segments, dtype=torch.int64)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    document = begins.cumsum(1) - 1
+    counts = torch.zeros_like(begins).scatter_add_(1, document, torch.ones_like(begins))
+    return counts.gather(1, document)
 
 
 def inverse_frequencies(
@@ -123,7 +167,7 @@ def inverse_frequencies(
     """Return the angle per position of each rotated pair, fp32 `[rotary_dim / 2]`, in radians.
 
     `theta^(-2i / rotary_dim)`: arXiv:2104.09864, section 3.2.2; then the scaling of the spec.
-    `base`: not the model's own; `is_long`: of a row that longrope has its long factors for.
+    `base`: not the model's own; `is_long`: of a document that longrope has its long factors for.
     """
     theta, is_scaled = (spec.rope_theta, True) if base is None else base
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.models.balance import Balance
+from meshwright.models.balance import Balance, Sequences
 from meshwright.models.ops import widened
 from meshwright.spec.model import ModelSpec
 
@@ -85,18 +85,27 @@ class Router(Matrices):
         self.top_k, self.divides = spec.top_k, spec.norm_top_k
         self.balance = Balance()
 
-    def forward(self, x: Tensor, rows: int) -> Routing:
-        """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
-        shares, ids = _Route.apply(x, *self.used, self, rows)  # type: ignore[no-untyped-call]
+    def forward(self, x: Tensor, of: Sequences) -> Routing:
+        """Return the routing of the tokens of some sequences, x `[tokens, dim]`."""
+        shares, ids = _Route.apply(x, *self.used, self, of)  # type: ignore[no-untyped-call]
         return Routing(ids, shares, drops=self.balance.capacity is not None)
 
-    def bounded(self, ctx: Any, ids: Tensor, rows: int) -> Tensor:
+    def margin(self, x: Tensor) -> Tensor:
+        """Return by how much the score of a token's last expert beats the next, `[tokens]`.
+
+        x `[tokens, dim]`. Where rounding could change that, so could another implementation.
+        """
+        weight, bias = self.used
+        scores = widened(x) @ widened(weight).t()
+        return _lead(scores if bias is None else scores + widened(bias), self.top_k)
+
+    def bounded(self, ctx: Any, ids: Tensor, of: Sequences) -> Tensor:
         """Return the ids, marked where an expert is full; `ctx` gets how many of them are."""
         ctx.dropped = None
         if self.balance.capacity is None:
             return ids
-        found = self.balance.bounded(ids, rows, len(self.weight))
-        ctx.dropped = (found == len(self.weight)).sum()
+        found = self.balance.bounded(ids, of, len(self.weight))
+        ctx.dropped = of.data(found == len(self.weight)).sum()
         return found
 
 
@@ -115,25 +124,42 @@ class SigmoidRouter(Router):
         self.scale = spec.routed_scale
         self.register_buffer("correction", torch.zeros(spec.experts))
 
-    def forward(self, x: Tensor, rows: int) -> Routing:
-        """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
+    def forward(self, x: Tensor, of: Sequences) -> Routing:
+        """Return the routing of the tokens of some sequences, x `[tokens, dim]`."""
         weight = self.local(self.weight)
-        shares, ids = _RouteBySigmoid.apply(x, weight, self, rows)  # type: ignore[no-untyped-call]
+        shares, ids = _RouteBySigmoid.apply(x, weight, self, of)  # type: ignore[no-untyped-call]
         return Routing(ids, shares, drops=self.balance.capacity is not None)
 
     def pick(self, scores: Tensor) -> Tensor:
         """Return the selected experts int64 `[tokens, top_k]` for scores `[tokens, experts]`."""
         if self.balance.is_forced:
             return self.balance.picked(scores, self.top_k)[1]
+        return self._eligible(scores).topk(self.top_k).indices
+
+    def margin(self, x: Tensor) -> Tensor:
+        """Return by how much a token's last expert, or last group, beats the next, `[tokens]`."""
+        scores = torch.sigmoid(widened(x) @ widened(self.local(self.weight)).t())
+        lead = _lead(self._eligible(scores), self.top_k)
+        if self.top_groups == self.groups:
+            return lead
+        groups = self._group_scores(scores + self.correction)
+        return torch.minimum(lead, _lead(groups, self.top_groups))
+
+    def _eligible(self, scores: Tensor) -> Tensor:
+        """Return corrected scores `[tokens, experts]`, `-inf` outside of a token's best groups."""
         corrected = scores + self.correction
         if self.top_groups < self.groups:
+            best = self._group_scores(corrected).topk(self.top_groups).indices
             by_group = corrected.view(len(corrected), self.groups, -1)
-            best = by_group.topk(2).values.sum(-1).topk(self.top_groups).indices
             kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
             corrected = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-        return corrected.topk(self.top_k).indices
+        return corrected
 
-    def to_even(self, every: Tensor, rows: int) -> Tensor:
+    def _group_scores(self, corrected: Tensor) -> Tensor:
+        """Return the sum of each group's two best scores, `[tokens, groups]`."""
+        return corrected.view(len(corrected), self.groups, -1).topk(2).values.sum(-1)
+
+    def to_even(self, every: Tensor, of: Sequences) -> Tensor:
         """Return the load-balancing loss' gradient of scores, both fp32 `[tokens, experts]`.
 
         A token counts for the experts with its largest scores, without corrections, and its
@@ -142,8 +168,8 @@ class SigmoidRouter(Router):
         total = every.sum(-1, keepdim=True)
         shares = every / total
         best = every.topk(self.top_k).indices
-        each = self.balance.to_shares(shares, best, rows)
-        to_shares = each.repeat_interleave(len(every) // rows, 0)
+        to_shares = torch.zeros_like(every)
+        of.add(self.balance.to_shares(shares, best, of), to_shares)
         return (to_shares - (to_shares * shares).sum(-1, keepdim=True)) / total
 
     @torch.no_grad()
@@ -157,6 +183,14 @@ class SigmoidRouter(Router):
         assert met is not None
         towards = (met.sum() - met * len(met)).sign()  # of integers: as exact as the counts
         self.correction += self.balance.rate * (towards * moves)
+
+
+def _lead(scores: Tensor, number: int) -> Tensor:
+    """Return how far the last of so many best scores is above the next; inf if there is none."""
+    if number == scores.shape[-1]:
+        return torch.full_like(scores[:, 0], torch.inf)
+    *_, last, following = scores.topk(number + 1).values.unbind(-1)
+    return last - following
 
 
 def router(spec: ModelSpec) -> Router:
@@ -173,16 +207,18 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, router: Router, rows: int
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, router: Router, of: Sequences
     ) -> tuple[Tensor, Tensor]:
         scores = widened(x) @ widened(weight).t()
         scores = scores if bias is None else scores + widened(bias)
         every = torch.softmax(scores, -1)
-        shares, ids = router.balance.picked(every, router.top_k)
+        _, ids = router.balance.picked(every, router.top_k)
+        ids = router.balance.placed(ids, of, every.shape[-1])
+        shares = every.gather(-1, ids)
         sizes = (scores.logsumexp(-1),) if router.balance.z else ()
         ctx.save_for_backward(x, weight, every, ids, *sizes)
-        ctx.router, ctx.rows, ctx.has_bias = router, rows, bias is not None
-        ids = router.bounded(ctx, ids, rows)
+        ctx.router, ctx.of, ctx.has_bias = router, of, bias is not None
+        ids = router.bounded(ctx, ids, of)
         ctx.mark_non_differentiable(ids)
         return shares / shares.sum(-1, keepdim=True) if router.divides else shares, ids
 
@@ -191,19 +227,18 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, every, ids, *sizes = ctx.saved_tensors
         router: Router = ctx.router
-        balance, rows = router.balance, ctx.rows
+        balance, of = router.balance, ctx.of
         if router.divides:
             picked = every.gather(-1, ids)
             total = picked.sum(-1, keepdim=True)
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
         to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
-        balance.count(ids, every.shape[-1], ctx.dropped)
+        balance.count(ids, of, every.shape[-1], ctx.dropped)
         if balance.aux:
-            by_row = to_scores.view(rows, -1, every.shape[-1])
-            by_row += balance.to_shares(every, ids, rows)[:, None]
+            of.add(balance.to_shares(every, ids, of), to_scores)
         to_scores = torch._softmax_backward_data(to_scores, every, -1, every.dtype)
         for one in sizes:
-            to_scores.addcmul_(every, balance.to_scores(one, rows)[:, None])
+            to_scores.addcmul_(every, balance.to_scores(one, of))
         to_x = (to_scores @ widened(weight)).to(x.dtype)
         to_weight = to_bias = None
         if ctx.needs_input_grad[1]:  # else it is frozen
@@ -224,14 +259,14 @@ class _RouteBySigmoid(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, router: SigmoidRouter, rows: int
+        ctx: Any, x: Tensor, weight: Tensor, router: SigmoidRouter, of: Sequences
     ) -> tuple[Tensor, Tensor]:
         every = torch.sigmoid(widened(x) @ widened(weight).t())
-        ids = router.pick(every)
+        ids = router.balance.placed(router.pick(every), of, every.shape[-1])
         shares = every.gather(-1, ids)
         ctx.save_for_backward(x, weight, every, ids)
-        ctx.router, ctx.rows = router, rows
-        ids = router.bounded(ctx, ids, rows)
+        ctx.router, ctx.of = router, of
+        ids = router.bounded(ctx, ids, of)
         ctx.mark_non_differentiable(ids)
         if router.divides:
             shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
@@ -242,7 +277,7 @@ class _RouteBySigmoid(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, every, ids = ctx.saved_tensors
         router: SigmoidRouter = ctx.router
-        router.balance.count(ids, every.shape[-1], ctx.dropped)
+        router.balance.count(ids, ctx.of, every.shape[-1], ctx.dropped)
         grad = grad * router.scale
         picked = every.gather(-1, ids)
         if router.divides:
@@ -250,7 +285,7 @@ class _RouteBySigmoid(torch.autograd.Function):
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
         to_every = torch.zeros_like(every).scatter_(-1, ids, grad)
         if router.balance.aux:
-            to_every += router.to_even(every, ctx.rows)
+            to_every += router.to_even(every, ctx.of)
         to_scores = to_every * every * (1 - every)
         to_x = (to_scores @ widened(weight)).to(x.dtype)
         to_weight = None

@@ -11,13 +11,14 @@ from torch.nn import functional as F
 
 from meshwright.models.blocks import Block
 from meshwright.models.cache import KVCache
-from meshwright.models.context import Context, MaskOf, causal_mask
+from meshwright.models.context import Context, MaskOf, Unpadded, causal_mask
 from meshwright.models.dropout import Dropout, layer_keys
 from meshwright.models.lora import freeze
 from meshwright.models.norms import norm
 from meshwright.models.ops import softcapped
-from meshwright.models.rope import Rope
+from meshwright.models.rope import Rope, lengths_of
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import kept_in_fp32
 
 # hidden [..., dim], weight [vocab, dim] -> what a model returns in place of logits
 Project = Callable[[Tensor, Tensor], Tensor]
@@ -51,6 +52,21 @@ class Transformer(nn.Module):
         self.mask_of: MaskOf = causal_mask
         if spec.lora is not None:
             freeze(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert the tensors, but leave in fp32 what half precision would falsify.
+
+        PyTorch calls it for `to`, `bfloat16`, `half`, `cuda` and the like.
+        """
+        names = kept_in_fp32(self.spec)
+        kept = {name: one for name, one in self.named_buffers() if name in names}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in kept.items():
+            after = self.get_buffer(name)
+            if torch.finfo(after.dtype).bits < 32:
+                owner, _, last = name.rpartition(".")
+                self.get_submodule(owner).register_buffer(last, before.to(after.device))
+        return self
 
     @property
     def blocks(self) -> list[Block]:
@@ -89,6 +105,8 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         keys: Tensor | None = None,
         places: Tensor | None = None,
+        unpadded: Unpadded | None = None,
+        lengths: Tensor | None = None,
         project: Project | None = None,
     ) -> Tensor:
         """Return logits `[batch, seq, vocab]` of int64 token ids `[batch, seq]`.
@@ -97,10 +115,12 @@ class Transformer(nn.Module):
         final norm returns them. `segments` int `[batch, seq]`: attention stays among equal ones.
         `cache` holds the earlier positions. `positions` int64 `[seq]` where a rank's are not
         0, 1, 2, ...: rotation follows them, the mask does not, and `init_tables` must have reached
-        them. `keys` and `places` as in `Context`, for dropout. `project` makes what is returned of
-        the last hidden states and the head's matrix, tied or not, in place of logits.
+        them. `keys` and `places`, for dropout, and `unpadded` as in `Context`. `lengths` int64
+        `[batch, seq of attention]` are those of the tokens' documents, for longrope; None: those of
+        `segments`, or all are as long as the row. `project` makes what is returned of the last
+        hidden states and the head's matrix, tied or not, in place of logits.
         """
-        x = self.hidden(input_ids, segments, cache, positions, keys, places)
+        x = self.hidden(input_ids, segments, cache, positions, keys, places, unpadded, lengths)
         if self.norm is None:
             return x
         return self.logits(x) if project is None else project(x, self.head_weight)
@@ -113,10 +133,15 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         keys: Tensor | None = None,
         places: Tensor | None = None,
+        unpadded: Unpadded | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Return what the head multiplies, `[batch, seq, dim]`; arguments as for `forward`."""
         mask = self.mask_of(input_ids, segments, cache)
-        context = Context(mask, positions, cache, keys, places)
+        if lengths is None and segments is not None and self.mask_of is causal_mask:
+            lengths = lengths_of(segments)
+        is_long = self.rope.is_long(lengths)
+        context = Context(mask, positions, cache, keys, places, unpadded, is_long)
         x = input_ids
         if not x.is_floating_point():
             x = _scaled(self._embedded(input_ids), self.spec.embedding_scale)
@@ -125,7 +150,7 @@ class Transformer(nn.Module):
                 # The embedding is frozen; the first layer's backward is as every other's.
                 x = x.requires_grad_()
         cached = 0 if cache is None else cache.length
-        self.rope.reach(cached + x.shape[1], x.device, cached)
+        self.rope.reach(cached + x.shape[1], x.device, cached, both=is_long is not None)
         for name, block in self.layers.items():
             if keys is not None and self.spec.drops:
                 # Here rather than in the block: a number of its own would recompile each block.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.data.sampler import IGNORE
+from meshwright.data.sampler import IGNORE, PADDING
 from meshwright.execute.batch import Batch
 from meshwright.execute.kernels.documents import bounds_of
 from meshwright.models.dropout import row_keys
@@ -14,8 +14,9 @@ from meshwright.prove.case import Case
 def make_batch(case: Case, step: int) -> Batch:
     """Return a step's global batch: random tokens, very uneven numbers of targets per row.
 
-    For packed cases, rows hold several documents of random lengths. For chats, targets are in
-    spans, and the first half of the rows, including whole microbatches and ranks, has none.
+    For packed cases, rows hold several documents of random lengths; of three rows, one ends with
+    padding in its last half, one in its last quarter. For chats, targets are in spans, and the
+    first half of the rows, including whole microbatches and ranks, has none.
     """
     generator = torch.Generator().manual_seed(1000 * case.train.seed + step)
     rows, seq, vocab = case.train.batch, case.train.seq_len, case.model.vocab_size
@@ -32,9 +33,13 @@ def make_batch(case: Case, step: int) -> Batch:
     if case.packed:
         starts = torch.rand(rows, seq, generator=generator) < 4 / seq
         segments = starts.cumsum(1).to(torch.int32)
-        bounds = bounds_of(segments)
         last = torch.ones(rows, 1, dtype=torch.bool)
         targets[torch.cat((starts[:, 1:], last), 1)] = IGNORE
+        for row in range(rows):  # the last one has none
+            data = seq - (rows - 1 - row) % 3 * seq // 4
+            segments[row, data:], tokens[row, data:] = PADDING, 0
+            targets[row, data - 1 :] = IGNORE
+        bounds = bounds_of(segments)
     keys = None
     if case.model.drops:
         keys = row_keys(case.train.seed, step, range(rows))

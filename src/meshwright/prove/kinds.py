@@ -41,6 +41,16 @@ _CAPPED: Final = {
 }
 _LOCAL: Final = {"layer_pattern": [{"window": 11, "rope_theta": 50.0}, {}]}
 _YARN: Final = {"kind": "yarn", "factor": 4.0, "original_context": 16}
+# Of packed rows, some documents are longer than the context that was trained with.
+_LONGROPE: Final = {
+    "rope_scaling": {
+        "kind": "longrope",
+        "factor": 4.0,
+        "original_context": 12,
+        "short_factor": [1.0, 1.1, 1.3, 1.6],
+        "long_factor": [1.0, 2.0, 3.0, 5.0],
+    }
+}
 KINDS: Final = (
     Kind("llama"),
     Kind("neox", flags=_NEOX),
@@ -57,7 +67,7 @@ KINDS: Final = (
     Kind("granite", packed=True, flags={**_MULTIPLIED, "tie_embeddings": True}),
     Kind("phi3", flags={"rotary_pct": 0.5}),
     Kind("qwen2", flags={"tie_embeddings": True, "dropout": 0.1}),
-    Kind("phi3", packed=True, flags=_ODD),
+    Kind("phi3", packed=True, flags={**_ODD, **_LONGROPE}),
     Kind("mistral", packed=True, flags={"tie_embeddings": True}),
     Kind("gemma2", flags=_CAPPED),
     Kind("olmo2"),

@@ -17,7 +17,7 @@ class Updates:
     """AdamW (arXiv:1711.05101, algorithm 2), or SGD with momentum and the same decay.
 
     The learning rate rises linearly during the warm-up, and falls along a cosine to a tenth.
-    Weights of one dim do not decay.
+    Norms, sinks and biases do not decay, also those of experts.
     """
 
     def __init__(self, masters: dict[str, Tensor], spec: OptimizerSpec, steps: int) -> None:
@@ -42,7 +42,7 @@ class Updates:
         spec, rate = self._spec, self._rate(step)
         for name, master in self._masters.items():
             gradient = gradients[name]
-            if master.dim() > 1:
+            if master.dim() > 1 and not name.endswith(".bias"):
                 master.mul_(1 - rate * spec.weight_decay)
             if spec.name == "sgd":
                 self._first[name] = spec.momentum * self._first[name] + gradient

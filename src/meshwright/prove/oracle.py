@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshwright.data.sampler import IGNORE
+from meshwright.data.sampler import IGNORE, PADDING
 from meshwright.execute.batch import Batch
 from meshwright.models.dropout import dropout, layer_keys
 from meshwright.prove.fake_float8 import float8_linear
@@ -105,9 +105,12 @@ class _Model:
         self.places = places.float()
         self.back = places[:, None] - places  # how far a key lies behind a query
         self.sees = self.back[None] >= 0
+        self.together = torch.ones_like(self.sees)  # tokens of one document
+        self.is_data = torch.ones_like(batch.inputs, dtype=torch.bool)
         if batch.segments is not None:
-            same = batch.segments[:, :, None] == batch.segments[:, None, :]
-            self.sees = self.sees & same
+            self.together = batch.segments[:, :, None] == batch.segments[:, None, :]
+            self.sees = self.sees & self.together
+            self.is_data = batch.segments != PADDING
 
     def block(self, layer: int, x: Tensor) -> Tensor:
         """Return the stream after a layer."""
@@ -229,7 +232,7 @@ class _Model:
             judged = scores.detach()
         picked = self.best(judged, spec.top_k)
         if self.routers is not None:
-            self.routers.append(Routed(at, scores, picked))
+            self.routers.append(Routed(at, scores, picked, self.is_data))
             if spec.router_scores == "sigmoid":  # the load-balancing loss counts these
                 self.best(4 * every.detach(), spec.top_k)
         shares = torch.where(picked, every, torch.zeros_like(every))
@@ -237,8 +240,10 @@ class _Model:
             shares = shares / shares.sum(-1, keepdim=True)
         shares = shares * spec.routed_scale
         if self.capacity is not None:  # the first of a sequence's tokens, until an expert is full
-            most = math.ceil(self.capacity * x.shape[1] * spec.top_k / spec.experts)
-            shares = shares * (picked.cumsum(1) <= most)
+            lengths = self.is_data.sum(1).tolist()
+            each = [math.ceil(self.capacity * n * spec.top_k / spec.experts) for n in lengths]
+            met = (picked & self.is_data[..., None]).cumsum(1)
+            shares = shares * (met <= torch.tensor(each)[:, None, None])
         total = torch.zeros_like(x)
 
         def project(name: str, expert: int, x: Tensor) -> Tensor:
@@ -332,8 +337,11 @@ class _Model:
         half = self.spec.rotary_dim // 2
         if half == 0 or not self.spec.layer(layer).rotary:
             return x
-        frequencies, stretch = rotation(self.spec, layer, len(self.places))
-        angles = torch.outer(self.places, frequencies)[:, None]
+        lengths, which = torch.unique(self.together.sum(-1), return_inverse=True)
+        each = [rotation(self.spec, layer, length) for length in lengths.tolist()]
+        stretch = each[0][1]  # the same for all lengths
+        frequencies = torch.stack([one for one, _ in each])[which]
+        angles = (self.places[:, None] * frequencies)[:, :, None]
         wide = _wide(x)
         a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
         cos, sin = angles.cos() * stretch, angles.sin() * stretch

@@ -14,20 +14,26 @@ from meshwright.spec.training import TrainSpec
 class Routed(NamedTuple):
     """A router's result: its scores, and each token's experts, `[batch, seq, experts]`.
 
-    `name` is that of its mixture.
+    `name` is that of its mixture; `is_data` `[batch, seq]` is false for padding.
     """
 
     name: str
     scores: Tensor
     picked: Tensor
+    is_data: Tensor
 
 
-def router_losses(spec: ModelSpec, train: TrainSpec, scores: Tensor) -> Tensor:
-    """Return the weighted losses of a layer's router, summed over sequences.
+def router_losses(
+    spec: ModelSpec, train: TrainSpec, scores: Tensor, is_data: Tensor | None = None
+) -> Tensor:
+    """Return the weighted losses of a layer's router, summed over sequences without their padding.
 
-    scores fp32 or fp64 `[batch, seq, experts]`. arXiv:2412.19437, equations 17 to 20, also with
-    softmax; arXiv:2202.08906, equation 5.
+    scores fp32 or fp64 `[batch, seq, experts]`, is_data bool `[batch, seq]`. arXiv:2412.19437,
+    equations 17 to 20, also with softmax; arXiv:2202.08906, equation 5.
     """
+    if is_data is not None:
+        rows = [row[kept][None] for row, kept in zip(scores, is_data, strict=True)]
+        return torch.stack([router_losses(spec, train, row) for row in rows]).sum()
     seq = scores.shape[1]
     every = scores.softmax(-1)
     if spec.router_scores == "sigmoid":

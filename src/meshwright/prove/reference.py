@@ -319,9 +319,11 @@ class _OneDevice:
             weights = used | self.beside
             loss = loss_sum(self._model, weights, part, **self._more, routers=routers)
             self._check_gaps()
-            beside = [router_losses(self._model, case.train, one.scores) for one in routers]
+            beside = [
+                router_losses(self._model, case.train, one.scores, one.is_data) for one in routers
+            ]
             for one in routers:
-                met = one.picked.sum((0, 1))
+                met = (one.picked & one.is_data[..., None]).sum((0, 1))
                 self._met[one.name] = self._met[one.name] + met if one.name in self._met else met
             whole = loss / count + sum(beside) / len(batch.inputs)
             found = torch.autograd.grad(whole * scale, list(trained.values()))

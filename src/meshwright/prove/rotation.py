@@ -11,10 +11,10 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.rotary import RopeScaling
 
 
-def rotation(spec: ModelSpec, layer: int, row: int) -> tuple[Tensor, float]:
+def rotation(spec: ModelSpec, layer: int, length: int) -> tuple[Tensor, float]:
     """Return the angle per position of each rotated pair of dims, and their length factor.
 
-    In fp32, as in every implementation. `row`: the number of tokens in a row.
+    In fp32, as in every implementation. `length`: that of the document.
     """
     own, scaling = spec.layer(layer).rope_theta, spec.rope_scaling
     base = spec.rope_theta if own is None else own
@@ -27,7 +27,7 @@ def rotation(spec: ModelSpec, layer: int, row: int) -> tuple[Tensor, float]:
         return _stretched(plain, scaling), 1.0
     if scaling.kind == "yarn":
         return _by_turns(plain, scaling, base), _yarn_length(scaling)
-    fits = row <= scaling.original_context
+    fits = length <= scaling.original_context
     parts = torch.tensor(scaling.short_factor if fits else scaling.long_factor)
     # arXiv:2402.13753 and its code: sqrt(1 + ln s / ln L).
     more = math.log(max(scaling.factor, 1.0), scaling.original_context)

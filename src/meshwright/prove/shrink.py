@@ -206,7 +206,7 @@ def _small_scaling(
     original = scaling.original_context
     is_long, most = train.seq_len > original, small.seq_len
     update: dict[str, Any] = {
-        "original_context": min(original, most // 2) if is_long else max(original, most)
+        "original_context": min(original, most // 4) if is_long else max(original, most)
     }
     for name in ("short_factor", "long_factor"):
         factors = getattr(scaling, name)

@@ -46,7 +46,9 @@ class Trial:
         self._program = program_of(case, world)
         self.parallel = build_small(self._program, groups, world, fault)
         self._shards = Shards(self.parallel.trained, on_host=case.layout.offload == "optimizer")
-        self._optimizer = build_optimizer(self._shards.leaves, reference.optimizer)
+        self._optimizer = build_optimizer(
+            self._shards.leaves, self._shards.parts, reference.optimizer
+        )
         self._scale = LossScale(case.loss_scale)
         self._starts = [held.shard.clone() for held in self.parallel.trained]
         frozen = [one for one in self.parallel.held if not one.sharding.part.trained]

@@ -264,7 +264,7 @@ def _batch(program: Program) -> Batch:
 
 def _with_states(shards: Shards, spec: OptimizerSpec) -> torch.optim.Optimizer:
     """Return the optimizer as a step leaves it."""
-    optimizer = build_optimizer(shards.leaves, spec)
+    optimizer = build_optimizer(shards.leaves, shards.parts, spec)
     for leaf in shards.leaves:
         leaf.grad = torch.empty_like(leaf)
     optimizer.step()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import LINEAR, matrices
 from meshwright.spec.model import LayerSpec, ModelSpec
 
@@ -42,10 +43,14 @@ class Part:
         return math.prod(self.shape)
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or one for each expert; biases, norms and sinks are vectors."""
+        return len(self.axes) - self.is_of_experts == 2
+
+    @property
     def is_product(self) -> bool:
         """Whether tokens are multiplied by it; false for matrices that are only looked up."""
-        is_added = self.name.endswith(".bias")
-        return len(self.shape) >= 2 and not is_added and self.name != "embed.weight"
+        return self.is_matrix and self.name != "embed.weight"
 
     @property
     def is_adapter(self) -> bool:
@@ -219,6 +224,16 @@ def buffers(spec: ModelSpec) -> tuple[Part, ...]:
         for layer in range(spec.n_layers)
         if spec.has_experts(spec.layer(layer))
     )
+
+
+@lru_cache(maxsize=64)
+def kept_in_fp32(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of the buffers that half precision would falsify.
+
+    What stores, loads or converts a whole model leaves these in fp32.
+    """
+    ends = tuple(f".{name}" for name in FAMILIES[spec.family].kept_in_fp32)
+    return frozenset(part.name for part in buffers(spec) if part.name.endswith(ends))
 
 
 def parameter_count(spec: ModelSpec) -> int:

@@ -42,8 +42,8 @@ class RopeScaling(Spec):
     and interpolates between. `yarn` (arXiv:2309.00071) keeps those that turn more than `beta_fast`
     times in `original_context`, divides those that turn less than `beta_slow` times, and
     interpolates between in the order of the dimensions; `truncate` rounds the bounds outwards.
-    `longrope` (arXiv:2402.13753) divides each by its own number: of `long_factor` in rows of more
-    than `original_context` tokens, otherwise of `short_factor`.
+    `longrope` (arXiv:2402.13753) divides each by its own number: of `long_factor` in documents of
+    more than `original_context` tokens, otherwise of `short_factor`.
 
     The last two also multiply the rotated queries and keys by `attention_factor`. By default, it
     follows from `factor`, and for `yarn` from `mscale` and `mscale_all_dim` if both are set.

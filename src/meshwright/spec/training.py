@@ -226,7 +226,7 @@ class OptimizerSpec(Spec):
     `lr * min_lr_ratio` at the last step; "wsd" (warmup, stable, decay) holds it until the last
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
     differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
-    to matrices only.
+    to matrices only: not to norms, biases (also those of experts) and sinks.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"

@@ -26,6 +26,7 @@ from meshwright.execute.kernels.recompute import recompute
 from meshwright.execute.transport.world import World
 from meshwright.models import Transformer, build_model
 from meshwright.spec.learning_rate import learning_rate
+from meshwright.spec.parts import parts
 from meshwright.training.events import Emit
 from meshwright.training.interruptible import Interruptible
 from meshwright.training.loop import (
@@ -110,7 +111,7 @@ def open_engine(job: Job, world: World) -> Any:
         recompute(block, layout.recompute)
     model.to(world.device)
     model.init_tables(world.device)
-    optimizer = build_optimizer(list(model.parameters()), config.optimizer)
+    optimizer = build_optimizer(list(model.parameters()), parts(config.model), config.optimizer)
     is_bf16 = config.train.precision == "bf16"
     settings = {
         "train_micro_batch_size_per_gpu": layout.microbatch,

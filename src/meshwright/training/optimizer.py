@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.spec.parts import Part
 from meshwright.spec.training import OptimizerSpec
 
 
 def build_optimizer(
-    parameters: Sequence[nn.Parameter], spec: OptimizerSpec
+    parameters: Sequence[nn.Parameter], parts: Sequence[Part], spec: OptimizerSpec
 ) -> torch.optim.Optimizer:
-    """Return AdamW or SGD over parameters or shards of them.
+    """Return AdamW or SGD over parameters or shards of them; `parts` says what each one is.
 
-    Weight decay is decoupled (arXiv:1711.05101) and applies to tensors of two dimensions or more:
-    matrices, and the biases of all experts of a layer; other biases and norm gains are not decayed.
+    Weight decay is decoupled (arXiv:1711.05101) and applies to matrices. Biases, norms and sinks
+    are not decayed, and the biases of experts are no matrix: they are a vector for each expert.
     """
-    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
-    rest = [parameter for parameter in parameters if parameter.dim() < 2]
+    pairs = list(zip(parameters, parts, strict=True))
+    decayed = [parameter for parameter, part in pairs if part.is_matrix]
+    rest = [parameter for parameter, part in pairs if not part.is_matrix]
     groups = [
         {"params": decayed, "weight_decay": spec.weight_decay},
         {"params": rest, "weight_decay": 0.0},

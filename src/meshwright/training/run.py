@@ -67,7 +67,9 @@ def open_run(
         compiled=config.train.is_compiled,
     )
     shards = Shards(parallel.trained, on_host=job.layout.offload == "optimizer")
-    trained = Trained(parallel, shards, build_optimizer(shards.leaves, config.optimizer))
+    trained = Trained(
+        parallel, shards, build_optimizer(shards.leaves, shards.parts, config.optimizer)
+    )
     progress = Progress(0, LossScale.of(config.train))
     if good is not None:
         restore(trained, good, same_optimizer=_is_same_optimizer(job, good))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.execute.data_parallel.gradients import HeldParameter
+from meshwright.spec.parts import Part
 
 
 class Shards:
@@ -20,6 +21,11 @@ class Shards:
     def __init__(self, held: list[HeldParameter], *, on_host: bool) -> None:
         self.held, self.on_host = held, on_host
         self.leaves = [nn.Parameter(self._copy(h.shard)) for h in held]
+
+    @property
+    def parts(self) -> list[Part]:
+        """What each leaf is a shard of."""
+        return [h.sharding.part for h in self.held]
 
     def _copy(self, shard: Tensor) -> Tensor:
         if not self.on_host:

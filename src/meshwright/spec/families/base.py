@@ -154,6 +154,9 @@ class Family:
     kinds_of_layers: bool = False
     sliding_theta: float | None = None
     sliding_theta_key: str | None = None
+    # Buffers of a layer, by our names, that stay in fp32 where a model is stored, loaded or
+    # converted in half precision: those of transformers' `_keep_in_fp32_modules_strict`.
+    kept_in_fp32: tuple[str, ...] = ()
     # Whether files may have layers that predict further tokens, beyond the model's own.
     predicts_ahead: bool = False
     check: Callable[[Mapping[str, Any]], None] = lambda config: None

@@ -109,6 +109,7 @@ DEEPSEEK_V3: Final = Family(
     grouped=False,
     head_dim_parts=("qk_nope_head_dim", "qk_rope_head_dim"),
     scalings=("linear", "yarn"),
+    kept_in_fp32=("mlp.router.correction",),
     predicts_ahead=True,
     check=_check,
     # HF configs of deepseek-ai/DeepSeek-V3, moonshotai/Moonlight-16B-A3B and Kimi-K2-Base.
