@@ -110,14 +110,12 @@ class Processor:
 
 
 def _table(file: Path) -> dict[str, Processor]:
-    rows = tomllib.loads(file.read_text(encoding="utf-8"))
-    return {
-        name: Processor(
-            name=name,
-            **{key: tuple(x) if isinstance(x, list) else x for key, x in row.items()},
-        )
-        for name, row in rows.items()
-    }
+    rows: dict[str, dict[str, Any]] = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {name: _row(name, **row) for name, row in rows.items()}
+
+
+def _row(name: str, needs: list[str], hides: list[str], **rest: Any) -> Processor:
+    return Processor(name, needs=tuple(needs), hides=tuple(hides), **rest)
 
 
 TABLE: Final = _table(Path(__file__).with_name("processors.toml"))

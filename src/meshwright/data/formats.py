@@ -11,8 +11,7 @@ import gzip
 import io
 import re
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final, NamedTuple, cast
@@ -20,7 +19,7 @@ from typing import IO, Final, NamedTuple, cast
 from meshwright.data.conversations import ChatRows, RowReader
 from meshwright.errors import DataError
 from meshwright.files import reading
-from meshwright.parsing import distinct_keys, parse_json
+from meshwright.parsing import parse_json
 
 END_OF_TEXT: Final = "<|endoftext|>"
 BLANK_LINE: Final = "\n\n"
@@ -36,10 +35,6 @@ _PACKABLE: Final = tuple(one for one in _INSIDE if one != ".parquet")  # it comp
 SUFFIXES: Final = (*_INSIDE, *(one + packed for one in _PACKABLE for packed in PACKED_SUFFIXES))
 # Rows of a Parquet file in memory at a time.
 _ROWS: Final = 1024
-_NUL: Final = "it has NUL characters: UTF-16 read as UTF-8 looks like this"
-_NUL: Final = "it has NUL characters: UTF-16 read as UTF-8 looks like this"
-_NUL: Final = "it has NUL characters: UTF-16 read as UTF-8 looks like this"
-_NUL: Final = "it has NUL characters: UTF-16 read as UTF-8 looks like this"
 # Characters of the longest CSV field. Python's default, 131,072, is too short for documents.
 _FIELD: Final = 2**31 - 1
 
@@ -158,8 +153,6 @@ def _decoded(path: Path, start: int, content: bytes, *, strips: bool) -> Piece:
         text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         return Problem(str(path), f"not UTF-8 text: byte {start + error.start}")
-    if "\0" in text:
-        return Problem(str(path), _NUL)
     return text.strip() if strips else text
 
 
@@ -173,14 +166,14 @@ def rows_of_lines(
             continue
         where = f"{path}, line {number}"
         try:
-            yield rows.document(parse_json(line, distinct_keys), where + after)
+            yield rows.document(parse_json(line), where + after)
         except ValueError as error:
             yield Problem(where, str(error))
 
 
 def _json(path: Path, content: bytes, rows: RowReader) -> Iterator[Piece]:
     try:
-        found = parse_json(content, distinct_keys)
+        found = parse_json(content)
     except ValueError as error:
         yield Problem(str(path), f"not JSON: {error}")
         return
@@ -189,44 +182,15 @@ def _json(path: Path, content: bytes, rows: RowReader) -> Iterator[Piece]:
 
 
 def _csv(path: Path, file: IO[bytes], rows: RowReader, delimiter: str) -> Iterator[Piece]:
-    """Yield the documents of a table, each row of which must have the header's fields.
-
-    A reader of CSV takes what follows a stray quote as part of one field, rows included. It shows
-    as a quote that never closes, as text after a closing quote, or as another number of fields.
-    """
     csv.field_size_limit(_FIELD)
     with io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        read = csv.reader(text, delimiter=delimiter, strict=True)
-        number, first_line = 0, 1
+        read = csv.DictReader(text, delimiter=delimiter)
+        number = 0
         try:
-            header = next(read, [])
-            if repeated := [name for name, count in Counter(header).items() if count > 1]:
-                yield Problem(f"{path}, line 1", f"two columns are called {repeated[0]!r}")
-                return
-            first_line = read.line_num + 1
-            for values in read:
-                if values:  # else a blank line
-                    number += 1
-                    where = f"{path}, row {number} (line {first_line})"
-                    yield from _table_row(where, header, values, rows)
-                first_line = read.line_num + 1
+            for number, row in enumerate(read, 1):
+                yield from _row(f"{path}, row {number}", row, rows)
         except (csv.Error, UnicodeDecodeError) as error:  # no row after it can be told
-            why = f"{error}; no row from here on is read"
-            if isinstance(error, csv.Error):
-                why = f"quotes do not pair up ({error}), so no row from here on can be told apart"
-            yield Problem(f"{path}, after row {number}, from line {first_line}", why)
-
-
-def _table_row(
-    where: str, header: Sequence[str], values: Sequence[str], rows: RowReader
-) -> Iterator[Piece]:
-    if len(values) != len(header):
-        fields = f"{len(values)} fields, but the header has {len(header)}"
-        yield Problem(where, f"{fields}: a delimiter or a quote is missing or too many")
-    elif any("\0" in value for value in values):
-        yield Problem(where, _NUL)
-    else:
-        yield from _row(where, dict(zip(header, values, strict=True)), rows)
+            yield Problem(f"{path}, after row {number}", str(error))
 
 
 def _parquet(path: Path, rows: RowReader) -> Iterator[Piece]:
