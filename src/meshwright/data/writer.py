@@ -21,6 +21,7 @@ from meshwright.data.encoders import Encoder, Encoding
 from meshwright.data.seal import file_record, seal
 from meshwright.data.store import (
     FORMAT,
+    NOTES,
     Progress,
     ShardRecord,
     Store,
@@ -48,6 +49,7 @@ SHARD_BYTES = 64 * MIB  # of text; a shard is the unit of resuming and of parall
 POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the work
 BATCH_CHARS = MIB
 SKIPPED = "skipped.txt"  # files and rows without text, a line each
+MOST_NOTES = 12
 Say = Callable[[str], None]
 
 
@@ -134,6 +136,11 @@ def prepare(
             write_atomic(out / SKIPPED, "".join(f"{text}\n" for text in skipped).encode())
             if say is not None:
                 say(f"skipped {len(skipped)}, listed in {out / SKIPPED}; the first: {skipped[0]}")
+        notes = _notes(tasks)
+        if notes:
+            write_atomic(out / NOTES, "".join(f"{line}\n" for line in notes).encode())
+        for line in notes if say is not None else ():
+            say(f"note: {line}")
         seal(out, fingerprints, loaded, records)
         for task in tasks:
             task.record_path.unlink(missing_ok=True)
@@ -154,6 +161,16 @@ def _skipped(task: _Task) -> list[str]:
     """Return what a shard that is written has left out."""
     with reading(task.record_path):
         return list(parse_json(task.record_path.read_bytes()).get("skipped", ()))
+
+
+def _notes(tasks: Sequence[_Task]) -> list[str]:
+    """Return lines on what of the documents is not read or trained, the commonest first."""
+    counts: Counter[str] = Counter()
+    for task in tasks:
+        with reading(task.record_path):
+            counts.update(parse_json(task.record_path.read_bytes()).get("notes", {}))
+    most = [f"{line} ({counted(count, 'conversation')})" for line, count in counts.most_common()]
+    return [*most[:MOST_NOTES], *([f"{len(most) - MOST_NOTES} more"] if most[MOST_NOTES:] else [])]
 
 
 def _finished(out: Path, fingerprints: tuple[dict[str, object], ...], digest: str) -> Store:
@@ -241,6 +258,7 @@ def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> Shar
     dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
     lengths: list[np.ndarray] = []
     skipped: list[str] = []
+    notes: Counter[str] = Counter()
     max_id, supervised = -1, 0
     skip = skipped.append if task.skips else None
     with ExitStack() as files:
@@ -257,6 +275,7 @@ def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> Shar
                 mask.write(found.mask.astype(np.uint8).tobytes())
                 supervised += int(found.mask.sum())
             lengths.append(found.lengths)
+            notes.update(found.notes)
             report(done)
     ends = np.cumsum(np.concatenate([np.empty(0, dtype=np.int64), *lengths]), dtype="<i8")
     with AtomicFile(task.out / task.index_name) as index:
@@ -271,6 +290,7 @@ def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> Shar
         max_id=max_id,
     )
     body = {"job": task.job, "record": record.model_dump(mode="json"), "skipped": skipped}
+    body |= {"notes": notes}
     write_atomic(task.record_path, json.dumps(body).encode())
     return record
 
