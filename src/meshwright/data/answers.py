@@ -9,14 +9,15 @@ templates that write a turn differently when others follow, as those that drop e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from meshwright.data.chat_template import ChatTemplate, Rendered
 from meshwright.data.conversations import Conversation
 from meshwright.data.messages import ASSISTANT, text_of
 
-_CONTENT = "content of 1 answer"
-_MARK = "Mark answers in the template: {% generation %}...{% endgeneration %}"
+_CONTENT: Final = "content of 1 answer"
+_MARK: Final = "Mark answers in the template: {% generation %}...{% endgeneration %}"
 
 
 def answer_spans(
@@ -102,14 +103,15 @@ def _without_prompt(
 
 
 def _check_content(conversation: Conversation, number: int, said: str) -> None:
-    """Refuse a template that leaves the text of an answer out."""
-    if _visible(conversation, number) not in said:
+    """Refuse a template that leaves the text of an answer out, if that is all that it says."""
+    message = conversation.messages[number]
+    if not message.get("tool_calls") and visible(message) not in said:
         raise ValueError(f"the chat template does not write the content of turn {number + 1}")
 
 
-def _visible(conversation: Conversation, number: int) -> str:
+def visible(message: Mapping[str, Any]) -> str:
     """Return an answer's text after its reasoning, which templates drop or write elsewhere."""
-    return text_of(conversation.messages[number]).rpartition("</think>")[2].strip()
+    return text_of(message).rpartition("</think>")[2].strip()
 
 
 def _end(written: str, special: re.Pattern[str]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from meshwright.data.messages import ASSISTANT, Message, Turns, add_messages, add_text, text_of
-from meshwright.data.padding import without_padding
+from meshwright.data.padding import decoded_tools, without_padding
 from meshwright.errors import nearest, refusal
 from meshwright.parsing import parse_json
 
@@ -181,14 +181,12 @@ class _Fields:
         return next((self.text(name) for name in names if self._row.get(name)), "")
 
     def tools(self) -> Any:
-        tools = self.decoded("tools")
-        if isinstance(tools, list):
-            tools = [parse_json(tool) if isinstance(tool, str) else tool for tool in tools]
-            if all(isinstance(tool, dict) for tool in tools):
-                return tools
-        if tools is not None:
-            raise ValueError("field 'tools' is no list of tools")
-        return None
+        tools = decoded_tools(self.take("tools"))
+        if tools is None or (
+            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+        ):
+            return tools
+        raise ValueError("field 'tools' is no list of tools")
 
     def documents(self) -> Any:
         """Return the row's documents; a field of another kind is of no use here."""
@@ -206,7 +204,9 @@ class _Fields:
         return options
 
     def unused(self) -> set[str]:
-        return {name for name, value in self._row.items() if name not in self._taken and value != ""}
+        return {
+            name for name, value in self._row.items() if name not in self._taken and value != ""
+        }
 
 
 def _add_instruction(turns: Turns, fields: _Fields, answer: str) -> None:

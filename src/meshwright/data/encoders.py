@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.chat_template import ChatTemplate, load_template
-from meshwright.data.answers import answer_spans
+from meshwright.data.answers import answer_spans, visible
 from meshwright.data.conversations import Conversation
 from meshwright.data.corpora import Skip
 from meshwright.data.messages import ASSISTANT, Message, texts_in
@@ -207,6 +207,9 @@ class ChatEncoder:
         for name in sorted(given | conversation.options.keys()):
             if not self.template.reads(name):
                 yield f"the field {name!r} is not read by the chat template"
+        calls = [m for m in conversation.messages if m.get("tool_calls") and visible(m)]
+        if calls and not all(visible(m) in self.tokenizer.decode(ids) for m in calls):
+            yield "the content beside tool_calls is not written by the chat template"
         if self._end_of(ids, mask) is None:
             yield NO_END
 
@@ -224,16 +227,19 @@ Encoder = TextEncoder | ChatEncoder
 
 @dataclass(frozen=True)
 class Encoding:
-    """The settings of an encoder: `data.tokenizer`, `eos`, `format` and `chat_template`."""
+    """The settings of an encoder: `data.tokenizer`, `eos`, `format`, `chat_template` and `bos`."""
 
     tokenizer: str
     eos: str | None
     form: DataFormat = "text"
     template: str | None = None
+    bos: bool | None = None
 
     def load(self) -> Encoder:
         """Return the encoder; raises DataError if it is not available."""
-        return encoder_of(load_tokenizer(self.tokenizer, self.eos), self.form, self.template)
+        return encoder_of(
+            load_tokenizer(self.tokenizer, self.eos, self.bos), self.form, self.template
+        )
 
 
 def encoder_of(tokenizer: Tokenizer, form: DataFormat, template: str | None = None) -> Encoder:

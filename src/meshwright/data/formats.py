@@ -251,9 +251,7 @@ def _parquet(path: Path, rows: RowReader) -> Iterator[Piece]:
             yield Problem(str(path), f"not Parquet: {error!s:.200}")
 
 
-def _row(
-    where: str, row: object, rows: RowReader, *, is_padded: bool = False
-) -> Iterator[Piece]:
+def _row(where: str, row: object, rows: RowReader, *, is_padded: bool = False) -> Iterator[Piece]:
     try:
         yield rows.document(row, where, is_padded=is_padded)
     except ValueError as error:

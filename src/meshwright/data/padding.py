@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from meshwright.errors import refusal
+from meshwright.parsing import parse_json
 
 _HINT: Final = "Store arguments as texts of JSON, or rows as jsonl, which keep nulls as written"
 
@@ -20,8 +21,17 @@ def without_padding(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for an argument that may be null on purpose.
     """
-    schemas = _schemas(_dropped(row.get("tools")))
+    schemas = _schemas(_dropped(decoded_tools(row.get("tools"))))
     return {key: _without(value, schemas) for key, value in row.items()}
+
+
+def decoded_tools(value: Any) -> Any:
+    """Return a row's tools; some data sets have them, or each of them, as a text of JSON."""
+    if isinstance(value, str):
+        value = parse_json(value) if value.strip() else None
+    if isinstance(value, list):
+        return [parse_json(tool) if isinstance(tool, str) else tool for tool in value]
+    return value
 
 
 def _without(value: Any, schemas: Mapping[str, Any]) -> Any:

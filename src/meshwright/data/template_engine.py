@@ -125,14 +125,21 @@ class _Bounds:
     def begin(self, marks: Marks, messages: Sequence[Any]) -> None:
         self.marks, self._turns, self._ends = marks, 0, time.monotonic() + _MOST_SECONDS
         self._numbers = {id(message): number for number, message in enumerate(messages)}
+        self._begun: set[int] = set()  # loops that have come to a message
 
     def turn(self, value: Any, loop: int) -> str:
         """Return the mark of a loop's turn, where it is at a message."""
         number = self._numbers.get(id(value))
-        return "" if number is None else f"{self.marks.turn}{loop} {number}{self.marks.of}"
+        if number is None:
+            return ""
+        self._begun.add(loop)
+        return f"{self.marks.turn}{loop} {number}{self.marks.of}"
 
     def loop_end(self, loop: int) -> str:
-        """Return the mark after a loop."""
+        """Return the mark after a loop over messages."""
+        if loop not in self._begun:
+            return ""
+        self._begun.remove(loop)
         return f"{self.marks.turn}{loop}{self.marks.of}"
 
     def check(self, length: int = 0) -> None:
@@ -283,5 +290,3 @@ def _size(name: str, text: str, args: Sequence[Any]) -> int:
     joined = sum(len(part) + len(text) for one in lists for part in one if isinstance(part, str))
     widths = [abs(one) for one in args if isinstance(one, int)]
     return max([joined if name == "join" else 0, *widths])
-
-

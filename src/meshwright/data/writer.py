@@ -99,6 +99,7 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
     form: DataFormat = "text",
     chat_template: str | None = None,
+    bos: bool | None = None,
 ) -> Store:
     """Tokenise sources, in order, into the store `out`, and open it.
 
@@ -114,7 +115,7 @@ def prepare(
     unreadable or empty source, unusable tokenizer.
     """
     writable_folder(out)
-    encoding = Encoding(tokenizer, eos, form, chat_template)
+    encoding = Encoding(tokenizer, eos, form, chat_template, bos)
     loaded = encoding.load()
     passes = {"on_error": on_error} if on_error == "skip" else {}
     fingerprints = tuple(source.fingerprint() | passes for source in sources)

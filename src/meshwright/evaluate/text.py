@@ -12,7 +12,7 @@ from meshwright.data.dataset import Dataset, Say, refuse_changed
 from meshwright.data.view import TokenView
 from meshwright.errors import ConfigError, DataError
 from meshwright.spec.stored import find_step
-from meshwright.spec.training import DataSpec
+from meshwright.spec.training import DataFormat, DataSpec
 from meshwright.training.run_folder import Job, RunFolder, read_job
 
 Packing = Literal["stream", "documents"]
@@ -31,6 +31,7 @@ class Text:
     seq_len: int | None
     packing: Packing = "stream"
     seed: int = 0
+    form: DataFormat = "text"
 
 
 def run_of(folder: Path) -> Job | None:
@@ -74,6 +75,7 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
         job.config.train.seq_len,
         data.spec.packing,
         data.spec.seed,
+        data.spec.format,
     )
 
 
@@ -92,7 +94,7 @@ def given(
     all_of_it = {"validation": 0.0, "streaming": False, "weights": None}
     data = open_data(spec.model_copy(update=all_of_it), cache, vocab_size, say)
     assert isinstance(data, Dataset)
-    asked = load_tokenizer(spec.tokenizer, spec.eos)
+    asked = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
     if data.tokenizer.digest != asked.digest:
         raise DataError(
             f"{', '.join(spec.sources)} was prepared with the tokenizer {data.tokenizer.name!r}, "
@@ -101,13 +103,15 @@ def given(
     job = run_of(folder)
     what = ", ".join(spec.sources)
     if job is None:
-        return Text(what, data.parts[0].train, data.tokenizer, None)
+        packing = data.spec.packing
+        return Text(what, data.parts[0].train, data.tokenizer, None, packing, form=data.spec.format)
     config = job.config
     return Text(
         what,
         data.parts[0].train,
         data.tokenizer,
         config.train.seq_len,
-        config.data.packing,
+        config.data.packing if spec.format == "text" else spec.packing,
         config.data.seed,
+        spec.format,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from meshwright.data import IGNORE, Rows
 from meshwright.data.permutation import permute
 from meshwright.data.view import TokenView
+from meshwright.data.whole import WholeSampler
 from meshwright.errors import ConfigError, refusal
 
 
@@ -59,13 +61,11 @@ class Windows:
         length = int((scored[:, 1] - starts).max())
         at = starts[:, None] + np.arange(length)
         inside = np.minimum(at, len(self.view) - 1)
-        ids, trained = np.zeros_like(at), np.zeros(at.shape, dtype=bool)
+        ids = np.zeros_like(at)
         for row, (start, end) in enumerate(zip(starts, scored[:, 1], strict=True)):
             ids[row, : end - start] = self.view.read(int(start), int(end))
-            trained[row, : end - start] = self.view.read_mask(int(start), int(end))
         targets = ids[:, 1:].copy()
         targets[(at[:, 1:] < scored[:, :1]) | (at[:, 1:] >= scored[:, 1:])] = IGNORE
-        targets[~trained[:, 1:]] = IGNORE
         if self.packing == "stream":
             return Rows(ids[:, :-1], targets, None)
         documents = np.searchsorted(self.view.ends, inside, side="right")
@@ -73,11 +73,60 @@ class Windows:
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
         return Rows(ids[:, :-1], targets, documents[:, :-1])
 
+    def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the ids that the first rows score, in pieces of one document each, the longest.
+
+        Neighbouring rows are joined, since characters of several tokens cross their border.
+        """
+        view, ends, ranges = self.view, self.view.ends, self.scored(0, rows)
+        ordered = ranges[np.argsort(ranges[:, 0])]
+        joins = np.flatnonzero(ordered[1:, 0] != ordered[:-1, 1]) + 1
+        for group in np.split(ordered, joins):
+            start, stop = group[0, 0], group[-1, 1]
+            inner = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop)]
+            begins, stops = np.append(start, inner), np.append(inner, stop)
+            if self.packing == "documents":  # of which the first token is not scored
+                begins = begins + np.isin(begins, ends)
+            for begin, end in zip(begins.tolist(), stops.tolist(), strict=True):
+                yield view.read(begin, end)
+
     def _starts(self, first: int, stop: int) -> NDArray[np.int64]:
         places = np.arange(first, stop, dtype=np.int64)
         whole = places < self.full
         places[whole] = permute(places[whole], self.full, f"{self.seed}/0")
         return places * self.stride
+
+
+class Conversations:
+    """Rows of whole conversations, in the order in which a run with the seed evaluates them.
+
+    Only what is trained is scored. Takes the place of `Windows`.
+    """
+
+    packing: Literal["documents"] = "documents"
+
+    def __init__(self, view: TokenView, seq_len: int, seed: int = 0) -> None:
+        self.view, self.seq_len, self.stride = view, seq_len, seq_len
+        self._sampler = WholeSampler(
+            view, seq_len=seq_len, batch=1, seed=seed, skips=True, name="text"
+        )
+
+    def __len__(self) -> int:
+        return self._sampler.samples
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """Return rows `first` to `stop`; targets that are not trained are `IGNORE`."""
+        return self._sampler.read(range(first, stop))
+
+    def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the ids that the first rows score, an answer or a part of one at a time."""
+        for row in range(rows):
+            targets = self.rows(row, row + 1).targets[0]
+            is_scored = targets != IGNORE
+            cuts = np.flatnonzero(np.diff(is_scored)) + 1
+            for ids, flags in zip(np.split(targets, cuts), np.split(is_scored, cuts), strict=True):
+                if flags[:1].all():
+                    yield ids
 
 
 def check_windows(seq_len: int, stride: int, context: int) -> None:
