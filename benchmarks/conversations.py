@@ -43,7 +43,26 @@ TOKENIZER = Path(__file__).parent.parent / "examples" / "chat" / "tokenizer" / "
 SPECIAL = re.compile(
     r"<\|[a-zA-Z_]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>|<bos>|</?s>"
 )
-WORDS = 'snow is white ; the 3 tides — come {back} "at" noon\n and <go> äß 潮 🌊 again'.split(" ")
+WORDS = [
+    "snow",
+    "is",
+    "white",
+    ";",
+    "the",
+    "3",
+    "tides",
+    "—",
+    "come",
+    "{back}",
+    '"at"',
+    "noon\n",
+    "and",
+    "<go>",
+    "äß",
+    "潮",
+    "🌊",
+    "again",
+]
 TOOLS = {
     "get_weather": {"city": "string", "days": "integer"},
     "get_time": {"zone": "string"},

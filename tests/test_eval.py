@@ -17,7 +17,7 @@ from meshwright.data.view import Mask, Shard, split
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.evaluate import score, text
 from meshwright.evaluate.perplexity import measure, standard_error
-from meshwright.evaluate.windows import Windows
+from meshwright.evaluate.windows import Conversations, Windows
 from meshwright.spec.loading import load_config
 from runs import TINY
 
@@ -157,8 +157,8 @@ def test_of_conversations_the_answers_alone_have_bytes(tmp_path):
     ids, is_answer = np.concatenate(parts).astype(np.int64), (0, 1, 0, 1)
     mask = np.repeat(np.array(is_answer, dtype=np.uint8), [len(one) for one in parts])
     shard = Shard(None, ids, np.array([len(ids)]), mask=Mask(mask, None))
-    windows = Windows(split([shard], 0.0, 320)[0], 16, 16, "stream")
-    found = measure(model_of(), windows, tokenizer, len(windows), 4)
+    rows = Conversations(split([shard], 0.0, 320)[0], 32)
+    found = measure(model_of(), rows, tokenizer, len(rows), 4)
     assert found.tokens == mask.sum()
     assert found.bytes == len("it is naïve".encode()) + len("日本語".encode())
 

@@ -129,8 +129,8 @@ def checks_by_transformers(
 ) -> tuple[list[Check], str]:
     """Claim that transformers loads the same model, and the same tokenizer if any.
 
-    `expected` are the logits of `ids` by our own loader, `eos_id` is the folder's. Runs no code of the folder. Without
-    transformers, there are no checks, but the reason.
+    `expected` are the logits of `ids` by our own loader, `eos_id` is the folder's. Runs no code of
+    the folder. Without transformers, there are no checks, but the reason.
     """
     try:
         version = str(_transformers().__version__)

@@ -68,7 +68,7 @@ def _header(
         return _without_prompt(conversation, number, written, shared, special)
     if shared and shared >= len(prompt):
         return shared
-    # The prompt may have more than an earlier answer begins with, such as the beginning of a thought.
+    # The prompt may have more than an earlier answer begins with: the beginning of a thought.
     begin = _before_content(template, conversation, number)
     if not begin or not (prompt.startswith(begin) and written.startswith(begin)):
         raise ValueError(

@@ -27,15 +27,12 @@ MODEL: Final = "config.json"
 def ends_of(tokenizer: Tokenizer, form: DataFormat = "text") -> list[int]:
     """Return the ids that end a text of a model, the one that its config names first.
 
-    `form` is what the model's run was trained on. Of a Hugging Face folder, which has a
-    `config.json` beside the tokenizer, these are the ids that transformers stops at.
+    These are the tokenizer's end of a document, those that files beside it state and, where `form`,
+    the format that the model was trained on, is "chat", those that end the assistant's turns.
     """
     stated = stated_ends(None if tokenizer.file is None else tokenizer.file.parent)
     if form == "text":
-        is_model = tokenizer.file is not None and tokenizer.file.with_name(MODEL).is_file()
-        if stated and (is_model or tokenizer.eos_id in stated):
-            return stated
-        return list(dict.fromkeys([tokenizer.eos_id, *stated]))
+        return stated if tokenizer.eos_id in stated else [tokenizer.eos_id, *stated]
     encoder = encoder_of(tokenizer, form)
     assert isinstance(encoder, ChatEncoder)
     return list(dict.fromkeys([*encoder.turn_ends(), tokenizer.eos_id, *stated]))
@@ -49,8 +46,8 @@ def stated_ends(folder: Path | None) -> list[int]:
     for name in (GENERATION, MODEL) if folder is not None else ():
         assert folder is not None
         ends = _object(folder / name).get("eos_token_id")
-        found = ends if isinstance(ends, list) else [ends]
-        if found and all(type(one) is int for one in found):
+        found = [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+        if found:
             return found
     return []
 

@@ -17,7 +17,7 @@ from meshwright.data.messages import (
     named_once,
     with_arguments,
 )
-from meshwright.data.template_engine import MARKS, Compiled, Marks
+from meshwright.data.template_engine import MARKS, Compiled, TemplateMarks
 from meshwright.errors import DataError
 from meshwright.files import reading, sha256_bytes
 from meshwright.parsing import parse_json
@@ -29,14 +29,14 @@ TEMPLATE, CONFIG, SPECIAL = (
 )
 _TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # Texts by which it is found out what a template does with a message.
-_ASKED: Final = {"role": "user", "content": "a"}
-_SAID: Final = {"role": ASSISTANT, "content": "b"}
+_ASKED: Final[Message] = {"role": "user", "content": "a"}
+_SAID: Final[Message] = {"role": ASSISTANT, "content": "b"}
 _PROBE: Final = "probe 5 of what a template writes"
 # Fields of messages that only tell a program which message is meant.
 _NAMES_ONLY: Final = frozenset({"role", "content", "id", "tool_call_id", *REASONING})
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """A range of characters of a rendered text, and the number of the message that wrote it."""
 
     start: int
@@ -51,8 +51,8 @@ class Rendered(NamedTuple):
     """
 
     text: str
-    marked: tuple[Span, ...]
-    turns: tuple[Span, ...] = ()
+    marked: tuple[TextSpan, ...]
+    turns: tuple[TextSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,15 @@ class ChatTemplate:
         """Whether the content of messages of a role is written, as far as this can be tried."""
         if role not in self._written_roles:
             message = {"role": role, "content": _PROBE, "name": "f", "tool_call_id": "call00000"}
-            call = {"id": "call00000", "type": "function", "function": {"name": "f"}}
-            call["function"] = {"name": "f", "arguments": {}}
-            asks = [_ASKED, {**_SAID, "tool_calls": [call]}, message, _SAID]
+            call = {"id": "call00000", "type": "function"}
+            called: Message = {
+                **_SAID,
+                "tool_calls": [{**call, "function": {"name": "f", "arguments": {}}}],
+            }
+            before = [_ASKED, called] if role == "tool" else []
+            after: list[Message] = [_SAID] if role == "tool" else [_ASKED, _SAID]
             try:
-                text = self.render(asks if role == "tool" else [message, _ASKED, _SAID]).text
+                text = self.render([*before, message, *after]).text
             except ValueError:
                 text = _PROBE  # it may be written elsewhere
             self._written_roles[role] = _PROBE in text
@@ -214,11 +218,11 @@ def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplat
     return template
 
 
-def _without_marks(text: str, marks: Marks) -> Rendered:
+def _without_marks(text: str, marks: TemplateMarks) -> Rendered:
     """Take the marks out of a text and return where they stood."""
     parts: list[str] = []
-    marked: list[Span] = []
-    turns: list[Span] = []
+    marked: list[TextSpan] = []
+    turns: list[TextSpan] = []
     loops: list[tuple[str, int]] = []  # the loops over messages that are open, and where they are
     length, opened, last = 0, -1, None
     pattern = f"([{marks.begin}{marks.end}]|{marks.turn}[^{marks.of}]*{marks.of})"
@@ -229,13 +233,13 @@ def _without_marks(text: str, marks: Marks) -> Rendered:
             if part and turns and turns[-1].stop == length and turns[-1].message == at:
                 turns[-1] = turns[-1]._replace(stop=length + len(part))
             elif part and at is not None:
-                turns.append(Span(length, length + len(part), at))
+                turns.append(TextSpan(length, length + len(part), at))
             length += len(part)
         elif part == marks.begin:
             opened = length
         elif part == marks.end:
             if length > opened >= 0:
-                marked.append(Span(opened, length, last if at is None else at))
+                marked.append(TextSpan(opened, length, last if at is None else at))
                 opened = -1
         else:
             loop, _, message = part[1:-1].partition(" ")

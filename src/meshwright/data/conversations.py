@@ -67,8 +67,9 @@ class Conversation:
     @staticmethod
     def from_text(text: str) -> Conversation:
         """Read what `to_text` wrote."""
-        where, messages, trained, *given, unused = json.loads(text)
-        return Conversation(where, tuple(messages), tuple(trained), *given, tuple(unused))
+        where, messages, trained, tools, documents, options, unused = json.loads(text)
+        lists = tuple(messages), tuple(trained)
+        return Conversation(where, *lists, tools, documents, options, tuple(unused))
 
 
 @dataclass(frozen=True)

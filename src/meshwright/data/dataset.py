@@ -23,7 +23,7 @@ from meshwright.data.tinystories import TinyStories
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.data.view import Shard, TokenView, split
 from meshwright.data.whole import WholeSampler
-from meshwright.data.writer import prepare
+from meshwright.data.writer import prepare, read_notes
 from meshwright.errors import DataError, refusal
 from meshwright.files import sha256_bytes
 from meshwright.spec.training import DataSpec, TrainSpec
@@ -255,8 +255,9 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
     folder = cache / "stores" / sha256_bytes(key.encode())[:24]
     if is_store(folder):
         store = open_store(folder)  # without the lock, which a read-only cache would not give
-        for line in store.notes() if say is not None else ():
-            _about(name, say)(f"note: {line}")
+        if say is not None:
+            for line in read_notes(folder):
+                _about(name, say)(f"note: {line}")
     else:
         store = prepare(
             [source],

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_template import ChatTemplate, load_template
 from meshwright.data.answers import answer_spans, visible
+from meshwright.data.chat_template import ChatTemplate, load_template
 from meshwright.data.conversations import Conversation
 from meshwright.data.corpora import Skip
 from meshwright.data.messages import ASSISTANT, Message, texts_in

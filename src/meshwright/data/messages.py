@@ -95,7 +95,7 @@ def _from_share_gpt(turns: Turns, turn: Message, number: int) -> Message:
     if said not in ROLES:
         legal = nearest(str(said), ROLES) or ["human", "gpt", "system"]
         raise ValueError(refusal(f"turn {number} is from {said!r}", legal=legal))
-    known = {key: turn[key] for key in (*_TRAINED, *_RANGES, *REASONING) if key in turn}
+    known: Message = {key: turn[key] for key in (*_TRAINED, *_RANGES, *REASONING) if key in turn}
     others = turn.keys() - known.keys() - {"from", "value"}
     turns.unused |= {f"{key} of turns" for key in others}
     return {"role": said, "content": text, **known}

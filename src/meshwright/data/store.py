@@ -39,7 +39,6 @@ from meshwright.units import MIB
 FORMAT = 1
 MANIFEST = "manifest.json"
 COUNTS = "counts.bin"
-NOTES = "notes.txt"  # what of conversations is not read or trained, a line each
 TOKENIZER = "tokenizer.json"
 CHUNK_TOKENS = MIB
 Progress = Callable[[int, int], None]
@@ -154,14 +153,6 @@ class Store:
     def encoder(self) -> Encoder:
         """Return the encoder that wrote it; DataError as for `tokenizer`."""
         return encoder_of(self.tokenizer(), self.manifest.form)
-
-    def notes(self) -> list[str]:
-        """Return what of its conversations is not read or trained, a line each."""
-        path = self.folder / NOTES
-        if not path.is_file():
-            return []
-        with reading(path):
-            return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
     def counts(self) -> NDArray[np.int64]:
         """Return how often each id occurs, int64 [vocab_size]; DataError where it was changed."""

@@ -23,7 +23,7 @@ _MOST_TURNS: Final = 10_000_000  # of all loops of a rendering
 _MOST_SECONDS: Final = 10.0
 
 
-class Marks(NamedTuple):
+class TemplateMarks(NamedTuple):
     """Characters that a template does not write.
 
     `begin` and `end` enclose an answer that the template marks; `turn` and `of` enclose the number
@@ -37,7 +37,10 @@ class Marks(NamedTuple):
 
 
 # Of the Unicode ranges that are nobody's; the second ones are for conversations with the first.
-MARKS: Final = (Marks(*"\ue0f0\ue0f1\ue0f2\ue0f3"), Marks(*"\uf8f0\uf8f1\uf8f2\uf8f3"))
+MARKS: Final = (
+    TemplateMarks(*"\ue0f0\ue0f1\ue0f2\ue0f3"),
+    TemplateMarks(*"\uf8f0\uf8f1\uf8f2\uf8f3"),
+)
 
 
 class Compiled:
@@ -68,7 +71,7 @@ class Compiled:
         self._plain = self._compiled(tree)
 
     def run(
-        self, values: Mapping[str, Any], marks: Marks, messages: Sequence[Any] | None = None
+        self, values: Mapping[str, Any], marks: TemplateMarks, messages: Sequence[Any] | None = None
     ) -> str:
         """Return the text; with `messages`, with marks where a loop gets to each of them.
 
@@ -122,7 +125,7 @@ class _Bounds:
 
     marks = MARKS[0]
 
-    def begin(self, marks: Marks, messages: Sequence[Any]) -> None:
+    def begin(self, marks: TemplateMarks, messages: Sequence[Any]) -> None:
         self.marks, self._turns, self._ends = marks, 0, time.monotonic() + _MOST_SECONDS
         self._numbers = {id(message): number for number, message in enumerate(messages)}
         self._begun: set[int] = set()  # loops that have come to a message
@@ -242,18 +245,13 @@ def _environment(bounds: _Bounds) -> Any:
                 bounds.check(_size(function.__name__, text, [*args, *kwargs.values()]))
             return bounds.measured(super().call(context, function, *args, **kwargs))
 
-    def to_json(value: Any, indent: Any = None, separators: Any = None, sort_keys: bool = False,
-                ensure_ascii: bool = False) -> str:  # fmt: skip
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)  # fmt: skip
-
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
     found = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     del found.globals["lipsum"]
     found.filters = {name: _checked(name, one, bounds) for name, one in found.filters.items()}
-    found.filters |= {"tojson": to_json, "counted": bounds.counted, "measured": bounds.measured}
+    found.filters |= {"tojson": _to_json, "counted": bounds.counted, "measured": bounds.measured}
     # Of a context: what has none is computed once, when the template is compiled.
     found.filters["turn"] = pass_context(lambda _, value, loop: bounds.turn(value, loop))
     found.filters["loop_end"] = pass_context(lambda _, loop: bounds.loop_end(loop))
@@ -262,6 +260,12 @@ def _environment(bounds: _Bounds) -> Any:
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
     return found
+
+
+def _to_json(value: Any, indent: Any = None, separators: Any = None, sort_keys: bool = False,
+             ensure_ascii: bool = False) -> str:  # fmt: skip
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)  # fmt: skip
 
 
 def _checked(name: str, function: Any, bounds: _Bounds) -> Any:

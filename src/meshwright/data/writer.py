@@ -21,7 +21,6 @@ from meshwright.data.encoders import Encoder, Encoding
 from meshwright.data.seal import file_record, seal
 from meshwright.data.store import (
     FORMAT,
-    NOTES,
     Progress,
     ShardRecord,
     Store,
@@ -49,6 +48,7 @@ SHARD_BYTES = 64 * MIB  # of text; a shard is the unit of resuming and of parall
 POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the work
 BATCH_CHARS = MIB
 SKIPPED = "skipped.txt"  # files and rows without text, a line each
+NOTES = "notes.txt"  # what of conversations is not read or trained, a line each
 MOST_NOTES = 12
 Say = Callable[[str], None]
 
@@ -137,11 +137,7 @@ def prepare(
             write_atomic(out / SKIPPED, "".join(f"{text}\n" for text in skipped).encode())
             if say is not None:
                 say(f"skipped {len(skipped)}, listed in {out / SKIPPED}; the first: {skipped[0]}")
-        notes = _notes(tasks)
-        if notes:
-            write_atomic(out / NOTES, "".join(f"{line}\n" for line in notes).encode())
-        for line in notes if say is not None else ():
-            say(f"note: {line}")
+        _keep_notes(tasks, out, say)
         seal(out, fingerprints, loaded, records)
         for task in tasks:
             task.record_path.unlink(missing_ok=True)
@@ -172,6 +168,25 @@ def _notes(tasks: Sequence[_Task]) -> list[str]:
             counts.update(parse_json(task.record_path.read_bytes()).get("notes", {}))
     most = [f"{line} ({counted(count, 'conversation')})" for line, count in counts.most_common()]
     return [*most[:MOST_NOTES], *([f"{len(most) - MOST_NOTES} more"] if most[MOST_NOTES:] else [])]
+
+
+def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:
+    """Write the notes of all shards into the store, and say them."""
+    notes = _notes(tasks)
+    if notes:
+        write_atomic(out / NOTES, "".join(f"{line}\n" for line in notes).encode())
+    if say is not None:
+        for line in notes:
+            say(f"note: {line}")
+
+
+def read_notes(folder: Path) -> list[str]:
+    """Return what of a store's conversations is not read or trained, a line each."""
+    path = folder / NOTES
+    if not path.is_file():
+        return []
+    with reading(path):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def _finished(out: Path, fingerprints: tuple[dict[str, object], ...], digest: str) -> Store:

@@ -13,6 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from meshwright.data import Tokenizer
+from meshwright.data.boundaries import ends_of
 from meshwright.data.hf_tokenizer import hf_tokenizer
 from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.evaluate.requests import Ask, Ending, answer, continued, rolling
@@ -24,7 +25,7 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
 
     Reads at most `max_length` inputs at a time, in batches of at most `batch_tokens`. A text
     without a context is preceded by the tokenizer's BOS token, or by the end-of-document token if
-    it has none. `ends` end what it writes.
+    it has none. `ends` end what it writes; left out, those of the tokenizer and its files.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
         tokenizer: Tokenizer,
         max_length: int,
         batch_tokens: int,
-        ends: Sequence[int],
+        ends: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -42,7 +43,7 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
         self.batch_tokens = batch_tokens
         bos = hf_tokenizer(tokenizer, max_length).bos_token_id
         self._prefix = tokenizer.eos_id if bos is None else bos
-        self._ends = ends
+        self._ends = ends_of(tokenizer) if ends is None else ends
         self._special = _special_ids(tokenizer)
 
     @property

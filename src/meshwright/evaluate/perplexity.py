@@ -27,9 +27,9 @@ Progress = Callable[[int, int], None]
 class Perplexity:
     """A model's loss on `tokens` targets in `rows` windows.
 
-    `nats` is their summed negative log-likelihood, `text_nats` that without tokens that begin or end a document,
-    and `bytes` the UTF-8 text of these. `stderr` is the standard error of `nats_per_token`, None
-    for a single row.
+    `nats` is their summed negative log-likelihood, `text_nats` that without tokens that begin or
+    end a document, and `bytes` the UTF-8 text of these. `stderr` is the standard error of
+    `nats_per_token`, None for a single row.
     """
 
     rows: int

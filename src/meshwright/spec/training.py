@@ -85,10 +85,10 @@ class DataSpec(Spec):
     blank lines); by default, it is `<|endoftext|>` if the file has it, otherwise a file is one
     document. `eos` names the token of a tokenizer.json that ends a document; by default, it is
     detected. `bos` says whether each text begins with the BOS token; by default, it does if the
-    tokenizer's files put one before every text. With `streaming`, an "hf:NAME" is read during training, and nothing is stored;
-    `shuffle_buffer` is then how many documents are shuffled at a time. `format` "chat" reads rows
-    as conversations and trains the assistant's turns; `chat_template` is a file with a template
-    that replaces the tokenizer's own.
+    tokenizer's files put one before every text. With `streaming`, an "hf:NAME" is read during
+    training, and nothing is stored; `shuffle_buffer` is then how many documents are shuffled at a
+    time. `format` "chat" reads rows as conversations and trains the assistant's turns;
+    `chat_template` is a file with a template that replaces the tokenizer's own.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
