@@ -147,17 +147,17 @@ class ChatTemplate:
         """Whether the source names a field or a variable at all."""
         return name in self._compiled.names
 
-    def unread(self, messages: Sequence[Message]) -> set[str]:
-        """Return the fields of messages that the template does not read.
-
-        Raises ValueError where an answer would be without its calls, or a message without a trace.
-        """
-        fields = {key for message in messages for key in message}
-        if "tool_calls" in fields and not self.reads("tool_calls"):
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raise ValueError where an answer would lack its calls, or a message leave no trace."""
+        if any("tool_calls" in message for message in messages) and not self.reads("tool_calls"):
             raise ValueError("the chat template does not write tool_calls")
         for role in sorted({str(message["role"]) for message in messages} - {"user", ASSISTANT}):
             if not self._writes(role):
                 raise ValueError(f"the chat template leaves out messages of the role {role!r}")
+
+    def unread(self, messages: Sequence[Message]) -> set[str]:
+        """Return the fields of messages that the template does not read."""
+        fields = {key for message in messages for key in message}
         unread = {key for key in fields - _NAMES_ONLY if not self.reads(key)}
         if fields & {*REASONING} and not any(map(self.reads, REASONING)):
             unread.add("reasoning_content")

@@ -146,6 +146,7 @@ class ChatEncoder:
         """
         given = conversation.given
         self._refuse_quoted(conversation.messages, given)
+        self.template.check(conversation.messages)
         answers = {at for at, m in enumerate(conversation.messages) if m["role"] == ASSISTANT}
         is_whole = answers == set(conversation.trained)
         has_turns = not (self.template.has_marks and is_whole)
