@@ -336,8 +336,7 @@ def _begins(
     special = _config_beside(file.with_name("special_tokens_map.json"))
     name = _token_in(config, "bos_token") or _token_in(special, "bos_token")
     named = (vocabulary[name],) if name in vocabulary else ()
-    if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
-        return named if config.get("add_bos_token") else (), named
+    # Of the file alone: transformers ignores add_bos_token of the config where there is one.
     encoding = backend.encode("a")
     begin = itertools.takewhile(bool, encoding.special_tokens_mask)
     return tuple(encoding.ids[: len(list(begin))]), named
