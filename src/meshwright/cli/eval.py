@@ -105,8 +105,9 @@ def run(args: argparse.Namespace) -> int:
 def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str) -> int:
     text = _text(args, folder, spec)
     seq_len = args.seq_len if args.seq_len is not None else text.seq_len
-    seq_len = min(spec.context, SEQ_LEN) if seq_len is None else seq_len
-    windows = _windows(args, text, seq_len, spec.context)
+    context = spec.context - len(text.begin)
+    seq_len = min(context, SEQ_LEN) if seq_len is None else seq_len
+    windows = _windows(args, text, seq_len, context)
     rows = min(len(windows), args.limit or len(windows))
     if rows == 0:
         raise ConfigError(f"{text.what} has {len(text.view)} tokens: there is none to predict")
@@ -133,7 +134,8 @@ def _windows(
     stride = args.stride if args.stride is not None else seq_len
     check_windows(seq_len, stride, context)
     if text.form == "text":
-        return Windows(text.view, seq_len, stride, args.packing or text.packing, text.seed)
+        packing = args.packing or text.packing
+        return Windows(text.view, seq_len, stride, packing, text.seed, text.begin)
     if stride != seq_len or args.packing == "stream":
         rule = "--stride and --packing stream cut texts, and conversations are read whole"
         raise ConfigError(refusal(rule, legal=["no such option"]))

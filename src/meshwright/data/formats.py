@@ -208,10 +208,12 @@ def _csv(path: Path, file: IO[bytes], rows: RowReader, delimiter: str) -> Iterat
                     yield from _table_row(where, first_line, header, values, rows)
                 first_line = read.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:  # no row after it can be told
-            why = f"{error}; no row from here on is read"
-            if isinstance(error, csv.Error):
-                why = f"quotes do not pair up ({error}), so no row from here on can be told apart"
-            yield Problem(f"{path}, after row {number}, from line {first_line}", why)
+            where = f"{path}, after row {number}"
+            if isinstance(error, UnicodeDecodeError):
+                yield Problem(where, f"{error}; no row from here on is read")
+                return
+            why = f"quotes do not pair up ({error}), so no row from here on can be told apart"
+            yield Problem(f"{where}, from line {first_line}", why)
 
 
 def _table_row(

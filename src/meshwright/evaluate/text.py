@@ -22,7 +22,8 @@ Packing = Literal["stream", "documents"]
 class Text:
     """A stream of tokens to evaluate on, and how the model's run reads such streams.
 
-    `seq_len` is that of the run's training, None for a model without a run.
+    `seq_len` is that of the run's training, None for a model without a run. `begin` are the ids
+    that such a model expects before every text; a run reads rows from anywhere in a document.
     """
 
     what: str
@@ -32,6 +33,7 @@ class Text:
     packing: Packing = "stream"
     seed: int = 0
     form: DataFormat = "text"
+    begin: tuple[int, ...] = ()
 
 
 def run_of(folder: Path) -> Job | None:
@@ -103,8 +105,9 @@ def given(
     job = run_of(folder)
     what = ", ".join(spec.sources)
     if job is None:
-        packing = data.spec.packing
-        return Text(what, data.parts[0].train, data.tokenizer, None, packing, form=data.spec.format)
+        tokenizer, form = data.tokenizer, data.spec.format
+        view, packing = data.parts[0].train, data.spec.packing
+        return Text(what, view, tokenizer, None, packing, form=form, begin=tokenizer.bos_ids)
     config = job.config
     return Text(
         what,

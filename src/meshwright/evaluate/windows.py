@@ -28,6 +28,8 @@ class Windows:
     Full rows come in the order in which a run with the seed reads them, so that the first of them
     are a sample of the text; with a stride of `seq_len` they are those of the run's evaluation.
     With packing "documents" attention stays inside a document, and its first token is no target.
+    `begin` are ids that the model expects before every text: rows that begin inside a document get
+    them in front, beside their `seq_len` inputs.
     """
 
     view: TokenView
@@ -35,6 +37,7 @@ class Windows:
     stride: int
     packing: Literal["stream", "documents"] = "stream"
     seed: int = 0
+    begin: tuple[int, ...] = ()
 
     @property
     def full(self) -> int:
@@ -67,11 +70,28 @@ class Windows:
         targets = ids[:, 1:].copy()
         targets[(at[:, 1:] < scored[:, :1]) | (at[:, 1:] >= scored[:, 1:])] = IGNORE
         if self.packing == "stream":
-            return Rows(ids[:, :-1], targets, None)
+            return self._begun(Rows(ids[:, :-1], targets, None))
         documents = np.searchsorted(self.view.ends, inside, side="right")
         documents -= documents[:, :1]
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
-        return Rows(ids[:, :-1], targets, documents[:, :-1])
+        return self._begun(Rows(ids[:, :-1], targets, documents[:, :-1]))
+
+    def _begun(self, rows: Rows) -> Rows:
+        """Put what begins a text before each row that does not begin with it."""
+        count = len(self.begin)
+        if count == 0:
+            return rows
+        before = np.tile(np.array(self.begin, dtype=np.int64), (len(rows.inputs), 1))
+        inputs = np.concatenate([before, rows.inputs], axis=1)
+        targets = np.concatenate([np.full_like(before, IGNORE), rows.targets], axis=1)
+        segments = rows.segments
+        if segments is not None:
+            segments = np.concatenate([segments[:, :1].repeat(count, axis=1), segments], axis=1)
+        for row in np.flatnonzero((rows.inputs[:, :count] == before).all(axis=1)).tolist():
+            for values in (inputs, targets, segments):
+                if values is not None:  # it has them already: those in front become padding
+                    values[row] = np.roll(values[row], -count)
+        return Rows(inputs, targets, segments)
 
     def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
         """Yield the ids that the first rows score, in pieces of one document each, the longest.
