@@ -44,6 +44,13 @@ TEMPLATES = {
     + "<|im_end|>{% else %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>a:<think>\n{% endif %}"
     "{# m.reasoning_content #}",
+    # As Nemotron's: a thought in both, of which the prompt's is open.
+    "a thought in both": LOOP
+    + "{% if m.role == 'assistant' %}<|im_start|>a:<think>{{ m.reasoning_content or '' }}</think>"
+    "{{ m.content or '' }}"
+    + CALLS
+    + "<|im_end|>{% else %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>a:<think>\n{% endif %}",
     # As gpt-oss': several parts of an answer, another end of the last one.
     "channels": LOOP + "{% if m.role == 'assistant' %}{% if m.thinking and loop.last %}"
     "<|im_start|>assistant:thought:{{ m.thinking }}<|im_end|>{% endif %}"
@@ -75,6 +82,10 @@ THOUGHT = {**SAID, "reasoning_content": "hm"}
     [
         ("earlier thoughts dropped", "yo<|im_end|><think>\nhm\n</think>\n\nyo<|im_end|>"),
         ("an end of all", "yohm<|im_end|>yohm<|im_end|>"),
+        (
+            "a thought in both",
+            "<think>hm</think>yo<|im_end|><think>hm</think>yo<|im_end|>",
+        ),
         ("a thought in the prompt", "yo<|im_end|>yo<|im_end|>"),
         (
             "channels",

@@ -16,6 +16,7 @@ from meshwright.data.chat_template import ChatTemplate, Rendered
 from meshwright.data.conversations import Conversation
 from meshwright.data.messages import ASSISTANT, text_of
 
+_THOUGHT: Final = "<think>"
 _CONTENT: Final = "content of 1 answer"
 _MARK: Final = "Mark answers in the template: {% generation %}...{% endgeneration %}"
 
@@ -70,7 +71,9 @@ def _header(
         return shared
     # The prompt may have more than an earlier answer begins with: the beginning of a thought.
     begin = _before_content(template, conversation, number)
-    if not begin or not (prompt.startswith(begin) and written.startswith(begin)):
+    if not (prompt.startswith(begin) and written.startswith(begin)):
+        begin = prompt.partition(_THOUGHT)[0]  # both have a thought, and they differ from there on
+    if not begin or not written.startswith(begin):
         raise ValueError(
             f"the chat template writes turn {number + 1} differently with the prompt for it, so "
             f"what is trained cannot be located exactly. {_MARK}"
