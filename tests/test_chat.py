@@ -38,7 +38,8 @@ def encoder(tokenizer, source):
 
 
 def trained(encoder, *messages, first=0):
-    ids, mask = encoder.one(Conversation("row 1", messages, first))
+    numbers = tuple(n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant")
+    ids, mask = encoder.one(Conversation("row 1", messages, numbers))
     return encoder.tokenizer.decode(ids[mask])
 
 
@@ -76,7 +77,7 @@ def test_what_a_row_does_not_train_may_be_marked_so():
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"text": "a"}, "no conversation: a row has messages, conversations, prompt and"),
+        ({"text": "a"}, "no conversation: a row has messages, conversations, conv"),
         ({"messages": [ASKED]}, "no turn of the assistant"),
         ({"prompt": [ASKED, SAID], "completion": [ASKED]}, "no turn of the assistant"),
         ({"messages": []}, "no list of messages"),
@@ -85,11 +86,9 @@ def test_what_a_row_does_not_train_may_be_marked_so():
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
         ({"conversations": [{"from": "gtp", "value": "a"}]}, "nearest legal: gpt"),
         ({"instruction": 1, "output": "a"}, "field 'instruction' is a int"),
-        ({"messages": [ASKED, {**SAID, "weight": 0}]}, "message 2 has weight = 0, but all answers"),
-        (
-            {"conversations": [{"from": "gpt", "value": "a", "train": False}]},
-            "message 1 has train = False, but all answers are trained",
-        ),
+        ({"messages": [ASKED, {**SAID, "weight": 0}]}, "no turn of the assistant that is trained"),
+        ({"messages": [ASKED, {**SAID, "weight": 0.5}]}, "a turn is trained or not; nearest leg"),
+        ({"messages": [ASKED, {"role": "assistant"}]}, "neither content nor tool_calls"),
     ],
 )
 def test_rows_that_are_no_conversation(row, why):
@@ -111,16 +110,17 @@ def test_ids_and_masks_are_those_of_transformers(tokenizer):
             assert mask.astype(int).tolist() == found["assistant_masks"]
         prompt = theirs.apply_chat_template([ASKED], add_generation_prompt=True)["input_ids"]
         assert chat.prompt([ASKED]) == prompt
-        assert chat.turn_ends() == [256, 258]
+        assert chat.turn_ends() == [258]
 
 
 def test_only_the_completion_of_a_prompt_with_answers_is_trained(tokenizer):
     row = {"prompt": [ASKED, SAID, ASKED], "completion": [SAID | {"content": "last"}]}
     found = conversation_of(row, "")
     chat = encoder(tokenizer, CHATML)
-    assert trained(chat, *found.messages, first=found.first) == "last<|im_end|>"
-    with pytest.raises(ValueError, match="marks turns of its prompt"):
-        encoder_of(tokenizer, "chat").one(found)
+    assert trained(chat, *found.messages, first=3) == "last<|im_end|>"
+    marked = encoder_of(tokenizer, "chat")
+    ids, mask = marked.one(found)
+    assert tokenizer.decode(ids[mask]) == "last<|im_end|>"
 
 
 def test_a_template_without_prompts_for_answers(tokenizer):
@@ -138,9 +138,10 @@ def test_a_template_without_prompts_for_answers(tokenizer):
     [
         (CHATML.replace("{% if add", "{% if false and add"), "has no prompt for an answer"),
         (CHATML.replace("m.content +", "(m.content if loop.last else '') +"),
-         "turn 2 differently with the prompt"),
-        (CHATML.replace("+ m.content", "+ ('' if loop.length > 2 else ' ') + m.content"),
-         "turn 2 differently with the turns"),
+         "does not write the content of turn 2"),
+        (CHATML.replace("assistant\n", "assistent\n"), "turn 2 differently with the prompt"),
+        (CHATML.replace("{% for", "{% set ms %}{% for") + "{% endset %}{{ ms | trim }}",
+         "one message after the other"),
         ("{% generation %}{% endgeneration %}x", "marks no token of it"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         pytest.param(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 
 import pytest
@@ -185,3 +186,57 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch, name, hint):
 def test_suffixes_are_told_from_compression(tmp_path):
     assert formats.kind_of(tmp_path / "A.JSONL.GZ") == (".jsonl", ".gz")
     assert formats.kind_of(tmp_path / "a.csv") == (".csv", None)
+
+
+TORN = {
+    "a quote that never closes": ("a.csv", 'id,text\n1,"He said no\n2,and left\n3,three\n',
+                                  "after row 0, from line 2: quotes do not pair up"),
+    "one that closes lines below": ("a.csv", 'id,text\n1,one\n2,"two\n3,three\n4,"four"\n',
+                                    "after row 1, from line 3: quotes do not pair up"),
+    "of a tab-separated table": ("a.tsv", 'id\ttext\n1\tone\n2\t"two\n3\tthree\n', "from line 3"),
+    "text after a closing quote": ("a.csv", 'id,text\n1,"one" two\n', "after row 0, from line 2"),
+    "a field too many": ("a.csv", "id,text\n1,one\n2,two, and three\n",
+                         "row 2: line 3 has 3 fields, but the header has 2"),
+    "a field too few": ("a.csv", "text,id\none,1\ntwo\n", "row 2: line 3 has 1 fields"),
+    "a column twice": ("a.csv", "text,id,text\na,1,b\n", "two columns are called"),
+    "UTF-16": ("a.csv", "id,text\n1,one\n".encode("utf-16"), "can't decode byte"),
+    "UTF-16 without its mark": ("a.csv", "text\nan other\n".encode("utf-16-le"), "row 1: it has"),
+    "NUL characters": ("a.csv", "id,text\n1,a\0b\n", "row 1: it has NUL characters"),
+    "NUL characters of a text": ("a.txt", "one\n".encode("utf-16-le"), "it has NUL characters"),
+    "Latin-1": ("a.csv", "id,text\n1,na\xefve\n".encode("latin-1"), "after row 0: 'utf-8' codec"),
+    "two objects on a line": ("a.jsonl", '{"text": "a"}{"text": "b"}\n', "line 1: Extra data"),
+    "a comma after an object": ("a.jsonl", '{"text": "a"},\n', "line 1: Extra data"),
+    "a line cut off": ("a.jsonl", '{"text": "a"}\n{"text": "b', "line 2: Unterminated string"),
+    "a key twice": ("a.jsonl", '{"text": "a", "text": "b"}\n', "line 1: the key 'text' twice"),
+    "a key twice in a list": ("a.json", '[{"text": "a", "text": "b"}]', "the key 'text' twice"),
+    "lines that end as on a Macintosh": ("a.jsonl", '{"text": "a"}\r{"text": "b"}\r', "Extra data"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TORN)
+def test_a_torn_table_is_refused_with_its_row_or_line(kind, tmp_path):
+    name, content, why = TORN[kind]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=re.escape(why)):
+        documents(Files((path,)))
+
+
+WHOLE = {
+    "a mark of UTF-8": ("a.csv", "\ufefftext,id\na,1\n", ["a"]),
+    "a mark in jsonl": ("a.jsonl", '\ufeff{"text": "a"}\n\ufeff{"text": "b"}\n', ["a", "b"]),
+    "quoted line ends and quotes": (
+        "a.csv",
+        'text,id\n"a\n""b"", c",1\n\nd,2\n',
+        ['a\n"b", c', "d"],
+    ),
+    "a quote inside a field": ("a.tsv", 'text\tid\n5" disk\t1\n', ['5" disk']),
+    "lines that end as on Windows": ("a.csv", "text,id\r\na,1\r\nb,2\r\n", ["a", "b"]),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_an_odd_table_is_read(kind, tmp_path):
+    name, content, texts = WHOLE[kind]
+    (tmp_path / name).write_bytes(content.encode())
+    assert documents(Files((tmp_path / name,))) == texts

@@ -3,11 +3,14 @@
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 from torch.nn import functional as F
 
 from hf_folders import TEXTS, hf_folder, model_of, write_run
@@ -17,9 +20,11 @@ from meshwright.data.view import Mask, Shard, split
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.evaluate import score, text
 from meshwright.evaluate.perplexity import measure, standard_error
-from meshwright.evaluate.windows import Windows
+from meshwright.evaluate.windows import Conversations, Windows
 from meshwright.spec.loading import load_config
 from runs import TINY
+
+CHAT = Path(__file__).parent.parent / "examples" / "chat" / "tokenizer"
 
 
 @pytest.fixture(autouse=True)
@@ -157,8 +162,8 @@ def test_of_conversations_the_answers_alone_have_bytes(tmp_path):
     ids, is_answer = np.concatenate(parts).astype(np.int64), (0, 1, 0, 1)
     mask = np.repeat(np.array(is_answer, dtype=np.uint8), [len(one) for one in parts])
     shard = Shard(None, ids, np.array([len(ids)]), mask=Mask(mask, None))
-    windows = Windows(split([shard], 0.0, 320)[0], 16, 16, "stream")
-    found = measure(model_of(), windows, tokenizer, len(windows), 4)
+    rows = Conversations(split([shard], 0.0, 320)[0], 32)
+    found = measure(model_of(), rows, tokenizer, len(rows), 4)
     assert found.tokens == mask.sum()
     assert found.bytes == len("it is naïve".encode()) + len("日本語".encode())
 
@@ -221,6 +226,56 @@ def test_a_folder_is_evaluated_as_transformers_does(kind, stride, tmp_path, caps
     assert found["tokens"] == count == len(ids) - 1
     assert found["nats_per_token"] == pytest.approx(total / count, rel=1e-5)
     assert found["text"] == str(tmp_path / "text.txt")
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_each_row_begins_as_a_folders_tokenizer_begins_texts(packing, tmp_path, capsys):
+    """Gemma's loss without BOS is many times as large."""
+    transformers = pytest.importorskip("transformers")
+    folder = hf_folder(tmp_path)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text(TEXTS[1])
+    words = ["--source", tmp_path / "text.txt", "--cache", tmp_path / "cache"]
+    found = evaluated(capsys, folder, *words, "--seq-len", 20, "--packing", packing)
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([*tokenizer(TEXTS[1])["input_ids"], tokenizer.eos_token_id])
+    total = 0.0
+    for start in range(0, len(ids) - 1, 20):
+        row, bos = ids[start : start + 21], ids[:1]
+        scored = len(row) - 1
+        row = row if start == 0 else torch.cat([bos, row])
+        with torch.no_grad():
+            logits = theirs(row[None, :-1]).logits[0, -scored:]
+        total += F.cross_entropy(logits, row[-scored:], reduction="sum").item()
+    assert found["tokens"] == len(ids) - 1
+    assert found["nats_per_token"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert found["bytes"] == len(TEXTS[1].encode())
+
+
+def test_conversations_are_evaluated_whole_as_in_their_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    rows = [{"question": f"{n} " * 9, "answer": f"{n}" * 9} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data.format=chat", "data.packing=documents", "data.source=a.jsonl"]
+    words += [f"data.tokenizer={CHAT}", "data.validation=0.4", "train.seq_len=90"]
+    words += ["train.eval_every=4", "train.eval_batches=9", "model.vocab_size=320"]
+    assert main(["train", *TINY, *words, "data.cache=cache", "log.dir=runs", "log.name=a"]) == 0
+    events = map(json.loads, (tmp_path / "runs/a/events.jsonl").read_text().splitlines())
+    last = [event for event in events if event["event"] == "eval"][-1]
+    found = evaluated(capsys, "runs/a")
+    assert found["nats_per_token"] == pytest.approx(last["loss"], rel=1e-5)
+    given = evaluated(capsys, "runs/a", "--source", "a.jsonl", "--cache", "cache")
+    assert given["tokens"] > 2 * found["tokens"]
+    for more in (["--stride", "9"], ["--packing", "stream"]):
+        assert main(["eval", "runs/a", *more]) == 2
+        assert "conversations are read whole" in capsys.readouterr().err
 
 
 def test_bf16_is_near(tmp_path, capsys):

@@ -265,8 +265,8 @@ def test_a_corrupt_export_never_appears(kind, run, tmp_path, monkeypatch, capsys
 
 
 def test_a_wrong_tokenizer_never_appears(run, tmp_path, monkeypatch, capsys):
-    def swapped(tokenizer, context):
-        files = hf_tokenizer(tokenizer, context)
+    def swapped(*args):
+        files = hf_tokenizer(*args)
         content = json.loads(files.files["tokenizer.json"])
         vocab = content["model"]["vocab"]
         vocab["e"], vocab["t"] = vocab["t"], vocab["e"]

@@ -42,7 +42,7 @@ def test_another_end_of_document_than_the_files_say(tmp_path):
     generation = tmp_path / "hf" / "generation_config.json"
     generation.write_text('{"eos_token_id": 0}')
     found = hf_tokenizer(tokenizer, 64)
-    assert found.eos_token_id == tokenizer.eos_id
+    assert found.eos_token_id == [tokenizer.eos_id, 0]
     assert json.loads(found.files["tokenizer_config.json"])["eos_token"] == "<|turn|>"
 
 
@@ -82,6 +82,6 @@ def test_a_run_keeps_what_lies_beside_its_tokenizer(tmp_path, config):
     own = config(f"data.tokenizer={hf_folder(tmp_path)}", "train.batch=2")
     job = prepare_job(own, clean_environ())
     create(job)
-    name, eos = tokenizer_of(job.folder.path)
-    files = hf_tokenizer(load_tokenizer(name, eos), 64).files
+    stored = tokenizer_of(job.folder.path)
+    files = hf_tokenizer(load_tokenizer(stored.name, stored.eos, stored.bos), 64).files
     assert set(files) >= {"chat_template.jinja", "generation_config.json"}

@@ -218,6 +218,17 @@ def test_a_stored_copy_of_a_tied_head(model, folder):
         load_hf(folder)
 
 
+def test_a_tied_model_stored_under_the_name_of_its_head(model, folder):
+    names = {"llama": ("lm_head.weight", "model.embed_tokens.weight")}
+    head, embed = names.get(model.spec.family, ("embed_out.weight", "gpt_neox.embed_in.weight"))
+    edit(folder / "model.safetensors", lambda t: t.update({head: t.pop(embed)}))
+    if model.spec.tie_embeddings:
+        assert equal(load_hf(folder), model)
+    else:
+        with pytest.raises(CheckpointError, match=f"lacks {embed}"):
+            load_hf(folder)
+
+
 def test_neox_head_under_its_new_name(tmp_path):
     spec = model_spec(**BASE, family="neox")
     model = init_model(build_model(spec, device="cpu"), spec, seed=0)

@@ -43,6 +43,15 @@ def parse_json(text: str | bytes, of_pairs: Callable[[_Pairs], Any] | None = Non
     return found
 
 
+def distinct_keys(pairs: _Pairs) -> dict[str, Any]:
+    """Return an object of a JSON text; raises `ValueError` if it has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return found
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text; raises `ValueError` as `parse_json` does."""
     try:

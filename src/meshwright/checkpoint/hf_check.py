@@ -154,12 +154,16 @@ def same_logits(claim: str, found: Tensor, expected: Logits, tolerance: float) -
 
 
 def checks_by_transformers(
-    folder: Path, ids: Tensor, expected: Logits, tokenizer: Tokenizer | None
+    folder: Path,
+    ids: Tensor,
+    expected: Logits,
+    tokenizer: Tokenizer | None,
+    eos_id: int | None = None,
 ) -> tuple[list[Check], str]:
     """Claim that transformers loads the same model, and the same tokenizer if any.
 
-    `expected` are the logits of `ids` by our own loader. Runs no code of the folder. Without
-    transformers, there are no checks, but the reason.
+    `expected` are the logits of `ids` by our own loader, `eos_id` is the folder's. Runs no code of
+    the folder. Without transformers, there are no checks, but the reason.
     """
     try:
         version = str(_transformers().__version__)
@@ -175,7 +179,7 @@ def checks_by_transformers(
     except Exception as error:  # whatever a library that reads a wrong folder may raise
         checks = [failed(claim, TOLERANCE_TRANSFORMERS, error)]
     if tokenizer is not None:
-        checks.append(_their_ids(folder, tokenizer, version))
+        checks.append(_their_ids(folder, tokenizer, version, eos_id))
     return checks, ""
 
 
@@ -214,7 +218,7 @@ def _their_logits(folder: Path, ids: Tensor) -> Tensor:
     return logits
 
 
-def _their_ids(folder: Path, tokenizer: Tokenizer, version: str) -> Check:
+def _their_ids(folder: Path, tokenizer: Tokenizer, version: str, eos_id: int | None) -> Check:
     claim = f"ids by the tokenizer of transformers {version} are those of training"
     try:
         theirs = _transformers().AutoTokenizer.from_pretrained(
@@ -222,14 +226,23 @@ def _their_ids(folder: Path, tokenizer: Tokenizer, version: str) -> Check:
         )
         plain = {"add_special_tokens": False, "split_special_tokens": True}
         ids = theirs(TEXT, **plain, verbose=False)["input_ids"]  # longer than the context or not
-        return same_ids(claim, [*ids, theirs.eos_token_id], tokenizer)
+        letter, whole = theirs("a", **plain)["input_ids"], theirs("a")["input_ids"]
+        starts = range(len(whole) - len(letter) + 1)
+        begin = whole[: next(n for n in starts if whole[n : n + len(letter)] == letter)]
+        return same_ids(claim, [*begin, *ids, theirs.eos_token_id], tokenizer, eos_id)
     except Exception as error:  # as above
         return failed(claim, None, error)
 
 
-def same_ids(claim: str, found: Sequence[int], tokenizer: Tokenizer) -> Check:
-    """Claim that the ids of a text and of its end are the tokenizer's; `observed` counts them."""
-    expected = [*tokenizer.encode(TEXT), tokenizer.eos_id]
+def same_ids(
+    claim: str, found: Sequence[int], tokenizer: Tokenizer, eos_id: int | None = None
+) -> Check:
+    """Claim that the ids of a text, and those before it, are the tokenizer's, and that of its end.
+
+    `eos_id` is the end, if it is not the tokenizer's. `observed` counts the equal ids.
+    """
+    end = tokenizer.eos_id if eos_id is None else eos_id
+    expected = [*tokenizer.bos_ids, *tokenizer.encode(TEXT), end]
     pairs = enumerate(zip(found, expected, strict=False))
     equal = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(found), len(expected)))
     passed = list(found) == expected

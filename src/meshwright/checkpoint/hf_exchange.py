@@ -34,6 +34,7 @@ from meshwright.program.shards import whole
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import kept_in_fp32, parts
 from meshwright.spec.stored import find_step
+from meshwright.spec.training import DataFormat
 
 StoredType = Literal["fp32", "bf16"]
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -86,10 +87,12 @@ def export_hf(
     tokenizer: Tokenizer | None,
     dtype: StoredType = "fp32",
     max_shard_bytes: int = 5 * 10**9,
+    form: DataFormat = "text",
 ) -> Exchanged:
     """Write the model of a run, step or Hugging Face folder as a new Hugging Face folder.
 
-    Merges adapters into its weights.
+    Merges adapters into its weights. `form` is the `data.format` that it was trained on: a model
+    of conversations ends its texts as its chat template ends turns.
 
     Weights are in `dtype`, in files of at most `max_shard_bytes`, with configs, and the tokenizer's
     files if there is one. `out` appears after it has been loaded again, here and by transformers if
@@ -100,7 +103,7 @@ def export_hf(
     with Draft(out) as draft:
         model = merge(load_model(source))
         _check_vocabulary(model.spec, tokenizer)
-        files = hf_tokenizer(tokenizer, model.spec.context)
+        files = hf_tokenizer(tokenizer, model.spec.context, form)
         kept = kept_in_fp32(model.spec)
         state = {
             name: tensor if name in kept else tensor.to(DTYPES[dtype])
@@ -116,7 +119,9 @@ def export_hf(
         )
         for name, content in files.files.items():
             (draft.path / name).write_bytes(content)
-        checked = _check_export(draft.path, model, state, tokenizer, dtype)
+        ends = files.eos_token_id
+        eos_id = None if form == "text" else (ends[0] if isinstance(ends, list) else ends)
+        checked = _check_export(draft.path, model, state, tokenizer, eos_id, dtype)
         done = Exchanged(
             source=find_step(source) or source,
             out=out,
@@ -224,6 +229,7 @@ def _check_export(
     model: Transformer,
     state: Mapping[str, Tensor],
     tokenizer: Tokenizer | None,
+    eos_id: int | None,
     dtype: StoredType,
 ) -> _Checked:
     """Load a folder again and compare it with the model, which gets the weights of `state`."""
@@ -232,9 +238,9 @@ def _check_export(
     try:
         if tokenizer is not None:
             ours = load_tokenizer(str(folder))
-            found = [*ours.encode(TEXT), ours.eos_id]
+            found = [*ours.bos_ids, *ours.encode(TEXT), ours.eos_id]
             claim = "ids by the tokenizer of the folder are those of training"
-            checks.append(same_ids(claim, found, tokenizer))
+            checks.append(same_ids(claim, found, tokenizer, eos_id))
         again = load_hf(folder, dtype=torch.float32)
     except MeshwrightError as error:
         checks.append(failed("the folder can be loaded here", None, error))
@@ -248,7 +254,7 @@ def _check_export(
     claim += "" if dtype == "fp32" else f", with weights in {dtype}"
     checks.append(same_logits(claim, logits.values, expected, 0.0))
     del again  # the memory of a whole model, which transformers loads next
-    by_transformers, why = checks_by_transformers(folder, ids, logits, tokenizer)
+    by_transformers, why = checks_by_transformers(folder, ids, logits, tokenizer, eos_id)
     return _Checked((*checks, *by_transformers), why, difference_of(expected, before))
 
 

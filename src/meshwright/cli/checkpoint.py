@@ -14,7 +14,8 @@ from meshwright.cli.common import add_json, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
 from meshwright.launch.supervise.lock import RunLock
-from meshwright.spec.stored import stored_base
+from meshwright.spec.stored import StoredTokenizer, stored_base
+from meshwright.spec.training import DataFormat
 from meshwright.training.run_folder import tokenizer_of
 from meshwright.units import format_bytes, format_count, parse_bytes
 
@@ -165,8 +166,8 @@ def _export(args: argparse.Namespace) -> int:
         base = args.base or stored_base(source)
         done = export_adapter(source, Path(args.out), base, args.dtype)
         return _report("exported", done, args.json)
-    tokenizer = _tokenizer(source, args.tokenizer)
-    done = export_hf(source, Path(args.out), tokenizer, args.dtype, args.max_shard_size)
+    tokenizer, form = _tokenizer(source, args.tokenizer)
+    done = export_hf(source, Path(args.out), tokenizer, args.dtype, args.max_shard_size, form)
     return _report("exported", done, args.json)
 
 
@@ -181,11 +182,11 @@ def _import(args: argparse.Namespace) -> int:
     return _report("imported", import_hf(Path(args.source), Path(args.out)), args.json)
 
 
-def _tokenizer(source: Path, asked: str | None) -> Tokenizer | None:
+def _tokenizer(source: Path, asked: str | None) -> tuple[Tokenizer | None, DataFormat]:
     if asked == "none":
-        return None
-    name, eos = tokenizer_of(source) if asked is None else (asked, None)
-    return load_tokenizer(name, eos)
+        return None, "text"
+    found = tokenizer_of(source) if asked is None else StoredTokenizer(asked)
+    return load_tokenizer(found.name, found.eos, found.bos), found.form
 
 
 def _size(text: str) -> int:

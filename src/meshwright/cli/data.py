@@ -69,6 +69,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", default="bytes", help="'bytes', 'gpt2' or the path of a tokenizer.json"
     )
     command.add_argument("--eos", metavar="TOKEN", help="what ends a document, if not found")
+    command.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin texts with BOS, or not; else as the tokenizer's files do: data.bos",
+    )
     command.add_argument("--workers", type=_positive, metavar="N", help="processes (the cores)")
     command.add_argument(
         "--format", choices=["text", "chat"], default="text", help="what rows hold: data.format"
@@ -193,6 +198,7 @@ def _prepare(args: argparse.Namespace) -> int:
             progress=report,
             form=args.format,
             chat_template=args.chat_template,
+            bos=args.bos,
         )
     seconds = time.perf_counter() - started
     form, size = store.manifest.form, store.manifest.vocab_size

@@ -16,15 +16,16 @@ from rich.console import Console
 from meshwright.checkpoint.weights import load_model
 from meshwright.cli.common import add_json, print_json, say, table
 from meshwright.data import load_tokenizer
+from meshwright.data.boundaries import ends_of
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.evaluate.perplexity import Perplexity, measure
 from meshwright.evaluate.text import Text, given, held_out, run_of
-from meshwright.evaluate.windows import Windows, check_windows
+from meshwright.evaluate.windows import Conversations, Windows, check_windows
 from meshwright.launch.session import cache_folder
 from meshwright.models import Transformer
 from meshwright.spec.loading import load_config
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.stored import find_step, stored_spec
+from meshwright.spec.stored import StoredTokenizer, find_step, stored_spec
 from meshwright.spec.training import DataSpec
 from meshwright.training.run_folder import tokenizer_of
 from meshwright.units import format_seconds
@@ -69,6 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("stream", "documents"),
         help="documents: attention stays inside each; the run's, or stream",
     )
+    text.add_argument(
+        "--format", choices=("text", "chat"), help="what rows of --source hold; as the run's data"
+    )
     text.add_argument("--text-key", default="text", metavar="KEY", help="field of jsonl rows")
     text.add_argument("--cache", metavar="DIR", help="folder for prepared text")
     tasks = parser.add_argument_group("tasks")
@@ -90,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(refusal(f"--{name} {value} must be at least 1", legal=[1]))
     device = _device(args.device)
     of_tasks = ("include_path", "num_fewshot")
-    for name in ("source", "stride", "packing") if args.tasks else of_tasks:
+    for name in ("source", "stride", "packing", "format") if args.tasks else of_tasks:
         if getattr(args, name) is not None:
             told = "is not for --tasks" if args.tasks else "is for --tasks"
             raise ConfigError(f"--{name.replace('_', '-')} {told}")
@@ -101,10 +105,9 @@ def run(args: argparse.Namespace) -> int:
 def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str) -> int:
     text = _text(args, folder, spec)
     seq_len = args.seq_len if args.seq_len is not None else text.seq_len
-    seq_len = min(spec.context, SEQ_LEN) if seq_len is None else seq_len
-    stride = args.stride if args.stride is not None else seq_len
-    check_windows(seq_len, stride, spec.context)
-    windows = Windows(text.view, seq_len, stride, args.packing or text.packing, text.seed)
+    context = spec.context - len(text.begin)
+    seq_len = min(context, SEQ_LEN) if seq_len is None else seq_len
+    windows = _windows(args, text, seq_len, context)
     rows = min(len(windows), args.limit or len(windows))
     if rows == 0:
         raise ConfigError(f"{text.what} has {len(text.view)} tokens: there is none to predict")
@@ -125,6 +128,20 @@ def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device:
     return EXIT_DONE
 
 
+def _windows(
+    args: argparse.Namespace, text: Text, seq_len: int, context: int
+) -> Windows | Conversations:
+    stride = args.stride if args.stride is not None else seq_len
+    check_windows(seq_len, stride, context)
+    if text.form == "text":
+        packing = args.packing or text.packing
+        return Windows(text.view, seq_len, stride, packing, text.seed, text.begin)
+    if stride != seq_len or args.packing == "stream":
+        rule = "--stride and --packing stream cut texts, and conversations are read whole"
+        raise ConfigError(refusal(rule, legal=["no such option"]))
+    return Conversations(text.view, seq_len, text.seed)
+
+
 def _tasks(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str) -> int:
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--tasks needs lm-evaluation-harness: pip install 'meshwright[lm-eval]'")
@@ -132,8 +149,8 @@ def _tasks(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str)
 
     if args.include_path is not None and not args.include_path.is_dir():
         raise ConfigError(f"--include-path {args.include_path} is not a folder")
-    name, eos = (args.tokenizer, None) if args.tokenizer else tokenizer_of(folder)
-    tokenizer = load_tokenizer(name, eos)
+    stored = StoredTokenizer(args.tokenizer) if args.tokenizer else tokenizer_of(folder)
+    tokenizer = load_tokenizer(stored.name, stored.eos, stored.bos)
     if tokenizer.vocab_size > spec.vocab_size:
         raise ConfigError(
             f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, the model "
@@ -145,7 +162,8 @@ def _tasks(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str)
         max_length = spec.context if job is None else job.config.train.seq_len
     check_windows(max_length, 1, spec.context)
     batch_tokens = BATCH_TOKENS[device] if args.batch is None else args.batch * max_length
-    lm = MeshwrightLM(_load(folder, device, args.precision), tokenizer, max_length, batch_tokens)
+    model, ends = _load(folder, device, args.precision), ends_of(tokenizer, stored.form)
+    lm = MeshwrightLM(model, tokenizer, max_length, batch_tokens, ends)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     found = run_tasks(lm, names, args.include_path, args.num_fewshot, args.limit)
     if args.json:
@@ -173,8 +191,17 @@ def _text(args: argparse.Namespace, folder: Path, spec: ModelSpec) -> Text:
         if args.tokenizer:
             raise ConfigError("--tokenizer goes with --source: a run's own text has the run's")
         return held_out(folder, spec.vocab_size, note)
-    name, eos = (args.tokenizer, None) if args.tokenizer else tokenizer_of(folder)
-    data = DataSpec(source=tuple(args.source), tokenizer=name, eos=eos, text_key=args.text_key)
+    stored = StoredTokenizer(args.tokenizer) if args.tokenizer else tokenizer_of(folder)
+    form = args.format or stored.form
+    data = DataSpec(
+        format=form,
+        packing="documents" if form == "chat" else "stream",
+        source=tuple(args.source),
+        tokenizer=stored.name,
+        eos=stored.eos,
+        bos=None if stored.bos is None else bool(stored.bos),
+        text_key=args.text_key,
+    )
     cache = Path(args.cache) if args.cache else cache_folder(load_config(), os.environ)
     return given(folder, data, cache, spec.vocab_size, note)
 
@@ -206,7 +233,9 @@ def _progress() -> Any:
     return report
 
 
-def _facts(folder: Path, text: Text, windows: Windows, found: Perplexity) -> dict[str, Any]:
+def _facts(
+    folder: Path, text: Text, windows: Windows | Conversations, found: Perplexity
+) -> dict[str, Any]:
     step = find_step(folder)
     return {
         "model": str(folder if step is None else step),

@@ -12,10 +12,12 @@ import torch
 from meshwright.checkpoint.weights import load_model
 from meshwright.cli.common import add_json, print_json
 from meshwright.data import Tokenizer, load_tokenizer
+from meshwright.data.boundaries import ends_of
 from meshwright.data.encoders import ChatEncoder, encoder_of
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.models.generate import generate_tokens
 from meshwright.parsing import printable
+from meshwright.spec.stored import StoredTokenizer
 from meshwright.training.run_folder import tokenizer_of
 
 EXAMPLE = """\
@@ -46,15 +48,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load, sample, and print each piece of text as it comes."""
     folder = Path(args.folder)
-    name, eos = (args.tokenizer, None) if args.tokenizer else tokenizer_of(folder)
-    tokenizer = load_tokenizer(name, eos)
-    prompt, ends = _chat(args, tokenizer) if args.chat else _continued(args, tokenizer)
+    stored = StoredTokenizer(args.tokenizer) if args.tokenizer else tokenizer_of(folder)
+    tokenizer = load_tokenizer(stored.name, stored.eos, stored.bos)
+    prompt = _chat(args, tokenizer) if args.chat else _continued(args, tokenizer)
+    ends = ends_of(tokenizer, "chat" if args.chat else stored.form)
     model = load_model(folder)
     if not args.json and not args.chat:
         print(_safe(args.prompt), end="", flush=True)
     new: list[int] = []
     # Of a text, the prompt is part of what is decoded: a character may begin in it.
-    before = [] if args.chat else prompt
+    before = [] if args.chat else prompt[len(tokenizer.bos_ids) :]
     shown = "" if args.chat else args.prompt
     started = time.perf_counter()
     for token in generate_tokens(
@@ -91,23 +94,22 @@ def _safe(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
 
 
-def _continued(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids of a text to continue, and which of them end it."""
+def _continued(args: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text to continue, after those that begin every text."""
     if args.system is not None:
         raise ConfigError("--system is what a chat template writes before the user; add --chat")
-    prompt = [int(i) for i in tokenizer.encode(args.prompt)]
+    prompt = [*tokenizer.bos_ids, *map(int, tokenizer.encode(args.prompt))]
     if not prompt:
         raise ConfigError("--prompt is empty: there is nothing to continue")
-    return prompt, [tokenizer.eos_id]
+    return prompt
 
 
-def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids after which the assistant speaks, and those that end its turn."""
+def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids after which the assistant speaks."""
     encoder = encoder_of(tokenizer, "chat")
     assert isinstance(encoder, ChatEncoder)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     try:
-        ids = encoder.prompt([*system, {"role": "user", "content": args.prompt}])
+        return encoder.prompt([*system, {"role": "user", "content": args.prompt}])
     except ValueError as error:
         raise ConfigError(f"--prompt: {error}") from error
-    return ids, encoder.turn_ends()

@@ -1,22 +1,23 @@
-"""The template that renders a conversation as text: Jinja as in transformers, with limits.
-
-A template comes with a tokenizer from an untrusted source. It runs in Jinja's immutable sandbox;
-here, its loops are counted and its texts measured, because Jinja itself has no limits for these.
-"""
+"""The template that renders a conversation as text: where it is read, and what it does with it."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property, wraps
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshwright.data.conversations import Message
+from meshwright.data.messages import (
+    ASSISTANT,
+    REASONING,
+    Message,
+    named_once,
+    with_arguments,
+)
+from meshwright.data.template_engine import MARKS, Compiled, TemplateMarks
 from meshwright.errors import DataError
 from meshwright.files import reading, sha256_bytes
 from meshwright.parsing import parse_json
@@ -26,21 +27,32 @@ TEMPLATE, CONFIG, SPECIAL = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
-_MOST_SOURCE: Final = 1 << 18  # characters of a template; known ones have at most some ten thousand
-_MOST_TEXT: Final = 1 << 26  # characters of a conversation, and of each text on the way to it
-_MOST_TURNS: Final = 10_000_000  # of all loops of a rendering
-_MOST_SECONDS: Final = 10.0
-# What encloses a marked answer while it is rendered, of the Unicode range that is nobody's; the
-# second pair is for conversations that hold the first.
-_MARKS: Final = (("\ue0f0", "\ue0f1"), ("\uf8f0", "\uf8f1"))
 _TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Texts by which it is found out what a template does with a message.
+_ASKED: Final[Message] = {"role": "user", "content": "a"}
+_SAID: Final[Message] = {"role": ASSISTANT, "content": "b"}
+_PROBE: Final = "probe 5 of what a template writes"
+# Fields of messages that only tell a program which message is meant.
+_NAMES_ONLY: Final = frozenset({"role", "content", "id", "tool_call_id", *REASONING})
+
+
+class TextSpan(NamedTuple):
+    """A range of characters of a rendered text, and the number of the message that wrote it."""
+
+    start: int
+    stop: int
+    message: int | None
 
 
 class Rendered(NamedTuple):
-    """A text, and the character ranges that the template marks as the assistant's."""
+    """A text, what of it the template marks as the assistant's, and what each message wrote.
+
+    `turns` is empty if that was not asked, or if it cannot be told.
+    """
 
     text: str
-    marked: tuple[tuple[int, int], ...]
+    marked: tuple[TextSpan, ...]
+    turns: tuple[TextSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,28 +82,108 @@ class ChatTemplate:
         return bool(self._compiled.has_marks)
 
     @cached_property
-    def _compiled(self) -> _Compiled:
-        return _Compiled(self)
+    def _compiled(self) -> Compiled:
+        return Compiled(self.source, self.origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_compiled"}
+        return {key: self.__dict__[key] for key in ("source", "tokens", "origin")}
 
     def render(
-        self, messages: Sequence[Message], tools: Any = None, *, prompts: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        documents: Any = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        prompts: bool = False,
+        has_turns: bool = False,
     ) -> Rendered:
         """Return messages as text; `prompts` appends the prompt for the assistant's answer.
 
-        Raises ValueError if the template refuses them, fails, or exceeds its limits.
+        Messages are what transformers' `apply_chat_template` makes of them, and calls have their
+        arguments as the template reads them. `options` are further values for the template.
+        `has_turns`: also return what each message wrote. Raises ValueError if the template refuses
+        them, fails, or exceeds its limits.
         """
-        values = json.dumps([messages, tools], ensure_ascii=False)
-        for begin, end in _MARKS:
-            if begin not in values and end not in values:
-                break
-        else:
+        form = self.arguments if any("tool_calls" in message for message in messages) else "either"
+        ready = [
+            with_arguments({key: part for key, part in message.items() if part is not None}, form)
+            for message in named_once(messages)
+        ]
+        values = {"messages": ready, "tools": tools, "documents": documents}
+        values = {**self.tokens, **(options or {}), **values, "add_generation_prompt": prompts}
+        return self._rendered(values, ready if has_turns else None)
+
+    def _rendered(self, values: Mapping[str, Any], messages: list[Message] | None) -> Rendered:
+        written = json.dumps(values, ensure_ascii=False)
+        marks = next((some for some in MARKS if not any(map(written.__contains__, some))), None)
+        if marks is None:
             raise ValueError("it has characters of Unicode's private areas that mark answers here")
-        given = {**self.tokens, "messages": list(messages), "tools": tools, "documents": None}
-        text = self._compiled.run({**given, "add_generation_prompt": prompts}, (begin, end))
-        return _without_marks(text, begin, end)
+        plain = _without_marks(self._compiled.run(values, marks), marks)
+        if messages is None:
+            return plain
+        located = _without_marks(self._compiled.run(values, marks, messages), marks)
+        return located if located.text == plain.text else plain
+
+    @cached_property
+    def arguments(self) -> str:
+        """How the template reads the arguments of a call: "object", "text" of JSON, or "either"."""
+        texts = [self._probed_call(given) for given in ({"k": "v"}, '{"k": "v"}')]
+        if texts[0] is None:
+            return "either" if texts[1] is None else "text"
+        return "either" if texts[0] == texts[1] else "object"
+
+    def _probed_call(self, arguments: Any) -> str | None:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "call00000", "type": "function", "function": function}
+        messages = [_ASKED, {**_SAID, "content": "", "tool_calls": [call]}]
+        values = {**self.tokens, "messages": messages, "tools": None, "documents": None}
+        try:
+            return self._rendered({**values, "add_generation_prompt": False}, None).text
+        except ValueError:
+            return None
+
+    def reads(self, name: str) -> bool:
+        """Whether the source names a field or a variable at all."""
+        return name in self._compiled.names
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raise ValueError where an answer would lack its calls, or a message leave no trace."""
+        if any("tool_calls" in message for message in messages) and not self.reads("tool_calls"):
+            raise ValueError("the chat template does not write tool_calls")
+        for role in sorted({str(message["role"]) for message in messages} - {"user", ASSISTANT}):
+            if not self._writes(role):
+                raise ValueError(f"the chat template leaves out messages of the role {role!r}")
+
+    def unread(self, messages: Sequence[Message]) -> set[str]:
+        """Return the fields of messages that the template does not read."""
+        fields = {key for message in messages for key in message}
+        unread = {key for key in fields - _NAMES_ONLY if not self.reads(key)}
+        if fields & {*REASONING} and not any(map(self.reads, REASONING)):
+            unread.add("reasoning_content")
+        return unread
+
+    @cached_property
+    def _written_roles(self) -> dict[str, bool]:
+        return {}
+
+    def _writes(self, role: str) -> bool:
+        """Whether the content of messages of a role is written, as far as this can be tried."""
+        if role not in self._written_roles:
+            message = {"role": role, "content": _PROBE, "name": "f", "tool_call_id": "call00000"}
+            call = {"id": "call00000", "type": "function"}
+            called: Message = {
+                **_SAID,
+                "tool_calls": [{**call, "function": {"name": "f", "arguments": {}}}],
+            }
+            before = [_ASKED, called] if role == "tool" else []
+            after: list[Message] = [_SAID] if role == "tool" else [_ASKED, _SAID]
+            try:
+                text = self.render([*before, message, *after]).text
+            except ValueError:
+                text = _PROBE  # it may be written elsewhere
+            self._written_roles[role] = _PROBE in text
+        return self._written_roles[role]
 
 
 def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplate:
@@ -126,199 +218,37 @@ def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplat
     return template
 
 
-class _Compiled:
-    """A template compiled, with what counts its loops and measures its texts."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        from jinja2 import TemplateError, nodes
-
-        if len(template.source) > _MOST_SOURCE:
-            size = f"{len(template.source)} characters, at most {_MOST_SOURCE}"
-            raise DataError(f"{template.origin} has {size}")
-        self._bounds = _Bounds()
-        self._environment = _environment(self._bounds)
-        try:
-            tree = self._environment.parse(template.source)
-            blocks = tree.find_all(nodes.CallBlock)
-            self.has_marks = any(
-                isinstance(block.call.node, nodes.ExtensionAttribute) for block in blocks
-            )
-            for loop in tree.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
-            code = self._environment.compile(_measured(tree))
-            self._template = self._environment.template_class.from_code(
-                self._environment, code, self._environment.make_globals(None)
-            )
-        except (TemplateError, RecursionError) as error:
-            raise DataError(f"{template.origin} is no Jinja template: {error!s:.200}") from error
-
-    def run(self, values: Mapping[str, Any], marks: tuple[str, str]) -> str:
-        """Return the text; raises ValueError for any failure."""
-        self._bounds.begin(marks)
-        parts, length = [], 0
-        try:
-            for part in self._template.generate(**values):
-                length += len(part)
-                self._bounds.check(length)
-                parts.append(part)
-        except MemoryError:
-            raise ValueError("the chat template makes a text that does not fit") from None
-        except Exception as error:  # a template can raise whatever Python does
-            raise ValueError(f"the chat template fails: {error!s:.200}") from error
-        return "".join(parts)
-
-
-class _Bounds:
-    """What one rendering has used of its bounds, and the marks that it writes."""
-
-    marks = _MARKS[0]
-
-    def begin(self, marks: tuple[str, str]) -> None:
-        self.marks, self._turns, self._ends = marks, 0, time.monotonic() + _MOST_SECONDS
-
-    def check(self, length: int = 0) -> None:
-        if length > _MOST_TEXT:
-            raise ValueError(f"a text of more than {_MOST_TEXT} characters")
-        if time.monotonic() > self._ends:
-            raise ValueError(f"it takes more than {_MOST_SECONDS:g} s")
-
-    def counted(self, values: Iterable[Any]) -> Iterator[Any]:
-        for value in values:
-            self._turns += 1
-            if self._turns > _MOST_TURNS:
-                raise ValueError(f"more than {_MOST_TURNS} turns of its loops")
-            if self._turns % 1024 == 0:
-                self.check()
-            yield value
-
-    def measured(self, value: Any) -> Any:
-        self.check(len(value) if isinstance(value, str | list) else 0)
-        return value
-
-
-def _measured(tree: Any) -> Any:
-    """Have the sizes of all joined texts checked: each at most doubles what was checked before."""
-    from jinja2 import nodes
-
-    class Measure(_visitor()):  # type: ignore[misc]
-        def visit_Concat(self, node: Any) -> Any:
-            inside = self.generic_visit(node)
-            return nodes.Filter(inside, "measured", [], [], None, None)
-
-    return Measure().visit(tree)
-
-
-def _visitor() -> Any:
-    from jinja2.visitor import NodeTransformer
-
-    return NodeTransformer
-
-
-def _environment(bounds: _Bounds) -> Any:
-    """Return the environment that transformers gives to templates, with bounds.
-
-    transformers/utils/chat_template_utils.py, `_compile_jinja_template`.
-    """
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("_mark")
-            return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            begin, end = bounds.marks
-            return f"{begin}{caller()}{end}"
-
-    class Bounded(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**":
-                raise ValueError("the operator ** is not open to chat templates")
-            if operator == "%" and isinstance(left, str):
-                bounds.check(_size("format", left, []))
-            if operator == "*":
-                sizes = [len(x) if isinstance(x, str | list | tuple) else x for x in (left, right)]
-                bounds.check(abs(int(sizes[0]) * int(sizes[1])))
-            return bounds.measured(super().call_binop(context, operator, left, right))
-
-        def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-            own = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-            text = getattr(own, "__self__", None)
-            if isinstance(text, str):
-                bounds.check(_size(function.__name__, text, [*args, *kwargs.values()]))
-            return bounds.measured(super().call(context, function, *args, **kwargs))
-
-    def to_json(value: Any, indent: Any = None, separators: Any = None, sort_keys: bool = False,
-                ensure_ascii: bool = False) -> str:  # fmt: skip
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)  # fmt: skip
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    found = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    del found.globals["lipsum"]
-    found.filters = {name: _checked(name, one, bounds) for name, one in found.filters.items()}
-    found.filters |= {"tojson": to_json, "counted": bounds.counted, "measured": bounds.measured}
-    found.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    return found
-
-
-def _checked(name: str, function: Any, bounds: _Bounds) -> Any:
-    """Return a filter that looks at its arguments first, and at its result."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        # The environment or the context may come before the value that is filtered.
-        own = next((at for at, one in enumerate(given) if isinstance(one, str)), len(given))
-        text = given[own] if own < len(given) else ""
-        bounds.check(_size(name, text, [*given[:own], *given[own + 1 :]]))
-        return bounds.measured(function(*args, **kwargs))
-
-    return run
-
-
-def _size(name: str, text: str, args: Sequence[Any]) -> int:
-    """Return at least as many characters as a method or a filter of a text makes of it."""
-    texts = [one for one in args if isinstance(one, str)]
-    if name in ("format", "format_map") and re.search(r"\d{5}|\*", text):
-        raise ValueError(f"the width in the format {text!r:.80}")
-    if name == "replace" and len(texts) >= 2:
-        return len(text) + text.count(texts[0]) * len(texts[1])
-    lists = [one for one in args if isinstance(one, list | tuple)]
-    joined = sum(len(part) + len(text) for one in lists for part in one if isinstance(part, str))
-    widths = [abs(one) for one in args if isinstance(one, int)]
-    return max([joined if name == "join" else 0, *widths])
-
-
-def _without_marks(text: str, begin: str, end: str) -> Rendered:
+def _without_marks(text: str, marks: TemplateMarks) -> Rendered:
     """Take the marks out of a text and return where they stood."""
-    parts, spans, length, opened = [], [], 0, -1
-    start = 0
-    for at, character in enumerate(text):
-        if character not in (begin, end):
-            continue
-        parts.append(text[start:at])
-        length += at - start
-        start = at + 1
-        if character == begin:
+    parts: list[str] = []
+    marked: list[TextSpan] = []
+    turns: list[TextSpan] = []
+    loops: list[tuple[str, int]] = []  # the loops over messages that are open, and where they are
+    length, opened, last = 0, -1, None
+    pattern = f"([{marks.begin}{marks.end}]|{marks.turn}[^{marks.of}]*{marks.of})"
+    for number, part in enumerate(re.split(pattern, text)):
+        at = loops[-1][1] if loops else None
+        if number % 2 == 0:
+            parts.append(part)
+            if part and turns and turns[-1].stop == length and turns[-1].message == at:
+                turns[-1] = turns[-1]._replace(stop=length + len(part))
+            elif part and at is not None:
+                turns.append(TextSpan(length, length + len(part), at))
+            length += len(part)
+        elif part == marks.begin:
             opened = length
-        elif length > opened >= 0:
-            spans.append((opened, length))
-            opened = -1
-    return Rendered("".join([*parts, text[start:]]), tuple(spans))
+        elif part == marks.end:
+            if length > opened >= 0:
+                marked.append(TextSpan(opened, length, last if at is None else at))
+                opened = -1
+        else:
+            loop, _, message = part[1:-1].partition(" ")
+            if loops and loops[-1][0] == loop:
+                loops.pop()
+            if message:
+                last = int(message)
+                loops.append((loop, last))
+    return Rendered("".join(parts), tuple(marked), tuple(turns))
 
 
 def _object(path: Path) -> dict[str, Any]:

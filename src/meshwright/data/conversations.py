@@ -1,69 +1,75 @@
 """Conversations in rows of data: the supported formats, converted to one line of JSON each.
 
 `messages` with roles; `prompt` and `completion`, texts or lists of messages; ShareGPT's
-`conversations` with `from` and `value`; Alpaca's `instruction`, `input` and `output`.
+`conversations` with `from` and `value`; Alpaca's `instruction`, `input`, `output` and `history`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from meshwright.data.messages import ASSISTANT, Message, Turns, add_messages, add_text, text_of
+from meshwright.data.padding import decoded_tools, without_padding
 from meshwright.errors import nearest, refusal
 from meshwright.parsing import parse_json
 
-ASSISTANT: Final = "assistant"
 # Fields of a row that make a conversation, the first set of them that a row has.
 FORMS: Final = (
     ("messages",),
     ("conversations",),
+    ("conversation",),
     ("prompt", "completion"),
     ("prompt", "response"),
     ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
     ("instruction", "output"),
+    ("instruction", "response"),
 )
-_FIELDS: Final = (*dict.fromkeys(field for form in FORMS for field in form), "input", "system")
-_ROLES: Final = {
-    "human": "user",
-    "user": "user",
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bing": ASSISTANT,
-    "assistant": ASSISTANT,
-    "model": ASSISTANT,
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-}
-Message = dict[str, Any]
+# Where Alpaca's and Dolly's rows have what an instruction is about.
+_INPUTS: Final = ("input", "context")
+_SYSTEMS: Final = ("system", "system_prompt")
+# What goes to the template beside the messages.
+_OPTIONS: Final = "chat_template_kwargs"
+_MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos")
+# Arguments of every template, which a row does not set.
+_RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages in the form of templates, their origin, and which of them are trained.
 
-    The assistant's messages from `first` on are trained; `tools` goes to the template.
+    `trained` are the numbers of messages of the assistant. `tools`, `documents` and `options` go to
+    the template. `unused` are the row's fields that nothing reads.
     """
 
     where: str
     messages: tuple[Message, ...]
-    first: int = 0
+    trained: tuple[int, ...]
     tools: Any = None
+    documents: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the template receives beside the messages."""
+        return {"tools": self.tools, "documents": self.documents, "options": self.options}
 
     def to_text(self) -> str:
         """Return it as a line of JSON, a document's text between source and store."""
-        fields = [self.where, self.messages, self.first, self.tools]
-        return json.dumps(fields, ensure_ascii=False)
+        return json.dumps(list(vars(self).values()), ensure_ascii=False)
 
     @staticmethod
     def from_text(text: str) -> Conversation:
         """Read what `to_text` wrote."""
-        where, messages, first, tools = json.loads(text)
-        return Conversation(where, tuple(messages), first, tools)
+        where, messages, trained, tools, documents, options, unused = json.loads(text)
+        lists = tuple(messages), tuple(trained)
+        return Conversation(where, *lists, tools, documents, options, tuple(unused))
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,9 @@ class TextRows:
             raise ValueError(_no_field(self.key, dict.fromkeys(names)))
         return [self.key]
 
-    def document(self, row: object, where: str) -> str:
+    def document(self, row: object, where: str, *, is_padded: bool = False) -> str:
         """Return the document of a row; raises ValueError if it has none."""
-        del where
+        del where, is_padded
         found = _object(row)
         if self.key not in found:
             raise ValueError(_no_field(self.key, found))
@@ -97,13 +103,16 @@ class ChatRows:
     """Reads the conversations of rows, see `Conversation.to_text`."""
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        """Return which of a table's columns are read; raises ValueError if none fit."""
+        """Return which of a table's columns are read, all; raises ValueError if none fit."""
         _form(dict.fromkeys(names))
-        return [name for name in names if name in (*_FIELDS, "tools")]
+        return list(names)
 
-    def document(self, row: object, where: str) -> str:
-        """Return the conversation of a row as text; raises ValueError if it has none."""
-        text = conversation_of(row, where).to_text()
+    def document(self, row: object, where: str, *, is_padded: bool = False) -> str:
+        """Return the conversation of a row as text; raises ValueError if it has none.
+
+        `is_padded`: objects in the row may have fields of other rows' objects, as nulls.
+        """
+        text = conversation_of(row, where, is_padded=is_padded).to_text()
         if not text.isascii():
             text.encode()
         return text
@@ -112,29 +121,138 @@ class ChatRows:
 RowReader = TextRows | ChatRows
 
 
-def conversation_of(row: object, where: str) -> Conversation:
+def conversation_of(row: object, where: str, *, is_padded: bool = False) -> Conversation:
     """Return the conversation of a row; raises ValueError for an unknown format."""
     found = {key: value for key, value in _object(row).items() if value is not None}
-    form, first = _form(found), 0
-    if form == ("messages",):
-        messages = _messages(found["messages"], "messages")
-    elif form == ("conversations",):
-        messages = _share_gpt(found["conversations"])
-    elif form[0] in ("prompt", "question"):
-        asked = _side(found, form[0], "user")
-        messages = [*asked, *_side(found, form[1], ASSISTANT)]
-        first = len(asked)
+    if is_padded:
+        found = without_padding(found)
+    form = _form(found)
+    fields = _Fields(found)
+    turns = Turns()
+    if len(form) == 1:
+        add_messages(turns, fields.take(form[0]), form[0])
+    elif form[0] == "instruction":
+        _add_instruction(turns, fields, form[1])
     else:
-        asked_for, given = _text(found, "instruction"), found.get("input") or ""
-        if not isinstance(given, str):
-            raise ValueError(f"field 'input' is a {type(given).__name__}, not text")
-        user = f"{asked_for}\n\n{given}" if given else asked_for
-        system = [_message("system", _text(found, "system"))] if found.get("system") else []
-        answer = _message(ASSISTANT, _text(found, "output"))
-        messages = [*system, _message("user", user), answer]
-    if not any(message["role"] == ASSISTANT for message in messages[first:]):
-        raise ValueError("it has no turn of the assistant: there is nothing to learn from it")
-    return Conversation(where, tuple(messages), first, _tools(found.get("tools")))
+        for name, role in zip(form, ("user", ASSISTANT), strict=True):
+            _add_side(turns, fields.take(name), name, role, is_trained=role == ASSISTANT)
+    _add_system(turns, fields)
+    if any(found.get(name) for name in _MEDIA):
+        name = next(name for name in _MEDIA if found.get(name))
+        raise ValueError(f"field {name!r}: only text is read")
+    if not turns.trained:
+        why = "it has no turn of the assistant that is trained"
+        raise ValueError(f"{why}: there is nothing to learn from it")
+    return Conversation(
+        where,
+        tuple(turns.messages),
+        tuple(turns.trained),
+        fields.tools(),
+        fields.documents(),
+        fields.options(),
+        tuple(sorted(turns.unused | fields.unused())),
+    )
+
+
+class _Fields:
+    """The fields of a row, of which some are taken and the others are unused."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self._row, self._taken = row, set(_MEDIA)
+
+    def take(self, name: str) -> Any:
+        self._taken.add(name)
+        return self._row.get(name)
+
+    def decoded(self, name: str) -> Any:
+        """Return a field that may be a text of JSON."""
+        value = self.take(name)
+        if isinstance(value, str):
+            return parse_json(value) if value.strip() else None
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.take(name)
+        if not isinstance(value, str):
+            raise ValueError(f"field {name!r} is a {type(value).__name__}, not text")
+        return value
+
+    def first_text(self, names: Sequence[str]) -> str:
+        """Return the first of some fields that says something; empty without one."""
+        return next((self.text(name) for name in names if self._row.get(name)), "")
+
+    def tools(self) -> Any:
+        tools = decoded_tools(self.take("tools"))
+        if tools is None or (
+            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+        ):
+            return tools
+        raise ValueError("field 'tools' is no list of tools")
+
+    def documents(self) -> Any:
+        """Return the row's documents; a field of another kind is of no use here."""
+        documents = self._row.get("documents")
+        if isinstance(documents, list) and all(isinstance(one, dict) for one in documents):
+            return self.take("documents")
+        return None
+
+    def options(self) -> dict[str, Any]:
+        options = dict(self.decoded(_OPTIONS) or {})
+        if isinstance(self._row.get("enable_thinking"), bool):
+            options.setdefault("enable_thinking", self.take("enable_thinking"))
+        if taken := _RESERVED & options.keys():
+            raise ValueError(f"field {_OPTIONS!r} sets {min(taken)!r}, which is the row's own")
+        return options
+
+    def unused(self) -> set[str]:
+        return {
+            name for name, value in self._row.items() if name not in self._taken and value != ""
+        }
+
+
+def _add_instruction(turns: Turns, fields: _Fields, answer: str) -> None:
+    history = fields.decoded("history") or []
+    if not isinstance(history, list):
+        raise ValueError("field 'history' is no list of pairs of a question and its answer")
+    for pair in history:
+        if not (isinstance(pair, list | tuple) and [type(part) for part in pair] == [str, str]):
+            raise ValueError("field 'history' is no list of pairs of a question and its answer")
+        add_text(turns, "user", pair[0])
+        add_text(turns, ASSISTANT, pair[1])
+    asked, about = fields.text("instruction"), fields.first_text(_INPUTS)
+    add_text(turns, "user", f"{asked}\n\n{about}" if about else asked)
+    add_text(turns, ASSISTANT, fields.text(answer))
+
+
+def _add_side(turns: Turns, value: Any, name: str, role: str, *, is_trained: bool) -> None:
+    is_text = isinstance(value, str) and not _is_messages(value)
+    if is_text:
+        add_text(turns, role, value, is_trained=is_trained)
+    else:
+        add_messages(turns, value, name, are_trained=is_trained)
+
+
+def _is_messages(text: str) -> bool:
+    """Whether a text of a table is a list of messages as JSON."""
+    if not text.startswith("[{"):
+        return False
+    try:
+        found = parse_json(text)
+    except ValueError:
+        return False
+    return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in found)
+
+
+def _add_system(turns: Turns, fields: _Fields) -> None:
+    """Put a row's own system text before its messages."""
+    system = fields.first_text(_SYSTEMS)
+    if not system:
+        return
+    inside = [message for message in turns.messages if message["role"] in ("system", "developer")]
+    if not inside:
+        turns.prepend({"role": "system", "content": system})
+    elif text_of(inside[0]) != system:
+        raise ValueError("it has two system texts: a field of the row, and a message")
 
 
 def _object(row: object) -> Mapping[str, Any]:
@@ -145,96 +263,21 @@ def _object(row: object) -> Mapping[str, Any]:
 
 def _form(row: Mapping[str, Any]) -> tuple[str, ...]:
     for form in FORMS:
-        if all(field in row for field in form):
+        if all(name in row for name in form):
             return form
+    if {"chosen", "rejected"} <= row.keys():
+        rule = "'chosen' and 'rejected' are answers to compare, and conversations have one answer"
+        hint = "Rename 'chosen' to 'completion', or to 'messages' if it has the whole conversation"
+        raise ValueError(refusal(rule, hint=hint))
     known = ", ".join(" and ".join(form) for form in FORMS)
     fields = ", ".join(map(str, list(row)[:5])) or "none"
     raise ValueError(f"no conversation: a row has {known}; this one's fields are {fields}")
 
 
-def _side(row: Mapping[str, Any], field: str, role: str) -> list[Message]:
-    value = row[field]
-    return [_message(role, value)] if isinstance(value, str) else _messages(value, field)
-
-
-def _messages(value: object, field: str) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"field {field!r} is no list of messages")
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} of {field!r} has no role")
-        if field != "prompt":
-            _check_trained(message, number)
-        _check_content(message.get("content"), number)
-    # Tables fill fields that a message lacks with nulls.
-    return [
-        {"content": None} | {key: part for key, part in message.items() if part is not None}
-        for message in value
-    ]
-
-
-def _check_trained(message: Mapping[str, Any], number: int) -> None:
-    """Refuse an answer that its row wants left out of the loss: all answers are trained."""
-    if _ROLES.get(str(message.get("role", message.get("from")))) == ASSISTANT:
-        for key in ("weight", "train"):
-            value = message.get(key)
-            if value is not None and not value:
-                what = f"message {number} has {key} = {value!r}, but all answers are trained"
-                raise ValueError(
-                    refusal(what, hint="Rows with 'prompt' and 'completion' train the last")
-                )
-
-
-def _check_content(content: object, number: int) -> None:
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise ValueError(f"message {number} has a part of type {kind!r}, only text is read")
-    elif content is not None and not isinstance(content, str):
-        raise ValueError(f"message {number}: its content is a {type(content).__name__}, not text")
-
-
-def _share_gpt(value: object) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("field 'conversations' is no list of turns")
-    if isinstance(value[0], dict) and "role" in value[0]:
-        return _messages(value, "conversations")
-    messages = []
-    for number, turn in enumerate(value, 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            raise ValueError(f"turn {number} of 'conversations' has no text under 'value'")
-        _check_trained(turn, number)
-        said = turn.get("from")
-        if said not in _ROLES:
-            legal = nearest(str(said), _ROLES) or ["human", "gpt", "system"]
-            raise ValueError(refusal(f"turn {number} is from {said!r}", legal=legal))
-        messages.append(_message(_ROLES[said], turn["value"]))
-    return messages
-
-
-def _tools(value: object) -> Any:
-    """Return a row's tools; some data sets have them as a text of JSON."""
-    if isinstance(value, str):
-        return parse_json(value) if value.strip() else None
-    return value
-
-
-def _text(row: Mapping[str, Any], field: str) -> str:
-    value = row[field]
-    if not isinstance(value, str):
-        raise ValueError(f"field {field!r} is a {type(value).__name__}, not text")
-    return value
-
-
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
-
-
 def _no_field(key: str, row: Mapping[str, Any]) -> str:
     rule = f"no field {key!r}"
     for form in FORMS:
-        if all(field in row for field in form):
+        if all(name in row for name in form):
             fields = " and ".join(map(repr, form))
             hint = f"{fields} are halves of a dialogue, which data.format = 'chat' reads"
             if len(form) == 1:

@@ -299,7 +299,7 @@ class HuggingFace:
         """Return the document of a row; raises DataError if it has none."""
         where = f"hf:{self.name}, row {number}"
         try:
-            return self._reader.document(row, where)
+            return self._reader.document(row, where, is_padded=True)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
 

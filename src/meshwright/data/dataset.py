@@ -23,7 +23,7 @@ from meshwright.data.tinystories import TinyStories
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.data.view import Shard, TokenView, split
 from meshwright.data.whole import WholeSampler
-from meshwright.data.writer import prepare
+from meshwright.data.writer import prepare, read_notes
 from meshwright.errors import DataError, refusal
 from meshwright.files import sha256_bytes
 from meshwright.spec.training import DataSpec, TrainSpec
@@ -249,12 +249,15 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
             raise DataError(f"data.format = 'chat': {name} is a Megatron pair, which has no masks")
         return _open_pair(name, prefix, spec)
     source = source_of(name, spec, cache, _steps(f"downloading {name}", say))
-    encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template).load()
+    encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template, spec.bos).load()
     passes = [spec.on_error] if spec.on_error != "stop" else []
     key = json.dumps([FORMAT, source.fingerprint(), encoder.digest, *passes], sort_keys=True)
     folder = cache / "stores" / sha256_bytes(key.encode())[:24]
     if is_store(folder):
         store = open_store(folder)  # without the lock, which a read-only cache would not give
+        if say is not None:
+            for line in read_notes(folder):
+                _about(name, say)(f"note: {line}")
     else:
         store = prepare(
             [source],
@@ -267,6 +270,7 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
             on_error=spec.on_error,
             form=spec.format,
             chat_template=spec.chat_template,
+            bos=spec.bos,
         )
     digest, tokenizer = store.digest, encoder.tokenizer
     return _Opened(name, store.shards, tokenizer, digest, store.counts(), folder, {name: digest})
@@ -280,13 +284,13 @@ def _open_prepared(name: str, store: Store, spec: DataSpec) -> _Opened:
     # The default tokenizer stands for "the store's": a resolved config spells defaults out, so
     # that one which was asked for cannot be told from one which was not.
     if spec.tokenizer != DataSpec.model_fields["tokenizer"].default:
-        asked = load_tokenizer(spec.tokenizer, spec.eos)
+        asked = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
         record = store.manifest.tokenizer
         if asked.digest != record.digest:
             raise DataError(
                 f"data.tokenizer = {spec.tokenizer!r}, but the store {store.folder} was prepared "
-                f"with {record.name!r} (vocabulary {record.vocab_size}); leave data.tokenizer out "
-                "to use the store's"
+                f"with {record.name!r} (vocabulary {record.vocab_size}, texts begin with the ids "
+                f"{list(record.bos_ids)}); leave data.tokenizer out to use the store's"
             )
     tokenizer, folder = store.tokenizer(), store.folder
     files = {str(folder / record.file): record.sha256 for record in store.manifest.files()}
@@ -295,7 +299,7 @@ def _open_prepared(name: str, store: Store, spec: DataSpec) -> _Opened:
 
 def _open_pair(name: str, prefix: Path, spec: DataSpec) -> _Opened:
     pair = open_megatron(prefix)
-    tokenizer = load_tokenizer(spec.tokenizer, spec.eos)
+    tokenizer = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
     # The pair does not say how it was tokenised. All ids are checked as they are read; a look at
     # the first ones tells of a wrong tokenizer before anything starts.
     whole, _ = split([pair.shard], 0.0, tokenizer.vocab_size)
@@ -305,6 +309,9 @@ def _open_pair(name: str, prefix: Path, spec: DataSpec) -> _Opened:
         raise DataError(
             f"{error}. Is data.tokenizer = {spec.tokenizer!r} what {name} was tokenised with?"
         ) from error
+    begin = whole.read(0, min(len(whole), len(tokenizer.bos_ids)))
+    if spec.bos is None and tuple(begin.tolist()) != tokenizer.bos_ids:
+        tokenizer = load_tokenizer(spec.tokenizer, spec.eos, bos=False)  # as the pair was written
     return _Opened(name, (pair.shard,), tokenizer, pair.digest, None, None, pair.files)
 
 

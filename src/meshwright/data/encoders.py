@@ -4,39 +4,52 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.answers import answer_spans, visible
 from meshwright.data.chat_template import ChatTemplate, load_template
-from meshwright.data.conversations import ASSISTANT, Conversation, Message
+from meshwright.data.conversations import Conversation
 from meshwright.data.corpora import Skip
+from meshwright.data.messages import ASSISTANT, Message, texts_in
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.errors import DataError
 from meshwright.files import sha256_bytes
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat
 
-# Two turns, by which it is found out how a template ends the assistant's.
-_PROBE: Final = (
-    {"role": "user", "content": "a"},
-    {"role": ASSISTANT, "content": "b"},
+# Turns by which it is found out how a template ends the assistant's: an answer, a call of a tool.
+_ASKED: Final = {"role": "user", "content": "a"}
+_FUNCTION: Final = {"name": "f", "arguments": {"k": "v"}}
+_CALL: Final = {"id": "call00000", "type": "function", "function": _FUNCTION}
+_PROBES: Final = (
+    (_ASKED, {"role": ASSISTANT, "content": "b"}),
+    (_ASKED, {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}),
+)
+NO_END: Final = (
+    "the chat template ends answers without a special token: the model learns no end of a turn, "
+    "and will not stop. Name a template that writes one with data.chat_template"
 )
 
 
 class Encoded(NamedTuple):
     """Documents one after the other: ids int64 `[tokens]` and the length of each document.
 
-    `mask` bool `[tokens]` says which tokens are trained, None: all.
+    `mask` bool `[tokens]` says which tokens are trained, None: all. `notes` are lines on what is
+    not read or trained, and in how many documents.
     """
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
     mask: NDArray[np.bool_] | None
+    notes: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -61,10 +74,8 @@ class TextEncoder:
 class ChatEncoder:
     """Conversations rendered by a template; the assistant's text is trained.
 
-    This is what the template marks by `{% generation %}`. Without marks, a turn of the assistant is
-    the text of the messages up to it, minus the text of the messages before it with the generation
-    prompt, up to the last special token: the end of the turn. Nothing is added to the template's
-    text.
+    This is what the template marks by `{% generation %}`, and else what `answer_spans` returns.
+    Nothing is added to the template's text.
     """
 
     tokenizer: Tokenizer
@@ -86,6 +97,11 @@ class ChatEncoder:
         return Backend.from_str(json.dumps(content, ensure_ascii=False))
 
     @cached_property
+    def _special_ids(self) -> list[int]:
+        added = self._backend.get_added_tokens_decoder().items()
+        return [number for number, token in added if token.special]
+
+    @cached_property
     def _special(self) -> re.Pattern[str]:
         added = self._backend.get_added_tokens_decoder().values()
         names = sorted((one.content for one in added if one.special), key=len, reverse=True)
@@ -102,10 +118,12 @@ class ChatEncoder:
         """
         ids: list[NDArray[np.int64]] = []
         masks: list[NDArray[np.bool_]] = []
+        notes: Counter[str] = Counter()
         for document in documents:
             conversation = Conversation.from_text(document)
             try:
                 some, mask = self.one(conversation)
+                notes.update(self._notes(conversation, some, mask))
             except ValueError as error:
                 told = f"{conversation.where}: {error}"
                 if skip is None:
@@ -118,7 +136,7 @@ class ChatEncoder:
         lengths = np.array([len(some) for some in ids], dtype=np.int64)
         none = np.empty(0, dtype=np.int64)
         mask = np.concatenate([none.astype(bool), *masks])
-        return Encoded(np.concatenate([none, *ids]), lengths, mask)
+        return Encoded(np.concatenate([none, *ids]), lengths, mask, notes)
 
     def one(self, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the ids of a conversation and its mask; raises ValueError with the reason.
@@ -126,72 +144,83 @@ class ChatEncoder:
         Reasons: the template refuses it, the trained text cannot be located exactly, or nothing is
         trained.
         """
-        self._refuse_quoted(conversation.messages)
-        rendered = self.template.render(conversation.messages, conversation.tools)
+        given = conversation.given
+        self._refuse_quoted(conversation.messages, given)
+        self.template.check(conversation.messages)
+        answers = {at for at, m in enumerate(conversation.messages) if m["role"] == ASSISTANT}
+        is_whole = answers == set(conversation.trained)
+        has_turns = not (self.template.has_marks and is_whole)
+        rendered = self.template.render(conversation.messages, **given, has_turns=has_turns)
         if self.template.has_marks:
-            if any(one["role"] == ASSISTANT for one in conversation.messages[: conversation.first]):
-                raise ValueError("the template marks turns of its prompt, which is not trained")
-            spans = list(rendered.marked)
+            marked = rendered.marked
+            if not is_whole:
+                if not rendered.turns:
+                    raise ValueError("it cannot be told which turn the template's marks belong to")
+                marked = tuple(span for span in marked if span.message in conversation.trained)
+            spans = [(span.start, span.stop) for span in marked]
         else:
-            spans = list(self._spans(conversation, rendered.text))
+            spans = list(answer_spans(self.template, conversation, rendered, self._special))
         encoding = self._backend.encode(rendered.text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int64)
+        written = sum(1 for _ in self._special.finditer(rendered.text))
+        if np.isin(ids, self._special_ids).sum() > written:
+            raise ValueError("it has a special token in another spelling")
         mask = _covered(np.array(encoding.offsets).reshape(-1, 2), spans, rendered.text)
         if not mask[1:].any():  # the first token is nobody's target
             raise ValueError("the template marks no token of it as the assistant's")
-        return np.array(encoding.ids, dtype=np.int64), mask
+        return ids, mask
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids that precede the assistant's answer; raises ValueError."""
-        self._refuse_quoted(messages)
+        self._refuse_quoted(messages, {})
         text = self.template.render(messages, prompts=True).text
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def turn_ends(self) -> list[int]:
-        """Return the ids of special tokens that end a turn of the assistant, and of a document."""
-        found = {self.tokenizer.eos_id}
-        try:
-            ids, mask = self.one(Conversation("a probe", _PROBE))
-        except ValueError:
-            return sorted(found)
-        last = int(ids[mask][-1])
-        added = self._backend.get_added_tokens_decoder()
-        return sorted(found | ({last} if last in added and added[last].special else set()))
-
-    def _refuse_quoted(self, messages: Sequence[Message]) -> None:
-        """Refuse a text that quotes a special token, which would end a turn or begin one."""
-        for number, message in enumerate(messages, 1):
-            for value in message.values():
-                if isinstance(value, str) and (found := self._special.search(value)):
-                    raise ValueError(f"message {number} quotes the special token {found[0]!r}")
-
-    def _spans(self, conversation: Conversation, whole: str) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the assistant's turns, told by rendering what is before them."""
-        messages, tools = conversation.messages, conversation.tools
-        for number in range(conversation.first, len(messages)):
-            if messages[number]["role"] != ASSISTANT:
+        """Return the ids of special tokens that end a turn of the assistant, in order."""
+        found = []
+        for messages in _PROBES:
+            try:
+                ids, mask = self.one(Conversation("a probe", messages, (len(messages) - 1,)))
+            except ValueError:
                 continue
-            asked = self.template.render(messages[:number], tools, prompts=True).text
-            before = self.template.render(messages[:number], tools).text
-            until = self.template.render(messages[: number + 1], tools).text
-            if not (until.startswith(asked) and whole.startswith(until)):
-                other = "the turns after it" if until.startswith(asked) else "the prompt for it"
-                raise ValueError(
-                    f"the chat template writes turn {number + 1} differently with {other}, so "
-                    "what is trained cannot be located exactly. Mark it in the template: "
-                    "{% generation %}...{% endgeneration %}"
-                )
-            content = messages[number]["content"]
-            said = until[len(asked) :]
-            if asked == before and isinstance(content, str) and not (
-                said.lstrip().startswith(content.strip())
-            ):  # fmt: skip
-                raise ValueError(
-                    "the chat template has no prompt for an answer (add_generation_prompt) and "
-                    f"writes {said[:20]!r} before it, which is not the assistant's. Mark answers "
-                    "in the template: {% generation %}...{% endgeneration %}"
-                )
-            ends = [found.end() for found in self._special.finditer(said)]
-            yield len(asked), len(asked) + (ends[-1] if ends else len(said))
+            if (end := self._end_of(ids, mask)) is not None and end not in found:
+                found.append(end)
+        return found
+
+    def _end_of(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> int | None:
+        """Return the special token that ends what is trained; after it may be white space."""
+        trained = ids[mask]
+        special = np.flatnonzero(np.isin(trained, self._special_ids))
+        if not len(special) or self.tokenizer.decode(trained[special[-1] + 1 :]).strip():
+            return None
+        return int(trained[special[-1]])
+
+    def _notes(
+        self, conversation: Conversation, ids: NDArray[np.int64], mask: NDArray[np.bool_]
+    ) -> Iterator[str]:
+        """Yield what is not trained of a conversation, or not read."""
+        for name in conversation.unused:
+            yield f"the field {name!r} is not used"
+        for name in sorted(self.template.unread(conversation.messages)):
+            yield f"the field {name!r} of messages is not read by the chat template"
+        given = {name for name in ("tools", "documents") if getattr(conversation, name)}
+        for name in sorted(given | conversation.options.keys()):
+            if not self.template.reads(name):
+                yield f"the field {name!r} is not read by the chat template"
+        calls = [m for m in conversation.messages if m.get("tool_calls") and visible(m)]
+        if calls and not all(visible(m) in self.tokenizer.decode(ids) for m in calls):
+            yield "the content beside tool_calls is not written by the chat template"
+        if self._end_of(ids, mask) is None:
+            yield NO_END
+
+    def _refuse_quoted(self, messages: Sequence[Message], given: Mapping[str, Any]) -> None:
+        """Refuse a text that quotes a special token, which would end a turn or begin one."""
+        where = {f"message {number}": message for number, message in enumerate(messages, 1)}
+        for name, value in {**where, **given}.items():
+            for text in texts_in(value):
+                if found := self._special.search(text):
+                    raise ValueError(f"{name} quotes the special token {found[0]!r}")
 
 
 Encoder = TextEncoder | ChatEncoder
@@ -199,16 +228,19 @@ Encoder = TextEncoder | ChatEncoder
 
 @dataclass(frozen=True)
 class Encoding:
-    """The settings of an encoder: `data.tokenizer`, `eos`, `format` and `chat_template`."""
+    """The settings of an encoder: `data.tokenizer`, `eos`, `format`, `chat_template` and `bos`."""
 
     tokenizer: str
     eos: str | None
     form: DataFormat = "text"
     template: str | None = None
+    bos: bool | None = None
 
     def load(self) -> Encoder:
         """Return the encoder; raises DataError if it is not available."""
-        return encoder_of(load_tokenizer(self.tokenizer, self.eos), self.form, self.template)
+        return encoder_of(
+            load_tokenizer(self.tokenizer, self.eos, self.bos), self.form, self.template
+        )
 
 
 def encoder_of(tokenizer: Tokenizer, form: DataFormat, template: str | None = None) -> Encoder:

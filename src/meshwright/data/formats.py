@@ -11,7 +11,8 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final, NamedTuple, cast
@@ -19,7 +20,7 @@ from typing import IO, Final, NamedTuple, cast
 from meshwright.data.conversations import ChatRows, RowReader
 from meshwright.errors import DataError
 from meshwright.files import reading
-from meshwright.parsing import parse_json
+from meshwright.parsing import distinct_keys, parse_json
 
 END_OF_TEXT: Final = "<|endoftext|>"
 BLANK_LINE: Final = "\n\n"
@@ -35,6 +36,7 @@ _PACKABLE: Final = tuple(one for one in _INSIDE if one != ".parquet")  # it comp
 SUFFIXES: Final = (*_INSIDE, *(one + packed for one in _PACKABLE for packed in PACKED_SUFFIXES))
 # Rows of a Parquet file in memory at a time.
 _ROWS: Final = 1024
+_NUL: Final = "it has NUL characters: UTF-16 read as UTF-8 looks like this"
 # Characters of the longest CSV field. Python's default, 131,072, is too short for documents.
 _FIELD: Final = 2**31 - 1
 
@@ -153,6 +155,8 @@ def _decoded(path: Path, start: int, content: bytes, *, strips: bool) -> Piece:
         text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         return Problem(str(path), f"not UTF-8 text: byte {start + error.start}")
+    if "\0" in text:
+        return Problem(str(path), _NUL)
     return text.strip() if strips else text
 
 
@@ -166,14 +170,14 @@ def rows_of_lines(
             continue
         where = f"{path}, line {number}"
         try:
-            yield rows.document(parse_json(line), where + after)
+            yield rows.document(parse_json(line, distinct_keys), where + after)
         except ValueError as error:
             yield Problem(where, str(error))
 
 
 def _json(path: Path, content: bytes, rows: RowReader) -> Iterator[Piece]:
     try:
-        found = parse_json(content)
+        found = parse_json(content, distinct_keys)
     except ValueError as error:
         yield Problem(str(path), f"not JSON: {error}")
         return
@@ -182,15 +186,46 @@ def _json(path: Path, content: bytes, rows: RowReader) -> Iterator[Piece]:
 
 
 def _csv(path: Path, file: IO[bytes], rows: RowReader, delimiter: str) -> Iterator[Piece]:
+    """Yield the documents of a table, each row of which must have the header's fields.
+
+    A reader of CSV takes what follows a stray quote as part of one field, rows included. It shows
+    as a quote that never closes, as text after a closing quote, or as another number of fields.
+    """
     csv.field_size_limit(_FIELD)
     with io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        read = csv.DictReader(text, delimiter=delimiter)
-        number = 0
+        read = csv.reader(text, delimiter=delimiter, strict=True)
+        number, first_line = 0, 1
         try:
-            for number, row in enumerate(read, 1):
-                yield from _row(f"{path}, row {number}", row, rows)
+            header = next(read, [])
+            if repeated := [name for name, count in Counter(header).items() if count > 1]:
+                yield Problem(f"{path}, line 1", f"two columns are called {repeated[0]!r}")
+                return
+            first_line = read.line_num + 1
+            for values in read:
+                if values:  # else a blank line
+                    number += 1
+                    where = f"{path}, row {number}"
+                    yield from _table_row(where, first_line, header, values, rows)
+                first_line = read.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:  # no row after it can be told
-            yield Problem(f"{path}, after row {number}", str(error))
+            where = f"{path}, after row {number}"
+            if isinstance(error, UnicodeDecodeError):
+                yield Problem(where, f"{error}; no row from here on is read")
+                return
+            why = f"quotes do not pair up ({error}), so no row from here on can be told apart"
+            yield Problem(f"{where}, from line {first_line}", why)
+
+
+def _table_row(
+    where: str, line: int, header: Sequence[str], values: Sequence[str], rows: RowReader
+) -> Iterator[Piece]:
+    if len(values) != len(header):
+        fields = f"line {line} has {len(values)} fields, but the header has {len(header)}"
+        yield Problem(where, f"{fields}: a delimiter or a quote is missing or too many")
+    elif any("\0" in value for value in values):
+        yield Problem(where, _NUL)
+    else:
+        yield from _row(where, dict(zip(header, values, strict=True)), rows)
 
 
 def _parquet(path: Path, rows: RowReader) -> Iterator[Piece]:
@@ -211,15 +246,15 @@ def _parquet(path: Path, rows: RowReader) -> Iterator[Piece]:
                 for batch in file.iter_batches(_ROWS, columns=columns):
                     for row in batch.to_pylist():
                         number += 1
-                        yield from _row(f"{path}, row {number}", row, rows)
+                        yield from _row(f"{path}, row {number}", row, rows, is_padded=True)
         except UnicodeDecodeError as error:  # the whole batch is decoded at once
             yield Problem(f"{path}, after row {number}", str(error))
         except ArrowException as error:
             yield Problem(str(path), f"not Parquet: {error!s:.200}")
 
 
-def _row(where: str, row: object, rows: RowReader) -> Iterator[Piece]:
+def _row(where: str, row: object, rows: RowReader, *, is_padded: bool = False) -> Iterator[Piece]:
     try:
-        yield rows.document(row, where)
+        yield rows.document(row, where, is_padded=is_padded)
     except ValueError as error:
         yield Problem(where, str(error))

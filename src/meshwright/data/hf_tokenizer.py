@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.boundaries import ends_of, stated_ends, with_begin
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import DataError
 from meshwright.files import reading, write_atomic
 from meshwright.parsing import parse_json
+from meshwright.spec.training import DataFormat
 
 TOKENIZER, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL = "special_tokens_map.json"
@@ -24,7 +26,7 @@ COMPANIONS = (CONFIG, SPECIAL, TEMPLATE, GENERATION)
 class HFTokenizer:
     """The files of a tokenizer by name, and the ids that `config.json` states, or None.
 
-    `eos_token_id` is one id, or several of which the tokenizer's own is one.
+    `eos_token_id` is one id, or several; the first is the tokenizer's eos token.
     """
 
     files: Mapping[str, bytes]
@@ -32,14 +34,17 @@ class HFTokenizer:
     eos_token_id: int | list[int] | None
 
 
-def hf_tokenizer(tokenizer: Tokenizer | None, context: int) -> HFTokenizer:
+def hf_tokenizer(
+    tokenizer: Tokenizer | None, context: int, form: DataFormat = "text"
+) -> HFTokenizer:
     """Return the files with which `AutoTokenizer` gives the same ids, and `generation_config.json`.
 
     What stands beside a `tokenizer.json` goes with it; its eos token becomes the one that ended
-    the documents. Where no file names a bos token it is the eos token, as in GPT-2: that is what
-    stands before a document in training. `context` is the longest text in tokens. Without a
-    tokenizer there is only a generation config that names no ids. Raises DataError for a companion
-    that is no JSON object.
+    the documents, or the turns where `form`, the training's, is "chat". `generation_config.json`
+    names all of `ends_of`, and the tokenizer begins texts as in training. Where no file names a bos
+    token it is the end of a document, as in GPT-2: that is what stands before a document in
+    training. `context` is the longest text in tokens. Without a tokenizer there is only a
+    generation config that names no ids. Raises DataError for a companion that is no JSON object.
     """
     if tokenizer is None:
         return HFTokenizer({GENERATION: _json({})}, None, None)
@@ -50,19 +55,22 @@ def hf_tokenizer(tokenizer: Tokenizer | None, context: int) -> HFTokenizer:
     beside = {} if tokenizer.file is None else _read(tokenizer.file.parent)
     config = _object(CONFIG, beside) or _plain_config(content, context)
     config.setdefault("bos_token", _name(_object(SPECIAL, beside).get("bos_token", eos)))
-    if _name(config.get("eos_token")) != eos:
-        config["eos_token"] = eos
+    ends = ends_of(tokenizer, form)
+    first = tokenizer.eos_id if form == "text" else ends[0]
+    name_of = {number: name for name, number in id_of.items()}
+    if _name(config.get("eos_token")) != name_of[first]:
+        config["eos_token"] = name_of[first]
     if config.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know it
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
 
     bos_id = id_of.get(_name(config["bos_token"]) or "")
-    generation = _object(GENERATION, beside)
-    ends = generation.get("eos_token_id")
-    if tokenizer.eos_id not in (ends if isinstance(ends, list) else [ends]):
-        ends = tokenizer.eos_id
-    generation |= {"bos_token_id": bos_id, "eos_token_id": ends}
+    if tokenizer.file is not None and tokenizer.bos_ids != tokenizer.own_bos_ids:
+        content = with_begin(content, tokenizer.bos_ids)
+        config["add_bos_token"] = bool(tokenizer.bos_ids)
+    written = ends if len(ends) > 1 else ends[0]
+    generation = _object(GENERATION, beside) | {"bos_token_id": bos_id, "eos_token_id": written}
     made = {TOKENIZER: content, CONFIG: _json(config), GENERATION: _json(generation)}
-    return HFTokenizer({**beside, **made}, bos_id, ends)
+    return HFTokenizer({**beside, **made}, bos_id, written)
 
 
 def copy_tokenizer(file: Path, folder: Path, template: Path | None = None) -> None:
@@ -72,6 +80,9 @@ def copy_tokenizer(file: Path, folder: Path, template: Path | None = None) -> No
     """
     with reading(file):
         contents = {TOKENIZER: file.read_bytes(), **_read(file.parent)}
+    ends = stated_ends(file.parent)
+    if ends and GENERATION not in contents:  # stated by config.json, which is not a tokenizer's
+        contents[GENERATION] = _json({"eos_token_id": ends})
     if template is not None:
         with reading(template):
             contents[TEMPLATE] = template.read_bytes()

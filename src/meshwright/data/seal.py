@@ -67,6 +67,7 @@ def seal(
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
             eos_token=tokenizer.eos_token,
+            bos_ids=tokenizer.bos_ids,
             file=copy,
         ),
         sources=fingerprints,

@@ -79,6 +79,7 @@ class TokenizerRecord(Spec):
     vocab_size: int = Field(gt=0)
     eos_id: int = Field(ge=0)
     eos_token: str
+    bos_ids: tuple[int, ...] = ()
     file: FileRecord | None = None
 
 
@@ -140,7 +141,8 @@ class Store:
         elif record.kind == "tiktoken":
             loaded = TiktokenTokenizer()
         else:
-            loaded = JsonTokenizer(self.folder / TOKENIZER, record.name, record.eos_token)
+            file = self.folder / TOKENIZER
+            loaded = JsonTokenizer(file, record.name, record.eos_token, record.bos_ids)
         if loaded.digest != record.digest:
             raise DataError(
                 f"the tokenizer of {self.folder} ({record.name}) has changed: "

@@ -136,7 +136,7 @@ def open_stream(spec: DataSpec, vocab_size: int | None = None) -> StreamedDatase
     Raises DataError if the tokenizer cannot be used or does not fit into `vocab_size`.
     """
     source = HuggingFace.parse(spec.sources[0].removeprefix("hf:"), spec.text_key, spec.format)
-    encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template).load()
+    encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template, spec.bos).load()
     tokenizer = encoder.tokenizer
     check_vocabulary(tokenizer, vocab_size)
     # One of how many documents is held out; at least every other one is trained on.

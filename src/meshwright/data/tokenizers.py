@@ -41,6 +41,7 @@ class Tokenizer(ABC):
     `digest` is the SHA-256 that identifies the mapping; tokenizers with the same digest give the
     same ids. `eos_id` ends each document. `file` is the `tokenizer.json`, if there is one. Special
     tokens are never recognized inside a text: a document that quotes `</s>` does not end there.
+    `bos_ids` begin each text, none with most tokenizers; `own_bos_ids` are those of its files.
     """
 
     kind: str
@@ -50,6 +51,8 @@ class Tokenizer(ABC):
     eos_token: str
     digest: str
     file: Path | None = None
+    bos_ids: tuple[int, ...] = ()
+    own_bos_ids: tuple[int, ...] = ()
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -68,12 +71,16 @@ class Tokenizer(ABC):
         return list(itertools.chain.from_iterable(self.encode_batch(list(_pieces(text)))))
 
     def pack(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids of all texts, each ended by `eos_id`, and the length of each with it."""
+        """Return the ids of all texts, and the length of each.
+
+        Each begins with `bos_ids` and ends with `eos_id`.
+        """
         pieces = [list(_pieces(text)) for text in texts]
         encoded = iter(self.encode_batch(list(itertools.chain.from_iterable(pieces))))
         documents = [list(itertools.islice(encoded, len(group))) for group in pieces]
-        lengths = np.array([sum(map(len, ids)) + 1 for ids in documents], dtype=np.int64)
-        ended = (itertools.chain(*ids, (self.eos_id,)) for ids in documents)
+        more = len(self.bos_ids) + 1
+        lengths = np.array([sum(map(len, ids)) + more for ids in documents], dtype=np.int64)
+        ended = (itertools.chain(self.bos_ids, *ids, (self.eos_id,)) for ids in documents)
         flat = itertools.chain.from_iterable(ended)
         return np.fromiter(flat, dtype=np.int64, count=int(lengths.sum())), lengths
 
@@ -114,13 +121,20 @@ class JsonTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, run by the `tokenizers` library.
 
     `eos` names the token that ends a document; left out, it is read from the files beside it
-    (tokenizer_config.json, special_tokens_map.json) or from the usual names. Raises DataError
-    where the file cannot be used or no such token is found.
+    (tokenizer_config.json, special_tokens_map.json) or from the usual names. `bos` says whether
+    texts begin with the BOS token, or with which ids; left out, they begin with what the files put
+    before every text. Raises DataError where the file cannot be used or no such token is found.
     """
 
     kind = "json"
 
-    def __init__(self, file: Path, name: str, eos: str | None = None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        name: str,
+        eos: str | None = None,
+        bos: bool | Sequence[int] | None = None,
+    ) -> None:
         from tokenizers import Tokenizer as Backend
 
         with reading(file):
@@ -146,7 +160,10 @@ class JsonTokenizer(Tokenizer):
         special = [one.content for _, one in added if one.special and one.content != unknown]
         self.eos_token = _find_eos(file, vocabulary, special, eos)
         self.eos_id = vocabulary[self.eos_token]
-        self.digest = sha256_bytes(content + f"\neos {self.eos_id}".encode())
+        self.own_bos_ids, named = _begins(file, backend, vocabulary)
+        self.bos_ids = _asked_begin(file, self.own_bos_ids, named, bos)
+        begin = f"\nbos {self.bos_ids}" if self.bos_ids else ""
+        self.digest = sha256_bytes(content + f"\neos {self.eos_id}{begin}".encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, encoded in parallel by the library."""
@@ -209,11 +226,16 @@ class TiktokenTokenizer(Tokenizer):
         return byte_level_json(ranks, self.eos_token, self.eos_id)
 
 
-def load_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, eos: str | None = None, bos: bool | Sequence[int] | None = None
+) -> Tokenizer:
     """Load "bytes", "gpt2", or the path of a `tokenizer.json` or of its folder.
 
-    `eos` names the token that ends a document if the files do not say. Raises DataError.
+    `eos` names the token that ends a document if the files do not say; `bos` as in `JsonTokenizer`.
+    Raises DataError.
     """
+    if bos and name in ("bytes", "gpt2"):
+        raise DataError(refusal(f"the tokenizer {name!r} has no BOS token", legal=["bos = false"]))
     if name == "bytes":
         return BytesTokenizer()
     if name == "gpt2":
@@ -224,7 +246,7 @@ def load_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
         known = nearest(name, ("bytes", "gpt2"))
         hint = 'Give "bytes", "gpt2", or the path of a tokenizer.json or of a folder that holds one'
         raise DataError(refusal(f"no tokenizer at {file}", legal=known, hint=hint))
-    return JsonTokenizer(file, name, eos)
+    return JsonTokenizer(file, name, eos, bos)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
@@ -295,7 +317,7 @@ def _find_eos(
         hint = "" if legal else f"Leave data.eos out, and {_how_to_add(file)}"
         raise DataError(refusal(rule, legal=legal, hint=hint))
     beside = [
-        _eos_of(file.with_name(name))
+        _token_in(_config_beside(file.with_name(name)), "eos_token")
         for name in ("tokenizer_config.json", "special_tokens_map.json")
     ]
     for name in (*beside, *EOS_NAMES):
@@ -304,6 +326,33 @@ def _find_eos(
     hint = "Name it with data.eos (data prepare: --eos), "
     hint += f"perhaps {either(likely[:3])}" if likely else f"or {_how_to_add(file)}"
     raise DataError(refusal(f"{file} does not say which token ends a document", hint=hint))
+
+
+def _begins(
+    file: Path, backend: Any, vocabulary: dict[str, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that transformers puts before every text, and the BOS token that is named."""
+    config = _config_beside(file.with_name("tokenizer_config.json"))
+    special = _config_beside(file.with_name("special_tokens_map.json"))
+    name = _token_in(config, "bos_token") or _token_in(special, "bos_token")
+    named = (vocabulary[name],) if name in vocabulary else ()
+    # Of the file alone: transformers ignores add_bos_token of the config where there is one.
+    encoding = backend.encode("a")
+    begin = itertools.takewhile(bool, encoding.special_tokens_mask)
+    return tuple(encoding.ids[: len(list(begin))]), named
+
+
+def _asked_begin(
+    file: Path, own: tuple[int, ...], named: tuple[int, ...], asked: bool | Sequence[int] | None
+) -> tuple[int, ...]:
+    if asked is None or (asked is True and own):
+        return own
+    if asked is True and not named:
+        where = f"{file} does not say which token begins a text"
+        raise DataError(f"{where}: add bos_token to its tokenizer_config.json, or data.bos = false")
+    if asked is True:
+        return named
+    return tuple(asked) if asked else ()
 
 
 def _likely_ends(tokens: Iterable[str]) -> list[str]:
@@ -322,17 +371,22 @@ def _how_to_add(file: Path) -> str:
     )
 
 
-def _eos_of(config: Path) -> str | None:
-    """Return `eos_token` of a config beside a tokenizer, a string or an object with content."""
-    if not config.is_file():
-        return None
-    try:
-        with reading(config):
-            token: Any = parse_json(config.read_text("utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{config} is not a JSON object: {error}") from error
+def _token_in(config: dict[str, Any], key: str) -> str | None:
+    """Return a token of a config, a string or an object with content."""
+    token = config.get(key)
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
+
+
+def _config_beside(config: Path) -> dict[str, Any]:
+    """Return a config beside a tokenizer; empty if there is none."""
+    if not config.is_file():
+        return {}
+    try:
+        with reading(config):
+            return dict(parse_json(config.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{config} is not a JSON object: {error}") from error
 
 
 def _no_gpt2(reason: str) -> str:

@@ -48,6 +48,8 @@ SHARD_BYTES = 64 * MIB  # of text; a shard is the unit of resuming and of parall
 POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the work
 BATCH_CHARS = MIB
 SKIPPED = "skipped.txt"  # files and rows without text, a line each
+NOTES = "notes.txt"  # what of conversations is not read or trained, a line each
+MOST_NOTES = 12
 Say = Callable[[str], None]
 
 
@@ -97,6 +99,7 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
     form: DataFormat = "text",
     chat_template: str | None = None,
+    bos: bool | None = None,
 ) -> Store:
     """Tokenise sources, in order, into the store `out`, and open it.
 
@@ -112,7 +115,7 @@ def prepare(
     unreadable or empty source, unusable tokenizer.
     """
     writable_folder(out)
-    encoding = Encoding(tokenizer, eos, form, chat_template)
+    encoding = Encoding(tokenizer, eos, form, chat_template, bos)
     loaded = encoding.load()
     passes = {"on_error": on_error} if on_error == "skip" else {}
     fingerprints = tuple(source.fingerprint() | passes for source in sources)
@@ -134,6 +137,7 @@ def prepare(
             write_atomic(out / SKIPPED, "".join(f"{text}\n" for text in skipped).encode())
             if say is not None:
                 say(f"skipped {len(skipped)}, listed in {out / SKIPPED}; the first: {skipped[0]}")
+        _keep_notes(tasks, out, say)
         seal(out, fingerprints, loaded, records)
         for task in tasks:
             task.record_path.unlink(missing_ok=True)
@@ -154,6 +158,35 @@ def _skipped(task: _Task) -> list[str]:
     """Return what a shard that is written has left out."""
     with reading(task.record_path):
         return list(parse_json(task.record_path.read_bytes()).get("skipped", ()))
+
+
+def _notes(tasks: Sequence[_Task]) -> list[str]:
+    """Return lines on what of the documents is not read or trained, the commonest first."""
+    counts: Counter[str] = Counter()
+    for task in tasks:
+        with reading(task.record_path):
+            counts.update(parse_json(task.record_path.read_bytes()).get("notes", {}))
+    most = [f"{line} ({counted(count, 'conversation')})" for line, count in counts.most_common()]
+    return [*most[:MOST_NOTES], *([f"{len(most) - MOST_NOTES} more"] if most[MOST_NOTES:] else [])]
+
+
+def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:
+    """Write the notes of all shards into the store, and say them."""
+    notes = _notes(tasks)
+    if notes:
+        write_atomic(out / NOTES, "".join(f"{line}\n" for line in notes).encode())
+    if say is not None:
+        for line in notes:
+            say(f"note: {line}")
+
+
+def read_notes(folder: Path) -> list[str]:
+    """Return what of a store's conversations is not read or trained, a line each."""
+    path = folder / NOTES
+    if not path.is_file():
+        return []
+    with reading(path):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def _finished(out: Path, fingerprints: tuple[dict[str, object], ...], digest: str) -> Store:
@@ -241,6 +274,7 @@ def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> Shar
     dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
     lengths: list[np.ndarray] = []
     skipped: list[str] = []
+    notes: Counter[str] = Counter()
     max_id, supervised = -1, 0
     skip = skipped.append if task.skips else None
     with ExitStack() as files:
@@ -257,6 +291,7 @@ def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> Shar
                 mask.write(found.mask.astype(np.uint8).tobytes())
                 supervised += int(found.mask.sum())
             lengths.append(found.lengths)
+            notes.update(found.notes)
             report(done)
     ends = np.cumsum(np.concatenate([np.empty(0, dtype=np.int64), *lengths]), dtype="<i8")
     with AtomicFile(task.out / task.index_name) as index:
@@ -271,6 +306,7 @@ def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> Shar
         max_id=max_id,
     )
     body = {"job": task.job, "record": record.model_dump(mode="json"), "skipped": skipped}
+    body |= {"notes": notes}
     write_atomic(task.record_path, json.dumps(body).encode())
     return record
 

@@ -13,6 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from meshwright.data import Tokenizer
+from meshwright.data.boundaries import ends_of
 from meshwright.data.hf_tokenizer import hf_tokenizer
 from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.evaluate.requests import Ask, Ending, answer, continued, rolling
@@ -24,22 +25,26 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
 
     Reads at most `max_length` inputs at a time, in batches of at most `batch_tokens`. A text
     without a context is preceded by the tokenizer's BOS token, or by the end-of-document token if
-    it has none.
+    it has none. `ends` end what it writes; left out, those of the tokenizer and its files.
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, max_length: int, batch_tokens: int
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        max_length: int,
+        batch_tokens: int,
+        ends: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.tokens = tokenizer
         self.max_length = max_length
         self.batch_tokens = batch_tokens
-        files = hf_tokenizer(tokenizer, max_length)
-        bos, ends = files.bos_token_id, files.eos_token_id
+        bos = hf_tokenizer(tokenizer, max_length).bos_token_id
         self._prefix = tokenizer.eos_id if bos is None else bos
-        self._ends = ends if isinstance(ends, list) else [tokenizer.eos_id]
-        self._before, self._special = _special_ids(tokenizer)
+        self._ends = ends_of(tokenizer) if ends is None else ends
+        self._special = _special_ids(tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -56,7 +61,7 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
     ) -> list[int]:
         """Return the ids of a text, after those that its tokenizer puts before every text."""
         ids = self.tokens.encode(string)
-        return ids if add_special_tokens is False else [*self._before, *ids]
+        return ids if add_special_tokens is False else [*self.tokens.bos_ids, *ids]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -122,10 +127,10 @@ def run_tasks(
     return dict(found)
 
 
-def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], set[int]]:
-    """Return the ids that `tokenizer.json` puts before every text, such as BOS, and all special."""
+def _special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Return the ids of all special tokens."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(tokenizer.to_json().decode())
     added = backend.get_added_tokens_decoder()
-    return list(backend.encode("").ids), {id_ for id_, token in added.items() if token.special}
+    return {id_ for id_, token in added.items() if token.special}

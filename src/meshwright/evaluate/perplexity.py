@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from meshwright.data import IGNORE, Tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.evaluate.score import score
-from meshwright.evaluate.windows import Windows
+from meshwright.evaluate.windows import Conversations, Windows
 from meshwright.models import Transformer
 
 # Nats per token that no sound model comes near; exp of more is beyond a float.
@@ -27,9 +27,9 @@ Progress = Callable[[int, int], None]
 class Perplexity:
     """A model's loss on `tokens` targets in `rows` windows.
 
-    `nats` is their summed negative log-likelihood, `text_nats` that without end-of-document tokens,
-    and `bytes` the UTF-8 text of these. `stderr` is the standard error of `nats_per_token`, None
-    for a single row.
+    `nats` is their summed negative log-likelihood, `text_nats` that without tokens that begin or
+    end a document, and `bytes` the UTF-8 text of these. `stderr` is the standard error of
+    `nats_per_token`, None for a single row.
     """
 
     rows: int
@@ -57,7 +57,7 @@ class Perplexity:
 
 def measure(
     model: Transformer,
-    windows: Windows,
+    windows: Windows | Conversations,
     tokenizer: Tokenizer,
     rows: int,
     batch: int,
@@ -68,20 +68,21 @@ def measure(
     Raises DataError if there is nothing to score, or for an id outside of the vocabulary;
     `CheckpointError` if the model's loss is not finite, or nearly so.
     """
+    marks = [tokenizer.eos_id, *tokenizer.bos_ids]  # which are no text
     sums, counts, text = np.zeros(rows), np.zeros(rows), 0.0
     for first in range(0, rows, batch):
         stop = min(first + batch, rows)
         some = windows.rows(first, stop)
         targets = torch.from_numpy(some.targets)
         segments = lengths = None
-        if some.segments is None:
-            lengths = torch.from_numpy(windows.lengths(first, stop))
-        else:
+        if some.segments is not None:
             segments = torch.from_numpy(some.segments)
+        elif isinstance(windows, Windows):
+            lengths = torch.from_numpy(windows.lengths(first, stop))
         nats = score(model, torch.from_numpy(some.inputs), targets, segments, lengths).nats
         sums[first:stop] = nats.sum(1).numpy()
         counts[first:stop] = (targets != IGNORE).sum(1).numpy()
-        text += float(nats[targets != tokenizer.eos_id].sum())
+        text += float(nats[~torch.isin(targets, torch.tensor(marks))].sum())
         if progress is not None:
             progress(stop, rows)
     tokens = int(counts.sum())
@@ -90,10 +91,9 @@ def measure(
     mean = float(sums.sum()) / tokens
     if not mean < WILD:
         raise CheckpointError(f"the loss is {mean} nats per token: the weights have diverged")
-    ranges = windows.scored(0, rows)
     size = sum(
-        len(tokenizer.decode(ids[ids != tokenizer.eos_id]).strip("\ufffd").encode())
-        for ids in _texts(windows, ranges)
+        len(tokenizer.decode(ids[~np.isin(ids, marks)]).strip("\ufffd").encode())
+        for ids in windows.texts(rows)
     )
     return Perplexity(rows, tokens, size, float(sums.sum()), text, standard_error(sums, counts))
 
@@ -109,25 +109,3 @@ def standard_error(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> fl
         return None
     away = sums - sums.sum() / counts.sum() * counts
     return float(math.sqrt(rows / (rows - 1) * (away**2).sum()) / counts.sum())
-
-
-def _texts(windows: Windows, ranges: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield the scored ids, in pieces that are of one document each and as long as they can be.
-
-    Neighbouring rows are joined, since characters of several tokens cross their border.
-    """
-    view, ends = windows.view, windows.view.ends
-    ordered = ranges[np.argsort(ranges[:, 0])]
-    joins = np.flatnonzero(ordered[1:, 0] != ordered[:-1, 1]) + 1
-    for group in np.split(ordered, joins):
-        start, stop = group[0, 0], group[-1, 1]
-        inner = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop)]
-        begins, stops = np.append(start, inner), np.append(inner, stop)
-        if windows.packing == "documents":  # of which the first token is not scored
-            begins = begins + np.isin(begins, ends)
-        for begin, end in zip(begins.tolist(), stops.tolist(), strict=True):
-            ids, is_scored = view.read(begin, end), view.read_mask(begin, end)
-            cuts = np.flatnonzero(np.diff(is_scored)) + 1
-            for piece, flags in zip(np.split(ids, cuts), np.split(is_scored, cuts), strict=True):
-                if flags[:1].all():  # of conversations, the answers alone
-                    yield piece

@@ -12,7 +12,7 @@ from meshwright.data.dataset import Dataset, Say, refuse_changed
 from meshwright.data.view import TokenView
 from meshwright.errors import ConfigError, DataError
 from meshwright.spec.stored import find_step
-from meshwright.spec.training import DataSpec
+from meshwright.spec.training import DataFormat, DataSpec
 from meshwright.training.run_folder import Job, RunFolder, read_job
 
 Packing = Literal["stream", "documents"]
@@ -22,7 +22,8 @@ Packing = Literal["stream", "documents"]
 class Text:
     """A stream of tokens to evaluate on, and how the model's run reads such streams.
 
-    `seq_len` is that of the run's training, None for a model without a run.
+    `seq_len` is that of the run's training, None for a model without a run. `begin` are the ids
+    that such a model expects before every text; a run reads rows from anywhere in a document.
     """
 
     what: str
@@ -31,6 +32,8 @@ class Text:
     seq_len: int | None
     packing: Packing = "stream"
     seed: int = 0
+    form: DataFormat = "text"
+    begin: tuple[int, ...] = ()
 
 
 def run_of(folder: Path) -> Job | None:
@@ -74,6 +77,7 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
         job.config.train.seq_len,
         data.spec.packing,
         data.spec.seed,
+        data.spec.format,
     )
 
 
@@ -92,7 +96,7 @@ def given(
     all_of_it = {"validation": 0.0, "streaming": False, "weights": None}
     data = open_data(spec.model_copy(update=all_of_it), cache, vocab_size, say)
     assert isinstance(data, Dataset)
-    asked = load_tokenizer(spec.tokenizer, spec.eos)
+    asked = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
     if data.tokenizer.digest != asked.digest:
         raise DataError(
             f"{', '.join(spec.sources)} was prepared with the tokenizer {data.tokenizer.name!r}, "
@@ -101,13 +105,16 @@ def given(
     job = run_of(folder)
     what = ", ".join(spec.sources)
     if job is None:
-        return Text(what, data.parts[0].train, data.tokenizer, None)
+        tokenizer, form = data.tokenizer, data.spec.format
+        view, packing = data.parts[0].train, data.spec.packing
+        return Text(what, view, tokenizer, None, packing, form=form, begin=tokenizer.bos_ids)
     config = job.config
     return Text(
         what,
         data.parts[0].train,
         data.tokenizer,
         config.train.seq_len,
-        config.data.packing,
+        config.data.packing if spec.format == "text" else spec.packing,
         config.data.seed,
+        spec.format,
     )

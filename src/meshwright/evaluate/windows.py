@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from meshwright.data import IGNORE, PADDING, Rows
 from meshwright.data.permutation import permute
 from meshwright.data.view import TokenView
+from meshwright.data.whole import WholeSampler
 from meshwright.errors import ConfigError, refusal
 
 
@@ -26,6 +28,8 @@ class Windows:
     Full rows come in the order in which a run with the seed reads them, so that the first of them
     are a sample of the text; with a stride of `seq_len` they are those of the run's evaluation.
     With packing "documents" attention stays inside a document, and its first token is no target.
+    `begin` are ids that the model expects before every text: rows that begin inside a document get
+    them in front, beside their `seq_len` inputs.
     """
 
     view: TokenView
@@ -33,6 +37,7 @@ class Windows:
     stride: int
     packing: Literal["stream", "documents"] = "stream"
     seed: int = 0
+    begin: tuple[int, ...] = ()
 
     @property
     def full(self) -> int:
@@ -59,30 +64,98 @@ class Windows:
         length = int((scored[:, 1] - starts).max())
         at = starts[:, None] + np.arange(length)
         inside = np.minimum(at, len(self.view) - 1)
-        ids, trained = np.zeros_like(at), np.zeros(at.shape, dtype=bool)
+        ids = np.zeros_like(at)
         for row, (start, end) in enumerate(zip(starts, scored[:, 1], strict=True)):
             ids[row, : end - start] = self.view.read(int(start), int(end))
-            trained[row, : end - start] = self.view.read_mask(int(start), int(end))
         targets = ids[:, 1:].copy()
         targets[(at[:, 1:] < scored[:, :1]) | (at[:, 1:] >= scored[:, 1:])] = IGNORE
-        targets[~trained[:, 1:]] = IGNORE
         if self.packing == "stream":
-            return Rows(ids[:, :-1], targets, None)
+            return self._begun(Rows(ids[:, :-1], targets, None))
         documents = np.searchsorted(self.view.ends, inside, side="right")
         documents -= documents[:, :1]
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
         documents[at >= scored[:, 1:] - 1] = PADDING  # also the last token, which is a target only
-        return Rows(ids[:, :-1], targets, documents[:, :-1])
+        return self._begun(Rows(ids[:, :-1], targets, documents[:, :-1]))
+
+    def _begun(self, rows: Rows) -> Rows:
+        """Put what begins a text before each row that does not begin with it."""
+        count = len(self.begin)
+        if count == 0:
+            return rows
+        before = np.tile(np.array(self.begin, dtype=np.int64), (len(rows.inputs), 1))
+        inputs = np.concatenate([before, rows.inputs], axis=1)
+        targets = np.concatenate([np.full_like(before, IGNORE), rows.targets], axis=1)
+        segments = rows.segments
+        if segments is not None:
+            segments = np.concatenate([segments[:, :1].repeat(count, axis=1), segments], axis=1)
+        for row in np.flatnonzero((rows.inputs[:, :count] == before).all(axis=1)).tolist():
+            for values in (inputs, targets, segments):
+                if values is not None:  # it has them already: those in front become padding
+                    values[row] = np.roll(values[row], -count)
+            if segments is not None:
+                segments[row, -count:] = PADDING
+        return Rows(inputs, targets, segments)
+
+    def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the ids that the first rows score, in pieces of one document each, the longest.
+
+        Neighbouring rows are joined, since characters of several tokens cross their border.
+        """
+        view, ends, ranges = self.view, self.view.ends, self.scored(0, rows)
+        ordered = ranges[np.argsort(ranges[:, 0])]
+        joins = np.flatnonzero(ordered[1:, 0] != ordered[:-1, 1]) + 1
+        for group in np.split(ordered, joins):
+            start, stop = group[0, 0], group[-1, 1]
+            inner = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop)]
+            begins, stops = np.append(start, inner), np.append(inner, stop)
+            if self.packing == "documents":  # of which the first token is not scored
+                begins = begins + np.isin(begins, ends)
+            for begin, end in zip(begins.tolist(), stops.tolist(), strict=True):
+                yield view.read(begin, end)
 
     def lengths(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return how many inputs each of some rows has without what pads it, int64 `[rows]`."""
-        return self.scored(first, stop)[:, 1] - self._starts(first, stop) - 1
+        starts, count = self._starts(first, stop), len(self.begin)
+        begun = [tuple(self.view.read(at, at + count).tolist()) == self.begin for at in starts]
+        return self.scored(first, stop)[:, 1] - starts - 1 + np.where(begun, 0, count)
 
     def _starts(self, first: int, stop: int) -> NDArray[np.int64]:
         places = np.arange(first, stop, dtype=np.int64)
         whole = places < self.full
         places[whole] = permute(places[whole], self.full, f"{self.seed}/0")
         return places * self.stride
+
+
+class Conversations:
+    """Rows of whole conversations, in the order in which a run with the seed evaluates them.
+
+    Only what is trained is scored. Takes the place of `Windows`.
+    """
+
+    packing: Literal["documents"] = "documents"
+
+    def __init__(self, view: TokenView, seq_len: int, seed: int = 0) -> None:
+        self.view, self.seq_len, self.stride = view, seq_len, seq_len
+        self._sampler = WholeSampler(
+            view, seq_len=seq_len, batch=1, seed=seed, skips=True, name="text"
+        )
+
+    def __len__(self) -> int:
+        return self._sampler.samples
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """Return rows `first` to `stop`; targets that are not trained are `IGNORE`."""
+        return self._sampler.read(range(first, stop))
+
+    def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the ids that the first rows score, an answer or a part of one at a time."""
+        for row in range(rows):
+            targets = self.rows(row, row + 1).targets[0]
+            is_scored = targets != IGNORE
+            cuts = np.flatnonzero(np.diff(is_scored)) + 1
+            for ids, flags in zip(np.split(targets, cuts), np.split(is_scored, cuts), strict=True):
+                if flags[:1].all():
+                    yield ids
 
 
 def check_windows(seq_len: int, stride: int, context: int) -> None:

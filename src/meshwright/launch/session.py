@@ -178,7 +178,7 @@ def prepare_job(
         say(line)
     found = dataset.tokenizer
     file = None if found.file is None else str(found.file)
-    record = RunTokenizer(found.name, found.eos_token, file)
+    record = RunTokenizer(found.name, found.eos_token, file, found.bos_ids)
     job = Job(config, layout, machine, cache, folder, record, run=secrets.token_hex(8))
     if config.checkpoint.dir is not None:  # its own folder is in that of the run
         check_writable("checkpoint folder", job.checkpoints, "checkpoint.dir")

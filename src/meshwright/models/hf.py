@@ -192,6 +192,11 @@ class HFWeights:
             self._alias[names[0]] = names[-1]
             found = (found - {names[-1]}) | {names[0]}
         wanted = {item.name for item in self.tensors}
+        embed = self.tensors[0].name
+        heads = [name for name in names if name in found]
+        if spec.tie_embeddings and embed not in found and len(heads) == 1:
+            self._alias[embed] = heads[0]  # one tensor under the name of its other use
+            found = (found - set(heads)) | {embed}
         missing, unexpected = wanted - found, found - wanted
         if spec.tie_embeddings:
             unexpected -= self._tied_heads(unexpected & set(names))

@@ -6,10 +6,12 @@ optimizer state, and an evaluation at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
+
+from torch import Tensor
 
 from meshwright.execute.transport.groups import Groups
 from meshwright.execute.transport.world import World
@@ -135,19 +137,24 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _tensors(case, f"updates of {steps}", added, "update")
     yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
     yield _numbers(case, "evaluation", [exact.evaluation], [evaluation], bound)
+    yield from _bitwise(case, trial, world, exact.corrections)
+    if is_half:
+        yield from wide_verdicts(case, (norms[0], gathered[0]), share)
+
+
+def _bitwise(
+    case: Case, trial: Trial, world: World, corrections: Mapping[str, Tensor]
+) -> Iterator[Verdict]:
+    """Yield the verdicts on what has the same bits on any layout."""
+    is_half = case.train.precision != "fp32"
     if case.train.router_bias_rate and not is_half:  # rounding moves tokens to other experts
-        wrong = trial.miscorrected(exact.corrections)
-        first = first_of(wrong, [*exact.corrections], world)
-        corrections = Compared(first or Difference(0.0, 1.0, "", 0, 0), first)
-        yield _tensors(
-            case, "corrections of routers, bit for bit", corrections, "router correction"
-        )
+        first = first_of(trial.miscorrected(corrections), [*corrections], world)
+        compared = Compared(first or Difference(0.0, 1.0, "", 0, 0), first)
+        yield _tensors(case, "corrections of routers, bit for bit", compared, "router correction")
     if case.model.lora is not None:
         thawed = [name for names in everyones(trial.thawed(), world) for name in names]
         layout = case.layout.model_dump(mode="json")
         yield Verdict("frozen weights, bit for bit", layout, [], thawed[:_SHOWN], None, not thawed)
-    if is_half:
-        yield from wide_verdicts(case, (norms[0], gathered[0]), share)
 
 
 def _numbers(

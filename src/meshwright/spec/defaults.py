@@ -105,7 +105,10 @@ def default_tokenizer(init_from: str) -> Values:
     found = stored_tokenizer(Path(init_from))
     if found is None:
         return {}
-    name, eos = found
     origin = f"model.init_from {init_from}"
-    tokenizer = {"tokenizer": Value(name, origin)}
-    return tokenizer if eos is None else {**tokenizer, "eos": Value(eos, origin)}
+    keys: dict[str, object] = {"tokenizer": found.name}
+    if found.eos is not None:
+        keys["eos"] = found.eos
+    if found.bos is not None:
+        keys["bos"] = bool(found.bos)
+    return {key: Value(value, origin) for key, value in keys.items()}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import ValidationError
 
@@ -14,6 +14,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.parsing import parse_json, parse_toml
 from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import DataFormat
 
 SPEC: Final = "model.json"
 CONFIG: Final = "config.toml"
@@ -83,22 +84,41 @@ def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
         raise ConfigError(f"{path} describes no valid model: {error}") from error
 
 
-def stored_tokenizer(path: Path) -> tuple[str, str | None] | None:
-    """Return the tokenizer of a run, step or Hugging Face folder, and its eos token if known.
+class StoredTokenizer(NamedTuple):
+    """A tokenizer's name or path, its eos token and the ids that begin texts, if these are known.
 
-    The tokenizer is a name or a path. None if the folder does not say; raises `ConfigError` for a
-    run's plan that cannot be read.
+    `form` is the `data.format` that the model was trained on, "text" if that is unknown.
+    """
+
+    name: str
+    eos: str | None = None
+    bos: tuple[int, ...] | None = None
+    form: DataFormat = "text"
+
+
+def stored_tokenizer(path: Path) -> StoredTokenizer | None:
+    """Return the tokenizer of a run, step or Hugging Face folder; None if the folder does not say.
+
+    Raises `ConfigError` for a run's plan that cannot be read.
     """
     for folder in (path, *path.resolve().parents[:2]):
-        plan, eos = folder / PLAN, None
-        told = read_object(plan).get("tokenizer") if plan.is_file() else None
+        plan, known = folder / PLAN, StoredTokenizer(str(folder / TOKENIZER))
+        content = read_object(plan) if plan.is_file() else {}
+        told = content.get("tokenizer")
         if isinstance(told, Mapping):  # else it is a plan of `plan --save`
             if told.get("file") is None:
-                return str(told.get("name")), None
-            eos = told.get("eos")
+                return StoredTokenizer(str(told.get("name")))
+            bos = tuple(told.get("bos") or ())  # a plan without it is of a run without BOS
+            known = StoredTokenizer(known.name, told.get("eos"), bos, _format_of(content))
         if (folder / TOKENIZER).is_file():
-            return str(folder / TOKENIZER), eos
+            return known
     return None
+
+
+def _format_of(plan: Mapping[str, Any]) -> DataFormat:
+    config = plan.get("config")
+    data = config.get("data") if isinstance(config, Mapping) else None
+    return "chat" if isinstance(data, Mapping) and data.get("format") == "chat" else "text"
 
 
 def stored_base(path: Path) -> str | None:

@@ -84,10 +84,11 @@ class DataSpec(Spec):
     for prepared stores and downloads. `separator` ends a document inside a text file (two newlines:
     blank lines); by default, it is `<|endoftext|>` if the file has it, otherwise a file is one
     document. `eos` names the token of a tokenizer.json that ends a document; by default, it is
-    detected. With `streaming`, an "hf:NAME" is read during training, and nothing is stored;
-    `shuffle_buffer` is then how many documents are shuffled at a time. `format` "chat" reads rows
-    as conversations and trains the assistant's turns; `chat_template` is a file with a template
-    that replaces the tokenizer's own.
+    detected. `bos` says whether each text begins with the BOS token; by default, it does if the
+    tokenizer's files put one before every text. With `streaming`, an "hf:NAME" is read during
+    training, and nothing is stored; `shuffle_buffer` is then how many documents are shuffled at a
+    time. `format` "chat" reads rows as conversations and trains the assistant's turns;
+    `chat_template` is a file with a template that replaces the tokenizer's own.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
@@ -102,6 +103,7 @@ class DataSpec(Spec):
     workers: int | None = Field(default=None, ge=1, le=1024)
     separator: str | None = Field(default=None, min_length=1)
     eos: str | None = None
+    bos: bool | None = None
     streaming: bool = False
     shuffle_buffer: int = Field(default=1000, ge=1, le=LARGEST)
     format: DataFormat = "text"

@@ -20,7 +20,7 @@ from meshwright.parsing import parse_json
 from meshwright.program.profile import StepProfile, from_json, to_json
 from meshwright.spec.dump import portable, to_toml
 from meshwright.spec.loading import Config, load_config
-from meshwright.spec.stored import find_step, stored_spec, stored_tokenizer
+from meshwright.spec.stored import StoredTokenizer, find_step, stored_spec, stored_tokenizer
 from meshwright.spec.training import MOST_RANKS
 from meshwright.training.events import note
 
@@ -89,11 +89,15 @@ class RunFolder:
 
 
 class RunTokenizer(NamedTuple):
-    """The tokenizer of the data: its name, its eos token, its file if it has one."""
+    """The tokenizer of the data: its name, its eos token, its file if it has one.
+
+    `bos` are the ids that begin each text.
+    """
 
     name: str
     eos: str | None
     file: str | None
+    bos: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -293,8 +297,8 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def tokenizer_of(path: Path) -> tuple[str, str | None]:
-    """Return the tokenizer of a run, step or HF folder as a name or a path, and its eos token.
+def tokenizer_of(path: Path) -> StoredTokenizer:
+    """Return the tokenizer of a run, step or Hugging Face folder.
 
     Raises `ConfigError` if the folder does not say.
     """

@@ -1,0 +1,87 @@
+"""Which tokens begin and end a text: one rule for training, evaluation, generation and export.
+
+A text begins with the ids that its tokenizer puts before every text, such as BOS (`data.bos`
+changes this). In training, a document ends with the tokenizer's end-of-document token, and a
+conversation as its chat template ends it. Generation stops at each of these, and at those that the
+model's own files state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.data.encoders import ChatEncoder, encoder_of
+from meshwright.data.tokenizers import Tokenizer
+from meshwright.errors import DataError
+from meshwright.files import reading
+from meshwright.parsing import parse_json
+from meshwright.spec.training import DataFormat
+
+GENERATION: Final = "generation_config.json"
+MODEL: Final = "config.json"
+
+
+def ends_of(tokenizer: Tokenizer, form: DataFormat = "text") -> list[int]:
+    """Return the ids that end a text of a model, the one that its config names first.
+
+    These are the tokenizer's end of a document, those that files beside it state and, where `form`,
+    the format that the model was trained on, is "chat", those that end the assistant's turns.
+    """
+    stated = stated_ends(None if tokenizer.file is None else tokenizer.file.parent)
+    if form == "text":
+        return stated if tokenizer.eos_id in stated else [tokenizer.eos_id, *stated]
+    encoder = encoder_of(tokenizer, form)
+    assert isinstance(encoder, ChatEncoder)
+    return list(dict.fromkeys([*encoder.turn_ends(), tokenizer.eos_id, *stated]))
+
+
+def stated_ends(folder: Path | None) -> list[int]:
+    """Return `eos_token_id` of a folder's generation_config.json, else of its config.json.
+
+    Raises DataError for a file that is no JSON object.
+    """
+    for name in (GENERATION, MODEL) if folder is not None else ():
+        assert folder is not None
+        ends = _object(folder / name).get("eos_token_id")
+        found = [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+        if found:
+            return found
+    return []
+
+
+def with_begin(content: bytes, begin: Sequence[int]) -> bytes:
+    """Return a `tokenizer.json` that puts the ids `begin` before every text, and nothing else."""
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(content.decode())
+    names = [str(backend.id_to_token(number)) for number in begin]
+    processor: dict[str, Any] | None = None
+    if names:
+        pieces = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        second = [{"Sequence": {"id": "B", "type_id": 1}}]
+        tokens = {
+            name: {"id": name, "ids": [number], "tokens": [name]}
+            for name, number in zip(names, begin, strict=True)
+        }
+        processor = {
+            "type": "TemplateProcessing",
+            "single": [*pieces, text],
+            "pair": [*pieces, text, *second],
+            "special_tokens": tokens,
+        }
+    body = parse_json(content) | {"post_processor": processor}
+    return json.dumps(body, ensure_ascii=False, indent=2).encode()
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        with reading(path):
+            return dict(parse_json(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} is not a JSON object") from error
