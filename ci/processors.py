@@ -34,7 +34,7 @@ from ci.running import columns
 
 ROOT: Final = Path(__file__).parents[1]
 CPUINFO: Final = Path("/proc/cpuinfo")
-MORE_CORES: Final = ROOT / "ci" / "visible_cores"
+MORE_CORES: Final = ROOT / "ci" / "visible_cores" / "sitecustomize.py"
 REPORTS: Final = ROOT / "build" / "processors"
 
 
@@ -50,11 +50,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Emulated:
-    """The environment of a processor: a file in place of /proc/cpuinfo, words before a command."""
+    """The environment of a processor, made of files in a folder; `python` runs the tests in it."""
 
     processor: Processor
-    cpuinfo: Path
+    folder: Path
     python: Path
+
+    def write(self, real: str) -> None:
+        """Write what takes the place of /proc/cpuinfo, the `real` one, and what shows cores."""
+        self.folder.mkdir()
+        (self.folder / "cpuinfo").write_text(self.processor.cpuinfo(real), encoding="utf-8")
+        if self.processor.cores > self.workers:
+            (self.folder / "cores").write_text(str(self.processor.cores), encoding="utf-8")
+            shutil.copy(MORE_CORES, self.folder)
 
     @property
     def workers(self) -> int:
@@ -66,10 +74,7 @@ class Emulated:
         """The variables of processes on this processor."""
         unlimited = ("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "PYTHONDONTWRITEBYTECODE")
         environ = {k: v for k, v in os.environ.items() if not k.startswith(unlimited)}
-        folders = [ROOT / "src", ROOT / "tests"]
-        if self.processor.cores > self.workers:
-            folders.insert(0, MORE_CORES)
-            environ["CI_VISIBLE_CORES"] = str(self.processor.cores)
+        folders = [self.folder, ROOT / "src", ROOT / "tests"]
         more = [one for one in [environ.get("PYTHONPATH")] if one]
         environ["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *more])
         return environ | self.processor.environ
@@ -78,7 +83,7 @@ class Emulated:
         """Return the command that runs Python with such words on this processor."""
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: self.workers]))
         mounted = f'mount --bind "$0" {CPUINFO} && exec "$@"'
-        inside = ["sh", "-c", mounted, str(self.cpuinfo), "taskset", "--cpu-list", cores]
+        inside = ["sh", "-c", mounted, str(self.folder / "cpuinfo"), "taskset", "--cpu-list", cores]
         return ["unshare", "--mount", *inside, str(self.python), *words]
 
     def check(self) -> str:
@@ -194,9 +199,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"\n=== {name}: left out, the real processor has no {lacking[name]}")
                 runs.append(Run(name, "left out", Counts(), 0.0))
                 continue
-            file = Path(folder) / name
-            file.write_text(TABLE[name].cpuinfo(real), encoding="utf-8")
-            emulated = Emulated(TABLE[name], file, args.python.absolute())
+            emulated = Emulated(TABLE[name], Path(folder) / name, args.python.absolute())
+            emulated.write(real)
             print(f"\n=== {name}: a rank sees {emulated.check()}", flush=True)
             runs += [run(emulated, words, turn + 1) for turn in range(args.times)]
     print(f"\n{table(runs)}", flush=True)

@@ -60,6 +60,7 @@ FORKED: Final = {
     "meshwright.launch.ranks.worker",
     "meshwright.launch.proofs.proof_worker",
     "meshwright.launch.measure.bench_worker",
+    *("benchmarks.gpu_ranks", "benchmarks.gpu_ranks_worker"),
     "ranks",
     "torch.distributed.run",  # its own ranks are started anew: it has threads
 }

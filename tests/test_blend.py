@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.checkpoint.identity import refuse_changed
@@ -29,7 +29,6 @@ def sources(tmp_path):
 
 
 @given(weights)
-@settings(max_examples=60)
 def test_shares_are_near_at_every_moment_and_no_sample_is_left_out(weights):
     blend = Blend(weights)
     bound = 0.5 if len(weights) == 2 else 2.0

@@ -205,6 +205,7 @@ from meshwright.spec.loading import load_config
     assert rooms_of(text) == {"predict"}
     assert rooms_of(text + "import meshwright.spec.resolve\n") == {"predict", "spec"}
     assert rooms_of("from meshwright import units") == set()
+    assert rooms_of(text + "from benchmarks.gpu import main, one, two\n") == set()
     assert rooms_of("import meshwright.predict.price as spec") == {"predict"}
 
 

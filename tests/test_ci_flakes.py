@@ -39,6 +39,7 @@ def project(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.slow  # pytest and its workers start four times
 def test_a_test_that_fails_once_is_found(project, capfd):
     assert flakes.main(["--seed", "1", "--times", "3", "--draw", "3"]) == 1
     lines = capfd.readouterr().out.splitlines()
@@ -50,9 +51,24 @@ def test_a_test_that_fails_once_is_found(project, capfd):
 def test_without_time_fewer_are_run_and_counted(project, monkeypatch, capfd):
     monkeypatch.setattr(flakes, "BATCH", 2)
     monkeypatch.setattr(flakes, "run", lambda ids, name: set())
+    monkeypatch.setattr(flakes, "collected", lambda words: ["test_a", "test_b", "test_c"])
     assert flakes.main(["--seed", "1", "--draw", "3", "--minutes", "0"]) == 0
     said = capfd.readouterr().out.splitlines()[-1]
     assert said == "2 of 2 tests passed 5 times; 1 were drawn that no time was left for"
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="test_one[x.y]"><failure message="no"/></testcase>
+<testcase classname="tests.test_a" name="test_two"/>
+<testcase classname="tests.test_b" name="test_three"><error message="no"/></testcase>
+<testcase classname="tests.test_b" name="test_four"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_failures_are_read_from_the_report(tmp_path):
+    (tmp_path / "report.xml").write_text(REPORT)
+    found = flakes.failures(tmp_path / "report.xml")
+    assert found == {"tests/test_a.py::test_one[x.y]", "tests/test_b.py::test_three"}
 
 
 def test_draws_are_their_seeds():
@@ -87,19 +103,20 @@ def test_example(n):
 """
 
 
-def test_a_failing_test_shows_its_seed_and_command(tmp_path):
+def test_a_failing_test_shows_its_seed_and_command(tmp_path, forks):
     """With the fixtures and hooks of this project's conftest; nothing is run a second time."""
     folder = tmp_path / "tests"
     shutil.copytree(ROOT / "tests", folder, ignore=lambda _, names: leave_tests_out(names))
     (folder / "test_failing.py").write_text(FAILING)
     words = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=3", "--hypothesis-profile=drawn"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, "tests/test_failing.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with forks.all_python():
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *words, "tests/test_failing.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     said = done.stdout
     seed = zlib.crc32(b"tests/test_failing.py::test_drawn")
     assert f"drew {seed}" in said
@@ -108,7 +125,8 @@ def test_a_failing_test_shows_its_seed_and_command(tmp_path):
     assert f"{command} --hypothesis-profile drawn --hypothesis-seed 3" in said
     assert "n=1000," in said
     assert "@reproduce_failure(" in said
-    assert "2 failed in" in said
+    assert said.splitlines()[-1].startswith("2 failed")
+    assert "rerun" not in said
 
 
 def leave_tests_out(names):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -69,6 +70,29 @@ def test_a_few_commits_have_every_processor_and_every_share():
     assert {p.why.partition(",")[0] for p in parts} == set(TABLE)
     assert len({p.why.partition(",")[2] for p in parts}) == PROCESSOR_SHARES
     assert all(set(TABLE) < set(p.command) for p in parts)  # a machine may lack the first ones
+
+
+def test_more_cores_are_shown_to_every_process(tmp_path):
+    """Also to one whose environment has PYTHONPATH and nothing else."""
+    more = TABLE["zen5"]
+    one = processors.Emulated(replace(more, cores=64), tmp_path / "emulated", Path(sys.executable))
+    one.write(REAL)
+    folder = one.environ["PYTHONPATH"].partition(os.pathsep)[0]
+    code = "import os; print(len(os.sched_getaffinity(0)), os.cpu_count())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": folder},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["64", "64"]
+    assert done.stderr == ""
+    assert (one.folder / "cpuinfo").read_text().count("processor\t:") == 64
+    fewer = processors.Emulated(replace(more, cores=1), tmp_path / "fewer", Path(sys.executable))
+    fewer.write(REAL)
+    assert [file.name for file in fewer.folder.iterdir()] == ["cpuinfo"]
+    assert "taskset" in fewer.command()
 
 
 def seen(name):

@@ -34,6 +34,7 @@ def programmed(label):
     return case, lower(case.model, case.train, case.layout, target)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("label", "bound"), ONCE_OFF)
 def test_the_peak_of_each_rank(label, bound):
     case, program = programmed(label)

@@ -1,12 +1,13 @@
-"""Shows a Python process more cores than the machine has: as many as CI_VISIBLE_CORES says.
+"""Shows a Python process more cores than the machine has: as many as the file beside it says.
 
-`ci.processors` puts this folder into PYTHONPATH. Fewer cores need no such thing: `taskset` takes
-the others away.
+`ci.processors` puts a copy of this file and its number into PYTHONPATH. Fewer cores need no such
+thing: `taskset` takes the others away.
 """
 
 import os
+from pathlib import Path
 
-_cores = int(os.environ["CI_VISIBLE_CORES"])
+_cores = int(Path(__file__).with_name("cores").read_text())
 _affinity = os.sched_getaffinity
 
 

@@ -103,20 +103,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
         numbers.append(trial.step(step, look))
     updates = Expected(exact.updates, [one.updates for one in rounded], reference.start)
     added = compare(trial.parallel, trial.added, updates, world, names)
-    states = [
-        compare(
-            trial.parallel,
-            trial.state(key),
-            Expected(exact.state[key], [one.state[key] for one in rounded]),
-            world,
-            names,
-        )
-        for key in exact.state
-    ]
-    state = Compared(
-        max((one.worst for one in states), key=lambda one: one.share),
-        next((one.first for one in states if one.first), None),
-    )
+    state = _optimizer_state(trial, reference, names, world)
     share = rounded_share(trial.parallel, case, world) if is_half else 0.0
     evaluation = trial.evaluation()
     batch = make_batch(case, 0)
@@ -155,6 +142,25 @@ def _bitwise(
         thawed = [name for names in everyones(trial.thawed(), world) for name in names]
         layout = case.layout.model_dump(mode="json")
         yield Verdict("frozen weights, bit for bit", layout, [], thawed[:_SHOWN], None, not thawed)
+
+
+def _optimizer_state(
+    trial: Trial, reference: Reference, names: Sequence[str], world: World
+) -> Compared:
+    """Return how the optimizer's tensors compare, of all its kinds; a collective."""
+    exact, rounded = reference.exact, reference.rounded
+    kinds = [
+        compare(
+            trial.parallel,
+            trial.state(key),
+            Expected(exact.state[key], [one.state[key] for one in rounded]),
+            world,
+            names,
+        )
+        for key in exact.state
+    ]
+    worst = max((kind.worst for kind in kinds), key=lambda one: one.share)
+    return Compared(worst, next((kind.first for kind in kinds if kind.first), None))
 
 
 def _numbers(
