@@ -106,7 +106,6 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
         )
         for key in exact.state
     ]
-    state = max(states, key=lambda one: one.share)
     share = rounded_share(trial.parallel, case, world) if is_half else 0.0
     evaluation = trial.evaluation()
     batch = make_batch(case, 0)
@@ -123,9 +122,11 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _tensors(case, "gradients", worst[0], "gradient")
     bound_of_norm = norm_tolerance(reference.noises)
     yield _numbers(case, "gradient norm", exact.norms, norms, bound_of_norm)
-    steps = f"{case.steps} {OPTIMIZERS[case.optimizer]} steps"
+    steps = f"{case.steps} {OPTIMIZERS[case.optimizer.name]} steps"
     yield _tensors(case, f"updates of {steps}", added, "update")
-    yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
+    if states:  # SGD without momentum has none
+        state = max(states, key=lambda one: one.share)
+        yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
     yield _numbers(case, "evaluation", [exact.evaluation], [evaluation], bound)
     if case.train.router_bias_rate and not is_half:  # rounding moves tokens to other experts
         every = [
