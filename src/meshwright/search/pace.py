@@ -19,7 +19,14 @@ from meshwright.predict.step import host_seconds, transfer_seconds
 from meshwright.predict.sums import sums_of
 from meshwright.predict.work import HeldLayers
 from meshwright.search.prices import Prices
-from meshwright.search.space import Core, Schedule, dominated, schedules, with_schedule
+from meshwright.search.space import (
+    OF_SCHEDULE,
+    Core,
+    Schedule,
+    dominated,
+    schedules,
+    with_schedule,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +86,9 @@ class Paces:
             return known[1:]
         transfer = transfer_seconds(self._prices.kernels, one, work_of(self._setting, one))
         paces, slow = list[Pace](), Counter[str]()
+        is_fixed = not self._prices.pins.keys().isdisjoint(OF_SCHEDULE)
         for order in orders:
-            why = dominated(order, layers, one.pp)
+            why = None if is_fixed else dominated(order, layers, one.pp)
             if why is None:
                 pace = self.pace(one, order, count, transfer)
                 if pace.plain[1] < limit:

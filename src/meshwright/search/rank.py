@@ -290,7 +290,10 @@ class Search:
         orders = as_fixed(self.pins, one, schedules(one.pp, layers, count))
         paces, slow = self._paces.below(core, orders, limit)
         if not any(pace.plain[1] < limit for pace in paces):
-            self.reasons["slower"] += self._size_of([core], offloaded)
+            each = self._size_of([core], offloaded) // max(len(orders), 1)
+            for why, number in slow.items():
+                self.reasons[why] += number * each
+            self.reasons["slower"] += len(paces) * each
             return None
         choices = self.prices.shardings.of(one, offloaded)
         for why, number in slow.items():
