@@ -120,7 +120,7 @@ def _features(case: Case) -> dict[tuple[str, ...], int]:
     own = {word for word in case.layout.label.split() if not _SIZES.fullmatch(word)}
     _, _, model = case.label.partition(", ")
     others = {word for word in model.split() if not _SIZES.fullmatch(word)}
-    words = own | others | {case.train.precision, case.optimizer}
+    words = own | others | {case.train.precision, case.optimizer.name}
     found: dict[tuple[str, ...], int] = {(word,): _WORDS[word not in own] for word in words}
     for pair in combinations(sorted(words), 2):
         found[pair] = _PAIRS[own.isdisjoint(pair)]

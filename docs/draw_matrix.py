@@ -108,7 +108,7 @@ def listed(cases: Sequence[Case]) -> str:
         [
             f"`{case.layout.label}`",
             *case.label.rpartition(", ")[2:],
-            OPTIMIZERS[case.optimizer],
+            OPTIMIZERS[case.optimizer.name],
         ]
         for case in cases
     ]

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.proofs import proof
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.prove.case import Case
+from meshwright.prove.case import SGD, Case
 from meshwright.prove.draw import WORLDS, draw
 from meshwright.prove.outcome import Outcome
 from meshwright.prove.smallest import smallest
@@ -88,7 +88,7 @@ HAS = {
 
 def facts(case):
     """All values of a case by their names."""
-    found = {"world": case.layout.world, "packed": case.packed, "optimizer": case.optimizer}
+    found = {"world": case.layout.world, "packed": case.packed, "optimizer": case.optimizer.name}
     found |= {"has_experts": case.model.experts > 0, "chat": case.chat, "fsdp2": case.fsdp2}
     if case.model.lora is not None:
         found["adapts_experts"] = any(one.startswith("mlp.experts") for one in case.model.adapted)
@@ -180,7 +180,7 @@ def test_what_a_failure_needs_stays_and_all_else_goes(case):
     assert found.train.batch == 1
     assert (model.n_layers, model.family, model.dropout) == (1, "llama", 0.0)
     assert not model.attention_bias
-    assert (found.packed, found.optimizer, found.steps) == (False, "sgd", 1)
+    assert (found.packed, found.optimizer, found.steps) == (False, SGD, 1)
     assert found.train.precision == "fp32"
     assert len(set(tried)) == len(tried) <= 80
 

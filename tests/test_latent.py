@@ -231,7 +231,7 @@ def test_a_large_layout_is_proven_by_small_ones_with_all_it_has():
     for case in small:
         found = case.model
         assert (found.is_latent, found.q_lora_rank, found.dense_layers) == (True, 24, 1)
-        assert (found.expert_groups, found.top_groups) == (2, 2)
+        assert (found.expert_groups, found.top_groups) == (4, 2)
         assert found.v_head_dim < found.head_dim
 
 

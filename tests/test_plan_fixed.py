@@ -5,6 +5,8 @@ import json
 import pytest
 
 from meshwright.layout import Layout
+from meshwright.search.plan import plan
+from meshwright.spec.loading import load_config
 from test_plan import SEVEN, run
 
 
@@ -73,3 +75,10 @@ def test_keys_that_no_layout_has_are_refused(capsys, words, message):
     code, out = run(capsys, "plan", *SEVEN, *words)
     assert code == 2
     assert message in " ".join(out.err.split())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "naive"])
+def test_a_schedule_that_others_beat_is_planned_where_it_is_fixed(schedule):
+    words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm"]
+    config = load_config(None, [*words, "layout.pp=2", f"layout.schedule={schedule}"])
+    assert plan(config, 1).best.layout.schedule == schedule

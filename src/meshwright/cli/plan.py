@@ -283,7 +283,7 @@ def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
-    for text in [*plan_notes(made.config), *_defaults(made.config)]:
+    for text in [*map(str, made.removed), *plan_notes(made.config), *_defaults(made.config)]:
         say(f"note: {text}")
     known = setting.calibration
     if known is not shipped_calibration():

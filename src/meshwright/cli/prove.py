@@ -10,10 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config, say_line
+from meshwright.cli.common import print_json, read_config, say_line
+from meshwright.cli.prove_arguments import configure, refuse_mixed
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.launch.certificate import certify
 from meshwright.launch.machines.accelerators import check_build, count_gpus, find_gpus, torch_build
@@ -24,92 +26,25 @@ from meshwright.launch.proofs.proof import by_world, fails_alike, prove_cases
 from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
-from meshwright.prove.draw import MOST_RANKS, draw
 from meshwright.prove.draw import WORLDS as DRAWN_WORLDS
-from meshwright.prove.matrix import WORLDS, drawn, matrix
+from meshwright.prove.draw import draw
+from meshwright.prove.kept import not_kept, not_proven
+from meshwright.prove.matrix import drawn, matrix
 from meshwright.prove.order import prove_order
 from meshwright.prove.outcome import Outcome, document, refusal_line
+from meshwright.prove.rates import prove_rates
 from meshwright.prove.refused import Refusal, refuse
 from meshwright.prove.shrink import shrink
 from meshwright.prove.smallest import smallest
+from meshwright.prove.verdict import Verdict
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
 from meshwright.units import format_count, format_seconds
 
 # So many failures of `--random` are reduced to a small case; each takes minutes.
 MOST_SHRUNK = 3
-EXAMPLE = """\
-examples:
-  meshwright prove run.toml layout.tp=2 layout.sp=true    does this layout compute the same?
-  meshwright prove --matrix --world 4                     the whole table of 4 ranks
-  meshwright prove --matrix --only zbv --json             those whose label contains a text
-  meshwright prove --matrix --draw 9 --seed 4             nine random layouts of the table
-  meshwright prove --random 20 --seed 7                   random layouts of 2 to 6 ranks
-  meshwright prove --matrix --minutes 5                   as many of the table as 5 minutes allow
-  meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
-  meshwright prove run.toml layout.pp=2 --resume          is a resumed run the same run?
 
-exit codes: 0 all verdicts are good, 1 one is not, 2 refused
-"""
-
-
-def _or(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}"
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `prove`."""
-    parser.description = (
-        "Prove on local ranks that a layout computes what one device does: loss, every gradient, "
-        "what steps of the optimizer add to the weights, its state, and an evaluation."
-    )
-    parser.epilog = EXAMPLE
-    add_config_arguments(parser)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--matrix", action="store_true", help="the table instead of a config")
-    source.add_argument("--random", type=int, metavar="N", help="N random legal layouts")
-    source.add_argument("--case", metavar="JSON", help="what a failure of --random printed")
-    parser.add_argument("--draw", type=int, metavar="N", help="N random layouts of the table")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="of --random, --draw and --minutes: the same seed, the same layouts; 0 unless given",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        metavar="M",
-        help="of the table or --random, in random order, what can be proven in M minutes",
-    )
-    parser.add_argument(
-        "--world",
-        type=int,
-        metavar="N",
-        help=f"ranks of the table: {_or(WORLDS)} (default: 8); of --random: 2 to {MOST_RANKS} "
-        f"(default: {_or(DRAWN_WORLDS)})",
-    )
-    parser.add_argument(
-        "--only", metavar="TEXT", help="of the table or --random, labels that contain it"
-    )
-    parser.add_argument(
-        "--check-order",
-        action="store_true",
-        help="check without running anything that the pipeline's order cannot deadlock",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="certify that a run that is interrupted and resumed is the same run",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the ranks compute; one device is a CPU in any case (default: cpu)",
-    )
-    add_json(parser)
+__all__ = ["configure", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     refusals: list[Refusal] = []
     more: dict[str, Any] = {}
-    _refuse_mixed(args)
+    refuse_mixed(args)
     if args.matrix:
         cases, refusals = _of_table(args, out)
     elif args.random is not None:
@@ -141,7 +76,11 @@ def run(args: argparse.Namespace) -> int:
         outcomes = [_checked(case, out) for case in cases]
     else:
         seconds = math.inf if args.minutes is None else 60 * args.minutes
-        outcomes = _proven(cases, out, args.device, seconds)
+        also: tuple[Verdict, ...] = ()
+        if "asked" in more:
+            config = read_config(args)
+            also = (prove_rates(config.train.steps, config.optimizer),)
+        outcomes = _proven(cases, out, args.device, seconds, also)
     if args.random is not None:
         more["smallest"] = [_smallest(outcome, args, out) for outcome in _failed(outcomes, out)]
     for told in refusals:
@@ -155,35 +94,6 @@ def run(args: argparse.Namespace) -> int:
         print_json(found)
     say_line(_summary(found, len(refusals)), out)
     return EXIT_CHECK_FAILED if found["failed"] else EXIT_DONE
-
-
-def _refuse_mixed(args: argparse.Namespace) -> None:
-    """Refuse arguments that do not go together, before anything is started."""
-    source = "--matrix" if args.matrix else "--random" if args.random is not None else None
-    if args.case is not None:
-        source = "--case"
-    if source is not None and args.words:
-        raise ConfigError(f"{source} has its own layouts; leave out {' '.join(args.words)}")
-    if source not in ("--matrix", "--random") and (args.world is not None or args.only is not None):
-        raise ConfigError("--world and --only need --matrix, or --random N")
-    if args.draw is not None and source != "--matrix":
-        raise ConfigError("--draw needs --matrix")
-    if args.minutes is not None:
-        _refuse_minutes(args.minutes, source, args.check_order)
-    elif source != "--random" and args.draw is None and args.seed is not None:
-        raise ConfigError("--seed needs --random N, --matrix --draw N, or --minutes M")
-    if args.resume and (source is not None or args.check_order):
-        other = source or "--check-order"
-        raise ConfigError(f"--resume certifies a config: leave out {other}")
-
-
-def _refuse_minutes(minutes: float, source: str | None, only_order: bool) -> None:
-    if source not in ("--matrix", "--random"):
-        raise ConfigError("--minutes needs --matrix, or --random N")
-    if only_order:
-        raise ConfigError("--check-order takes no time: leave out --minutes")
-    if not 0 < minutes < math.inf:
-        raise ConfigError(refusal(f"--minutes {minutes:g} is no time to prove in", legal=["1"]))
 
 
 def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[Refusal]]:
@@ -247,12 +157,20 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     if args.check_order:
         return [Case(config.model, config.train, layout)], {"asked": asked}
     packed, chat = config.data.packing == "documents", config.data.format == "chat"
-    cases = list(shrink(config.model, config.train, layout, packed=packed, chat=chat))
+    specs = config.model, config.train, layout
+    cases = list(shrink(*specs, config.optimizer, packed=packed, chat=chat))
     for case in cases:
         size = format_count(parameter_count(case.model))
         ranks = f"{case.layout.world} local {'GPU' if args.device == 'cuda' else 'CPU'} ranks"
         say_line(f"run:   {case.label} on {ranks}, {size} parameters", out)
-    return cases, {"asked": asked}
+    whole = Case(*specs, packed, config.train.steps, config.optimizer, chat=chat)
+    lost = sorted({name for case in cases for name in not_kept(whole, case)})
+    unused = not_proven(config)
+    if lost:
+        say_line(f"not in the small case: {', '.join(lost)}", out)
+    if unused:
+        say_line(f"not proven: {', '.join(unused)} (see docs/commands/prove.md)", out)
+    return cases, {"asked": asked, "not_kept": lost, "not_proven": unused}
 
 
 def _layout(config: Config) -> Layout:
@@ -301,20 +219,34 @@ def _refuse_without_gpus(cases: Sequence[Case]) -> None:
         )
 
 
-def _proven(cases: Sequence[Case], out: TextIO, device: str, seconds: float) -> list[Outcome]:
-    """Return the outcomes, smallest worlds first: a part of the time for each, by its ranks."""
+def _proven(
+    cases: Sequence[Case],
+    out: TextIO,
+    device: str,
+    seconds: float,
+    also: tuple[Verdict, ...] = (),
+) -> list[Outcome]:
+    """Return the outcomes, smallest worlds first: a part of the time for each, by its ranks.
+
+    Each has the verdicts of `also`, too.
+    """
     outcomes: list[Outcome] = []
+
+    def whole(outcome: Outcome) -> Outcome:
+        return replace(outcome, verdicts=(*outcome.verdicts, *also))
+
     ends = time.monotonic() + seconds
     rest = sum(case.layout.world for case in cases)
     for some in by_world(cases):
         ranks = sum(case.layout.world for case in some)
-        outcomes += prove_cases(
+        proven = prove_cases(
             some,
             os.environ,
-            lambda outcome: _show(outcome, out),
+            lambda outcome: _show(whole(outcome), out),
             device=device,
             seconds=(ends - time.monotonic()) * ranks / rest,
         )
+        outcomes += map(whole, proven)
         rest -= ranks
     return outcomes
 

@@ -5,26 +5,37 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from meshwright.layout import Layout
 from meshwright.parsing import parse_json
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
-Optimizer = Literal["adamw", "sgd"]
-OPTIMIZERS: Final[Mapping[Optimizer, str]] = {"adamw": "AdamW", "sgd": "SGD"}
+OPTIMIZERS: Final[Mapping[str, str]] = {"adamw": "AdamW", "sgd": "SGD"}
+# Those of the table and of random layouts.
+ADAMW: Final = OptimizerSpec(name="adamw", warmup_steps=2)
+SGD: Final = OptimizerSpec(name="sgd", momentum=0.5, warmup_steps=2)
 
 
+_SPECS: Final[Mapping[str, Any]] = {
+    "model": ModelSpec,
+    "train": TrainSpec,
+    "layout": Layout,
+    "optimizer": OptimizerSpec,
+}
 _SAMPLES, _SAMPLES_WITH_TIES = 3, 9
+# A batch of so many tokens has ties in every run.
+_MANY_TOKENS: Final = 1024
 
 
 @dataclass(frozen=True)
 class Case:
     """One layout with its model and batch; `refused` is the rule that it is expected to break.
 
-    Compares `steps` of an optimizer. With `chat`, only some turns are trained, and half of the rows
-    have none. With `fsdp2`, FSDP2 handles ZeRO on CPUs, too, as on GPUs.
+    Compares `steps` of an optimizer; the reference scales its rate, `eps` and decay to the size of
+    the gradients. With `chat`, only some turns are trained, and half of the rows have none. With
+    `fsdp2`, FSDP2 handles ZeRO on CPUs, too, as on GPUs.
     """
 
     model: ModelSpec
@@ -32,7 +43,7 @@ class Case:
     layout: Layout
     packed: bool = False
     steps: int = 3
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerSpec = ADAMW
     refused: str | None = None
     chat: bool = False
     fsdp2: bool = False
@@ -56,7 +67,8 @@ class Case:
         none may select the one that a layout selects.
         """
         has_ties = self.train.precision != "fp32" and self.model.experts > self.model.top_k
-        return _SAMPLES_WITH_TIES if has_ties else _SAMPLES
+        is_small = self.train.batch * self.train.seq_len < _MANY_TOKENS
+        return _SAMPLES_WITH_TIES if has_ties and is_small else _SAMPLES
 
     def from_seed(self, seed: int) -> Case:
         """Return the same case with weights and batches from another seed."""
@@ -102,7 +114,7 @@ class Case:
             for one in fields(self)
             if (value := getattr(self, one.name)) != one.default
         }
-        for name in ("model", "train", "layout"):
+        for name in values.keys() & _SPECS.keys():
             values[name] = values[name].model_dump(mode="json", exclude_defaults=True)
         return json.dumps(values)
 
@@ -112,6 +124,7 @@ class Case:
         values: Mapping[str, Any] = parse_json(text)
         specs = {
             name: spec.model_validate_json(json.dumps(values[name]))
-            for name, spec in (("model", ModelSpec), ("train", TrainSpec), ("layout", Layout))
+            for name, spec in _SPECS.items()
+            if name in values or name != "optimizer"
         }
         return cls(**{**values, **specs})

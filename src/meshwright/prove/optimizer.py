@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from meshwright.prove.rates import rate_of
 from meshwright.spec.training import OptimizerSpec
 
 Tensors = Mapping[str, Tensor]
@@ -16,7 +16,6 @@ Tensors = Mapping[str, Tensor]
 class Updates:
     """AdamW (arXiv:1711.05101, algorithm 2), or SGD with momentum and the same decay.
 
-    The learning rate rises linearly during the warm-up, and falls along a cosine to a tenth.
     Norms, sinks and biases do not decay, also those of experts.
     """
 
@@ -28,8 +27,8 @@ class Updates:
     def state(self) -> dict[str, Tensors]:
         """Return its state, by the names of torch's optimizers, as `comparable` returns it."""
         found = {"exp_avg": self._first, "exp_avg_sq": self._second}
-        if self._spec.name == "sgd":
-            found = {"momentum_buffer": self._first}
+        if self._spec.name == "sgd":  # without momentum, it has no state
+            found = {"momentum_buffer": self._first} if self._spec.momentum else {}
         return {
             key: {
                 name: comparable(key, one).to(torch.float32, copy=True) for name, one in of.items()
@@ -39,7 +38,7 @@ class Updates:
 
     def step(self, gradients: Tensors, step: int) -> None:
         """Update the master weights; steps count from 0."""
-        spec, rate = self._spec, self._rate(step)
+        spec, rate = self._spec, rate_of(step + 1, self._steps, self._spec)
         for name, master in self._masters.items():
             gradient = gradients[name]
             if master.dim() > 1 and not name.endswith(".bias"):
@@ -54,14 +53,6 @@ class Updates:
             mean = self._first[name] / (1 - one ** (step + 1))
             size = (self._second[name] / (1 - two ** (step + 1))).sqrt()
             master.sub_(rate * mean / (size + spec.eps))
-
-    def _rate(self, step: int) -> float:
-        """Return the rate of a step, from 0."""
-        spec, low, number = self._spec, self._spec.min_lr_ratio, step + 1
-        if number <= spec.warmup_steps:
-            return spec.lr * number / spec.warmup_steps
-        progress = (number - spec.warmup_steps) / (self._steps - spec.warmup_steps)
-        return spec.lr * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def comparable(key: str, state: Tensor) -> Tensor:

@@ -120,9 +120,10 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _tensors(case, "gradients", of_gradients[0], "gradient")
     bound_of_norm = norm_tolerance(reference.noises)
     yield _numbers(case, "gradient norm", exact.norms, norms, bound_of_norm)
-    steps = f"{case.steps} {OPTIMIZERS[case.optimizer]} steps"
+    steps = f"{case.steps} {OPTIMIZERS[case.optimizer.name]} steps"
     yield _tensors(case, f"updates of {steps}", added, "update")
-    yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
+    if state is not None:
+        yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
     yield _numbers(case, "evaluation", [exact.evaluation], [evaluation], bound)
     yield from _bitwise(case, trial, world, exact.corrections)
     if is_half:
@@ -146,8 +147,11 @@ def _bitwise(
 
 def _optimizer_state(
     trial: Trial, reference: Reference, names: Sequence[str], world: World
-) -> Compared:
-    """Return how the optimizer's tensors compare, of all its kinds; a collective."""
+) -> Compared | None:
+    """Return how the optimizer's tensors compare, of all its kinds; a collective.
+
+    None if it has none, like SGD without momentum.
+    """
     exact, rounded = reference.exact, reference.rounded
     kinds = [
         compare(
@@ -159,6 +163,8 @@ def _optimizer_state(
         )
         for key in exact.state
     ]
+    if not kinds:
+        return None
     worst = max((kind.worst for kind in kinds), key=lambda one: one.share)
     return Compared(worst, next((kind.first for kind in kinds if kind.first), None))
 

@@ -42,7 +42,6 @@ Tensors = Mapping[str, Tensor]
 # Rate and decay: each part of an update moves weights by far more than their rounding.
 _RATE: Final = 2e-3
 _DECAY: Final = 1.0
-_WARMUP: Final = 2
 # The first sample of the noise starts from the weights themselves. For the others this share of the
 # weights is moved by one rounding of the case's precision, so that each operation rounds anew.
 _MOVED: Final = 1 / 16
@@ -185,15 +184,10 @@ class _Computed(NamedTuple):
         # AdamW divides a gradient by its size and `eps`. With one as large as the gradients are, an
         # element near zero takes no step of either sign, and the clipping is seen.
         eps = norm / 2 / math.sqrt(sum(one.numel() for one in first.values()))
-        optimizer = OptimizerSpec(
-            name=case.optimizer,
-            lr=_RATE if case.optimizer == "adamw" else _RATE / eps,
-            eps=eps,
-            momentum=0.5 if case.optimizer == "sgd" else 0.0,
-            weight_decay=_DECAY if case.optimizer == "adamw" else _DECAY * eps,
-            schedule="cosine",
-            warmup_steps=_WARMUP,
-        )
+        size = eps if case.optimizer.name == "sgd" else 1.0  # SGD does not divide by it
+        decay = _DECAY * size if case.optimizer.weight_decay else 0.0
+        scaled = {"lr": _RATE / size, "eps": eps, "weight_decay": decay}
+        optimizer = case.optimizer.model_copy(update=scaled)
         return cls(case, optimizer, norm / 2 if case.train.clip_norm else 0.0)
 
     def exact(self) -> Steps:

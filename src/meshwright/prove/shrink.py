@@ -1,4 +1,7 @@
-"""Makes a layout of any size small enough to prove on local ranks. No torch."""
+"""Makes a layout of any size small enough to prove on local ranks. No torch.
+
+What a reduction must keep is stated in `prove.kept`.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +13,76 @@ from typing import Any, Final
 
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
+from meshwright.program.attention import BLOCK, SHORTEST, ScoreBounds, by_blocks
 from meshwright.prove.case import Case
+from meshwright.prove.kept import why_not_proven
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import NF4_BLOCK
 from meshwright.spec.model import LayerSpec, ModelSpec
 from meshwright.spec.rotary import RopeScaling
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.units import round_up
 
 MOST_RANKS: Final = 8
 # Data parallelism first: more of the same is the least of what a layout can get wrong.
 _SHRINK_ORDER: Final = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 _MOST_VIRTUAL: Final = 4
-_SEQ_LEN: Final = 32
+_MOST_MICROBATCHES: Final = 3
+# The tokens of a row: as few as possible, or so many that a CPU's attention has several blocks, in
+# its own kernel for rows of this length, and in PyTorch's for all others.
+_SHORT_ROW: Final = 32
+_OWN_ROW: Final = SHORTEST
+_OTHER_ROW: Final = SHORTEST - BLOCK // 2
+# A window that spans blocks begins in the block before, or in the one before that.
+_WINDOW: Final = BLOCK + 9
+# A chunk of a ring has more than one block of queries.
+_CHUNK: Final = BLOCK + 8
+_CONTEXT: Final = 2048
 _DIM: Final = 64
+# One whose root no half precision holds, for models that scale by it.
+_ROOTED_DIM: Final = 96
+_ROOTED_DIM_OF_BLOCKS: Final = 192
 _EXPERTS: Final = 8
+# Of each token: one of two ranks has several of them.
+_TOP_K: Final = 3
+# Experts take little more than an even share, so that some are full.
+_CAPACITY: Final = 1.25
+# Two of warm-up, two at or near the highest rate, two of decay.
+_STEPS: Final = 6
+_WARMUP: Final = 2
+_DECAY: Final = 2
 
 
 def shrink(
-    model: ModelSpec, train: TrainSpec, layout: Layout, *, packed: bool = False, chat: bool = False
+    model: ModelSpec,
+    train: TrainSpec,
+    layout: Layout,
+    optimizer: OptimizerSpec = OptimizerSpec(),  # noqa: B008
+    *,
+    packed: bool = False,
+    chat: bool = False,
 ) -> tuple[Case, ...]:
     """Return the small cases that represent a layout.
 
     Degrees above 1 stay above 1, and the policies (ZeRO, schedule, recompute, ...) stay the same.
     If the layout has more axes than fit into `MOST_RANKS`, there is a case for every set of as many
     axes as fit, so that each axis is combined with every other. The model keeps its family, flags
-    and ratio of heads.
+    and ratio of heads, the optimizer its kind, and the schedule its phases; what else stays is in
+    `prove.kept`.
     """
     microbatches = layout.microbatches(train.batch)
     is_uneven = model.n_layers % layout.stages > 0
     cases = []
     for degrees in _degrees(layout):
         small = _with_policies(layout, degrees)
-        small_train = _small_train(train, small, microbatches)
+        small_train = _small_train(model, train, small, microbatches)
         scaling = partial(_small_scaling, model, train, small_train)
         kinds = _small_kinds(model, train, small_train)
         small_model = _small_model(model, small, scaling, kinds, is_uneven=is_uneven)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
-        cases.append(Case(small_model, small_train, small, packed, chat=chat))
+        own = _small_optimizer(optimizer, train.steps)
+        cases.append(Case(small_model, small_train, small, packed, _STEPS, own, chat=chat))
     return tuple(cases)
 
 
@@ -87,20 +121,61 @@ def _with_policies(layout: Layout, degrees: Mapping[str, int]) -> Layout:
     return small.model_copy(update={"ep": ep, "etp": None})
 
 
-def _small_train(train: TrainSpec, layout: Layout, microbatches: int) -> TrainSpec:
+def _small_train(
+    model: ModelSpec, train: TrainSpec, layout: Layout, microbatches: int
+) -> TrainSpec:
     """Return a batch of short sequences, of about so many microbatches, that the layout divides."""
     count = _microbatches(layout, microbatches)
-    update = {
+    update: dict[str, Any] = {
         "batch": layout.dp * layout.microbatch * count,
-        "seq_len": round_up(_SEQ_LEN, 2 * layout.cp * layout.tp),
+        "seq_len": round_up(_row(model, train, layout), 2 * layout.cp * layout.tp),
     }
+    for key in TrainSpec.model_fields:
+        if key not in ("batch", "seq_len") and why_not_proven(f"train.{key}") is not None:
+            update[key] = TrainSpec.model_fields[key].default
+    if train.clip_norm:
+        update["clip_norm"] = TrainSpec.model_fields["clip_norm"].default
+    if train.expert_capacity is not None:
+        update["expert_capacity"] = min(train.expert_capacity, _CAPACITY)
     return train.model_copy(update=update)
+
+
+def _row(model: ModelSpec, train: TrainSpec, layout: Layout) -> int:
+    """Return the tokens of a small row whose attention the same code computes."""
+    asked, least = train.seq_len, _SHORT_ROW
+    if asked > 2 * BLOCK:
+        every = (ScoreBounds.of(model, kind).within(asked) for kind in model.layer_kinds)
+        heads = model.n_heads, model.n_kv_heads
+        is_own = all(by_blocks(*heads, asked, train.precision, bounds) for bounds in every)
+        least = _OWN_ROW if is_own else _OTHER_ROW
+    if layout.cp > 1 and layout.cp_kind == "ring" and asked >= 2 * layout.cp * _CHUNK:
+        least = max(least, 2 * layout.cp * _CHUNK)
+    return least
+
+
+def _small_optimizer(spec: OptimizerSpec, steps: int) -> OptimizerSpec:
+    """Return the optimizer with a schedule of few steps that has the same phases.
+
+    Its rate, `eps` and decay are defaults: a proof scales them to the gradients.
+    """
+    plain = {name: OptimizerSpec.model_fields[name].default for name in ("lr", "eps")}
+    if spec.weight_decay:
+        plain["weight_decay"] = OptimizerSpec.model_fields["weight_decay"].default
+    update: dict[str, Any] = {**plain, "warmup_steps": min(spec.warmup_steps, _WARMUP)}
+    last = _STEPS
+    if spec.schedule_steps is not None:
+        last += (spec.schedule_steps > steps) - (spec.schedule_steps < steps)
+        update["schedule_steps"] = last
+    if spec.schedule == "wsd":
+        falls = spec.decay_steps or max((spec.schedule_steps or steps) // 5, 1)
+        update["decay_steps"] = min(falls, _DECAY)
+    return spec.model_copy(update=update)
 
 
 def _microbatches(layout: Layout, asked: int) -> int:
     """Return a number of microbatches that the schedule takes: that asked for, or near 2 rounds."""
     if not layout.is_pipelined:
-        return min(asked, 2)
+        return min(asked, _MOST_MICROBATCHES)
     most = 2 * layout.stages
     tries: list[int] = [min(asked, most), *range(most, 0, -1)]
     stages = layout.schedule, layout.pp, layout.virtual_stages
@@ -118,13 +193,17 @@ def _small_model(
     """Return a small model with the family and flags of a given one, which the layout divides."""
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
     kv_heads = round_up(min(model.n_kv_heads, 2), ranks_of_heads)
+    if model.n_kv_heads >= 2 * kv_heads:
+        kv_heads = max(kv_heads, 2 * ranks_of_heads)  # several on each rank, as there were
     group = min(model.n_heads // model.n_kv_heads, 4)
     # Of three layers of a stage, one has left and comes back while another goes back.
     each = 3 if layout.offload == "activations" else 1
     least = each * layout.stages + (is_uneven and layout.is_pipelined)
-    layers = max(2, len(kinds), least)
+    repeated = len(kinds) + 1 if model.n_layers > len(kinds) > 1 else len(kinds)
+    layers = max(2, repeated, least)
     # In four bits each rank of tp has whole blocks of a layer's inputs.
     block = NF4_BLOCK if model.lora is not None and model.lora.four_bits else 1
+    dim = _small_dim(model, block)
     of_rank = group * kv_heads // layout.tp
     of_heads = [size for size in (8, 16, 32, 64, 128) if of_rank * size % block == 0]
     head_dim = _head_dim(model, of_heads)
@@ -132,17 +211,18 @@ def _small_model(
         "preset": None,
         "init_from": None,
         "vocab_size": round_up(128, layout.tp),
-        "dim": _DIM,
+        "context": _CONTEXT,
+        "dim": dim,
         "n_layers": layers,
         "n_heads": group * kv_heads,
         "n_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rope_scaling": scaling(head_dim),
-        "ffn_dim": round_up(2 * _DIM, layout.tp * block),
+        "ffn_dim": round_up(2 * dim, layout.tp * block),
         "layer_pattern": kinds if model.layer_pattern else (),
         **_small_experts(model, layout),
         **_small_latent(model),
-        **FAMILIES[model.family].of_width(_DIM),
+        **FAMILIES[model.family].of_width(dim),
     }
     if model.attention_scale is not None:  # scores as large as they were
         scale = model.attention_scale * math.sqrt(model.head_dim / head_dim)
@@ -150,35 +230,61 @@ def _small_model(
     return ModelSpec.model_validate_json(model.model_copy(update=sizes).model_dump_json())
 
 
+def _small_dim(model: ModelSpec, block: int) -> int:
+    """Return a small width, a multiple of a block; where a factor follows from it, no exact one."""
+    if not FAMILIES[model.family].of_width(model.dim):
+        return _DIM
+    return _ROOTED_DIM if block == 1 else _ROOTED_DIM_OF_BLOCKS
+
+
 def _small_experts(model: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Return the sizes of few small experts, which the layout divides, where there are any."""
+    """Return the sizes of few small experts, which the layout divides, where there are any.
+
+    As in the model, routers select some of the experts, from some of the groups, of which each has
+    more experts than the two that its score counts.
+    """
     if not model.experts:
         return {}
-    count = round_up(min(model.experts, _EXPERTS), layout.ep)
-    groups = 2 if model.expert_groups > 1 and count % 4 == 0 else 1
-    top_k = min(model.top_k, count)
-    is_cut = model.top_groups < model.expert_groups and 2 * top_k <= count
+    groups, top_groups = _small_groups(model)
+    each = 4 if groups > 1 else _EXPERTS
+    most = max(each * groups, 2 * layout.ep)
+    count = round_up(min(model.experts, most), math.lcm(layout.ep, groups))
+    selectable = count * top_groups // groups
+    top_k = min(model.top_k, _TOP_K, selectable - 1)
+    if model.top_k == model.experts * model.top_groups // model.expert_groups:
+        top_k = selectable
     width = None if model.expert_ffn_dim is None else round_up(_DIM, layout.tp)
     return {
         "experts": count,
-        "top_k": top_k,
+        "top_k": max(top_k, 1),
         "expert_groups": groups,
-        "top_groups": 1 if is_cut else groups,
+        "top_groups": top_groups,
         "dense_layers": min(model.dense_layers, 0 if model.layer_pattern else 1),
         "expert_ffn_dim": width,
         "shared_ffn_dim": round_up(_DIM, layout.tp) if model.shared_ffn_dim else 0,
     }
 
 
+def _small_groups(model: ModelSpec) -> tuple[int, int]:
+    """Return the groups of few experts, and how many of them a token's are picked from."""
+    groups, top_groups = model.expert_groups, model.top_groups
+    if groups == 1:
+        return 1, 1
+    if top_groups == groups:
+        return 2, 2
+    return (2, 1) if top_groups == 1 else (min(groups, 4), 2)
+
+
 def _small_latent(model: ModelSpec) -> dict[str, Any]:
     """Return the sizes of small latent vectors and of heads made of them, where there are any."""
     if not model.is_latent:
         return {}
+    rotated = 8 if model.qk_rope_head_dim == model.qk_nope_head_dim else 4
     return {
         "q_lora_rank": min(model.q_lora_rank, 24),
         "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16 - rotated,
+        "qk_rope_head_dim": rotated,
         "head_dim": 16,
         "v_head_dim": 12 if model.v_head_dim < model.head_dim else 20,
         "rope_scaling": model.rope_scaling,
@@ -187,13 +293,14 @@ def _small_latent(model: ModelSpec) -> dict[str, Any]:
 
 def _small_kinds(model: ModelSpec, train: TrainSpec, small: TrainSpec) -> tuple[LayerSpec, ...]:
     """Return a layer of each kind, with windows that hide as large a share of small rows."""
-    found = []
+    kinds = []
     for kind in model.layer_kinds:
         window = kind.window
         if window is not None and window < train.seq_len:
-            window = max(2, window * small.seq_len // train.seq_len)
-        found.append(kind.model_copy(update={"window": window}))
-    return tuple(found)
+            least = _WINDOW if window > BLOCK and train.seq_len > 2 * BLOCK else 2
+            window = max(least, window * small.seq_len // train.seq_len)
+        kinds.append(kind.model_copy(update={"window": window}))
+    return tuple(kinds)
 
 
 def _small_scaling(

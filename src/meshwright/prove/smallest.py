@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.prove.case import Case
+from meshwright.prove.case import SGD, Case
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import FEATURES
 from meshwright.spec.model import ModelSpec
@@ -54,7 +54,7 @@ _PLAIN_MODEL: Final = {
 # Of the case itself: what is compared.
 _PLAIN_CASE: Final = {
     "packed": False,
-    "optimizer": "sgd",
+    "optimizer": SGD,
     "steps": 1,
     "chat": False,
     "fsdp2": False,

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.data_messages import Waits
+from meshwright.predict.host import copy_waits
 from meshwright.predict.kernels import Kernels
 from meshwright.predict.microbatch import MicrobatchTimes
 from meshwright.predict.pipeline import closed_form
-from meshwright.predict.step import host_seconds
+from meshwright.predict.setting import Setting, held_by, work_of
+from meshwright.predict.step import host_seconds, transfer_seconds
+from meshwright.predict.sums import sums_of
 from meshwright.predict.work import HeldLayers
-from meshwright.search.space import Schedule
+from meshwright.search.prices import Prices
+from meshwright.search.space import (
+    OF_SCHEDULE,
+    Core,
+    Schedule,
+    dominated,
+    schedules,
+    with_schedule,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +63,65 @@ class Pace:
         pipeline = closed_form(*order, whole[slowest], total, self.transfer, kernels.exposed_pp)
         waiting = kernels.idle * (pipeline - busy)
         return slowest, busy + waiting + host_seconds(kernels, count)
+
+
+class Paces:
+    """The paces of cores in their schedules; cached."""
+
+    def __init__(self, setting: Setting, prices: Prices) -> None:
+        self._setting, self._prices = setting, prices
+        # By core: the limit that they are below, and the schedules that are not.
+        self._known: dict[Layout, tuple[float, list[Pace], Counter[str]]] = {}
+
+    def below(
+        self, core: Core, orders: Sequence[Schedule], limit: float
+    ) -> tuple[list[Pace], Counter[str]]:
+        """Return the paces of a core below a limit, and how many schedules have none, by reason.
+
+        They are without a message of data parallelism, and thus the same for each sharding.
+        """
+        one, layers, count = core.layout, self._setting.model.n_layers, core.microbatches
+        known = self._known.get(one)
+        if known is not None and limit <= known[0]:
+            return known[1:]
+        transfer = transfer_seconds(self._prices.kernels, one, work_of(self._setting, one))
+        paces, slow = list[Pace](), Counter[str]()
+        is_fixed = not self._prices.pins.keys().isdisjoint(OF_SCHEDULE)
+        for order in orders:
+            why = None if is_fixed else dominated(order, layers, one.pp)
+            if why is None:
+                pace = self.pace(one, order, count, transfer)
+                if pace.plain[1] < limit:
+                    paces.append(pace)
+                    continue
+            slow[why or "slower"] += 1
+        self._known[one] = limit, paces, slow
+        return paces, slow
+
+    def pace(self, one: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
+        """Return the pace of a core in a schedule of so many microbatches."""
+        setting, kernels = self._setting, self._prices.kernels
+        layout = with_schedule(one, schedule)
+        # One that splits the backward of a cut layer hides fewer messages.
+        parts = self._prices.parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
+        times = Counter(held_by(setting, layout))
+        copies = copy_waits(setting, kernels, layout, parts)
+        sums = sums_of(setting, kernels, layout)
+        base = {
+            held: parts.total(held) + copies.of(held, schedule.virtual) + sums.of(held)
+            for held in times
+        }
+        return Pace(schedule, layout, count, parts, times, base, transfer, kernels)
+
+
+@lru_cache(maxsize=4096)
+def least_idle(pp: int, layers: int, microbatches: int) -> float:
+    """Return the least share of its work that a pipeline waits, of all schedules it may have.
+
+    Its ranks are equally fast, and its messages take no time.
+    """
+    of_one = (
+        closed_form(order.name, pp, order.virtual, microbatches, 1.0, pp, 0.0, 0.0)
+        for order in schedules(pp, layers, microbatches)
+    )
+    return min(of_one, default=float(microbatches)) / microbatches - 1

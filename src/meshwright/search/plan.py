@@ -33,6 +33,7 @@ from meshwright.search.pins import given, is_given, refuse, words
 from meshwright.search.prices import KnownPrices
 from meshwright.search.questions import LargestBatch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
+from meshwright.search.removed import RemovedAxis, removed_axes
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
 from meshwright.spec.training import LayoutSection, TrainSpec
@@ -56,6 +57,11 @@ class Plan:
     def best(self) -> Prediction | None:
         """The layout to run, or None where none fits."""
         return self.found.ranked[0] if self.found.ranked else None
+
+    @property
+    def removed(self) -> list[RemovedAxis]:
+        """The axes that a rule takes out of the search altogether."""
+        return removed_axes(self.setting, self.setting.cluster.devices, given(self.config))
 
     @property
     def choices(self) -> list[Chosen]:
@@ -264,6 +270,7 @@ def as_json(made: Plan) -> dict[str, Any]:
     best, found = made.best, made.found
     cluster = made.setting.cluster
     return {
+        "removed_axes": [{**one._asdict(), "nearest": list(one.nearest)} for one in made.removed],
         "config": portable(made.config).model_dump(mode="json"),
         "cluster": {
             "device": cluster.device.name,

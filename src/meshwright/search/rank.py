@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
+from operator import itemgetter, mul
 from typing import get_args
 
 from meshwright.layout import Layout, broken
-from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.data_messages import UnitSeconds, Waits, data_wait, unit_waits
 from meshwright.predict.host import copy_waits
 from meshwright.predict.memory import activations
-from meshwright.predict.microbatch import MicrobatchTimes
 from meshwright.predict.price import Prediction, RankMemory, worst_memory
-from meshwright.predict.setting import Setting, held_by, stages_of, work_of
-from meshwright.predict.step import host_seconds, transfer_seconds
-from meshwright.predict.sums import sums_of
+from meshwright.predict.setting import Setting, stages_of
+from meshwright.predict.step import host_seconds
 from meshwright.predict.work import HeldLayers
 from meshwright.search.collector import uncollected
 from meshwright.search.fits import Fits, preference
 from meshwright.search.lightest import lightest
-from meshwright.search.pace import Pace
+from meshwright.search.pace import Pace, Paces, least_idle
 from meshwright.search.prices import Prices, shape_of
 from meshwright.search.sharded import Choice
 from meshwright.search.space import (
@@ -32,7 +30,6 @@ from meshwright.search.space import (
     Schedule,
     as_fixed,
     cores,
-    dominated,
     obeys,
     schedules,
     size_of,
@@ -45,6 +42,11 @@ from meshwright.spec.training import Offload
 MARGIN = 0.05
 # So many divisions are compared with each other by `preference`, whatever is asked for.
 _COMPARED = 8
+# Of layouts that are not priced where another one fits, the reason.
+_ON_REQUEST = (
+    "offload of activations: only on request (layout.offload = activations), or where nothing else "
+    "fits, since hosts may have to hold terabytes"
+)
 # What the lightest schedule holds on the first rank, in what 1F1B holds there.
 _LEAST_IN_FLIGHT = 0.9
 
@@ -67,6 +69,10 @@ class Found:
 
 # The fastest layout of a core that fits, with its seconds, and what was ruled out on the way.
 _Best = tuple[tuple[float, Layout] | None, Counter[str]]
+# The fastest layout of each division of the devices, with its seconds.
+_OfDivisions = dict[tuple[int, ...], tuple[float, Layout]]
+# Cores, and the offloads that are tried with them.
+_Pass = tuple[list[Core], tuple[Offload, ...]]
 # Seconds, the place of the choice among its core's, a schedule and a choice.
 _Candidate = tuple[float, int, Schedule, Choice]
 
@@ -100,6 +106,7 @@ class Search:
         self._kinds = HeldLayers.of(setting.model, whole).kinds
         self._held: dict[tuple[object, ...], float] = {}
         self._bests: dict[tuple[object, ...], _Best] = {}
+        self._paces = Paces(setting, self.prices)
 
     @uncollected()
     def run(self, top: int) -> Found:
@@ -110,27 +117,35 @@ class Search:
         recomputation, which is a lower one, is computed first: most need no other.
         """
         everything = self._cores()
-        considered = self._size_of(everything)
         order = sorted((self._least(core), index) for index, core in enumerate(everything))
-        ranked = self._fitting(everything, order, top, ("none",))
-        moving = list[Core]()
+        first, moving = self._passes(everything)
+        considered = sum(self._size_of(some, offloaded) for some, offloaded in (*first, *moving))
+        ranked = self._fitting(first, order, top)
         if not ranked:
-            ranked = self._fitting(everything, order, top, ("optimizer", "params"))
-            if not ranked:
-                update = {"offload": "activations"}
-                moving = [
-                    core._replace(layout=core.layout.model_copy(update=update))
-                    for core in everything
-                ]
-                ranked = self._fitting(moving, order, top, ("activations",))
-        else:
-            beside = considered - self._size_of(everything, ("none",))
-            self.reasons["offload: layouts without it fit, and are faster"] += beside
-        considered += self._size_of(moving, ("activations",))
+            ranked = self._fitting(moving, order, top)
+        elif moving:
+            untried = sum(self._size_of(some, offloaded) for some, offloaded in moving)
+            self.reasons[_ON_REQUEST] += untried
         layout = None if ranked else self._nearest()
         held = worst_memory(self.setting, layout) if layout else None
         reasons = {why: count for why, count in self.reasons.most_common() if count}
         return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
+
+    def _passes(self, everything: list[Core]) -> tuple[list[_Pass], list[_Pass]]:
+        """Return the offloads to choose from, and those for when nothing fits, with their cores.
+
+        What fits without offload is mostly faster and comes first. Its time is then a limit for the
+        others, and most of them are ruled out by the time of their microbatches alone.
+        """
+        update = {"offload": "activations"}
+        moving = [
+            core._replace(layout=core.layout.model_copy(update=update)) for core in everything
+        ]
+        own = self.pins.get("offload")
+        first: list[_Pass] = [(everything, ("none",)), (everything, ("optimizer", "params"))]
+        first = [one for one in first if own is None or own in one[1]]
+        last: list[_Pass] = [] if own not in (None, "activations") else [(moving, ("activations",))]
+        return first, last
 
     def _size_of(self, some: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
         """Return how many layouts some cores stand for: see `size_of`."""
@@ -149,19 +164,18 @@ class Search:
         return min(legal, key=lambda one: self.fits.estimate(one).total, default=None)
 
     def _fitting(
-        self,
-        everything: list[Core],
-        order: list[tuple[float, int]],
-        top: int,
-        offloaded: tuple[Offload, ...],
+        self, passes: list[_Pass], order: list[tuple[float, int]], top: int
     ) -> list[Prediction]:
-        """Return the prices of the `top` best layouts with such offloads, all of which fit.
+        """Return the prices of the `top` best layouts, all of which fit.
 
         Where one does not, against its estimate, they are searched once more without it.
         """
         before = self.reasons.copy()
         while True:
-            found = self._pass(everything, order, max(top, _COMPARED), offloaded)
+            best: _OfDivisions = {}
+            for some, offloaded in passes:
+                self._pass(some, order, max(top, _COMPARED), offloaded, best)
+            found = heapq.nsmallest(max(top, _COMPARED), best.values(), key=itemgetter(0))
             timed = sorted((self.fits.timed(layout) for _, layout in found), key=preference)
             priced = [self.fits.priced(one) for one in timed[:top]]
             if all(one.memory.total <= self.limit for one in priced):
@@ -191,10 +205,10 @@ class Search:
         order: list[tuple[float, int]],
         top: int,
         offloaded: tuple[Offload, ...],
-    ) -> list[tuple[float, Layout]]:
-        """Return the best layouts with such offloads, the best of each division of the devices."""
-        best: dict[tuple[int, ...], tuple[float, Layout]] = {}
-        worst, heap, bounded = float("inf"), order.copy(), set[int]()
+        best: _OfDivisions,
+    ) -> None:
+        """Update the best layouts of divisions of the devices with those of such offloads."""
+        worst, heap, bounded = _worst(best, top), order.copy(), set[int]()
         while heap:
             bound, index = heapq.heappop(heap)
             core = everything[index]
@@ -218,20 +232,32 @@ class Search:
             if found is not None:
                 best[core.degrees] = found
                 worst = _worst(best, top)
-        return heapq.nsmallest(top, best.values(), key=lambda pair: pair[0])
 
     def _least(self, core: Core) -> float:
         """Return a lower bound of `_bound`, which cores share: without recomputation."""
-        return self._evenly(core, self.prices.least_parts(core.layout))
+        return self._evenly(core, self.prices.least_parts(core.layout).totals)
 
     def _bound(self, core: Core) -> float:
-        """Return a time that no layout of a core beats: its microbatches, spread evenly."""
-        return self._evenly(core, self.prices.parts(core.layout))
+        """Return a time that no layout of a core beats: its microbatches, spread evenly.
 
-    def _evenly(self, core: Core, parts: MicrobatchTimes) -> float:
-        count, (layers, first, last) = core.microbatches, parts.totals
+        Beside these, a pipeline idles at least as long as in the schedule in which it idles least.
+        """
+        one, parts = core.layout, self.prices.parts(core.layout)
+        layers, first, last = parts.totals
+        if one.offload == "activations":
+            waits = copy_waits(self.setting, self.kernels, one, parts)
+            layers = tuple(map(sum, zip(layers, waits.forward, waits.backward, strict=True)))
+        return self._evenly(core, (layers, first, last))
+
+    def _evenly(self, core: Core, seconds: tuple[Sequence[float], float, float]) -> float:
+        """Return a step of microbatches with such seconds: of each kind of layer, and the ends."""
+        count, pp, (layers, first, last) = core.microbatches, core.degrees[0], seconds
         whole: float = sum(map(mul, layers, self._kinds))
-        microbatches: float = count * (whole + first + last) / core.degrees[0]
+        microbatches: float = count * (whole + first + last) / pp
+        if pp > 1:
+            idle = least_idle(pp, self.setting.model.n_layers, count)
+            # More than all of it is idle where stages differ, and the slowest has less to wait for.
+            microbatches *= 1 + idle * min(self.kernels.idle, 1.0)
         return microbatches + host_seconds(self.kernels, count)
 
     def _best_again(
@@ -257,24 +283,23 @@ class Search:
         """Return the fastest layout of a core that fits, if it beats a limit."""
         one, setting = core.layout, self.setting
         layers, count = setting.model.n_layers, one.microbatches(setting.train.batch)
+        least = _LEAST_IN_FLIGHT * self._activations(one, 0)
+        if self._is_too_large(least + self.prices.shardings.least_states(one, offloaded)):
+            self.reasons["does not fit"] += self._size_of([core], offloaded)
+            return None
         orders = as_fixed(self.pins, one, schedules(one.pp, layers, count))
+        paces, slow = self._paces.below(core, orders, limit)
+        if not any(pace.plain[1] < limit for pace in paces):
+            each = self._size_of([core], offloaded) // max(len(orders), 1)
+            for why, number in slow.items():
+                self.reasons[why] += number * each
+            self.reasons["slower"] += len(paces) * each
+            return None
         choices = self.prices.shardings.of(one, offloaded)
-        if not choices:
-            return None
-        states = min(choice.states[0] for choice in choices)
-        least = _LEAST_IN_FLIGHT * self._activations(one, 0) + states
-        if least > self.limit and self.nearest is not None and least >= self.nearest[0]:
-            self.reasons["does not fit"] += len(choices) * len(orders)
-            return None
-        fast, transfer = [], transfer_seconds(self.kernels, one, work_of(setting, one))
-        for order in orders:
-            why = dominated(order, layers, one.pp)
-            if why is None:
-                pace = self._pace(one, order, count, transfer)
-                if pace.plain[1] < limit:  # without a message of data parallelism
-                    fast.append(pace)
-                    continue
-            self.reasons[why or "slower"] += len(choices)
+        for why, number in slow.items():
+            self.reasons[why] += number * len(choices)
+        fast = [pace for pace in paces if pace.plain[1] < limit]
+        self.reasons["slower"] += (len(paces) - len(fast)) * len(choices)
         parts = self.prices.parts(one)
         units = {choice.unit for choice in choices} if fast else ()
         waits = {unit: unit_waits(self.kernels, unit, parts) for unit in units if not unit.is_none}
@@ -292,20 +317,9 @@ class Search:
             self._note_unfit(held.total, one, schedule, choice)
         return None
 
-    def _pace(self, one: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
-        """Return the pace of a core in a schedule of so many microbatches."""
-        setting, kernels = self.setting, self.kernels
-        layout = with_schedule(one, schedule)
-        # One that splits the backward of a cut layer hides fewer messages.
-        parts = self.prices.parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
-        times = Counter(held_by(setting, layout))
-        copies = copy_waits(setting, kernels, layout, parts)
-        sums = sums_of(setting, kernels, layout)
-        base = {
-            held: parts.total(held) + copies.of(held, schedule.virtual) + sums.of(held)
-            for held in times
-        }
-        return Pace(schedule, layout, count, parts, times, base, transfer, kernels)
+    def _is_too_large(self, least: float) -> bool:
+        """Whether at least so many bytes do not fit, and something else comes as near to it."""
+        return least > self.limit and self.nearest is not None and least >= self.nearest[0]
 
     def _of_schedule(
         self,
@@ -360,7 +374,7 @@ class Search:
             self.nearest = (needed, self._with(one, schedule, choice))
 
 
-def _worst(best: dict[tuple[int, ...], tuple[float, Layout]], top: int) -> float:
+def _worst(best: _OfDivisions, top: int) -> float:
     if len(best) < top:
         return float("inf")
     return heapq.nsmallest(top, (seconds for seconds, _ in best.values()))[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import ge
@@ -50,6 +51,7 @@ class Shardings:
     def __init__(self, setting: Setting, kernels: Kernels, pins: Pins) -> None:
         self.setting, self.kernels, self.pins = setting, kernels, pins
         self._known: dict[tuple[object, ...], list[Choice]] = {}
+        self._least: dict[tuple[object, ...], float] = {}
         self._units: dict[tuple[object, ...], UnitSeconds] = {}
         self._states: dict[tuple[object, ...], float] = {}
         self._once: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -69,6 +71,27 @@ class Shardings:
                 ]
             )
         return self._known[key]
+
+    def least_states(self, one: Layout, offloaded: tuple[Offload, ...]) -> float:
+        """Return the fewest bytes of model states on the first rank of a division's choices.
+
+        Infinite where it has no choice.
+        """
+        is_summed = one.microbatches(self.setting.train.batch) > 1
+        key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.etp, offloaded, is_summed)
+        if key not in self._least:
+            self._least[key] = min(
+                (
+                    sum(term.bytes for term in model_states(self.setting, layout, held[0]))
+                    for sharding in shardings(one.dp_replicate, one.cp, one.expert_data)
+                    for offload in offloads(sharding.zero, offloaded)
+                    for layout in [with_sharding(one, sharding, offload)]
+                    if obeys(self.pins, layout, OF_SHARDING)
+                    for held in [held_by(self.setting, layout)]
+                ),
+                default=math.inf,
+            )
+        return self._least[key]
 
     def _choice(
         self, one: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
