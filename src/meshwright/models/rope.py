@@ -38,9 +38,10 @@ class Rope:
         self.row = length
         bases = spec.rotary_bases or (RotaryBase(spec.rope_theta, spec.rope_scaling is not None),)
         self.bases: tuple[RotaryBase, ...] = bases
-        self._is_long = False
-        # By whether they are of long documents.
+        # By whether they are of long documents, and those of the rows at hand: a look-up by a flag
+        # would have blocks compiled for both of its values.
         self._tables: dict[bool, Sequence[_Table]] = {}
+        self._current: Sequence[_Table] | None = None
 
     def index(self, layer: int) -> int | None:
         """Return which table a layer uses; None if it rotates nothing."""
@@ -49,8 +50,9 @@ class Rope:
 
     def build(self, device: torch.device, length: int) -> None:
         """Compute the tables of positions 0 to `length` on a device, for rows of that length."""
-        self.row, self._is_long = length, self._long(length)
-        self._compute(device, length, self._is_long)
+        self.row, is_long = length, self._long(length)
+        self._compute(device, length, is_long)
+        self._current = self._tables[is_long]
 
     def is_long(self, lengths: Tensor | None) -> Tensor | None:
         """Return bool, of the shape of `lengths`: whether documents of such lengths are long.
@@ -77,8 +79,8 @@ class Rope:
                 f"longrope rotates rows of more than {bound} tokens by other frequencies: a cache "
                 f"of {cached} positions cannot grow to {stop}; start over with an empty one"
             )
-        self._is_long = self._long(stop)
-        for is_long in (False, True) if both else (self._is_long,):
+        of_rows = self._long(stop)
+        for is_long in (False, True) if both else (of_rows,):
             have = self._tables.get(is_long)
             held = 0 if have is None else have[0][0].shape[0]
             if have is not None and have[0][0].device == device and held >= stop:
@@ -86,6 +88,7 @@ class Rope:
             # Twice what there was, so that growing token by token is not quadratic.
             grown = 2 * held if 0 < held < stop else 0
             self._compute(device, max(stop, self.length, grown), is_long)
+        self._current = self._tables[of_rows]
 
     def starts_anew(self, cached: int, stop: int) -> bool:
         """Return whether a forward up to `stop` needs other rotations than the cached positions."""
@@ -106,21 +109,13 @@ class Rope:
         With `is_long` (bool `[batch, seq]`) they are `[batch, 1, seq, rotary_dim]`: each token's by
         its document.
         """
+        assert self._current is not None, "reach() comes first"
         if is_long is None:
-            return self._lookup(self._is_long, start, stop, positions, index)
-        pairs = (self._lookup(kind, start, stop, positions, index) for kind in (True, False))
+            return _at(self._current[index], start, stop, positions)
+        pairs = (_at(self._tables[kind][index], start, stop, positions) for kind in (True, False))
         which = is_long[:, None, :, None]
         cos, sin = (torch.where(which, long, short) for long, short in zip(*pairs, strict=True))
         return cos, sin
-
-    def _lookup(
-        self, is_long: bool, start: int, stop: int, positions: Tensor | None, index: int
-    ) -> _Table:
-        assert is_long in self._tables, "reach() comes first"
-        cos, sin = self._tables[is_long][index]
-        if positions is not None:
-            return cos[positions], sin[positions]
-        return cos[start:stop], sin[start:stop]
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tables that forwards look up."""
@@ -147,6 +142,14 @@ class Rope:
                 cos, sin = angles.cos().mul_(factor), angles.sin().mul_(factor)
                 tables.append((cos.to(device), sin.to(device)))
         self._tables[is_long], self.length = tables, length
+
+
+def _at(table: _Table, start: int, stop: int, positions: Tensor | None) -> _Table:
+    """Return a table's rows at some positions, or from one to another."""
+    cos, sin = table
+    if positions is not None:
+        return cos[positions], sin[positions]
+    return cos[start:stop], sin[start:stop]
 
 
 def lengths_of(segments: Tensor) -> Tensor:
