@@ -21,6 +21,7 @@ from meshwright.interop.documents import read_split
 from meshwright.interop.family import ForeignModel, take_family
 from meshwright.interop.source import ImportSource
 from meshwright.spec.families.layers import StoredLayer
+from meshwright.spec.model import MOST_LAYERS
 from meshwright.spec.resolve import BUILTIN_VOCAB, tokenizer_json_size
 from meshwright.units import round_up
 
@@ -160,7 +161,7 @@ def _layers(source: ImportSource, experts: int) -> list[StoredLayer]:
     every = source.whole("moe_expert_interval") or 1
     return [
         StoredLayer(window, dense=experts > 0 and at % every != 0)
-        for at in range(source.whole("num_layers") or 1)
+        for at in range(min(source.whole("num_layers") or 1, MOST_LAYERS))
     ]
 
 

@@ -229,7 +229,7 @@ def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str,
 
 def _layers(source: ImportSource, experts: int) -> list[StoredLayer]:
     """Return the window of each layer, whether it rotates, and whether it has one MLP."""
-    count = source.whole("num-layers") or 1
+    count = min(source.whole("num-layers") or 1, MOST_LAYERS)  # more are refused as a number
     window = _window(source)
     has_window = [window is not None] * count
     if window is not None:
