@@ -148,12 +148,11 @@ def _read_schedule(source: ImportSource) -> None:
     elif decay is not None:
         source.translate(decay_key, {"optimizer.schedule_steps": decay})
     for key, warmup in (
-        ("lr-warmup-iters", source.get("lr-warmup-iters")),
+        ("lr-warmup-iters", source.number("lr-warmup-iters", 0.0)),
         ("lr-warmup-samples", source.number("lr-warmup-samples", 0.0) // batch),
         ("lr-warmup-fraction", source.number("lr-warmup-fraction", 0.0) * (decay or steps or 0)),
     ):
-        if warmup is not None:
-            source.translate(key, {"optimizer.warmup_steps": round(warmup)})
+        source.translate(key, {"optimizer.warmup_steps": round(warmup)})
     if source.target("optimizer.warmup_steps") is None:
         source.fill("optimizer.warmup_steps", 0, "Megatron's default: no warm-up")
     lr = source.number("lr", 0.0)
