@@ -38,12 +38,25 @@ def read_parallel(source: ImportSource) -> None:
             source.honour(key, note="off")
         elif (size := source.whole(key)) is not None:
             source.honour(key, {to: size})
+    _read_experts(source)
     size = source.whole("sequence_parallel_size")
     if size is not None:
         note = "heads are exchanged as Ulysses does"
         degree: dict[str, Any] = {"layout.cp": size}
         kind = {"layout.cp_kind": "ulysses"} if size > 1 else {}
         source.translate("sequence_parallel_size", degree | kind, note)
+
+
+def _read_experts(source: ImportSource) -> None:
+    """Take that experts stay whole where tensor parallelism divides the other matrices."""
+    switch, key = "expert_parallel.enabled", "expert_parallel.expert_tensor_parallel_size"
+    if source.get(switch) is not True:
+        return
+    tp = source.target("layout.tp") or 1
+    to = {"layout.etp": 1} if tp > 1 else {}
+    source.translate(switch, to, "layout.ep divides the experts that the model has")
+    if source.get(key) == 1:
+        source.honour(key, to)
 
 
 def read_precision(source: ImportSource) -> None:
@@ -100,6 +113,17 @@ def read_zero(source: ImportSource) -> None:
             note = "" if devices[key] == best else "params offloads the optimizer's states too"
             source.translate(key, {"layout.offload": best}, note)
     _read_mics(source)
+    read_saved_inputs(source, "activation_checkpointing.cpu_checkpointing")
+
+
+def read_saved_inputs(source: ImportSource, key: str) -> None:
+    """Take that the inputs of recomputed blocks are kept in host memory."""
+    if source.get(key) is not True:
+        source.honour(key, note="off")
+    elif source.target("layout.offload") in (None, "none", "activations"):
+        source.translate(key, {"layout.offload": "activations"}, "with layout.recompute = full")
+    else:
+        source.miss(key, "one kind of state is offloaded; nearest: layout.offload = activations")
 
 
 def _read_mics(source: ImportSource) -> None:

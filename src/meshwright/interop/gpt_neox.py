@@ -9,16 +9,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.interop.architecture import KeyValue, Traits, read_family
 from meshwright.interop.batch import read_batch
-from meshwright.interop.deepspeed import BATCH, read_precision, read_sgd, read_zero
+from meshwright.interop.deepspeed import (
+    BATCH,
+    read_precision,
+    read_saved_inputs,
+    read_sgd,
+    read_zero,
+)
 from meshwright.interop.documents import read_split
+from meshwright.interop.family import ForeignModel, take_family
 from meshwright.interop.source import ImportSource
+from meshwright.spec.families.layers import StoredLayer
+from meshwright.spec.model import MOST_LAYERS
 from meshwright.spec.resolve import BUILTIN_VOCAB, tokenizer_json_size
 from meshwright.units import round_up
 
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
 _PLAIN = {"gelu": "gelu", "silu": "silu", "swish": "silu"}
+
+_KEYS = {
+    "norm": ("norm",),
+    "gated_mlp": ("activation",),
+    "rotary_pct": ("rotary_pct",),
+    "parallel_residual": ("gpt_j_residual",),
+    "attention_bias": ("use_bias_in_attn_linear",),
+    "mlp_bias": ("use_bias_in_mlp",),
+    "expert_bias": ("use_bias_in_mlp",),
+    "experts": ("moe_num_experts",),
+    "top_k": ("moe_top_k",),
+    "expert_ffn_dim": ("moe_num_experts",),
+    "norm_top_k": ("moe_router_type",),
+    "window": ("sliding_window_width",),
+    "dense": ("moe_expert_interval",),
+    "n_kv_heads": ("num_kv_heads",),
+}
 
 
 def read_gpt_neox(source: ImportSource) -> None:
@@ -78,33 +103,66 @@ def _read_model(source: ImportSource) -> None:
     if activation not in _GATED | _PLAIN:
         source.refuse("activation", f"no {activation}; nearest: {', '.join(_GATED | _PLAIN)}")
         return
-    is_rms = norm.endswith("rmsnorm")
-    traits = Traits(
-        norm=KeyValue("norm", norm),
-        is_rms=is_rms,
-        activation=KeyValue("activation", activation),
-        is_gated=activation in _GATED,
-        rotary=KeyValue("rotary_pct", source.number("rotary_pct", 1.0)),
-        parallel=KeyValue("gpt_j_residual", source.get("gpt_j_residual", False)),
-    )
-    family = read_family(source, traits)
+    is_rms, is_gated = norm.endswith("rmsnorm"), activation in _GATED
     _read_activation(source, activation)
     _read_norm(source, is_rms)
-    if family == "neox" and source.get("num_kv_heads") not in (
-        None,
-        source.get("num_attention_heads"),
-    ):
-        source.refuse("num_kv_heads", "model.family = neox has a key/value head per head")
+    width = _read_ffn(source, is_gated)
+    heads, kv_heads = source.get("num_attention_heads"), source.get("num_kv_heads")
+    experts = source.whole("moe_num_experts") or 0
+    experts = experts if experts > 1 else 0
+    has_mlp_bias = bool(source.get("use_bias_in_mlp", True))
+    features = {
+        "norm": "rms" if is_rms else "layer",
+        "gated_mlp": is_gated,
+        "rotary_pct": source.number("rotary_pct", 1.0),
+        "parallel_residual": bool(source.get("gpt_j_residual", False)),
+        "attention_bias": bool(source.get("use_bias_in_attn_linear", True)),
+        "mlp_bias": has_mlp_bias and not experts,
+        **(_experts(source, experts, width) if experts else {}),
+    }
+    is_grouped = kv_heads not in (None, heads)
+    family = take_family(
+        source, ForeignModel(features, _KEYS, _layers(source, experts), is_grouped)
+    )
+    if is_grouped and family.grouped:
+        source.honour("num_kv_heads", {"model.n_kv_heads": kv_heads})
+    if source.get("use_qk_layernorm", False):
+        why = "one norm of all heads, which queries and keys share; nearest: model.qk_norm"
+        source.refuse("use_qk_layernorm", why)
     if source.get("gpt_j_residual", False):
         why = "attention and MLP have a norm each; nearest: gpt_j_tied = false"
         if source.get("gpt_j_tied", False):
             source.refuse("gpt_j_tied", why)
-    _read_ffn(source, activation in _GATED)
     tied = not source.get("no_weight_tying", False)
     if "no_weight_tying" in source.values:
         source.translate("no_weight_tying", {"model.tie_embeddings": tied})
     else:
         source.fill("model.tie_embeddings", tied, "GPT-NeoX ties the embeddings by default")
+
+
+def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str, Any]:
+    """Return the features of experts; those that tokens meet by Sinkhorn's rule are refused."""
+    kind = source.get("moe_router_type", "sinkhorn")
+    if kind != "topk":
+        why = f"no {kind}; nearest: topk, with train.router_aux_loss"
+        source.refuse("moe_router_type", why, default="sinkhorn")
+    if source.number("moe_jitter_eps", 0.0):
+        source.refuse("moe_jitter_eps", "no noise at the router; nearest: 0")
+    top_k = source.whole("moe_top_k") or 1
+    routing = {"experts": experts, "top_k": top_k, "expert_ffn_dim": width}
+    return {**routing, "norm_top_k": False}  # model/router.py: shares of the softmax of all
+
+
+def _layers(source: ImportSource, experts: int) -> list[StoredLayer]:
+    """Return the window of each layer, and whether it has one MLP."""
+    width = source.get("sliding_window_width")
+    # The kernel's window counts the tokens before a query, ours counts its own, too.
+    window = None if width is None else (source.whole("sliding_window_width") or 0) + 1
+    every = source.whole("moe_expert_interval") or 1
+    return [
+        StoredLayer(window, dense=experts > 0 and at % every != 0)
+        for at in range(min(source.whole("num_layers") or 1, MOST_LAYERS))
+    ]
 
 
 def _read_activation(source: ImportSource, activation: str) -> None:
@@ -135,11 +193,11 @@ def _read_norm(source: ImportSource, is_rms: bool) -> None:
         source.refuse("use_bias_in_norms", "LayerNorm has a bias")
 
 
-def _read_ffn(source: ImportSource, is_gated: bool) -> None:
-    """Set the width of the MLP as megatron/model/transformer.py's ParallelMLP has it."""
+def _read_ffn(source: ImportSource, is_gated: bool) -> int | None:
+    """Set the width of the MLP as megatron/model/transformer.py's ParallelMLP has it; return it."""
     dim = source.whole("hidden_size")
     if dim is None:
-        return
+        return None
     width = source.whole("intermediate_size")
     key = "intermediate_size"
     if width is None and source.get("expansion_factor") is not None:
@@ -158,6 +216,7 @@ def _read_ffn(source: ImportSource, is_gated: bool) -> None:
         source.fill("model.ffn_dim", inner, f"4 x hidden_size: {note}")
     if "mlp_multiple_of" in source.values:
         source.translate("mlp_multiple_of", {"model.ffn_dim": inner}, note)
+    return inner
 
 
 def _read_attention(source: ImportSource) -> None:
@@ -231,12 +290,17 @@ def _read_schedule(source: ImportSource) -> None:
     elif low is None and lr > 0:
         source.fill("optimizer.min_lr_ratio", 0.0, "GPT-NeoX's default of min_lr is 0")
     steps, decay = source.whole("train_iters"), source.whole("lr_decay_iters")
+    key = "lr_decay_iters"
+    if decay is None and steps is not None and source.get("lr_decay_fraction") is not None:
+        key, decay = "lr_decay_fraction", int(steps * source.number("lr_decay_fraction", 1.0))
     if decay is not None and steps is not None:
         if decay == steps or ours == "constant":
-            source.honour("lr_decay_iters", note="the schedule ends where training does")
+            source.honour(key, note="the schedule ends where training does")
+        elif decay < steps and ours == "cosine":
+            why = f"GPT-NeoX's cosine rises again after {decay} of {steps} steps; nearest: {steps}"
+            source.refuse(key, why, settled_by=["optimizer.schedule_steps"])
         else:
-            why = f"the schedule ends at the last step; train_iters = {steps}"
-            source.refuse("lr_decay_iters", why, settled_by=["train.steps"])
+            source.translate(key, {"optimizer.schedule_steps": decay})
     total = decay or steps
     if total is not None:
         share = source.number("warmup", 0.01)
@@ -248,6 +312,9 @@ def _read_schedule(source: ImportSource) -> None:
 
 
 def _read_recompute(source: ImportSource) -> None:
+    if source.get("checkpoint_activations", False) is not True:
+        source.ignore("checkpoint_in_cpu", "checkpoint_activations is not on")
+    read_saved_inputs(source, "checkpoint_in_cpu")
     if "checkpoint_activations" not in source.values:
         return
     is_on = bool(source.get("checkpoint_activations", False))

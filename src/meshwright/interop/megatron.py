@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.interop.architecture import KeyValue, Traits, read_family
 from meshwright.interop.batch import Names, read_batch
 from meshwright.interop.documents import read_split
+from meshwright.interop.megatron_experts import read_experts
+from meshwright.interop.megatron_model import read_model
 from meshwright.interop.source import ImportSource
 from meshwright.spec.resolve import BUILTIN_VOCAB
 from meshwright.units import round_up
 
 BATCH = Names("global-batch-size", "micro-batch-size", "(accumulation)")
-_ROTARY = "use-rotary-position-embeddings"
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -25,13 +25,19 @@ def read_megatron(source: ImportSource) -> None:
     _read_launcher(source)
     _read_parallel(source)
     if source.values.keys() & {"num-layers", "hidden-size"}:
-        _read_model(source)
+        read_model(source)
     _read_precision(source)
+    _read_fp8(source)
     _read_sharding(source)
     _read_batch_and_steps(source)
+    read_experts(source)
     _read_schedule(source)
     _read_recompute(source)
     _read_data(source)
+    minutes = source.number("distributed-timeout-minutes", 0.0)
+    if minutes > 0:
+        to = {"cluster.timeout": minutes * 60}
+        source.translate("distributed-timeout-minutes", to, "in seconds")
     source.finish()
 
 
@@ -73,77 +79,6 @@ def _read_parallel(source: ImportSource) -> None:
         source.translate(key, both)
 
 
-def _read_model(source: ImportSource) -> None:
-    norm = str(source.get("normalization", "LayerNorm"))
-    is_gated = source.get("swiglu", False) is True
-    traits = Traits(
-        norm=KeyValue("normalization", norm),
-        is_rms=norm == "RMSNorm",
-        activation=KeyValue("swiglu", "swiglu" if is_gated else "gelu"),
-        is_gated=is_gated,
-        rotary=KeyValue("rotary-percent", source.number("rotary-percent", 1.0)),
-        parallel=KeyValue("parallel-residual", False),
-    )
-    family = read_family(source, traits)
-    source.honour("swiglu", {"model.activation": "silu"}, "a gated MLP")
-    if not is_gated:
-        # The fused kernel, which the default and biases take, has the tanh form of GELU.
-        off = ("no-bias-gelu-fusion", "disable-bias-linear")
-        is_fused = not any(source.get(key) is True for key in off)
-        why = "Megatron's default: its fused kernel" if is_fused else "Megatron's default unfused"
-        source.fill("model.activation", "gelu_tanh" if is_fused else "gelu", why)
-        source.honour("no-bias-gelu-fusion", note="GELU without the tanh approximation")
-    kind = source.get("position-embedding-type", "learned_absolute")
-    if source.get(_ROTARY) is True or kind == "rope":
-        source.honour("position-embedding-type", note="as both families do")
-        source.honour(_ROTARY, note="as both families do")
-    else:
-        why = f"no {kind} positions; nearest: rope"
-        source.refuse("position-embedding-type", why, default="learned_absolute")
-    _read_heads(source, family)
-    dim = source.whole("hidden-size")
-    if dim is not None and source.get("ffn-hidden-size") is None:
-        # arguments.py: 4 h, and with swiglu 2/3 of it in multiples of 64
-        width = int(4 * dim * 2 / 3 / 64) * 64 if is_gated else 4 * dim
-        source.fill("model.ffn_dim", width, "Megatron's default of ffn-hidden-size")
-    _read_biases(source)
-    untied = source.get("untie-embeddings-and-output-weights", False) is True
-    source.translate("untie-embeddings-and-output-weights", {"model.tie_embeddings": not untied})
-    if not untied:
-        source.fill("model.tie_embeddings", True, "Megatron ties the embeddings by default")
-    if source.number("attention-dropout", 0.1) != 0:
-        why = "attention drops nothing; nearest: attention-dropout 0, or model.dropout"
-        source.refuse("attention-dropout", why, default=0.1)
-
-
-def _read_heads(source: ImportSource, family: str | None) -> None:
-    heads, groups = source.whole("num-attention-heads"), source.whole("num-query-groups")
-    is_grouped = source.get("group-query-attention", False) is True
-    if is_grouped and groups is not None:
-        if family == "neox" and groups != heads:
-            source.refuse("num-query-groups", "model.family = neox has a key/value head per head")
-            return
-        source.honour("num-query-groups", {"model.n_kv_heads": groups})
-        source.honour("group-query-attention", note="num-query-groups says it")
-    elif groups is not None:
-        source.ignore("num-query-groups", "group-query-attention is not on")
-    if heads is not None and not is_grouped:
-        source.fill("model.n_kv_heads", heads, "a key/value head per head")
-
-
-def _read_biases(source: ImportSource) -> None:
-    none = source.get("disable-bias-linear", False) is True
-    qkv = source.get("add-qkv-bias", False) is True
-    if none and qkv:
-        why = "queries, keys, values and the output have biases together or none"
-        source.refuse("add-qkv-bias", why)
-    biases = {"model.attention_bias": not none, "model.mlp_bias": not none}
-    source.translate("disable-bias-linear", biases)
-    if not none and "hidden-size" in source.values:
-        for key, value in biases.items():
-            source.fill(key, value, "Megatron's linear layers have biases by default")
-
-
 def _read_precision(source: ImportSource) -> None:
     on = [name for name in ("fp16", "bf16") if source.get(name) is True]
     if len(on) > 1:
@@ -156,6 +91,27 @@ def _read_precision(source: ImportSource) -> None:
         for name in ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window"):
             source.ignore(name, "of fp16")
         source.ignore("hysteresis", "of fp16")
+
+
+def _read_fp8(source: ImportSource) -> None:
+    """Take fp8 products whose tensors are scaled one by one at each use, as torchao does."""
+    kind = source.get("fp8-format")
+    if kind is None:
+        for key in [key for key in source.values if key.startswith("fp8-")]:
+            source.ignore(key, "of fp8-format")
+        return
+    recipe = source.get("fp8-recipe", "delayed")
+    settled = ["train.fp8"]
+    if kind != "hybrid":
+        why = "gradients are e5m2, the rest e4m3; nearest: hybrid"
+        source.refuse("fp8-format", why, settled_by=settled)
+    if recipe != "tensorwise":
+        why = f"no {recipe} scaling, tensors are scaled at each use; nearest: tensorwise"
+        source.refuse("fp8-recipe", why, settled_by=settled, default="delayed")
+    for key in ("fp8-format", "fp8-recipe", "fp8-param-gather"):
+        source.translate(key, {"train.fp8": True})
+    for key in ("fp8-margin", "fp8-interval", "fp8-amax-history-len", "fp8-amax-compute-algo"):
+        source.ignore(key, "of delayed scaling")
 
 
 def _read_sharding(source: ImportSource) -> None:
@@ -190,15 +146,13 @@ def _read_schedule(source: ImportSource) -> None:
     if decay is not None and decay == steps:
         source.honour(decay_key, note="the schedule ends where training does")
     elif decay is not None:
-        why = f"the schedule ends at the last step, {steps}; it asks for {decay}"
-        source.refuse(decay_key, why, settled_by=["train.steps"])
+        source.translate(decay_key, {"optimizer.schedule_steps": decay})
     for key, warmup in (
-        ("lr-warmup-iters", source.get("lr-warmup-iters")),
+        ("lr-warmup-iters", source.number("lr-warmup-iters", 0.0)),
         ("lr-warmup-samples", source.number("lr-warmup-samples", 0.0) // batch),
         ("lr-warmup-fraction", source.number("lr-warmup-fraction", 0.0) * (decay or steps or 0)),
     ):
-        if warmup is not None:
-            source.translate(key, {"optimizer.warmup_steps": round(warmup)})
+        source.translate(key, {"optimizer.warmup_steps": round(warmup)})
     if source.target("optimizer.warmup_steps") is None:
         source.fill("optimizer.warmup_steps", 0, "Megatron's default: no warm-up")
     lr = source.number("lr", 0.0)
@@ -228,7 +182,25 @@ def _read_recompute(source: ImportSource) -> None:
         source.honour("recompute-granularity", {"layout.recompute": kind})
 
 
+def _read_documents(source: ImportSource) -> None:
+    """Take what keeps the documents of a sample apart: attention and loss together, or neither."""
+    keys = ("reset-attention-mask", "eod-mask-loss")
+    on = [key for key in keys if source.get(key) is True]
+    if len(on) == len(keys):
+        for key in on:
+            source.translate(key, {"data.packing": "documents"})
+        source.honour("reset-position-ids", note="only differences of rotary positions matter")
+    elif on:
+        (other,) = (key for key in keys if key not in on)
+        why = f"data.packing = documents keeps both attention and targets apart; nearest: {other}"
+        source.refuse(on[0], why, settled_by=["data.packing"])
+    if source.get("reset-position-ids") is True:
+        why = "documents that see each other have positions of one sequence; nearest: "
+        source.refuse("reset-position-ids", why + " and ".join(keys), settled_by=["data.packing"])
+
+
 def _read_data(source: ImportSource) -> None:
+    _read_documents(source)
     kind, model = source.get("tokenizer-type"), source.get("tokenizer-model")
     settles = ["data.tokenizer"]
     if kind == "GPT2BPETokenizer" or (kind is None and source.get("vocab-file") is not None):
