@@ -210,14 +210,14 @@ from meshwright.spec.loading import load_config
 
 
 def test_a_room_has_its_tests_alone(says, pytester):
-    (pytester.path / "test_prices.py").write_text(
+    (pytester.path / "test_of_one_room.py").write_text(
         "from meshwright.predict.price import price\ndef test_one(): pass\n"
     )
     text = "def test_other(): pass\n"
     assert says(text)[1] == {"passed": 2}
     code, found, said = says(text, "--room", "predict")
     assert (code, found) == (0, {"passed": 1})
-    assert "test_prices.py::test_one" in said
+    assert "test_of_one_room.py::test_one" in said
     assert says(text, "--room", "predictions")[0] == 4
 
 

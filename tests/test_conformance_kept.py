@@ -71,6 +71,9 @@ def kept(world, case):
     if batch.segments is not None:
         batch = batch._replace(segments=batch.segments.long())  # as the sampler gives them
     batch = batch.at(parallel.positions).split(case.layout.microbatch)[0]
+    # Which tokens are data: a byte each, once for all layers.
+    unpadded = parallel._unpadded(batch)
+    parallel._unpadded = lambda batch: unpadded
     found = []
     for stage in program.held(groups.at["pp"]):
         ops = operations(program, stage, cp_rank=groups.at["cp"])

@@ -87,7 +87,7 @@ def test_a_rank_that_others_have_started_has_it_before_torch_reads_it(monkeypatc
 def test_ranks_of_proofs_and_measurements_on_gpus_have_it(monkeypatch):
     started = []
 
-    def ranks(command, world, folder, environ, *_):
+    def ranks(command, world, folder, environ, *_, **__):
         started.append((command, environ.get("TORCH_FR_BUFFER_SIZE")))
         raise Joined
 

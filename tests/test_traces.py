@@ -132,7 +132,7 @@ def test_local_ranks_on_gpus_are_started_with_it(folder, monkeypatch, device, co
     create(job)
     seen = {}
 
-    def ranks(command, world, folder, environ, *_):
+    def ranks(command, world, folder, environ, *_, **__):
         seen.update(environ)
         raise Started
 

@@ -177,9 +177,9 @@ def longest_context(
     def exactly(length: int) -> Prediction | None:
         if not fits(length):
             return None
-        found = Search(with_train(setting, seq_len=length), devices, margin).run(1)
-        is_fine = found.ranked and found.ranked[0].layout.offload == "none"
-        return found.ranked[0] if is_fine else None
+        one = with_train(setting, seq_len=length)
+        found = Search(one, devices, margin, {"offload": "none"}).run(1)
+        return found.ranked[0] if found.ranked else None
 
     octave = 1 << 10
     while octave < _LONGEST and fits(2 * octave):
