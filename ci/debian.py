@@ -16,10 +16,12 @@ class Package(NamedTuple):
     command: str
 
 
-# Namespaces for two hosts on one machine, and what torch's compiler calls.
+# Namespaces for two hosts on one machine, and what torch's compiler calls; it brings cc, too.
 BASE: Final = (
     Package("iproute2", "ip"),
     Package("g++", "g++"),
+    # What reads the core dumps of ranks that crash.
+    Package("gdb", "gdb"),
     # What emulates processors.
     Package("util-linux", "unshare"),
     Package("mount", "mount"),

@@ -57,10 +57,10 @@ EXTRAS: Final = {
     "peft": Extra(
         (
             *("tests/test_lora_peft.py", "tests/test_lora_experts_peft.py"),
-            "tests/test_sft_loops.py",
+            *("tests/test_sft_loops.py", "tests/test_chat_templates.py"),
         ),
         10,
-        ("peft", "accelerate"),
+        ("peft", "accelerate", "trl"),
     ),
     "schemas": Extra(
         ("tests/test_job_schemas.py",),

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from meshwright.data.chat_template import json_object
 from meshwright.data.encoders import ChatEncoder, encoder_of
 from meshwright.data.tokenizers import Tokenizer
-from meshwright.errors import DataError
-from meshwright.files import reading
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat
 
@@ -45,7 +44,7 @@ def stated_ends(folder: Path | None) -> list[int]:
     """
     for name in (GENERATION, MODEL) if folder is not None else ():
         assert folder is not None
-        ends = _object(folder / name).get("eos_token_id")
+        ends = json_object(folder / name).get("eos_token_id")
         found = [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
         if found:
             return found
@@ -75,13 +74,3 @@ def with_begin(content: bytes, begin: Sequence[int]) -> bytes:
         }
     body = parse_json(content) | {"post_processor": processor}
     return json.dumps(body, ensure_ascii=False, indent=2).encode()
-
-
-def _object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        with reading(path):
-            return dict(parse_json(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a JSON object") from error

@@ -192,8 +192,8 @@ def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplat
     `chat_template.jinja` comes before `chat_template` of tokenizer_config.json; of several there,
     the one named "default" is used. Raises DataError if there is no usable one.
     """
-    config = _object(tokenizer_file.with_name(CONFIG))
-    special = _object(tokenizer_file.with_name(SPECIAL)) | config
+    config = json_object(tokenizer_file.with_name(CONFIG))
+    special = json_object(tokenizer_file.with_name(SPECIAL)) | config
     tokens = {f"{name}_token": text for name in _TOKENS if (text := _text(special, name))}
     file = Path(given) if given else tokenizer_file.with_name(TEMPLATE)
     if given or file.is_file():
@@ -251,7 +251,11 @@ def _without_marks(text: str, marks: TemplateMarks) -> Rendered:
     return Rendered("".join(parts), tuple(marked), tuple(turns))
 
 
-def _object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, empty if there is no file.
+
+    Raises DataError for a file that is no JSON object.
+    """
     if not path.is_file():
         return {}
     try:
