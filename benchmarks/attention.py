@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.execute.allocations import events_of, pieces_of
-from meshwright.launch.ranks.rank_environ import rank_environ
 from meshwright.models import blockwise
 from meshwright.models.plain_attention import band
+from meshwright.parallel.allocations import events_of, pieces_of
+from meshwright.runtime.ranks.rank_environ import rank_environ
 
 # rows, heads, heads of keys, length, dim of a head
 SHAPES = (

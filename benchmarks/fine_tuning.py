@@ -24,13 +24,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.memory import measure
-from meshwright.execute.transport.world import World
+from meshwright.cost.price import worst_memory
+from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
-from meshwright.predict.price import worst_memory
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.transport.world import World
+from meshwright.planner.plan import setting_of
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
-from meshwright.search.plan import setting_of
 from meshwright.spec.loading import load_config
 from meshwright.spec.lora import Lora
 from meshwright.spec.model import ModelSpec

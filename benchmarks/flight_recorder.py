@@ -29,19 +29,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.execute.build import build, seeded
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.kernels.products import target_of
-from meshwright.execute.observe.collective_recorder import CollectiveRecorder
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.transport.groups import open_groups
-from meshwright.execute.transport.world import World
-from meshwright.launch.machines.machine import detect
 from meshwright.layout import resolve_layout
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.kernels.products import target_of
+from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.transport.world import World
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
+from meshwright.runtime.machines.machine import detect
 from meshwright.spec.loading import load_config
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer

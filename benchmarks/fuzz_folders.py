@@ -17,17 +17,17 @@ from meshwright.checkpoint.inspect import inspect
 from meshwright.checkpoint.tensors import Stored
 from meshwright.checkpoint.weights import load_model, write_weights
 from meshwright.errors import ConfigError
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.launch.certificate import BOUNDS, first_difference, on_another
-from meshwright.launch.pricing.planned import predicted
-from meshwright.launch.session import Run, prepare_job
-from meshwright.launch.supervise.diagnosis import diagnose
-from meshwright.launch.supervise.disk import runs_of
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import INDEX, load_hf, save_hf
+from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.program.profile import to_json
 from meshwright.program.shards import whole
 from meshwright.report.run import report
+from meshwright.runtime.certificate import BOUNDS, first_difference, on_another
+from meshwright.runtime.pricing.planned import predicted
+from meshwright.runtime.session import Run, prepare_job
+from meshwright.runtime.supervise.diagnosis import diagnose
+from meshwright.runtime.supervise.disk import runs_of
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec

@@ -16,6 +16,7 @@ from benchmarks.fuzz import Reader
 from benchmarks.fuzz_folders import TINY, files_of, make_folders
 from meshwright.cli import main as cli
 from meshwright.cli.prove import case_of_json
+from meshwright.cost.calibration import read_calibration
 from meshwright.data import load_tokenizer, train_bpe
 from meshwright.data.corpora import Files
 from meshwright.data.megatron import open_megatron, write_megatron
@@ -24,9 +25,8 @@ from meshwright.data.writer import prepare
 from meshwright.files import hash_file
 from meshwright.interop.importing import import_files
 from meshwright.layout import Layout, Machine, resolve_layout
-from meshwright.predict.calibration import read_calibration
+from meshwright.planner.saved import load_planned
 from meshwright.prove.case import Case
-from meshwright.search.saved import load_planned
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import build_config, load_config
 

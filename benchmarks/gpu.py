@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace, until: float) -> int:
     """Measure what there is time for, and print the page."""
     # Only now: they need what was looked for.
     from benchmarks.gpu_run import Run, has_failed
-    from meshwright.predict.catalogue import find_device
+    from meshwright.cost.catalogue import find_device
 
     find_device(args.preset)
     lacks = compiler_advice(os.environ, args.device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.bench.device import copy_rate, products
-from meshwright.predict.work import Product
+from meshwright.cost.work import Product
 
 _TRIED = 2**30
 # Large enough for the rate that kernels reach at best.

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from benchmarks.gpu_bench import Results
 from benchmarks.gpu_predicted import Trained
+from meshwright.cost.catalogue import find_device
 from meshwright.parsing import parse_toml
-from meshwright.predict.catalogue import find_device
 
 _HEAD: Final = (
     "| shape | layers | length | mode | tokens/s | MFU | causal | step | predicted | calibrated "

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_rows import Shape
-from meshwright.execute.machine.processor import processor
-from meshwright.layout import Layout
-from meshwright.predict.calibration import (
+from meshwright.cost.calibration import (
     Calibration,
     blocks_of,
     over_shipped,
     parse_calibration,
 )
-from meshwright.predict.price import price
-from meshwright.predict.setting import Setting
-from meshwright.predict.timeline import timeline
+from meshwright.cost.price import price
+from meshwright.cost.setting import Setting
+from meshwright.cost.timeline import timeline
+from meshwright.layout import Layout
+from meshwright.parallel.machine.processor import processor
+from meshwright.planner.plan import on_cluster, setting_of
 from meshwright.program.lower import lower
 from meshwright.program.model_flops import flops_per_token
-from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import Config, load_config
 
 

@@ -19,15 +19,15 @@ from benchmarks.gpu_check import driver_advice
 from benchmarks.gpu_page import machine_line, page, proof_line
 from benchmarks.gpu_predicted import Trained, layers_within
 from benchmarks.gpu_rows import MARGIN_S, Row, next_row
+from meshwright.cost.calibration import as_toml, blocks_of
+from meshwright.cost.catalogue import device_named, find_device
 from meshwright.files import write_atomic
-from meshwright.launch.machines.machine import detect
-from meshwright.launch.pricing.measured import source_of
-from meshwright.launch.ranks.rank_environ import rank_environ
 from meshwright.layout import Layout, Machine, resolve_layout
-from meshwright.predict.calibration import as_toml, blocks_of
-from meshwright.predict.catalogue import device_named, find_device
 from meshwright.prove.case import Case
 from meshwright.prove.shrink import shrink
+from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.pricing.measured import source_of
+from meshwright.runtime.ranks.rank_environ import rank_environ
 from meshwright.spec.loading import Config, load_config
 
 # Shares of the free memory that a prediction may fill: the second where the first was too much.

@@ -20,7 +20,7 @@ from pathlib import Path
 from meshwright.errors import MeshwrightError
 from meshwright.interop.importing import Imported, import_files
 from meshwright.interop.table import load_table
-from meshwright.launch.session import train
+from meshwright.runtime.session import train
 from meshwright.spec.loading import build_config
 
 SIZES = [

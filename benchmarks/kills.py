@@ -104,7 +104,7 @@ def is_rank(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"meshwright.launch.ranks.worker" in words
+    return b"meshwright.runtime.ranks.worker" in words
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

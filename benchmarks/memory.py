@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.memory import HeldMemory, measure
-from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
+from meshwright.parallel.transport.world import World
 from meshwright.program.lower import Program, lower
 from meshwright.prove.case import Case
 from meshwright.spec.model import ModelSpec

@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.published_fit import constants_toml, fit, fit_memory
 from benchmarks.published_left_out import by_left_out, print_left_out
-from meshwright.predict.calibration import Calibration, read_calibration, shipped_calibration
-from meshwright.predict.price import RankMemory, memory, price, worst_memory
-from meshwright.predict.rows import PricedRow, RowError, read_row
+from meshwright.cost.calibration import Calibration, read_calibration, shipped_calibration
+from meshwright.cost.price import RankMemory, memory, price, worst_memory
+from meshwright.cost.rows import PricedRow, RowError, read_row
 from meshwright.units import GIB
 
 # Predictions against a limit that the verdict may miss by before it is dangerous.

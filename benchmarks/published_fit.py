@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.predict.calibration import ANY, Calibration
-from meshwright.predict.price import worst_memory
-from meshwright.predict.step import step_time
-from meshwright.predict.systems import CAUSAL
+from meshwright.cost.calibration import ANY, Calibration
+from meshwright.cost.price import worst_memory
+from meshwright.cost.step import step_time
+from meshwright.cost.systems import CAUSAL
 from meshwright.units import GIB
 
 # Constants that are fitted, with the step in their logarithm and the bounds: by what they are of.

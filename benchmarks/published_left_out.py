@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.published_fit import fit
-from meshwright.predict.calibration import ANY, Calibration
-from meshwright.predict.measured import Measurement, correct
-from meshwright.predict.price import price
+from meshwright.cost.calibration import ANY, Calibration
+from meshwright.cost.measured import Measurement, correct
+from meshwright.cost.price import price
 
 # So many rows of a source and device are the measured one in turn; the errors are of all others.
 TURNS = 5

@@ -24,7 +24,7 @@ from benchmarks.published_left_out import (
     widened,
     widening,
 )
-from meshwright.predict.calibration import Calibration, shipped_calibration
+from meshwright.cost.calibration import Calibration, shipped_calibration
 from meshwright.units import GIB
 
 

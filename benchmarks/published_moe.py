@@ -23,9 +23,9 @@ from pathlib import Path
 
 from benchmarks.published import Measured, is_stated, read, spearman, summary, time_errors
 from benchmarks.published_fit import Free, constants_toml, descend, error_of
-from meshwright.predict.calibration import Calibration, shipped_calibration
-from meshwright.predict.rows import PricedRow, read_row
-from meshwright.predict.step import step_time
+from meshwright.cost.calibration import Calibration, shipped_calibration
+from meshwright.cost.rows import PricedRow, read_row
+from meshwright.cost.step import step_time
 
 # Step in the logarithm and bounds, as in `published_fit`.
 OF_DEVICE = {"times.once": (0.4, 0.05, 3.0), "experts.products": (0.2, 0.2, 1.5)}

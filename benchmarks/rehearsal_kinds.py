@@ -131,7 +131,7 @@ class Fault(NamedTuple):
     check: str
 
 
-_ROOM = "meshwright.execute"
+_ROOM = "meshwright.parallel"
 FAULTS = (
     Fault(
         "the batch's copy to the device is not waited for",

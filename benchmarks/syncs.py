@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshwright.execute.build import build, seeded
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.kernels.products import target_of
-from meshwright.execute.transport.groups import open_groups
-from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.kernels.products import target_of
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.transport.world import World
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

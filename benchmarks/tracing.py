@@ -31,10 +31,10 @@ import torch.multiprocessing as mp
 
 from benchmarks.flight_recorder import DEMO, RANKS, STEPS, Training, interval
 from meshwright.checkpoint.state import Trained
-from meshwright.execute.observe.collective_recorder import CollectiveRecorder
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.transport.world import World
-from meshwright.launch.machines.machine import detect
+from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.transport.world import World
+from meshwright.runtime.machines.machine import detect
 from meshwright.spec.loading import Config, load_config
 from meshwright.training.recording import MEMORY_AFTER, Recording
 from meshwright.training.run_folder import Job, RunFolder, RunTokenizer

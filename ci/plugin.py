@@ -3,7 +3,7 @@
 python -m pytest -p ci.plugin --no-skips tests/test_ray.py
 python -m pytest -p ci.plugin --no-skips --may-skip "needs a GPU" --may-skip tests/test_ray.py
 python -m pytest -p ci.plugin --share 2/3 -m slow
-python -m pytest -p ci.plugin --room predict
+python -m pytest -p ci.plugin --room cost
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from meshwright.execute.kernels.products import target_of
-from meshwright.execute.machine.processor import processor_facts
+from meshwright.parallel.kernels.products import target_of
+from meshwright.parallel.machine.processor import processor_facts
 from meshwright.spec.training import TrainSpec
 
 

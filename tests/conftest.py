@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from forking import Forks, Server
-from meshwright.execute.kernels.products import take_route
-from meshwright.launch.pricing.measured import VARIABLE
-from meshwright.predict.calibration import SHIPPED
+from meshwright.cost.calibration import SHIPPED
+from meshwright.parallel.kernels.products import take_route
+from meshwright.runtime.pricing.measured import VARIABLE
 from meshwright.spec.loading import load_config
 from outcomes import Outcomes
 from ranks import close_pools
@@ -59,7 +59,7 @@ def own_cache(caches, request, monkeypatch):
 def no_measurement(request, monkeypatch):
     """No test measures this machine but those that say so."""
     if request.node.get_closest_marker("perf") is None:
-        monkeypatch.setattr("meshwright.launch.measure.measuring._on_ranks", _not_here)
+        monkeypatch.setattr("meshwright.runtime.measure.measuring._on_ranks", _not_here)
 
 
 def _not_here(*_):

@@ -53,13 +53,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from meshwright.launch.ranks.rank_environ import ALLOCATOR
+from meshwright.runtime.ranks.rank_environ import ALLOCATOR
 
 FORKED: Final = {
     "meshwright",
-    "meshwright.launch.ranks.worker",
-    "meshwright.launch.proofs.proof_worker",
-    "meshwright.launch.measure.bench_worker",
+    "meshwright.runtime.ranks.worker",
+    "meshwright.runtime.proofs.proof_worker",
+    "meshwright.runtime.measure.bench_worker",
     *("benchmarks.gpu_ranks", "benchmarks.gpu_ranks_worker"),
     "ranks",
     "torch.distributed.run",  # its own ranks are started anew: it has threads
@@ -68,8 +68,8 @@ FORKED: Final = {
 PRELOADED: Final = (
     *("torch", "torch._dynamo", "torch.profiler", "safetensors.torch"),
     *("pytest", "hypothesis", "transformers", "meshwright.simulate.rehearse"),
-    *("meshwright.launch.ranks.worker", "meshwright.launch.proofs.proof_worker"),
-    *("meshwright.launch.measure.bench_worker", "meshwright.launch.session"),
+    *("meshwright.runtime.ranks.worker", "meshwright.runtime.proofs.proof_worker"),
+    *("meshwright.runtime.measure.bench_worker", "meshwright.runtime.session"),
     "meshwright.cli.train",
 )
 # Variables that the C library, torch and Python read once, as they are loaded.

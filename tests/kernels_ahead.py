@@ -19,8 +19,8 @@ from torch._inductor.async_compile import AsyncCompile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from meshwright.execute.loss import loss_and_gradient
 from meshwright.models import build_model, init_model
+from meshwright.parallel.loss import loss_and_gradient
 from meshwright.spec.resolve import model_spec
 
 ARCHITECTURES = (80, 90, 100)

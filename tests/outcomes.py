@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from meshwright.launch.supervise.restart import recoveries
+from meshwright.runtime.supervise.restart import recoveries
 
 
 class Outcome(NamedTuple):

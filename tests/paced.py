@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.execute.batch import Batch
-from meshwright.execute.pipeline import Pipeline, Scale
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.tensor_parallel.deferred import Deferral
-from meshwright.execute.transport.groups import Link
+from meshwright.parallel.batch import Batch
+from meshwright.parallel.pipeline import Pipeline, Scale
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.tensor_parallel.deferred import Deferral
+from meshwright.parallel.transport.groups import Link
 from meshwright.program.profile import RankProfile, Span
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from meshwright.launch.supervise.core_dumps import (
+from meshwright.runtime.supervise.core_dumps import (
     allow_core_dump,
     take_core_dump,
     write_stacks,
@@ -147,7 +147,7 @@ def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed as dist
 
-    from meshwright.execute.transport.world import World
+    from meshwright.parallel.transport.world import World
 
     faulthandler.enable()
     torch.set_num_threads(1)

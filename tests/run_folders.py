@@ -3,7 +3,6 @@
 import json
 import math
 
-from meshwright.launch.session import prepare_job
 from meshwright.program.lower import lower
 from meshwright.program.profile import (
     MemoryPoint,
@@ -14,6 +13,7 @@ from meshwright.program.profile import (
     to_json,
 )
 from meshwright.program.timing import end_times
+from meshwright.runtime.session import prepare_job
 from meshwright.training.run_folder import create
 from runs import clean_environ
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from meshwright.launch.supervise.supervisor import listen_on_loopback
+from meshwright.runtime.supervise.supervisor import listen_on_loopback
 
 TINY = [
     "model.dim=32",
@@ -26,7 +26,7 @@ def clean_environ():
 def faulty_worker(body: str):
     """A rank process that does something wrong, in place of the ordinary one."""
     code = f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n"
-    code += "from meshwright.launch.ranks import worker\nworker.main()\n"
+    code += "from meshwright.runtime.ranks import worker\nworker.main()\n"
     return lambda folder: [sys.executable, "-c", code, str(folder.path)]
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.launch import doctor
-from meshwright.launch.checks import start as checks
-from meshwright.launch.machines import accelerators
-from meshwright.launch.machines.accelerators import (
+from meshwright.runtime import doctor
+from meshwright.runtime.checks import start as checks
+from meshwright.runtime.machines import accelerators
+from meshwright.runtime.machines.accelerators import (
     Build,
     check_build,
     find_gpus,
@@ -17,7 +17,7 @@ from meshwright.launch.machines.accelerators import (
     torch_build,
     unused_note,
 )
-from meshwright.launch.measure import benchmark
+from meshwright.runtime.measure import benchmark
 from meshwright.spec.loading import load_config
 from meshwright.units import GIB, MIB
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
-from meshwright.predict.profile import predicted_profile
+from meshwright.planner.plan import on_cluster, setting_of
 from meshwright.program.lower import lower
 from meshwright.program.profile import RankProfile, StepProfile
 from meshwright.report.agreement import agreement
 from meshwright.report.terminal import summary
-from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
 from paced import Carried, Slept, idle, performed
 from ranks import on_ranks

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.launch.session import train
 from meshwright.program.profile import from_json, of_source
 from meshwright.report.agreement import agreement
 from meshwright.report.trace import chrome_trace
+from meshwright.runtime.session import train
 from meshwright.spec.loading import load_config
 from paced import idle
 from runs import TINY, clean_environ

@@ -12,15 +12,15 @@ from torch._inductor.fx_passes import micro_pipeline_tp
 
 from graphs import compiled
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.execute import build
-from meshwright.execute.tensor_parallel.async_tp import OPTIONS, take_async_tp
-from meshwright.execute.transport.groups import Link
-from meshwright.launch.machines.accelerators import Gpus
-from meshwright.launch.machines.engine import check_async_tp
-from meshwright.launch.session import prepare_job
 from meshwright.layout import Layout
 from meshwright.layout.rules import broken, nearest_legal
+from meshwright.parallel import build
+from meshwright.parallel.tensor_parallel.async_tp import OPTIONS, take_async_tp
+from meshwright.parallel.transport.groups import Link
 from meshwright.program.target import Target
+from meshwright.runtime.machines.accelerators import Gpus
+from meshwright.runtime.machines.engine import check_async_tp
+from meshwright.runtime.session import prepare_job
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec

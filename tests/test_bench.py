@@ -13,14 +13,14 @@ import torch.distributed as dist
 from meshwright.bench import blocks, links, shares
 from meshwright.bench.device import by_device, saturation
 from meshwright.cli.main import main
-from meshwright.execute.tensor_parallel.tp_regions import all_reduce
-from meshwright.execute.transport import shared
-from meshwright.execute.transport.groups import open_groups
-from meshwright.execute.transport.world import World, exchange
+from meshwright.cost.calibration import as_toml, parse_calibration, read_calibration
+from meshwright.cost.work import Product
 from meshwright.layout import Layout
-from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
-from meshwright.predict.work import Product
-from meshwright.search.plan import plan, setting_of
+from meshwright.parallel.tensor_parallel.tp_regions import all_reduce
+from meshwright.parallel.transport import shared
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.transport.world import World, exchange
+from meshwright.planner.plan import plan, setting_of
 from meshwright.spec.loading import load_config
 from ranks import on_ranks
 

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 from meshwright.cli.main import main
 from meshwright.data import open_data
-from meshwright.launch.peers.catalogue import PEERS, PeerSizes, ranks_of
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Task
-from meshwright.launch.peers.llama import Llama
-from meshwright.launch.peers.match import Entrant, line_up, random_tokens, table
-from meshwright.launch.peers.native import train
+from meshwright.runtime.peers.catalogue import PEERS, PeerSizes, ranks_of
+from meshwright.runtime.peers.common import ADAMW, CLIP_NORM, Task
+from meshwright.runtime.peers.llama import Llama
+from meshwright.runtime.peers.match import Entrant, line_up, random_tokens, table
+from meshwright.runtime.peers.native import train
 from meshwright.spec.training import DataSpec
 from ranks import on_ranks
 

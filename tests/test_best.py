@@ -9,11 +9,11 @@ import torch
 from meshwright.checkpoint.commit import old_steps, point, prune, steps
 from meshwright.cli import main
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.execute.transport.world import World
-from meshwright.launch.supervise.diagnosis import diagnose
 from meshwright.models.hf import load_hf
+from meshwright.parallel.transport.world import World
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
+from meshwright.runtime.supervise.diagnosis import diagnose
 from meshwright.spec.loading import load_config
 from meshwright.spec.stored import BEST, best_step, find_step
 from meshwright.training.best import LOSSES, Best, HeldOut

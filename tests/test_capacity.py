@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from meshwright.cli import main
-from meshwright.execute.build import build, seeded
-from meshwright.execute.expert_parallel.routing import take_counts
-from meshwright.execute.transport.groups import open_groups
-from meshwright.launch.supervise.view import experts_line
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.setting import imbalance_of
 from meshwright.layout import Layout
 from meshwright.models.balance import Balance, Sequences, full_at
 from meshwright.models.experts import ExpertMLP
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.setting import imbalance_of
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.expert_parallel.routing import take_counts
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.events import dropped_share
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
@@ -23,6 +22,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.parity import check, prove_parity
+from meshwright.runtime.supervise.view import experts_line
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks

@@ -2,10 +2,10 @@
 
 import pytest
 
-from meshwright.launch.certificate import certify
-from meshwright.launch.session import train
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
+from meshwright.runtime.certificate import certify
+from meshwright.runtime.session import train
 from runs import clean_environ, faulty_worker
 
 # Code that restores a rank's optimizer wrongly. On the same layout it does not show.
@@ -67,7 +67,7 @@ def test_a_certificate_is_refused_where_the_optimizer_is_restored_wrongly(
     def faulty(config, environ, out, resume=None):
         return train(config, environ, out, resume=resume, command=faulty_worker(code))
 
-    monkeypatch.setattr("meshwright.launch.certificate.train", faulty)
+    monkeypatch.setattr("meshwright.runtime.certificate.train", faulty)
     own = config("layout.tp=2")
     case = shrink(own.model, own.train, Layout.parse("tp2 mb2"))[0]
     verdicts = list(certify(own, case, tmp_path / "runs", clean_environ()))

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.record.flight_recorder_file import RECORD, RING_AT, SLOTS
-from meshwright.execute.record.tape import Tape
-from meshwright.execute.transport import channel, shared
-from meshwright.execute.transport.channel import LARGEST, ROOM, open_channel
-from meshwright.execute.transport.groups import open_groups
-from meshwright.execute.transport.world import World, exchange
-from meshwright.launch.supervise.explain import TIMED_OUT, lost_a_peer
 from meshwright.layout import Layout
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.record.flight_recorder_file import RECORD, RING_AT, SLOTS
+from meshwright.parallel.record.tape import Tape
+from meshwright.parallel.transport import channel, shared
+from meshwright.parallel.transport.channel import LARGEST, ROOM, open_channel
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.transport.world import World, exchange
+from meshwright.runtime.supervise.explain import TIMED_OUT, lost_a_peer
 from ranks import on_ranks, ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)

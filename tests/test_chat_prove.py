@@ -10,13 +10,13 @@ from loops import CHAT, DATA, OPTIMIZER, STEPS, plain_steps, sampled
 from loops import TRAIN as ROWS
 from meshwright.cli import main
 from meshwright.data import IGNORE
-from meshwright.execute.transport.groups import open_groups
-from meshwright.launch.proofs.proof import prove_cases
 from meshwright.layout import Layout
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.prove.parity import prove_parity
+from meshwright.runtime.proofs.proof import prove_cases
 from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec

@@ -6,12 +6,12 @@ import pytest
 
 from meshwright.cli import bench
 from meshwright.cli.main import main
-from meshwright.launch.ranks.rank_environ import ALLOCATOR, rank_environ, sets_allocator
+from meshwright.cost.calibration import as_toml
 from meshwright.layout import Layout, Machine
-from meshwright.predict.calibration import as_toml
-from meshwright.search.choices import choices, rows_of
-from meshwright.search.compiling import CompileChoice
-from meshwright.search.plan import setting_of
+from meshwright.planner.choices import choices, rows_of
+from meshwright.planner.compiling import CompileChoice
+from meshwright.planner.plan import setting_of
+from meshwright.runtime.ranks.rank_environ import ALLOCATOR, rank_environ, sets_allocator
 from meshwright.spec.loading import load_config
 
 MACHINE = Machine("cpu", 2, 2, "two cores", is_fixed=False)

@@ -199,23 +199,23 @@ def test_a_test_belongs_to_the_room_that_it_imports_most_of():
 import pytest
 import meshwright
 from meshwright.errors import ConfigError
-from meshwright.predict.price import brief, price
+from meshwright.cost.price import brief, price
 from meshwright.spec.loading import load_config
 """
-    assert rooms_of(text) == {"predict"}
-    assert rooms_of(text + "import meshwright.spec.resolve\n") == {"predict", "spec"}
+    assert rooms_of(text) == {"cost"}
+    assert rooms_of(text + "import meshwright.spec.resolve\n") == {"cost", "spec"}
     assert rooms_of("from meshwright import units") == set()
     assert rooms_of(text + "from benchmarks.gpu import main, one, two\n") == set()
-    assert rooms_of("import meshwright.predict.price as spec") == {"predict"}
+    assert rooms_of("import meshwright.cost.price as spec") == {"cost"}
 
 
 def test_a_room_has_its_tests_alone(says, pytester):
     (pytester.path / "test_of_one_room.py").write_text(
-        "from meshwright.predict.price import price\ndef test_one(): pass\n"
+        "from meshwright.cost.price import price\ndef test_one(): pass\n"
     )
     text = "def test_other(): pass\n"
     assert says(text)[1] == {"passed": 2}
-    code, found, said = says(text, "--room", "predict")
+    code, found, said = says(text, "--room", "cost")
     assert (code, found) == (0, {"passed": 1})
     assert "test_of_one_room.py::test_one" in said
     assert says(text, "--room", "predictions")[0] == 4

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from meshwright.launch.proofs.proof import prove_cases
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
+from meshwright.runtime.proofs.proof import prove_cases
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from runs import clean_environ

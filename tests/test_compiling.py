@@ -15,16 +15,16 @@ from meshwright.bench.blocks import bytes_moved, own, stack
 from meshwright.bench.compiling import compiling
 from meshwright.cli import bench
 from meshwright.cli.main import main
+from meshwright.cost.calibration import as_toml
+from meshwright.cost.price import price
 from meshwright.errors import EXIT_REFUSED, ConfigError
-from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
-from meshwright.launch.pricing.planned import settled
 from meshwright.layout import Layout, Machine
-from meshwright.predict.calibration import as_toml
-from meshwright.predict.price import price
+from meshwright.planner.compiling import choose, with_compile
+from meshwright.planner.plan import plan, setting_of
+from meshwright.planner.saved import load_planned
 from meshwright.prove.case import Case
-from meshwright.search.compiling import choose, with_compile
-from meshwright.search.plan import plan, setting_of
-from meshwright.search.saved import load_planned
+from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
+from meshwright.runtime.pricing.planned import settled
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
 from meshwright.training.run_folder import RunFolder, compiled_as

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.launch.supervise import core_dumps
-from meshwright.launch.supervise.core_dumps import (
+from meshwright.runtime.supervise import core_dumps
+from meshwright.runtime.supervise.core_dumps import (
     allow_core_dump,
     core_dump,
     crash_stack,

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.launch.pricing.correcting import AT, Correcting, correcting
-from meshwright.launch.pricing.correction import corrected_event, main
-from meshwright.launch.pricing.measured import VARIABLE, as_measured_here
 from meshwright.layout import Layout, Machine
+from meshwright.planner.plan import explain, setting_of
 from meshwright.program.events import Events
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
-from meshwright.search.plan import explain, setting_of
+from meshwright.runtime.pricing.correcting import AT, Correcting, correcting
+from meshwright.runtime.pricing.correction import corrected_event, main
+from meshwright.runtime.pricing.measured import VARIABLE, as_measured_here
 from meshwright.spec.loading import load_config
 from meshwright.training.run_folder import Job, RunTokenizer, choose_folder, create
 from run_folders import step_event

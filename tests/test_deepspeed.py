@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.checkpoint.weights import load_model
 from meshwright.errors import ConfigError
-from meshwright.launch.session import train
+from meshwright.runtime.session import train
 from runs import clean_environ
 
 REFUSED = [

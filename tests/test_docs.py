@@ -15,8 +15,8 @@ from benchmarks.fault_cases import CASES
 
 from meshwright.cli import main
 from meshwright.cli.common import read_config
-from meshwright.launch.machines.machine import detect
 from meshwright.layout import resolve_layout
+from meshwright.runtime.machines.machine import detect
 from meshwright.spec.loading import KEYS
 
 pytestmark = pytest.mark.early

@@ -10,13 +10,13 @@ import pytest
 from faulty import start_train, wait_for, wait_for_steps
 from meshwright.cli import main
 from meshwright.errors import RankFailed
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.launch.doctor import examine_config, examine_machine
-from meshwright.launch.session import prepare_job, train
-from meshwright.launch.supervise import diagnosis
-from meshwright.launch.supervise.diagnosis import diagnose
-from meshwright.launch.supervise.explain import Witness, explain, mismatch
-from meshwright.launch.supervise.watchdog import Watchdog
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.runtime.doctor import examine_config, examine_machine
+from meshwright.runtime.session import prepare_job, train
+from meshwright.runtime.supervise import diagnosis
+from meshwright.runtime.supervise.diagnosis import diagnose
+from meshwright.runtime.supervise.explain import Witness, explain, mismatch
+from meshwright.runtime.supervise.watchdog import Watchdog
 from meshwright.spec.words import busy
 from meshwright.training.events import JsonLines
 from meshwright.training.run_folder import RunFolder
@@ -56,7 +56,7 @@ def recorders(tmp_path, clock):
 
 
 def said(folder, *processes):
-    from meshwright.execute.record.flight_recorder_file import read_flight_recorder
+    from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
 
     found = [
         Witness(rank, read_flight_recorder(folder.flight_recorder(rank)), process)

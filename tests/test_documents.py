@@ -8,12 +8,12 @@ from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.data.sampler import Rows
-from meshwright.execute.batch import Batch, Feed
-from meshwright.execute.kernels import documents
-from meshwright.execute.kernels.block_attention import has_cuda_flash
-from meshwright.execute.kernels.documents import attend_documents, bounds_of, takes_bounds
 from meshwright.models.attention import attend
 from meshwright.models.context import causal_mask
+from meshwright.parallel.batch import Batch, Feed
+from meshwright.parallel.kernels import documents
+from meshwright.parallel.kernels.block_attention import has_cuda_flash
+from meshwright.parallel.kernels.documents import attend_documents, bounds_of, takes_bounds
 from meshwright.program.attention import ScoreBounds
 from syncs import Syncs
 
@@ -106,7 +106,7 @@ def by_loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=None):
 
 def test_a_gpu_gets_all_documents_in_one_call(monkeypatch):
     """What the kernel is handed, with a stand-in for the kernel: it was not run on a GPU here."""
-    from meshwright.execute.kernels import documents
+    from meshwright.parallel.kernels import documents
 
     monkeypatch.setattr(varlen, "varlen_attn", by_loop)
     tensors = draw(torch.float64)

@@ -11,7 +11,6 @@ import pytest
 from meshwright.cli import main
 from meshwright.cli import prove as command
 from meshwright.errors import ConfigError
-from meshwright.launch.proofs import proof
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.prove.case import SGD, Case
@@ -19,6 +18,7 @@ from meshwright.prove.draw import WORLDS, draw
 from meshwright.prove.outcome import Outcome
 from meshwright.prove.smallest import smallest
 from meshwright.prove.verdict import Verdict
+from meshwright.runtime.proofs import proof
 from meshwright.spec.model import ModelSpec
 
 pytestmark = pytest.mark.early

@@ -13,10 +13,10 @@ import traceback
 
 import pytest
 
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.record.flight_recorder_file import forget, read_flight_recorder
-from meshwright.launch.session import train
-from meshwright.launch.supervise.supervisor import failure_of
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.record.flight_recorder_file import forget, read_flight_recorder
+from meshwright.runtime.session import train
+from meshwright.runtime.supervise.supervisor import failure_of
 from meshwright.training.events import JsonLines
 from meshwright.training.run_folder import RunFolder
 from runs import clean_environ, faulty_worker
@@ -241,7 +241,7 @@ def test_one_that_was_killed_comes_before_one_that_could_not_say_why(tmp_path, m
     folder = RunFolder(tmp_path)
     full = "; the disk of {} is full, so that it could not say why"
     monkeypatch.setattr(
-        "meshwright.launch.supervise.supervisor.is_full", lambda path: path == tmp_path
+        "meshwright.runtime.supervise.supervisor.is_full", lambda path: path == tmp_path
     )
     mute, killed = failure_of(folder, 0, 3), failure_of(folder, 1, -9)
     assert mute.cause.endswith(full.format(tmp_path))
@@ -282,7 +282,7 @@ def fill(name):
             pass
 if attempt:
     fill(f"again-{rank}")
-from meshwright.launch.ranks.worker import FlightRecorder
+from meshwright.runtime.ranks.worker import FlightRecorder
 phase = FlightRecorder.phase
 def entered(self, name):
     phase(self, name)

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.execute.expert_parallel.dispatch import _Trade
-from meshwright.execute.transport.groups import open_groups
+from meshwright.cost.setting import work_of
 from meshwright.layout import Layout
-from meshwright.predict.setting import work_of
+from meshwright.parallel.expert_parallel.dispatch import _Trade
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.planner.plan import setting_of
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import build_small, mine, program_of
-from meshwright.search.plan import setting_of
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec

@@ -16,17 +16,17 @@ from meshwright.checkpoint.restore import StoredSource, newest_good, restore, st
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
 from meshwright.cli import main
-from meshwright.execute.build import build, seeded
-from meshwright.execute.data_parallel.data import replicas_of
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.expert_parallel.dispatch import send_to_experts
-from meshwright.execute.observe import measured
-from meshwright.execute.record.flight_recorder_file import Group
-from meshwright.execute.transport.groups import Link, open_groups
-from meshwright.launch.supervise.explain import mismatch
 from meshwright.layout import Layout
 from meshwright.models.experts import Experts
 from meshwright.models.routers import Routing, same
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.data_parallel.data import replicas_of
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.expert_parallel.dispatch import send_to_experts
+from meshwright.parallel.observe import measured
+from meshwright.parallel.record.flight_recorder_file import Group
+from meshwright.parallel.transport.groups import Link, open_groups
+from meshwright.planner.plan import plan
 from meshwright.program.lower import lower
 from meshwright.program.messages import Axis
 from meshwright.prove.batches import make_batch
@@ -35,7 +35,7 @@ from meshwright.prove.compare import mine
 from meshwright.prove.parity import prove_parity
 from meshwright.prove.shrink import shrink
 from meshwright.report import causes
-from meshwright.search.plan import plan
+from meshwright.runtime.supervise.explain import mismatch
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import active_parameter_count
 from meshwright.spec.resolve import model_spec

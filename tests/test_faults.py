@@ -18,10 +18,10 @@ from meshwright.checkpoint.tensors import Chunk, Stored, write_chunks
 from meshwright.checkpoint.weights import load_model, write_weights
 from meshwright.data.sampler import IGNORE
 from meshwright.errors import CheckpointError, MeshwrightError, RankFailed
-from meshwright.execute.build import seeded
 from meshwright.layout import Layout
 from meshwright.models import build_model, init_model
 from meshwright.models.files import MAX_TENSORS
+from meshwright.parallel.build import seeded
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine

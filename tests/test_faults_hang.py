@@ -134,7 +134,7 @@ def test_a_rank_that_holds_the_gil_does_not_outlive_its_supervisor(corpus, tmp_p
 
 
 SKIP = """
-from meshwright.execute.parallel import Parallel
+from meshwright.parallel.apply import Parallel
 real, calls = Parallel.count_targets, []
 def count(self, batch):
     calls.append(1)
@@ -146,7 +146,7 @@ Parallel.count_targets = count
 OTHER = """
 import torch
 import torch.distributed as dist
-from meshwright.execute.parallel import Parallel
+from meshwright.parallel.apply import Parallel
 real, calls = Parallel.count_targets, []
 def count(self, batch):
     calls.append(1)

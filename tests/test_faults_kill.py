@@ -14,9 +14,9 @@ import pytest
 from faulty import RUN, TENSOR, events_of, last_files, of
 from meshwright.checkpoint.commit import PLACES, step_name, steps
 from meshwright.errors import ConfigError, NoProgress, RankFailed
-from meshwright.launch.ranks.fault import ACTIONS, Fault
-from meshwright.launch.supervise.diagnosis import diagnose
-from meshwright.launch.supervise.restart import recoveries
+from meshwright.runtime.ranks.fault import ACTIONS, Fault
+from meshwright.runtime.supervise.diagnosis import diagnose
+from meshwright.runtime.supervise.restart import recoveries
 from runs import TINY, clean_environ
 
 # --- a killed rank (cases 1, 25) -------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_twenty_restarts_of_twenty(go, whole):
 
 # Acts from the second step of an attempt on, so that each attempt commits one.
 EVERY_OTHER = """
-import meshwright.launch.ranks.inject as inject
+import meshwright.runtime.ranks.inject as inject
 act = inject.Injector.__call__
 seen = set()
 def later(self, phase, step):
@@ -162,7 +162,7 @@ def test_without_checkpoints_later_steps_are_progress(go):
 @pytest.mark.slow
 def test_what_another_attempt_cannot_help_is_not_tried(go):
     body = (
-        "import meshwright.launch.ranks.worker as worker\n"
+        "import meshwright.runtime.ranks.worker as worker\n"
         "from meshwright.errors import DataError\n"
         "def refuse(*a, **k):\n    raise DataError('the data is gone')\n"
         "worker.open_data = refuse"
@@ -304,6 +304,6 @@ def test_faults_are_parsed_strictly():
 
 
 def test_every_action_has_a_deed():
-    from meshwright.launch.ranks.inject import _DEEDS
+    from meshwright.runtime.ranks.inject import _DEEDS
 
     assert tuple(_DEEDS) == ACTIONS

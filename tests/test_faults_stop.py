@@ -29,9 +29,9 @@ from faulty import (
 )
 from meshwright.checkpoint.weights import load_model
 from meshwright.errors import ConfigError
-from meshwright.launch.checks.resuming import Resume
-from meshwright.launch.session import train
-from meshwright.launch.supervise.lock import RunLock
+from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.session import train
+from meshwright.runtime.supervise.lock import RunLock
 from runs import clean_environ, rank_pids
 
 LONG = ["train.steps=100000", "layout.dp_replicate=2"]
@@ -163,7 +163,7 @@ def test_a_lock_of_a_dead_process_is_taken_over_once_its_ranks_are_gone(tmp_path
     path = tmp_path / "lock"
     code = (
         "import os, subprocess, sys\n"
-        "from meshwright.launch.supervise.lock import RunLock\nfrom pathlib import Path\n"
+        "from meshwright.runtime.supervise.lock import RunLock\nfrom pathlib import Path\n"
         f"lock = RunLock(Path({str(path)!r})).__enter__()\n"
         "child = subprocess.Popen(['sleep', '60'], pass_fds=[lock.descriptor],"
         " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"

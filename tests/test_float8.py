@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from graphs import compiled
+from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
-from meshwright.execute.build import build, seeded
-from meshwright.execute.transport.groups import open_groups
-from meshwright.launch.machines import engine
-from meshwright.launch.session import prepare_job
 from meshwright.layout import Layout
 from meshwright.layout.rules import broken, nearest_legal
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.target import Target
@@ -22,6 +20,8 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
 from meshwright.prove.suite import Suite
+from meshwright.runtime.machines import engine
+from meshwright.runtime.session import prepare_job
 from meshwright.simulate.on_standin import watch
 from meshwright.simulate.rehearse import rehearse
 from meshwright.spec.parts import parts

@@ -19,19 +19,19 @@ from faulty import events_of, of
 from meshwright.checkpoint.commit import LOCK, clean, purge, steps
 from meshwright.cli import main
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.launch.ranks.worker import record_failure
-from meshwright.launch.session import train
-from meshwright.launch.supervise.diagnosis import diagnose
-from meshwright.launch.supervise.elastic import restarted
-from meshwright.launch.supervise.lock import read_holder, refused
-from meshwright.launch.supervise.restart import run_attempts
-from meshwright.launch.supervise.supervisor import RanksFailed, failure_of
+from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.program.events import Events
 from meshwright.report.markup import Html, escape
 from meshwright.report.page import Page, grid, prose, titled
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
+from meshwright.runtime.ranks.worker import record_failure
+from meshwright.runtime.session import train
+from meshwright.runtime.supervise.diagnosis import diagnose
+from meshwright.runtime.supervise.elastic import restarted
+from meshwright.runtime.supervise.lock import read_holder, refused
+from meshwright.runtime.supervise.restart import run_attempts
+from meshwright.runtime.supervise.supervisor import RanksFailed, failure_of
 from meshwright.spec.loading import load_config
 from meshwright.training.events import JsonLines, _Scalars
 from meshwright.training.run_folder import read_job, resumed_folder

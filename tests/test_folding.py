@@ -6,17 +6,17 @@ from itertools import product
 import pytest
 import torch
 
-from meshwright.execute.context_parallel.context import positions
-from meshwright.execute.transport.groups import open_groups
+from meshwright.cost.catalogue import cluster_of, find_device
 from meshwright.layout import Layout, broken, nearest_legal
-from meshwright.predict.catalogue import cluster_of, find_device
+from meshwright.parallel.context_parallel.context import positions
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.planner.space import cores
 from meshwright.program.lower import lower
 from meshwright.program.pieces import pieces_of
 from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.parity import check, prove_parity
 from meshwright.report.causes import link_of
-from meshwright.search.space import cores
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks

@@ -10,13 +10,13 @@ import torch
 from benchmarks.fine_tuning import tables
 
 from meshwright.bench.memory import measure
+from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
-from meshwright.execute.build import build, fill, seeded
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken, nearest_legal
 from meshwright.models.nf4 import LEVELS, dequantise, quantise
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.build import build, fill, seeded
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.compare import program_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.execute.tensor_parallel import tensor as over_ranks
 from meshwright.models import dropout, ops
+from meshwright.parallel.tensor_parallel import tensor as over_ranks
 
 
 class Written(TorchDispatchMode):

@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.execute.machine import interfaces
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.launch.machines import gather
-from meshwright.launch.machines.gather import Gathering, check_sights, logged, make_copy, sight
-from meshwright.launch.supervise.diagnosis import diagnose
-from meshwright.launch.supervise.explain import ELSEWHERE, explain, witnesses
-from meshwright.launch.supervise.supervisor import listen_on_loopback
+from meshwright.parallel.machine import interfaces
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.runtime.machines import gather
+from meshwright.runtime.machines.gather import Gathering, check_sights, logged, make_copy, sight
+from meshwright.runtime.supervise.diagnosis import diagnose
+from meshwright.runtime.supervise.explain import ELSEWHERE, explain, witnesses
+from meshwright.runtime.supervise.supervisor import listen_on_loopback
 from meshwright.training.run_folder import RunFolder
 from runs import TINY, clean_environ
 

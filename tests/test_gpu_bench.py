@@ -17,9 +17,9 @@ from benchmarks.gpu_run import Run, has_failed, resolved
 from benchmarks.gpu_worker import serve
 from benchmarks.syncs import CASES
 
+from meshwright.cost.calibration import as_toml
+from meshwright.cost.catalogue import find_device
 from meshwright.layout import Layout
-from meshwright.predict.calibration import as_toml
-from meshwright.predict.catalogue import find_device
 from meshwright.prove.case import Case
 from meshwright.prove.shrink import shrink
 from meshwright.spec.loading import load_config

@@ -14,24 +14,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.bench import calibrate
 from meshwright.bench import device as on_device
-from meshwright.execute.kernels import products
-from meshwright.execute.kernels.products import take_route, target_of
-from meshwright.launch.checks import notes
-from meshwright.launch.pricing import planned
-from meshwright.launch.pricing.planned import on_machine, setting_on, settled
+from meshwright.cost.calibration import as_toml, parse_calibration, shipped_calibration
+from meshwright.cost.catalogue import catalogue, find_device
+from meshwright.cost.rows import read_row
 from meshwright.layout import Machine, resolve_layout
 from meshwright.models.attention import attend, spread
-from meshwright.predict.calibration import as_toml, parse_calibration, shipped_calibration
-from meshwright.predict.catalogue import catalogue, find_device
-from meshwright.predict.rows import read_row
+from meshwright.parallel.kernels import products
+from meshwright.parallel.kernels.products import take_route, target_of
+from meshwright.planner.compiling import unmeasured
+from meshwright.planner.microbatch import fastest
+from meshwright.planner.plan import setting_of
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations
 from meshwright.program.target import Target, takes_tf32
 from meshwright.prove.case import Case
 from meshwright.prove.suite import _in_full
-from meshwright.search.compiling import unmeasured
-from meshwright.search.microbatch import fastest
-from meshwright.search.plan import setting_of
+from meshwright.runtime.checks import notes
+from meshwright.runtime.pricing import planned
+from meshwright.runtime.pricing.planned import on_machine, setting_on, settled
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import Part

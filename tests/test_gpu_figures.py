@@ -7,8 +7,8 @@ where something else was in the memory.
 import pytest
 from benchmarks.gpu_predicted import peak, setting
 
+from meshwright.cost.price import price
 from meshwright.layout import Layout
-from meshwright.predict.price import price
 from meshwright.spec.loading import load_config
 
 # Preset, layers, rows of a microbatch, overrides, seconds, bytes.

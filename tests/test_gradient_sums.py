@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.cost.elements import elements_of
+from meshwright.cost.price import price
+from meshwright.cost.setting import held_by
+from meshwright.cost.sums import sums_of
+from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout
-from meshwright.predict.elements import elements_of
-from meshwright.predict.price import price
-from meshwright.predict.setting import held_by
-from meshwright.predict.sums import sums_of
-from meshwright.predict.systems import SYSTEMS
-from meshwright.search.plan import setting_of
+from meshwright.planner.plan import setting_of
 from meshwright.spec.loading import load_config
 
 

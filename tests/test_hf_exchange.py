@@ -28,8 +28,8 @@ from meshwright.data import open_data, train_bpe
 from meshwright.data.hf_tokenizer import hf_tokenizer
 from meshwright.data.tokenizers import BYTES_EOS
 from meshwright.errors import ConfigError
-from meshwright.launch.session import train
 from meshwright.models.hf import load_hf, save_hf
+from meshwright.runtime.session import train
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.stored import find_step, stored_spec

@@ -76,7 +76,7 @@ def test_merges_are_found_in_ranks(tmp_path):
 
 
 def test_a_run_keeps_what_lies_beside_its_tokenizer(tmp_path, config):
-    from meshwright.launch.session import prepare_job
+    from meshwright.runtime.session import prepare_job
     from meshwright.training.run_folder import create, tokenizer_of
 
     own = config(f"data.tokenizer={hf_folder(tmp_path)}", "train.batch=2")

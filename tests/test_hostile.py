@@ -17,6 +17,7 @@ from meshwright.checkpoint.inspect import inspect
 from meshwright.checkpoint.weights import write_weights
 from meshwright.cli import generate as command
 from meshwright.cli import main
+from meshwright.cost.calibration import read_calibration
 from meshwright.data import load_tokenizer, open_data
 from meshwright.errors import (
     CheckpointError,
@@ -28,7 +29,6 @@ from meshwright.errors import (
 from meshwright.interop.importing import import_files
 from meshwright.layout import Machine, resolve_layout
 from meshwright.parsing import parse_json, parse_toml, printable
-from meshwright.predict.calibration import read_calibration
 from meshwright.spec.loading import load_config
 from meshwright.spec.stored import find_step
 from meshwright.training.run_folder import choose_folder

@@ -24,15 +24,15 @@ from meshwright.checkpoint.state import Chunks
 from meshwright.checkpoint.tensors import Chunk
 from meshwright.data import open_data
 from meshwright.errors import CheckpointError, ConfigError, RankFailed
-from meshwright.execute.machine.rendezvous import Rendezvous
-from meshwright.launch.checks.notes import run_notes
-from meshwright.launch.checks.resuming import Resume
-from meshwright.launch.machines.gather import check_sights, hand_over, sight
-from meshwright.launch.ranks.alike import differences, digests_of, refuse_unlike
-from meshwright.launch.session import locked, prepare_job, train
-from meshwright.launch.supervise.disk import forget_gone
-from meshwright.launch.supervise.elastic import read_word, recorded, tell
-from meshwright.launch.supervise.lock import RunLock
+from meshwright.parallel.machine.rendezvous import Rendezvous
+from meshwright.runtime.checks.notes import run_notes
+from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.machines.gather import check_sights, hand_over, sight
+from meshwright.runtime.ranks.alike import differences, digests_of, refuse_unlike
+from meshwright.runtime.session import locked, prepare_job, train
+from meshwright.runtime.supervise.disk import forget_gone
+from meshwright.runtime.supervise.elastic import read_word, recorded, tell
+from meshwright.runtime.supervise.lock import RunLock
 from meshwright.training.run_folder import create, read_job
 from outcomes import refused
 from ranks import on_ranks
@@ -315,7 +315,7 @@ def test_first_weights_and_code_are_compared(config, tmp_path):
     data = open_data(job.config.data, job.cache)
     found = digests_of(job, data, has_weights=True)
     assert {str(job.folder.plan), str(weights / "manifest.json")} <= found.keys()
-    assert {"meshwright/launch/ranks/alike.py", "torch", "the tokenizer"} <= found.keys()
+    assert {"meshwright/runtime/ranks/alike.py", "torch", "the tokenizer"} <= found.keys()
     assert data.files.items() <= found.items()
     assert digests_of(job, data, has_weights=False).keys() < found.keys()
 
@@ -328,7 +328,7 @@ def test_a_file_that_is_another_on_one_rank_ends_the_run_before_its_first_step(
     other = tmp_path / "other.txt"
     other.write_text(corpus.read_text().replace("cat", "dog"))
     body = (
-        "from meshwright.launch.ranks import worker\nreal = worker.open_data\n"
+        "from meshwright.runtime.ranks import worker\nreal = worker.open_data\n"
         f"other = dict(source={str(other)!r}) if rank else {{}}\n"
         "def bound(spec, *a, **k):\n"
         "    found = real(spec.model_copy(update=other), *a, **k)\n"

@@ -14,7 +14,7 @@ from meshwright.data import blocks, open_data, open_store, prepare
 from meshwright.data.corpora import Files
 from meshwright.data.megatron import open_megatron, write_megatron
 from meshwright.errors import DataError
-from meshwright.launch.ranks.alike import differences
+from meshwright.runtime.ranks.alike import differences
 from meshwright.spec.training import DataSpec
 
 

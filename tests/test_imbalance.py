@@ -7,12 +7,12 @@ import pytest
 from benchmarks.published_moe import imbalances
 
 from meshwright.cli import main
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.price import price
+from meshwright.cost.rows import predict_row, read_row
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.price import price
-from meshwright.predict.rows import predict_row, read_row
-from meshwright.search.plan import check_legal, setting_of
+from meshwright.planner.plan import check_legal, setting_of
 from meshwright.simulate.run import simulate
 from meshwright.spec.loading import load_config
 from test_predict_experts import ROW

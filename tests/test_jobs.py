@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from meshwright.cli import main
-from meshwright.execute.machine.secret import Secret
-from meshwright.launch.jobs import job as jobs
-from meshwright.launch.jobs.job import parse_time
-from meshwright.launch.supervise.supervisor import listen_on_loopback
+from meshwright.parallel.machine.secret import Secret
+from meshwright.runtime.jobs import job as jobs
+from meshwright.runtime.jobs.job import parse_time
+from meshwright.runtime.supervise.supervisor import listen_on_loopback
 from meshwright.spec.dump import to_toml
 from runs import clean_environ
 from written_jobs import CONFIG, script_of

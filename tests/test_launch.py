@@ -17,7 +17,7 @@ from meshwright.checkpoint.commit import step_name
 from meshwright.checkpoint.weights import load_model
 from meshwright.cli import main
 from meshwright.data import open_data
-from meshwright.launch.session import summarise, train
+from meshwright.runtime.session import summarise, train
 from meshwright.spec.loading import load_config
 from meshwright.training.run_folder import read_job
 from runs import TINY, clean_environ, torchrun

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from meshwright.errors import ConfigError, DataError, RankFailed
-from meshwright.launch.session import train
-from meshwright.launch.supervise.supervisor import Timing, listen_on_loopback
+from meshwright.runtime.session import train
+from meshwright.runtime.supervise.supervisor import Timing, listen_on_loopback
 from runs import clean_environ, faulty_worker, rank_pids
 
 ONCE = ["layout.dp_replicate=2", "checkpoint.restarts=0"]

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.execute.data_parallel.gradients import HeldParameter, global_norm, norms
-from meshwright.execute.own_models.parallelize import clip_grad_norm
-from meshwright.execute.pipeline import Pipeline
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.tensor_parallel.deferred import Deferral
-from meshwright.execute.transport.groups import Link
 from meshwright.layout import Layout
+from meshwright.parallel.data_parallel.gradients import HeldParameter, global_norm, norms
+from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.tensor_parallel.deferred import Deferral
+from meshwright.parallel.transport.groups import Link
+from meshwright.parallel.user_models.parallelize import clip_grad_norm
 from meshwright.program.lower import lower
 from meshwright.program.schedule import Action
 from meshwright.spec.resolve import model_spec

@@ -14,12 +14,12 @@ from meshwright.data.sampler import IGNORE
 from meshwright.evaluate.requests import Ask, answer
 from meshwright.evaluate.score import score
 from meshwright.evaluate.windows import Windows
-from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import build_model, init_model
 from meshwright.models.generate import generate
 from meshwright.models.hf import save_hf
 from meshwright.models.rope import Rope, lengths_of
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance

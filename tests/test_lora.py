@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 
 from meshwright.bench.memory import measure
+from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
-from meshwright.execute.own_models.parallelize import _refuse_adapters
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.groups import open_groups
-from meshwright.launch.machines.engine import check_engine
 from meshwright.layout import Layout, broken
 from meshwright.models import build_model
 from meshwright.models.lora import LoraLinear
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.user_models.parallelize import _refuse_adapters
 from meshwright.program.collectives import collectives
 from meshwright.program.flops import matmul_flops
 from meshwright.program.lower import lower
@@ -21,6 +20,7 @@ from meshwright.program.model_flops import flops_per_token
 from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.parity import check, prove_parity
+from meshwright.runtime.machines.engine import check_engine
 from meshwright.simulate.run import simulate
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from meshwright.bench.memory import measure
+from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
-from meshwright.execute.own_models.parallelize import _refuse_adapters
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken
 from meshwright.models import build_model
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.user_models.parallelize import _refuse_adapters
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.parity import check

@@ -12,13 +12,7 @@ import torch
 from meshwright.bench import blocks, calibrate, device
 from meshwright.cli import bench
 from meshwright.cli.main import main
-from meshwright.errors import ConfigError
-from meshwright.execute.machine.processor import fingerprint
-from meshwright.launch.machines.machine import detect
-from meshwright.launch.pricing import measured
-from meshwright.launch.pricing.measured import VARIABLE, as_measured_here, keep, kept_at, user_cache
-from meshwright.layout import Layout
-from meshwright.predict.calibration import (
+from meshwright.cost.calibration import (
     Calibration,
     as_toml,
     blocks_of,
@@ -27,9 +21,21 @@ from meshwright.predict.calibration import (
     read_calibration,
     shipped_calibration,
 )
-from meshwright.predict.setting import work_of
-from meshwright.search.lightest import with_train
-from meshwright.search.plan import as_json, plan, setting_of
+from meshwright.cost.setting import work_of
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.parallel.machine.processor import fingerprint
+from meshwright.planner.lightest import with_train
+from meshwright.planner.plan import as_json, plan, setting_of
+from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.pricing import measured
+from meshwright.runtime.pricing.measured import (
+    VARIABLE,
+    as_measured_here,
+    keep,
+    kept_at,
+    user_cache,
+)
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
 

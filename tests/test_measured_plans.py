@@ -8,13 +8,13 @@ import pytest
 from benchmarks import published_left_out
 
 from meshwright.cli.main import main
-from meshwright.launch.pricing.measured import VARIABLE
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.measured import Measurement, correct, corrected
+from meshwright.cost.price import price
+from meshwright.cost.rows import read_row
 from meshwright.layout import Layout
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.measured import Measurement, correct, corrected
-from meshwright.predict.price import price
-from meshwright.predict.rows import read_row
-from meshwright.search.plan import explain, setting_of
+from meshwright.planner.plan import explain, setting_of
+from meshwright.runtime.pricing.measured import VARIABLE
 from meshwright.spec.loading import load_config
 from test_predict_rows import ROW
 

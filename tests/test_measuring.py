@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.cost.calibration import as_toml, parse_calibration, read_calibration
 from meshwright.errors import ConfigError, RankFailed, StoppedOnRequest
-from meshwright.launch import session
-from meshwright.launch.checks.resuming import Resume
-from meshwright.launch.machines.machine import detect
-from meshwright.launch.measure import measuring
-from meshwright.launch.measure.measuring import measured_first
-from meshwright.launch.pricing.measured import VARIABLE, calibration_in_use, keep, kept_at
 from meshwright.layout import Layout
-from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
+from meshwright.planner.plan import setting_of
 from meshwright.prove.case import Case
 from meshwright.report.record import read_run
-from meshwright.search.plan import setting_of
+from meshwright.runtime import session
+from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.measure import measuring
+from meshwright.runtime.measure.measuring import measured_first
+from meshwright.runtime.pricing.measured import VARIABLE, calibration_in_use, keep, kept_at
 from meshwright.spec.loading import load_config
 from runs import TINY, clean_environ
 

@@ -12,12 +12,12 @@ from meshwright.bench import blocks, layouts, timing
 from meshwright.bench.device import SIZES
 from meshwright.cli import bench as cli
 from meshwright.cli.main import main
+from meshwright.cost.calibration import Calibration, over_shipped
+from meshwright.cost.price import price
+from meshwright.cost.work import layout_work
 from meshwright.layout import Layout, Machine
-from meshwright.predict.calibration import Calibration, over_shipped
-from meshwright.predict.price import price
-from meshwright.predict.work import layout_work
+from meshwright.planner.plan import on_cluster, setting_of
 from meshwright.prove.case import Case
-from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
@@ -76,7 +76,7 @@ def test_layouts_are_priced_for_the_gpu_that_they_run_on(gpu, label, capsys):
 
 
 def test_a_gpu_that_is_not_known_is_not_priced_as_a_cpu(gpu, monkeypatch, capsys):
-    monkeypatch.setattr("meshwright.launch.pricing.planned.gpu_name", lambda: "NVIDIA GeForce 256")
+    monkeypatch.setattr("meshwright.runtime.pricing.planned.gpu_name", lambda: "NVIDIA GeForce 256")
     words = [word for word in WORDS if "preset" not in word]
     assert main(["bench", "layouts", *words, "--layout", "mb2"]) == 2
     assert "NVIDIA GeForce 256 is not in the catalogue" in " ".join(capsys.readouterr().err.split())

@@ -9,9 +9,9 @@ import torch
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError, RankFailed
-from meshwright.launch.ranks.worker import MemoryLimit, is_out_of_memory
-from meshwright.launch.session import train
 from meshwright.layout import Layout
+from meshwright.runtime.ranks.worker import MemoryLimit, is_out_of_memory
+from meshwright.runtime.session import train
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
 from meshwright.units import GIB, MIB, parse_bytes
@@ -53,7 +53,7 @@ def test_a_rank_over_the_limit_ends_the_run(config, monkeypatch, capsys):
     words = ["train.batch=16", "train.seq_len=512", "layout.microbatch=8", "layout.dp_replicate=1"]
     words.append("train.steps=1")
     assert train(config(*words, "cluster.memory=1GiB"), clean_environ()).exit_code == 0
-    monkeypatch.setattr("meshwright.launch.session.check_limit", lambda *_: None)  # to be quick
+    monkeypatch.setattr("meshwright.runtime.session.check_limit", lambda *_: None)  # to be quick
     with pytest.raises(RankFailed) as caught:
         train(config(*words, "cluster.memory=4MiB", "log.name=small"), clean_environ())
     assert caught.value.exit_code == 3

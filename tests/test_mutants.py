@@ -19,14 +19,14 @@ SMALL = f"""
 order = "{PROVE}"
 [[mutant]]
 name = "swapped"
-file = "execute/pipeline.py"
+file = "parallel/pipeline.py"
 find = "self.microbatches[index])"
 put = "self.microbatches[index - (stage > 0)])"
 what = "The last stage takes the targets of another microbatch"
 killers = ["order"]
 [[mutant]]
 name = "harmless"
-file = "execute/pipeline.py"
+file = "parallel/pipeline.py"
 after = "def run"
 find = "_wait(departures)"
 put = "_wait( departures)"
@@ -34,7 +34,7 @@ what = "Nothing"
 killers = ["order"]
 [[mutant]]
 name = "broken"
-file = "execute/pipeline.py"
+file = "parallel/pipeline.py"
 find = "out = self.stages.forward("
 put = "out = self.stages.forwards("
 what = "A name that is none"
@@ -74,8 +74,8 @@ def test_what_is_no_mutant_is_refused_by_name(table, tmp_path):
     ):
         with pytest.raises(TableError, match=f"mutant {some.name}: "):
             replace(some, **wrong).applied(text)
-    with pytest.raises(TableError, match=r"there is no execute/gone\.py"):
-        put_into(replace(some, file="execute/gone.py"), tmp_path)
+    with pytest.raises(TableError, match=r"there is no parallel/gone\.py"):
+        put_into(replace(some, file="parallel/gone.py"), tmp_path)
     path = tmp_path / "table.toml"
     path.write_text('[[mutant]]\nname = "half"\nfile = "errors.py"\n')
     with pytest.raises(TableError, match="mutant half: "):

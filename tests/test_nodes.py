@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from meshwright.checkpoint.weights import load_model
+from meshwright.cost.network import place
 from meshwright.errors import ConfigError
-from meshwright.execute.machine.rendezvous import Rendezvous, Seat, own_seat, seated
-from meshwright.launch.machines.machine import on_nodes
-from meshwright.launch.session import train
-from meshwright.launch.supervise.supervisor import listen_on_loopback
 from meshwright.layout import Mesh
-from meshwright.predict.network import place
+from meshwright.parallel.machine.rendezvous import Rendezvous, Seat, own_seat, seated
+from meshwright.runtime.machines.machine import on_nodes
+from meshwright.runtime.session import train
+from meshwright.runtime.supervise.supervisor import listen_on_loopback
 from meshwright.spec.loading import load_config
 from runs import TINY, clean_environ
 

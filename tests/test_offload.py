@@ -10,17 +10,19 @@ import torch
 from conformance_cases import CASES, labelled
 from meshwright.bench.memory import measure
 from meshwright.cli import main
+from meshwright.cost.host import host_bytes
+from meshwright.cost.moves import has_own_input, input_kept, moved_bytes
+from meshwright.cost.peak import peak
+from meshwright.cost.price import price
+from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
-from meshwright.execute.build import build, seeded
-from meshwright.execute.offload import Stay
-from meshwright.execute.own_models.parallelize import parallelize
-from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken, nearest_legal
-from meshwright.predict.host import host_bytes
-from meshwright.predict.moves import has_own_input, input_kept, moved_bytes
-from meshwright.predict.peak import peak
-from meshwright.predict.price import price
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.offload import Stay
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.user_models.parallelize import parallelize
+from meshwright.planner.advice import warnings
+from meshwright.planner.plan import plan, setting_of
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations
 from meshwright.program.sizes import Sizes
@@ -28,8 +30,6 @@ from meshwright.program.target import Processor, Target, route
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
-from meshwright.search.advice import warnings
-from meshwright.search.plan import plan, setting_of
 from meshwright.simulate.rehearse import rehearse
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec

@@ -4,25 +4,25 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.cost import work
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.catalogue import cluster_of, find_device
+from meshwright.cost.data_messages import data_messages, unit_messages
+from meshwright.cost.elements import elements_of
+from meshwright.cost.memory import model_states
+from meshwright.cost.price import estimated, price, worst_estimate
+from meshwright.cost.profile import predicted_profile
+from meshwright.cost.setting import Setting, held_by
+from meshwright.cost.step import pace_of
+from meshwright.cost.systems import SYSTEMS
+from meshwright.cost.work import HeldLayers
 from meshwright.layout import Layout
-from meshwright.predict import work
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.catalogue import cluster_of, find_device
-from meshwright.predict.data_messages import data_messages, unit_messages
-from meshwright.predict.elements import elements_of
-from meshwright.predict.memory import model_states
-from meshwright.predict.price import estimated, price, worst_estimate
-from meshwright.predict.profile import predicted_profile
-from meshwright.predict.setting import Setting, held_by
-from meshwright.predict.step import pace_of
-from meshwright.predict.systems import SYSTEMS
-from meshwright.predict.work import HeldLayers
+from meshwright.planner.lightest import lightest
+from meshwright.planner.rank import Search
 from meshwright.program.collectives import collectives, of_microbatches
 from meshwright.program.lower import lower
 from meshwright.program.shards import data_rank
 from meshwright.program.target import Target
-from meshwright.search.lightest import lightest
-from meshwright.search.rank import Search
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.cost.peak import peak
+from meshwright.cost.price import brief, memories, memory, price, worst_memory
+from meshwright.cost.profile import predicted_profile
+from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.predict.peak import peak
-from meshwright.predict.price import brief, memories, memory, price, worst_memory
-from meshwright.predict.profile import predicted_profile
-from meshwright.predict.timeline import timeline
+from meshwright.planner.plan import on_cluster, plan, prediction_json, setting_of
+from meshwright.planner.rank import MARGIN
 from meshwright.program.lower import lower
 from meshwright.prove.matrix import matrix
 from meshwright.report.causes import mean_causes
-from meshwright.search.plan import on_cluster, plan, prediction_json, setting_of
-from meshwright.search.rank import MARGIN
 from meshwright.spec.loading import load_config
 
 SMALL = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm")

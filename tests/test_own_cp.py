@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.errors import ConfigError
-from meshwright.execute.data_parallel.gradients import local_shard
+from meshwright.parallel.data_parallel.gradients import local_shard
 from meshwright.spec.training import Precision, TrainSpec
 from ranks import ranks
 from test_parallelize_parts import PLAN, foreign, gradients_agree

@@ -22,7 +22,7 @@ class Hidden:
         if name.partition(".")[0] in ("torch", "safetensors"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Hidden())
-from meshwright.launch.machines import accelerators
+from meshwright.runtime.machines import accelerators
 accelerators.torch_build = lambda file=None: None
 from meshwright.cli import main
 sys.exit(main(sys.argv[1:]))

@@ -12,13 +12,13 @@ from meshwright.cli import main
 from meshwright.data import open_data
 from meshwright.data.sampler import IGNORE, PADDING
 from meshwright.data.whole import filled_row
-from meshwright.execute.build import build, seeded
-from meshwright.execute.expert_parallel.routing import correct_routers, take_counts
-from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models.balance import Balance, Sequences
 from meshwright.models.context import Context, Unpadded
 from meshwright.models.experts import ExpertMLP
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.expert_parallel.routing import correct_routers, take_counts
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

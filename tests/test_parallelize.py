@@ -107,7 +107,7 @@ def tiny():
 
 @ranks(2)
 def test_tied_weights_stay_one_and_every_gradient_is_right(world):
-    from meshwright.execute.gather import full_tensor
+    from meshwright.parallel.gather import full_tensor
 
     ids = torch.arange(12).view(2, 6)
     alone, layout = tiny(), mw.Layout(tp=2)

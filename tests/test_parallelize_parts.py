@@ -50,7 +50,7 @@ def loss_of(model, ids):
 
 
 def gradients_agree(model, alone, within=1e-5):
-    from meshwright.execute.gather import full_tensor
+    from meshwright.parallel.gather import full_tensor
 
     expected = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():

@@ -11,9 +11,9 @@ import pytest
 from meshwright.cli import main
 from meshwright.data import train_bpe
 from meshwright.errors import EXIT_REFUSED
-from meshwright.launch.session import train
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import save_hf
+from meshwright.runtime.session import train
 from meshwright.spec.resolve import model_spec
 from runs import TINY, clean_environ
 from test_data_megatron import write_pair

@@ -12,11 +12,11 @@ import pytest
 import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError, nearest
-from meshwright.launch.machines.machine import gpu_name
-from meshwright.launch.pricing import planned
 from meshwright.layout import Layout, Machine
-from meshwright.search import pace
-from meshwright.search.plan import digest, plan
+from meshwright.planner import pace
+from meshwright.planner.plan import digest, plan
+from meshwright.runtime.machines.machine import gpu_name
+from meshwright.runtime.pricing import planned
 
 ROOT = Path(__file__).parents[1]
 SEVENTY = [

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.layout import Layout
-from meshwright.search.plan import plan
+from meshwright.planner.plan import plan
 from meshwright.spec.loading import load_config
 from test_plan import SEVEN, run
 

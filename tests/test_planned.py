@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.pricing.planned import predicted
 from meshwright.layout import Machine, resolve_layout
+from meshwright.runtime.pricing.planned import predicted
 from meshwright.spec.loading import load_config
 from meshwright.training.run_folder import Job, RunFolder, RunTokenizer
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from meshwright.errors import MeshwrightError
-from meshwright.execute.batch import Batch
-from meshwright.execute.build import build, seeded
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.transport.groups import open_groups
-from meshwright.launch.session import train
 from meshwright.layout import Layout
+from meshwright.parallel.batch import Batch
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
+from meshwright.runtime.session import train
 from meshwright.spec.parts import Part
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError
-from meshwright.layout import Layout
-from meshwright.layout.schedules import SCHEDULES, microbatch_rule
-from meshwright.predict.calibration import parse_calibration, shipped_calibration
-from meshwright.predict.catalogue import catalogue, cluster_of, find_device, find_link
-from meshwright.predict.data_messages import data_messages
-from meshwright.predict.elements import weights
-from meshwright.predict.memory import (
+from meshwright.cost.calibration import parse_calibration, shipped_calibration
+from meshwright.cost.catalogue import catalogue, cluster_of, find_device, find_link
+from meshwright.cost.data_messages import data_messages
+from meshwright.cost.elements import weights
+from meshwright.cost.memory import (
     kept_per_layer,
     model_states,
 )
-from meshwright.predict.network import Network, place
-from meshwright.predict.pipeline import (
+from meshwright.cost.network import Network, place
+from meshwright.cost.pipeline import (
     Costs,
     action_times,
     by_events,
@@ -26,10 +23,13 @@ from meshwright.predict.pipeline import (
     in_flight,
     waiting,
 )
-from meshwright.predict.price import price, worst_memory
-from meshwright.predict.setting import Setting, work_of
-from meshwright.predict.systems import SYSTEMS
-from meshwright.predict.work import HeldLayers, layout_work
+from meshwright.cost.price import price, worst_memory
+from meshwright.cost.setting import Setting, work_of
+from meshwright.cost.systems import SYSTEMS
+from meshwright.cost.work import HeldLayers, layout_work
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations

@@ -4,10 +4,10 @@ from itertools import combinations
 
 import pytest
 
-from meshwright.predict.calibration import Calibration, shipped_calibration
-from meshwright.predict.catalogue import cluster_of, find_device
-from meshwright.predict.network import Network, Picks
-from meshwright.predict.rows import predict_row, read_row
+from meshwright.cost.calibration import Calibration, shipped_calibration
+from meshwright.cost.catalogue import cluster_of, find_device
+from meshwright.cost.network import Network, Picks
+from meshwright.cost.rows import predict_row, read_row
 
 ROW = {
     "id": "one",

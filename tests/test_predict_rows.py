@@ -12,10 +12,10 @@ from benchmarks import published
 from benchmarks.published_fit import fit, fit_memory
 from benchmarks.published_left_out import unfitted
 
-from meshwright.predict.calibration import Calibration, shipped_calibration
-from meshwright.predict.row_words import system_of
-from meshwright.predict.rows import RowError, predict_row, read_row
-from meshwright.search.plan import plan
+from meshwright.cost.calibration import Calibration, shipped_calibration
+from meshwright.cost.row_words import system_of
+from meshwright.cost.rows import RowError, predict_row, read_row
+from meshwright.planner.plan import plan
 from meshwright.spec.loading import load_config
 
 ROWS = Path(

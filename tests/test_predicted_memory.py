@@ -6,8 +6,8 @@ import pytest
 from benchmarks.predicted_memory import WIDER, WIDTHS, Choice, scaled
 
 from meshwright.bench.memory import measure
+from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
-from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.program.target import Processor, Target, route
 from meshwright.prove.matrix import matrix

@@ -6,21 +6,21 @@ from itertools import pairwise
 
 import pytest
 
+from meshwright.cost import step
+from meshwright.cost.price import memory, price
+from meshwright.cost.profile import predicted_profile
+from meshwright.cost.step import ActionTimes, Pass
+from meshwright.cost.systems import SYSTEMS
+from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.predict import step
-from meshwright.predict.price import memory, price
-from meshwright.predict.profile import predicted_profile
-from meshwright.predict.step import ActionTimes, Pass
-from meshwright.predict.systems import SYSTEMS
-from meshwright.predict.timeline import timeline
+from meshwright.planner.plan import on_cluster, setting_of
 from meshwright.program.actions import Action
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.profile import MEMORY, from_json, to_json
 from meshwright.program.schedule import bubble_fraction
 from meshwright.prove.matrix import matrix
-from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
 
 MODEL = ["model.dim=256", "model.n_layers=16", "model.n_heads=8", "model.n_kv_heads=4"]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.execute.machine.interfaces import (
+from meshwright.parallel.machine.interfaces import (
     address_towards,
     asked_for,
     interface_of,
@@ -15,11 +15,11 @@ from meshwright.execute.machine.interfaces import (
     is_loopback,
     own_address,
 )
-from meshwright.execute.machine.rendezvous import Rendezvous
-from meshwright.launch.machines import system
-from meshwright.launch.machines.reach import links_finding, measure_links
-from meshwright.launch.machines.system import examine_system, loopback_speed
-from meshwright.launch.preflight import preflight, together
+from meshwright.parallel.machine.rendezvous import Rendezvous
+from meshwright.runtime.machines import system
+from meshwright.runtime.machines.reach import links_finding, measure_links
+from meshwright.runtime.machines.system import examine_system, loopback_speed
+from meshwright.runtime.preflight import preflight, together
 from meshwright.spec.loading import load_config
 from runs import TINY, torchrun
 

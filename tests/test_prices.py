@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.search.plan import plan
-from meshwright.search.prices import KnownPrices
+from meshwright.planner.plan import plan
+from meshwright.planner.prices import KnownPrices
 from meshwright.spec.loading import load_config
 
 WORDS = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=1")

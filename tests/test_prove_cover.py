@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from meshwright.launch.proofs.proof import prove_cases
+from meshwright.runtime.proofs.proof import prove_cases
 from runs import clean_environ
 from test_prove import axes, check, legal, quiet
 

@@ -4,12 +4,12 @@ from random import Random
 
 import pytest
 
-from meshwright.launch.machines.machine import detect
 from meshwright.layout import Layout, broken, resolve_layout
 from meshwright.prove.case import Case
 from meshwright.prove.kept import NOT_PROVEN, PROPERTIES, PROVEN, not_kept, not_proven
 from meshwright.prove.kept import why_not_proven as why
 from meshwright.prove.shrink import shrink
+from meshwright.runtime.machines.machine import detect
 from meshwright.spec.loading import KEYS, SECTIONS, load_config
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec

@@ -10,12 +10,12 @@ import pytest
 import meshwright.cli.prove as command
 from meshwright.cli import main
 from meshwright.errors import RankFailed
-from meshwright.launch.proofs import proof
-from meshwright.launch.proofs.proof import by_world, prove_cases
 from meshwright.prove.draw import WORLDS, draw
 from meshwright.prove.matrix import matrix
 from meshwright.prove.outcome import Outcome
 from meshwright.prove.verdict import Verdict
+from meshwright.runtime.proofs import proof
+from meshwright.runtime.proofs.proof import by_world, prove_cases
 from runs import clean_environ
 
 
@@ -28,7 +28,7 @@ def failing_worker(body):
     """Ranks in which `Suite.prove` does something wrong."""
     code = (
         "import os, sys\n"
-        "from meshwright.launch.proofs import proof_worker\n"
+        "from meshwright.runtime.proofs import proof_worker\n"
         "from meshwright.prove.suite import Suite\n"
         "prove = Suite.prove\n"
         "def wrong(self, case):\n"

@@ -7,13 +7,13 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli.main import main
+from meshwright.cost.price import price, worst_estimate, worst_memory
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
-from meshwright.predict.price import price, worst_estimate, worst_memory
-from meshwright.search.fine_tuning import fine_tunings
-from meshwright.search.lightest import lightest, lightest_of, with_train
-from meshwright.search.plan import setting_of
-from meshwright.search.questions import (
+from meshwright.planner.fine_tuning import fine_tunings
+from meshwright.planner.lightest import lightest, lightest_of, with_train
+from meshwright.planner.plan import setting_of
+from meshwright.planner.questions import (
     cheapest,
     fewest_devices,
     largest_batches,
@@ -21,7 +21,7 @@ from meshwright.search.questions import (
     on_devices,
     sizes_up_to,
 )
-from meshwright.search.ways_to_fit import ways_to_fit
+from meshwright.planner.ways_to_fit import ways_to_fit
 from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec
 from runs import TINY

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch import session
-from meshwright.launch.measure import benchmark
-from meshwright.launch.proofs import proof
-from meshwright.launch.ranks.rank_environ import ALLOCATOR, rank_environ
 from meshwright.layout import Layout, Machine
 from meshwright.prove.case import Case
+from meshwright.runtime import session
+from meshwright.runtime.measure import benchmark
+from meshwright.runtime.proofs import proof
+from meshwright.runtime.ranks.rank_environ import ALLOCATOR, rank_environ
 from meshwright.spec.loading import load_config
 
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -71,9 +71,9 @@ def test_a_rank_that_others_have_started_has_it_before_torch_reads_it(monkeypatc
     monkeypatch.setattr(session, "detect", lambda *_: gpus)
     monkeypatch.setattr(session, "settled", lambda config, _: config)
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr("meshwright.execute.transport.world.join", join)
-    monkeypatch.setattr("meshwright.launch.ranks.worker.follow_parent", lambda _: None)
-    monkeypatch.setattr("meshwright.launch.ranks.worker.StopRequest.listen", lambda _: None)
+    monkeypatch.setattr("meshwright.parallel.transport.world.join", join)
+    monkeypatch.setattr("meshwright.runtime.ranks.worker.follow_parent", lambda _: None)
+    monkeypatch.setattr("meshwright.runtime.ranks.worker.StopRequest.listen", lambda _: None)
     with pytest.raises(Joined):
         session.train(load_config(None, ["layout.dp_replicate=2"]), environ)
     seen.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by torch, where its compiler is imported now

@@ -13,11 +13,11 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.errors import RankFailed
-from meshwright.execute.machine.rendezvous import Rendezvous
-from meshwright.execute.machine.secret import Secret
-from meshwright.launch.jobs import on_ray
-from meshwright.launch.jobs.job import JobSpec
-from meshwright.launch.jobs.on_ray import (
+from meshwright.parallel.machine.rendezvous import Rendezvous
+from meshwright.parallel.machine.secret import Secret
+from meshwright.runtime.jobs import on_ray
+from meshwright.runtime.jobs.job import JobSpec
+from meshwright.runtime.jobs.on_ray import (
     NodeLost,
     NodeRanks,
     bundles,
@@ -136,8 +136,8 @@ def test_a_job_that_is_asked_to_stop_saves(monkeypatch):
 def test_ranks_end_with_the_actor_that_started_them(tmp_path):
     """What holds the other end of their pipe is killed, as Ray kills an actor."""
     code = (
-        "import sys, time; from meshwright.launch.jobs.on_ray import NodeRanks, environments\n"
-        "from meshwright.launch.jobs.job import JobSpec\n"
+        "import sys, time; from meshwright.runtime.jobs.on_ray import NodeRanks, environments\n"
+        "from meshwright.runtime.jobs.job import JobSpec\n"
         "job = JobSpec('big', (), 2, 1, 'cpu')\n"
         "node = NodeRanks(sys.argv[1])\n"
         "node.start(sys.argv[2:], environments(job, 1, ('127.0.0.1', node.port()), 0, 'x'))\n"

@@ -8,21 +8,19 @@ from collections import Counter
 import pytest
 import torch
 
-from meshwright.execute.allocations import AllocatedPiece, LabellingTape, MemoryProfile, moments_of
-from meshwright.execute.build import build, seeded
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.observe.clock import DeviceClock, clock_offset
-from meshwright.execute.observe.collective_recorder import CollectiveRecorder
-from meshwright.execute.observe.measured import MeasuredMoment, memory_points, recorded
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.record.tape import Tape
-from meshwright.execute.transport.groups import open_groups
-from meshwright.execute.transport.wire import Wire, WireMessage, expected_messages
-from meshwright.execute.transport.world import World
-from meshwright.launch.checks.resuming import Resume
-from meshwright.launch.session import train
+from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.allocations import AllocatedPiece, LabellingTape, MemoryProfile, moments_of
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.observe.clock import DeviceClock, clock_offset
+from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
+from meshwright.parallel.observe.measured import MeasuredMoment, memory_points, recorded
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.record.tape import Tape
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.transport.wire import Wire, WireMessage, expected_messages
+from meshwright.parallel.transport.world import World
 from meshwright.program.lower import lower
 from meshwright.program.profile import (
     MEMORY,
@@ -37,6 +35,8 @@ from meshwright.program.target import Processor, Target, route
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
+from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.session import train
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.cli import main
-from meshwright.search.plan import plan
+from meshwright.planner.plan import plan
 from meshwright.spec.loading import load_config
 
 GPT3 = ["model.preset=gpt3-175b", "cluster.preset=a100-80gb", "cluster.nodes=8"]

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.execute.machine.rendezvous import Rendezvous, first_host
+from meshwright.parallel.machine.rendezvous import Rendezvous, first_host
 
 # What srun tells the third of three tasks on two nodes, one of which has two.
 SRUN = {

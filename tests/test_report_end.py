@@ -3,9 +3,9 @@
 import io
 import math
 
-from meshwright.launch import session
-from meshwright.launch.session import train
 from meshwright.report.figure import rounded, spread, thin
+from meshwright.runtime import session
+from meshwright.runtime.session import train
 from runs import clean_environ
 
 

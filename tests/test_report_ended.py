@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from meshwright.errors import Diverged
-from meshwright.launch.ranks.worker import is_out_of_memory
-from meshwright.launch.supervise import supervisor
-from meshwright.launch.supervise.restart import failed_event
 from meshwright.report.ended import banner
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, run_page
 from meshwright.report.winner import winner
+from meshwright.runtime.ranks.worker import is_out_of_memory
+from meshwright.runtime.supervise import supervisor
+from meshwright.runtime.supervise.restart import failed_event
 from meshwright.spec.loading import load_config
 from meshwright.training.run_folder import RunFolder
 from run_folders import step_event, write_run

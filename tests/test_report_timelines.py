@@ -6,14 +6,14 @@ from itertools import pairwise
 import plotly.graph_objects as go
 import pytest
 
+from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
-from meshwright.predict.profile import predicted_profile
+from meshwright.planner.plan import on_cluster, setting_of
 from meshwright.report.page import Page
 from meshwright.report.placing import MOST_SPANS, Fold, aligned, fold_of
 from meshwright.report.record import read_run
 from meshwright.report.run import run_page
 from meshwright.report.timelines import panels, timeline_chart, timelines
-from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
 from run_folders import write_run
 from test_report import PIPELINE

@@ -13,13 +13,13 @@ from meshwright.checkpoint.restore import newest_good
 from meshwright.cli.main import main
 from meshwright.data import open_data, train_bpe
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.launch.certificate import certify
-from meshwright.launch.checks.resuming import Resume
-from meshwright.launch.session import prepare_job
-from meshwright.launch.session import train as train_command
-from meshwright.launch.supervise.lock import RunLock
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
+from meshwright.runtime.certificate import certify
+from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.session import prepare_job
+from meshwright.runtime.session import train as train_command
+from meshwright.runtime.supervise.lock import RunLock
 from meshwright.training.events import append_event
 from meshwright.training.loop import train
 from meshwright.training.run_folder import create, read_job
@@ -348,7 +348,7 @@ def test_the_certificate_is_issued_and_can_be_refused(config, tmp_path, monkeypa
             resume = resume._replace(allowed=("seed",))
         return train_command(config, environ, out, resume=resume)
 
-    monkeypatch.setattr("meshwright.launch.certificate.train", forgetful)
+    monkeypatch.setattr("meshwright.runtime.certificate.train", forgetful)
     bad = next(certify(own, case, tmp_path / "bad", clean_environ()))
     assert not bad.passed
     assert "of step 10 differs" in bad.observed

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from meshwright.cli import main
-from meshwright.execute.build import build, seeded
-from meshwright.execute.expert_parallel.routing import take_counts
-from meshwright.execute.transport.groups import open_groups
-from meshwright.launch.supervise.view import experts_line
 from meshwright.layout import Layout, broken
 from meshwright.models.balance import Balance
 from meshwright.models.experts import ExpertMLP
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.expert_parallel.routing import take_counts
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
@@ -21,6 +20,7 @@ from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.oracle_routers import router_losses
 from meshwright.prove.parity import prove_parity
 from meshwright.report.run import report
+from meshwright.runtime.supervise.view import experts_line
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec

@@ -2,10 +2,10 @@
 
 import pytest
 
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.price import memory, price, worst_memory
-from meshwright.predict.row_words import system_of
-from meshwright.predict.rows import predict_row, read_row
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.price import memory, price, worst_memory
+from meshwright.cost.row_words import system_of
+from meshwright.cost.rows import predict_row, read_row
 from test_predict_rows import ROW
 
 LONG = {**ROW, "framework": "Megatron-Core", "seq": 131072, "gbs": 8, "mbs": 1, "recompute": "none"}

@@ -7,16 +7,16 @@ from typing import get_args
 
 import pytest
 
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.catalogue import cluster_of, find_device
+from meshwright.cost.price import estimated, price, worst_estimate, worst_memory
+from meshwright.cost.setting import Setting
+from meshwright.cost.step import StepTime
+from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout, broken
 from meshwright.layout.candidates import divisors
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.catalogue import cluster_of, find_device
-from meshwright.predict.price import estimated, price, worst_estimate, worst_memory
-from meshwright.predict.setting import Setting
-from meshwright.predict.step import StepTime
-from meshwright.predict.systems import SYSTEMS
-from meshwright.search.advice import lost_by, warnings
-from meshwright.search.rank import Search, preference
+from meshwright.planner.advice import lost_by, warnings
+from meshwright.planner.rank import Search, preference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Recompute, Schedule, TrainSpec
 from meshwright.units import format_seconds

@@ -9,15 +9,15 @@ from typing import get_args
 
 import pytest
 
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.catalogue import cluster_of, find_device
-from meshwright.predict.setting import Setting, work_of
-from meshwright.predict.step import transfer_seconds
-from meshwright.predict.systems import SYSTEMS
-from meshwright.search.fits import preference
-from meshwright.search.plan import plan
-from meshwright.search.rank import Search
-from meshwright.search.space import schedules
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.catalogue import cluster_of, find_device
+from meshwright.cost.setting import Setting, work_of
+from meshwright.cost.step import transfer_seconds
+from meshwright.cost.systems import SYSTEMS
+from meshwright.planner.fits import preference
+from meshwright.planner.plan import plan
+from meshwright.planner.rank import Search
+from meshwright.planner.space import schedules
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Recompute, TrainSpec

@@ -2,12 +2,12 @@
 
 import pytest
 
+from meshwright.cost.microbatch import parts_of
+from meshwright.cost.price import worst_estimate, worst_memory
 from meshwright.layout import Layout
-from meshwright.predict.microbatch import parts_of
-from meshwright.predict.price import worst_estimate, worst_memory
-from meshwright.search.lightest import lightest_of
-from meshwright.search.rank import Search
-from meshwright.search.space import Schedule, with_schedule
+from meshwright.planner.lightest import lightest_of
+from meshwright.planner.rank import Search
+from meshwright.planner.space import Schedule, with_schedule
 from meshwright.spec.resolve import model_spec
 from test_search import setting
 

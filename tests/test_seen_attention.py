@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.nn.attention import flex_attention as of_torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.execute.context_parallel.context import Ring, positions
-from meshwright.execute.kernels import documents, seen_attention
-from meshwright.execute.kernels.recompute import _policy
 from meshwright.models.plain_attention import plainly
+from meshwright.parallel.context_parallel.context import Ring, positions
+from meshwright.parallel.kernels import documents, seen_attention
+from meshwright.parallel.kernels.recompute import _policy
 from meshwright.program.attention import ScoreBounds
 from ranks import on_ranks
 from syncs import Syncs

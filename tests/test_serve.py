@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cli import main
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.search.plan import plan
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.planner.plan import plan
 from meshwright.serve.answer import answer, devices_answer, model_words
 from meshwright.serve.app import HAS_UI, HOST, LARGEST_BODY, MISSING, application, serve
 from meshwright.serve.conditions import Conditions

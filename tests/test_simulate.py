@@ -10,17 +10,17 @@ import torch
 from conformance_cases import make
 from meshwright.bench.memory import measure
 from meshwright.cli import main
+from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.execute.record.flight_recorder import FlightRecorder
 from meshwright.layout import Layout
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.planner.plan import setting_of
 from meshwright.program.lower import lower
 from meshwright.program.profile import MEMORY, from_json
 from meshwright.program.shards import data_rank, sums_in_place
 from meshwright.program.target import Target
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
-from meshwright.search.plan import setting_of
 from meshwright.simulate.fake import fake_tensors, fake_world
 from meshwright.simulate.memory import HOST, START, MemoryTracker
 from meshwright.simulate.rehearse import rehearse
@@ -130,7 +130,7 @@ def test_a_thousand_ranks(rank):
 
 def test_a_program_that_lies_is_found():
     case = make("tp2 sp mb4")
-    with mock.patch("meshwright.execute.transport.wire.collectives", return_value=()):
+    with mock.patch("meshwright.parallel.transport.wire.collectives", return_value=()):
         found = simulated(case, [0])
     assert not found.agrees
     assert any("all_gather of" in text for text in found.ranks[0].differences)

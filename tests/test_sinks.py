@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.execute.context_parallel.context import Ring, Ulysses, positions
-from meshwright.execute.kernels.documents import attend_documents, bounds_of
-from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import blockwise, build_model, init_model
 from meshwright.models.attention import attend
 from meshwright.models.hf import hf_source, load_hf, save_hf
+from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
+from meshwright.parallel.kernels.documents import attend_documents, bounds_of
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.attention import ScoreBounds
 from meshwright.prove.case import Case
 from meshwright.prove.parity import check, prove_parity

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak.__main__ import cases_of, environ_of, main
 
-from meshwright.launch.proofs.proof import CLAIM
 from meshwright.prove.outcome import Outcome
 from meshwright.prove.verdict import Verdict
+from meshwright.runtime.proofs.proof import CLAIM
 
 # The guard begins with gloo's first event loop.
 PROGRAM = """

@@ -59,7 +59,7 @@ def test_a_fault_is_put_where_its_text_stands_once_alone():
 @pytest.mark.slow
 def test_a_fault_whose_text_is_gone_is_told():
     with pytest.raises(MeshwrightError, match="does not have once: no such text"):
-        list(watch([case("mb2")], [("meshwright.execute.batch", "no such text", "")]))
+        list(watch([case("mb2")], [("meshwright.parallel.batch", "no such text", "")]))
 
 
 def sends(rank, *messages):

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cli import main
+from meshwright.cost.price import memory
 from meshwright.data import train_bpe
 from meshwright.errors import ConfigError, DataError
-from meshwright.launch.checks import start as checks
-from meshwright.launch.checks.notes import config_notes, resume_notes, run_notes
-from meshwright.launch.doctor import examine_config
-from meshwright.launch.pricing.planned import setting_on
-from meshwright.launch.session import prepare_job
-from meshwright.predict.price import memory
+from meshwright.runtime.checks import start as checks
+from meshwright.runtime.checks.notes import config_notes, resume_notes, run_notes
+from meshwright.runtime.doctor import examine_config
+from meshwright.runtime.pricing.planned import setting_on
+from meshwright.runtime.session import prepare_job
 from meshwright.spec.defaults import rate_for
 from meshwright.spec.hf import hf_config
 from meshwright.spec.learning_rate import learning_rate

@@ -16,18 +16,18 @@ from faulty import events_of, last_files, of, start_train, wait_for, wait_for_ph
 from meshwright.checkpoint.commit import step_name
 from meshwright.cli import main
 from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.record.flight_recorder_file import read_flight_recorder
-from meshwright.launch import certificate
-from meshwright.launch.session import Run
-from meshwright.launch.supervise import supervisor
-from meshwright.launch.supervise.diagnosis import diagnose
-from meshwright.launch.supervise.signals import StopSignals
-from meshwright.launch.supervise.stopping import Stopping, going_on, has_done_nothing
-from meshwright.launch.supervise.supervisor import Timing, supervise
-from meshwright.launch.supervise.view import Lasting, open_view
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
+from meshwright.runtime import certificate
+from meshwright.runtime.session import Run
+from meshwright.runtime.supervise import supervisor
+from meshwright.runtime.supervise.diagnosis import diagnose
+from meshwright.runtime.supervise.signals import StopSignals
+from meshwright.runtime.supervise.stopping import Stopping, going_on, has_done_nothing
+from meshwright.runtime.supervise.supervisor import Timing, supervise
+from meshwright.runtime.supervise.view import Lasting, open_view
 from meshwright.training.interruptible import Interruptible
 from meshwright.training.run_folder import read_job
 from run_folders import write_run

@@ -15,7 +15,7 @@ from meshwright.data import IGNORE, StreamPosition, open_data
 from meshwright.data.permutation import permute
 from meshwright.data.tokenizers import BytesTokenizer
 from meshwright.errors import ConfigError, DataError
-from meshwright.launch.session import prepare_job
+from meshwright.runtime.session import prepare_job
 from meshwright.spec.loading import load_config
 from meshwright.spec.training import DataSpec
 from meshwright.training.loop import train

@@ -25,35 +25,35 @@ ORDER = [
     "layout",
     "interop",
     "program",
-    "predict",
+    "cost",
     "models",
     "data",
-    "search",
+    "planner",
     "report",
-    "execute",
+    "parallel",
     "checkpoint",
     "training",
     "evaluate",
     "simulate",
     "prove",
     "bench",
-    "launch",
+    "runtime",
     "serve",
     "cli",
 ]
 # Each package of a room may import itself and those before it; the files beside them all of them.
 PACKAGES = {
-    "execute": [
+    "parallel": [
         *("machine", "record", "transport", "observe", "kernels", "tensor_parallel"),
-        *("context_parallel", "expert_parallel", "data_parallel", "own_models"),
+        *("context_parallel", "expert_parallel", "data_parallel", "user_models"),
     ],
-    "launch": [
+    "runtime": [
         *("machines", "supervise", "pricing", "checks", "ranks", "measure", "proofs", "jobs"),
         "peers",
     ],
 }
 TORCH_FREE_ROOMS = [
-    *("spec", "layout", "interop", "program", "predict", "search", "report", "serve", "data"),
+    *("spec", "layout", "interop", "program", "cost", "planner", "report", "serve", "data"),
 ]
 
 
@@ -143,7 +143,7 @@ def test_torch_free_rooms_do_not_load_torch():
 
 def test_supervisor_and_config_command_do_not_load_torch():
     code = (
-        "import sys, meshwright.launch.session, meshwright.cli.config, meshwright.cli.train\n"
+        "import sys, meshwright.runtime.session, meshwright.cli.config, meshwright.cli.train\n"
         "import meshwright.cli.plan, meshwright.cli.predict\n"
         "print('torch' in sys.modules)"
     )
@@ -177,7 +177,7 @@ def test_no_large_or_built_file_is_kept():
 
 def test_files_and_functions_stay_small():
     for path in modules():
-        assert path.read_text().count("\n") <= 400, path
+        assert path.read_text().count("\n") <= 800, path
         for name, line, length in parsed(path).functions:
             assert length < 60, f"{path}:{line} {name}"
 
@@ -185,12 +185,12 @@ def test_files_and_functions_stay_small():
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "ci"])
 def test_files_beside_the_package_stay_small_too(folder):
     for path in sorted((SRC.parents[1] / folder).rglob("*.py")):
-        assert path.read_text().count("\n") <= 400, path
+        assert path.read_text().count("\n") <= 800, path
 
 
 def test_environment_is_read_only_at_the_doors():
     for path in modules():
-        if room_of(path) not in ("cli", "launch", "execute"):
+        if room_of(path) not in ("cli", "runtime", "parallel"):
             text = path.read_text()
             assert "os.environ" not in text, path
             assert "getenv" not in text, path

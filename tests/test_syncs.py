@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from meshwright.data import open_data
-from meshwright.execute.batch import Feed
-from meshwright.execute.build import build, seeded
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.transport.groups import open_groups
-from meshwright.launch.session import prepare_job
 from meshwright.layout import Layout
+from meshwright.parallel.batch import Feed
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
+from meshwright.runtime.session import prepare_job
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.training import loop

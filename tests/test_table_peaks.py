@@ -4,7 +4,7 @@ import pytest
 from benchmarks.predicted_memory import Choice
 
 from meshwright.bench.memory import measure
-from meshwright.predict.timeline import timeline
+from meshwright.cost.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.program.target import Processor, Target, route
 from ranks import on_ranks

@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from meshwright.cli import main
+from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
-from meshwright.predict.profile import predicted_profile
+from meshwright.planner.plan import on_cluster, setting_of
 from meshwright.program.profile import MemoryPoint, RankProfile, Span, StepProfile
 from meshwright.report.terminal import causes_chart, memory_chart, summary, timeline_chart
-from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
 
 GIB = 2**30

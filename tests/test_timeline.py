@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 
 from meshwright.bench.memory import measure
-from meshwright.execute.kernels.products import has_onednn
+from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.kernels.products import has_onednn
 from meshwright.program import attention as program_attention
 from meshwright.program.lower import lower
 from meshwright.program.shards import sums_in_place

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
-from meshwright.predict.profile import predicted_profile
+from meshwright.planner.plan import on_cluster, setting_of
 from meshwright.program.profile import MemoryPoint, RankProfile, Span, StepProfile
 from meshwright.report.trace import chrome_trace
-from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
 
 NANOSECOND = 1e-3

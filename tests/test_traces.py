@@ -16,19 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.launch.ranks import local
-from meshwright.launch.ranks.local import LocalRun
-from meshwright.launch.session import prepare_job
-from meshwright.launch.supervise.supervisor import (
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.runtime.ranks import local
+from meshwright.runtime.ranks.local import LocalRun
+from meshwright.runtime.session import prepare_job
+from meshwright.runtime.supervise.supervisor import (
     LocalRanks,
     RanksFailed,
     Timing,
     listen_on_loopback,
     supervise,
 )
-from meshwright.launch.supervise.traces import ask_for_traces, trace_files, traced
-from meshwright.launch.supervise.watchdog import Watchdog
+from meshwright.runtime.supervise.traces import ask_for_traces, trace_files, traced
+from meshwright.runtime.supervise.watchdog import Watchdog
 from meshwright.training.run_folder import RunFolder, create
 from runs import clean_environ
 

@@ -3,10 +3,10 @@
 import pytest
 
 from meshwright.cli import main
-from meshwright.launch.checks.notes import run_notes
-from meshwright.launch.doctor import examine_config
-from meshwright.launch.session import prepare_job
 from meshwright.layout import Machine, left_over, resolve_layout, unsharded
+from meshwright.runtime.checks.notes import run_notes
+from meshwright.runtime.doctor import examine_config
+from meshwright.runtime.session import prepare_job
 from meshwright.spec.loading import load_config
 from runs import clean_environ
 

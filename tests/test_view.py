@@ -8,8 +8,8 @@ import types
 import pytest
 from rich.console import Console
 
-from meshwright.launch.supervise.view import EventTail, LiveView, QuietView, View
 from meshwright.layout import Layout
+from meshwright.runtime.supervise.view import EventTail, LiveView, QuietView, View
 from meshwright.spec.training import LogSpec
 from meshwright.training.events import open_sinks
 

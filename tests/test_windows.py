@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.execute.context_parallel import ring as rounds
-from meshwright.execute.context_parallel.context import Ring, Ulysses, positions
-from meshwright.execute.kernels import block_attention, documents, recompute
-from meshwright.execute.kernels.documents import attend_documents, bounds_of, takes_bounds
-from meshwright.execute.transport.wire import WorkCounter
+from meshwright.parallel.context_parallel import ring as rounds
+from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
+from meshwright.parallel.kernels import block_attention, documents, recompute
+from meshwright.parallel.kernels.documents import attend_documents, bounds_of, takes_bounds
+from meshwright.parallel.transport.wire import WorkCounter
 from meshwright.program import ring
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.program.ring import ring_pairs

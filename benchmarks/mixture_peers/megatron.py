@@ -13,7 +13,7 @@ import torch
 
 torch.compile = lambda function, **_: function  # it would fuse small parts; the shim confuses it
 
-from meshwright.launch.peers import run_megatron
+from meshwright.runtime.peers import run_megatron
 
 assert run_megatron  # its shim comes before what follows
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright.launch.peers import run_torchtitan
+from meshwright.runtime.peers import run_torchtitan
 
 assert run_torchtitan  # its shim comes before what follows
 

@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from meshwright.launch.proofs.proof import CLAIM, prove_cases
 from meshwright.prove.case import Case
 from meshwright.prove.draw import draw
 from meshwright.prove.matrix import matrix
 from meshwright.prove.outcome import Outcome
+from meshwright.runtime.proofs.proof import CLAIM, prove_cases
 
 GUARD: Final = Path(__file__).with_name("guard.c")
 CHECKS: Final = ("plain", "glibc", "guard")

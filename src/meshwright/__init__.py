@@ -13,15 +13,15 @@ from meshwright.version import __version__
 if TYPE_CHECKING:
     from meshwright.checkpoint.own import Checkpoints
     from meshwright.checkpoint.weights import load_model
-    from meshwright.execute.own_models.parallelize import (
+    from meshwright.layout import Layout
+    from meshwright.parallel.user_models.parallelize import (
         clip_grad_norm,
         make_mesh,
         parallelize,
         positions,
     )
-    from meshwright.launch.session import train
-    from meshwright.layout import Layout
-    from meshwright.search.plan import plan
+    from meshwright.planner.plan import plan
+    from meshwright.runtime.session import train
     from meshwright.spec.loading import Config, load_config
 
 __all__ = [
@@ -44,13 +44,13 @@ _HOMES = {
     "Config": "meshwright.spec.loading",
     "load_config": "meshwright.spec.loading",
     "Layout": "meshwright.layout",
-    "clip_grad_norm": "meshwright.execute.own_models.parallelize",
+    "clip_grad_norm": "meshwright.parallel.user_models.parallelize",
     "load_model": "meshwright.checkpoint.weights",
-    "make_mesh": "meshwright.execute.own_models.parallelize",
-    "parallelize": "meshwright.execute.own_models.parallelize",
-    "plan": "meshwright.search.plan",
-    "positions": "meshwright.execute.own_models.parallelize",
-    "train": "meshwright.launch.session",
+    "make_mesh": "meshwright.parallel.user_models.parallelize",
+    "parallelize": "meshwright.parallel.user_models.parallelize",
+    "plan": "meshwright.planner.plan",
+    "positions": "meshwright.parallel.user_models.parallelize",
+    "train": "meshwright.runtime.session",
 }
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from meshwright.bench.timing import seconds_in_turns, seconds_of
-from meshwright.execute.data_parallel.data import DTYPES
+from meshwright.cost.kernels import PASSES, forward_moved
+from meshwright.cost.systems import SYSTEMS
+from meshwright.cost.work import Product, Work, layout_work
 from meshwright.models.attention import attend
 from meshwright.models.blocks import Block
 from meshwright.models.rope import Rope
-from meshwright.predict.kernels import PASSES, forward_moved
-from meshwright.predict.systems import SYSTEMS
-from meshwright.predict.work import Product, Work, layout_work
+from meshwright.parallel.data_parallel.data import DTYPES
 from meshwright.program.attention import causal_scores
 from meshwright.program.operations import ATTENTION_BACKWARD
 from meshwright.prove.case import Case

@@ -16,13 +16,13 @@ from meshwright.bench import device as on_device
 from meshwright.bench.compiling import compiling
 from meshwright.bench.links import collectives, overlap, shared, sums_both_ways
 from meshwright.bench.overheads import overheads
-from meshwright.execute.kernels.products import take_route
-from meshwright.execute.transport.world import World
-from meshwright.predict.calibration import QUIET
-from meshwright.predict.kernels import PASSES
-from meshwright.predict.network import through_channel
-from meshwright.predict.step import OPTIMIZER_BYTES
-from meshwright.predict.work import Product
+from meshwright.cost.calibration import QUIET
+from meshwright.cost.kernels import PASSES
+from meshwright.cost.network import through_channel
+from meshwright.cost.step import OPTIMIZER_BYTES
+from meshwright.cost.work import Product
+from meshwright.parallel.kernels.products import take_route
+from meshwright.parallel.transport.world import World
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.target import Matmul
 from meshwright.prove.case import Case

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from meshwright.bench.blocks import bytes_moved, own, stack
-from meshwright.execute.build import compiler
-from meshwright.execute.data_parallel.data import DTYPES
-from meshwright.execute.kernels.products import take_route
+from meshwright.parallel.build import compiler
+from meshwright.parallel.data_parallel.data import DTYPES
+from meshwright.parallel.kernels.products import take_route
 from meshwright.prove.case import Case
 
 _DEPTH: Final = 4  # blocks that are timed together

@@ -9,7 +9,8 @@ from typing import Final
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.execute.allocations import (
+from meshwright.layout import broken
+from meshwright.parallel.allocations import (
     TURN,
     AllocatedPiece,
     LabellingTape,
@@ -21,12 +22,11 @@ from meshwright.execute.allocations import (
     lasting,
     pieces_of,
 )
-from meshwright.execute.build import build, seeded
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.observe.collective_recorder import CollectiveRecorder
-from meshwright.execute.transport.groups import open_groups
-from meshwright.execute.transport.world import World
-from meshwright.layout import broken
+from meshwright.parallel.build import build, seeded
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from meshwright.checkpoint.peft_files import places, to_peft
 from meshwright.errors import CheckpointError
-from meshwright.execute.build import Source
 from meshwright.models import Transformer, build_model
 from meshwright.models.files import open_safetensors
+from meshwright.parallel.build import Source
 from meshwright.program.shards import Region, whole
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parts

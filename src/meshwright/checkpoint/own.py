@@ -31,9 +31,9 @@ from meshwright.checkpoint.state import (
 )
 from meshwright.checkpoint.tensors import Stored
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.execute.data_parallel.data import reshard
-from meshwright.execute.transport.world import World, exchange
 from meshwright.layout import Layout
+from meshwright.parallel.data_parallel.data import reshard
+from meshwright.parallel.transport.world import World, exchange
 from meshwright.program.shards import Sharding, data_rank, whole
 from meshwright.spec.parts import Part
 

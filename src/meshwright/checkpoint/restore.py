@@ -14,7 +14,7 @@ from meshwright.checkpoint.commit import anew, digest_of, read_manifest, set_asi
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, fill_optimizer
 from meshwright.checkpoint.tensors import Stored
 from meshwright.errors import CheckpointError
-from meshwright.execute.transport.world import World, exchange
+from meshwright.parallel.transport.world import World, exchange
 from meshwright.program.shards import Region
 
 

@@ -37,7 +37,7 @@ from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Chunks
 from meshwright.checkpoint.tensors import Chunk, write_chunks
 from meshwright.errors import CheckpointError
-from meshwright.execute.transport.world import World, exchange
+from meshwright.parallel.transport.world import World, exchange
 from meshwright.spec.stored import BEST
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.tensors import Chunk, Stored
-from meshwright.execute.build import region_of
-from meshwright.execute.data_parallel.data import DTYPES
-from meshwright.execute.data_parallel.gradients import HeldParameter, local_shard
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.parallel import Parallel
 from meshwright.layout import Layout
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.build import region_of
+from meshwright.parallel.data_parallel.data import DTYPES
+from meshwright.parallel.data_parallel.gradients import HeldParameter, local_shard
+from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.program.shards import Region, Sharding, data_rank, whole
 
 # What the names of the files of a step begin with: parameters, and the state of the optimizer.

@@ -19,25 +19,25 @@ from rich.table import Table
 
 from meshwright.cli import peers
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.cost.calibration import as_toml, blocks_of, read_calibration
+from meshwright.cost.catalogue import device_named, find_device
+from meshwright.cost.price import Prediction, price
+from meshwright.cost.setting import Setting
+from meshwright.cost.timeline import timeline
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
-from meshwright.execute.machine.processor import processor
 from meshwright.files import write_atomic
-from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
-from meshwright.launch.machines.machine import detect
-from meshwright.launch.measure.benchmark import measure_on_ranks
-from meshwright.launch.pricing.measured import keep, kept_at, source_of
-from meshwright.launch.pricing.planned import on_machine
-from meshwright.launch.ranks.rank_environ import sets_allocator
 from meshwright.layout import Layout, Machine, broken, resolve_layout
-from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
-from meshwright.predict.catalogue import device_named, find_device
-from meshwright.predict.price import Prediction, price
-from meshwright.predict.setting import Setting
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.machine.processor import processor
+from meshwright.planner.plan import on_cluster, plan, setting_of
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.report.ahead import layouts_page
-from meshwright.search.plan import on_cluster, plan, setting_of
+from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
+from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.measure.benchmark import measure_on_ranks
+from meshwright.runtime.pricing.measured import keep, kept_at, source_of
+from meshwright.runtime.pricing.planned import on_machine
+from meshwright.runtime.ranks.rank_environ import sets_allocator
 from meshwright.spec.loading import Config
 from meshwright.units import format_bytes, format_seconds
 

@@ -13,7 +13,7 @@ from meshwright.checkpoint.inspect import StepFacts, checkpoints_of, inspect
 from meshwright.cli.common import add_json, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
-from meshwright.launch.supervise.lock import RunLock
+from meshwright.runtime.supervise.lock import RunLock
 from meshwright.spec.stored import StoredTokenizer, stored_base
 from meshwright.spec.training import DataFormat
 from meshwright.training.run_folder import tokenizer_of

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from meshwright.cli.common import add_json, print_json
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.launch.pricing.measured import user_cache
-from meshwright.launch.supervise.disk import (
+from meshwright.runtime.pricing.measured import user_cache
+from meshwright.runtime.supervise.disk import (
     DiskEntry,
     DiskSelection,
     forget_gone,

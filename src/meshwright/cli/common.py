@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import ConfigError
-from meshwright.launch.pricing.measured import as_measured_here
 from meshwright.lines import GOES_ON, fitted, folded
 from meshwright.parsing import parse_json
+from meshwright.runtime.pricing.measured import as_measured_here
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import CONFIG, HF_CONFIG
 

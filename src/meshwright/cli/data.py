@@ -23,7 +23,7 @@ from meshwright.data.megatron import write_megatron
 from meshwright.data.store import Progress as Report
 from meshwright.data.view import split
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.launch.session import cache_folder
+from meshwright.runtime.session import cache_folder
 from meshwright.spec.loading import load_config
 from meshwright.spec.training import DataFormat, DataSpec
 from meshwright.units import format_bytes, format_count, format_seconds

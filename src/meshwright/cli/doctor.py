@@ -14,12 +14,12 @@ from rich.text import Text
 
 from meshwright.cli.common import add_json, print_json, read_config, say_line
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.execute.machine.rendezvous import Rendezvous
-from meshwright.launch.doctor import examine_config, examine_machine
-from meshwright.launch.machines.finding import Finding
-from meshwright.launch.pricing.measured import calibration_in_use
-from meshwright.launch.supervise.core_dumps import crash_stack
-from meshwright.launch.supervise.diagnosis import Diagnosis, diagnose
+from meshwright.parallel.machine.rendezvous import Rendezvous
+from meshwright.runtime.doctor import examine_config, examine_machine
+from meshwright.runtime.machines.finding import Finding
+from meshwright.runtime.pricing.measured import calibration_in_use
+from meshwright.runtime.supervise.core_dumps import crash_stack
+from meshwright.runtime.supervise.diagnosis import Diagnosis, diagnose
 from meshwright.spec.loading import Config
 from meshwright.units import format_seconds
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _examine_nodes(config: Config, at: Rendezvous, *, as_json: bool) -> int:
     """Examine all nodes, each by its own process; the one of rank 0 prints."""
-    from meshwright.launch.preflight import preflight  # only here: it needs torch
+    from meshwright.runtime.preflight import preflight  # only here: it needs torch
 
     found = preflight(config, os.environ, at)
     is_well = all(finding.state != "bad" for _, finding in found)

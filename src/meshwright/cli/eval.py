@@ -21,8 +21,8 @@ from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.evaluate.perplexity import Perplexity, measure
 from meshwright.evaluate.text import Text, given, held_out, run_of
 from meshwright.evaluate.windows import Conversations, Windows, check_windows
-from meshwright.launch.session import cache_folder
 from meshwright.models import Transformer
+from meshwright.runtime.session import cache_folder
 from meshwright.spec.loading import load_config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.stored import StoredTokenizer, find_step, stored_spec

@@ -18,8 +18,8 @@ from meshwright.interop.flat import System
 from meshwright.interop.importing import Imported, import_files, refusal_text
 from meshwright.interop.report import VERDICTS, KeyReport, Report
 from meshwright.interop.source import AUTO
-from meshwright.launch.machines.machine import detect
 from meshwright.layout import Machine, resolve_layout
+from meshwright.runtime.machines.machine import detect
 from meshwright.spec.dump import toml_value
 from meshwright.spec.loading import Config, build_config, read_given
 from meshwright.spec.resolve import Values

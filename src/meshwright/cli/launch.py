@@ -9,14 +9,14 @@ from typing import Any, Final, Literal
 from meshwright.cli.common import add_config_arguments, read_words
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.files import write_atomic
-from meshwright.launch.jobs.job import JobSpec, Writer, local, parse_time, torchrun
-from meshwright.launch.jobs.manifests import jobset, pytorchjob, skypilot
-from meshwright.launch.jobs.on_ray import ray_job
-from meshwright.launch.jobs.on_ray import submit as submit_to_ray
-from meshwright.launch.jobs.slurm import slurm, submit
 from meshwright.layout import Machine, left_over, resolve_layout
-from meshwright.search.plan import setting_of
-from meshwright.search.saved import load_planned
+from meshwright.planner.plan import setting_of
+from meshwright.planner.saved import load_planned
+from meshwright.runtime.jobs.job import JobSpec, Writer, local, parse_time, torchrun
+from meshwright.runtime.jobs.manifests import jobset, pytorchjob, skypilot
+from meshwright.runtime.jobs.on_ray import ray_job
+from meshwright.runtime.jobs.on_ray import submit as submit_to_ray
+from meshwright.runtime.jobs.slurm import slurm, submit
 from meshwright.spec.loading import Config, load_config
 
 _KUBERNETES: Final = {"jobset": jobset, "pytorchjob": pytorchjob}

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshwright.cli.common import read_rows, say
+from meshwright.cost.calibration import Calibration, calibration_named
+from meshwright.cost.measured import Correction, Measurement, correct, corrected, kind_of
+from meshwright.cost.row_experts import RowError
+from meshwright.cost.rows import read_row
 from meshwright.errors import ConfigError
-from meshwright.execute.machine.processor import processor
-from meshwright.launch.pricing.correction import (
+from meshwright.layout import Layout
+from meshwright.parallel.machine.processor import processor
+from meshwright.planner.plan import check_legal, on_cluster, setting_of
+from meshwright.runtime.pricing.correction import (
     applied,
     keep_correction,
     measurement_of,
     uncorrected,
 )
-from meshwright.layout import Layout
-from meshwright.predict.calibration import Calibration, calibration_named
-from meshwright.predict.measured import Correction, Measurement, correct, corrected, kind_of
-from meshwright.predict.row_experts import RowError
-from meshwright.predict.rows import read_row
-from meshwright.search.plan import check_legal, on_cluster, setting_of
 from meshwright.spec.loading import Config
 from meshwright.units import GIB, parse_bytes, parse_seconds
 

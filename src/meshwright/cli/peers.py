@@ -19,9 +19,9 @@ from rich.table import Table
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.files import write_atomic
-from meshwright.launch.machines.machine import detect
-from meshwright.launch.peers.catalogue import MODES, PEERS, RANKS, PeerSizes
-from meshwright.launch.peers.match import (
+from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.peers.catalogue import MODES, PEERS, RANKS, PeerSizes
+from meshwright.runtime.peers.match import (
     NOT_COUNTED,
     OURS,
     Bench,

@@ -34,24 +34,18 @@ from meshwright.cli.questions import (
 )
 from meshwright.cli.scaling import compare_plans
 from meshwright.cli.serve import add_serve, frozen_page, serve_page
+from meshwright.cost.calibration import read_calibration, shipped_calibration
+from meshwright.cost.price import Prediction, RankMemory, memories
+from meshwright.cost.profile import predicted_profile
+from meshwright.cost.setting import Setting
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
-from meshwright.execute.machine.processor import processor
 from meshwright.files import write_atomic
-from meshwright.launch.checks.notes import layout_notes, plan_notes
-from meshwright.launch.machines.compiler import lacks_compiler
-from meshwright.launch.machines.machine import detect
-from meshwright.launch.measure.measuring import measured_first
-from meshwright.launch.pricing.planned import on_machine, slower
 from meshwright.layout import Layout, Machine, unsharded
-from meshwright.predict.calibration import read_calibration, shipped_calibration
-from meshwright.predict.price import Prediction, RankMemory, memories
-from meshwright.predict.profile import predicted_profile
-from meshwright.predict.setting import Setting
-from meshwright.report.terminal import memory_chart, timeline_chart
-from meshwright.search.advice import lost_by, warnings
-from meshwright.search.command import training_command
-from meshwright.search.pins import given, words
-from meshwright.search.plan import (
+from meshwright.parallel.machine.processor import processor
+from meshwright.planner.advice import lost_by, warnings
+from meshwright.planner.command import training_command
+from meshwright.planner.pins import given, words
+from meshwright.planner.plan import (
     Plan,
     as_json,
     check_legal,
@@ -61,8 +55,14 @@ from meshwright.search.plan import (
     prediction_json,
     setting_of,
 )
-from meshwright.search.rank import MARGIN
-from meshwright.search.ways_to_fit import ways_to_fit
+from meshwright.planner.rank import MARGIN
+from meshwright.planner.ways_to_fit import ways_to_fit
+from meshwright.report.terminal import memory_chart, timeline_chart
+from meshwright.runtime.checks.notes import layout_notes, plan_notes
+from meshwright.runtime.machines.compiler import lacks_compiler
+from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.measure.measuring import measured_first
+from meshwright.runtime.pricing.planned import on_machine, slower
 from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count, trained_parameter_count

@@ -10,10 +10,10 @@ from typing import Final
 
 from meshwright.cli.common import add_json, print_json, read_rows
 from meshwright.cli.measured import add_measured, measured_rows, take_measured
+from meshwright.cost.calibration import read_calibration, shipped_calibration
+from meshwright.cost.rows import predict_row
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.files import write_atomic
-from meshwright.predict.calibration import read_calibration, shipped_calibration
-from meshwright.predict.rows import predict_row
 from meshwright.units import counted
 
 _SHOWN: Final = 10

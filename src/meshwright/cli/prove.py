@@ -17,12 +17,6 @@ from typing import Any, TextIO
 from meshwright.cli.common import print_json, read_config, say_line
 from meshwright.cli.prove_arguments import configure, refuse_mixed
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
-from meshwright.launch.certificate import certify
-from meshwright.launch.machines.accelerators import check_build, count_gpus, find_gpus, torch_build
-from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
-from meshwright.launch.machines.engine import check_async_tp, check_fp8
-from meshwright.launch.machines.machine import detect
-from meshwright.launch.proofs.proof import by_world, fails_alike, prove_cases
 from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
@@ -37,6 +31,12 @@ from meshwright.prove.refused import Refusal, refuse
 from meshwright.prove.shrink import shrink
 from meshwright.prove.smallest import smallest
 from meshwright.prove.verdict import Verdict
+from meshwright.runtime.certificate import certify
+from meshwright.runtime.machines.accelerators import check_build, count_gpus, find_gpus, torch_build
+from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
+from meshwright.runtime.machines.engine import check_async_tp, check_fp8
+from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.proofs.proof import by_world, fails_alike, prove_cases
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
 from meshwright.units import format_count, format_seconds

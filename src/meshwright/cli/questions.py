@@ -18,12 +18,12 @@ from meshwright.cli.scaling import (
     print_cost,
     print_curve,
 )
+from meshwright.cost.price import Prediction
 from meshwright.errors import ConfigError
-from meshwright.predict.price import Prediction
-from meshwright.search.fine_tuning import FineTuning
-from meshwright.search.plan import Plan, prediction_json
-from meshwright.search.questions import LargestBatch, Offer
-from meshwright.search.ways_to_fit import WayToFit
+from meshwright.planner.fine_tuning import FineTuning
+from meshwright.planner.plan import Plan, prediction_json
+from meshwright.planner.questions import LargestBatch, Offer
+from meshwright.planner.ways_to_fit import WayToFit
 from meshwright.units import format_bytes, format_count, format_money, format_seconds
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from meshwright.cli.common import read_config, read_words
 from meshwright.cli.measured import measured_for
+from meshwright.cost.calibration import read_calibration
 from meshwright.errors import EXIT_DONE, ConfigError
-from meshwright.launch.pricing.measured import VARIABLES
-from meshwright.predict.calibration import read_calibration
-from meshwright.search.plan import Plan
-from meshwright.search.rank import MARGIN
+from meshwright.planner.plan import Plan
+from meshwright.planner.rank import MARGIN
+from meshwright.runtime.pricing.measured import VARIABLES
 from meshwright.serve.answer import asked_words, document
 from meshwright.serve.conditions import TOP, Conditions
 from meshwright.serve.page import page

@@ -24,13 +24,13 @@ from meshwright.cli.common import (
 )
 from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.execute.machine.processor import processor
 from meshwright.files import write_atomic
 from meshwright.layout import Layout
+from meshwright.parallel.machine.processor import processor
+from meshwright.planner.plan import setting_of
 from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page
 from meshwright.report.page import Page
-from meshwright.search.plan import setting_of
 from meshwright.simulate.on_standin import out_of_order, watch
 from meshwright.simulate.profile import both_profiles
 from meshwright.simulate.run import (

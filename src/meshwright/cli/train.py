@@ -18,11 +18,11 @@ from meshwright.cli.common import (
     read_words,
 )
 from meshwright.errors import ConfigError
-from meshwright.execute.machine.rendezvous import Rendezvous
+from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:
-    from meshwright.launch.checks.resuming import Resume
+    from meshwright.runtime.checks.resuming import Resume
 
 EXAMPLE = """\
 examples:
@@ -75,8 +75,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; with `--json`, the outcome is a document on stdout, and the view goes to stderr."""
     # Not at the top: the data and the view that it brings would slow down `--help`.
-    from meshwright.launch.checks.resuming import Resume
-    from meshwright.launch.session import summarise, train
+    from meshwright.runtime.checks.resuming import Resume
+    from meshwright.runtime.session import summarise, train
 
     again = _resume(args)
     resume = None if again is None else Resume(*again)
@@ -106,7 +106,7 @@ def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
     if resume is not None:
         raise ConfigError("--plan starts a run and --resume continues one: give one of them")
     # Not at the top, for the same reason
-    from meshwright.search.saved import load_planned
+    from meshwright.planner.saved import load_planned
 
     file, overrides = read_words(args)
     return load_planned(args.plan, file, overrides)

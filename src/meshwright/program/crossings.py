@@ -1,7 +1,7 @@
 """What tp ranks send where the residual stream enters and leaves a tensor-parallel region.
 
 Megatron-LM, arXiv:1909.08053, section 3; with sequence parallelism arXiv:2205.05198, section 4.2.
-The program counts the messages of a step from this, and `execute` sends from it.
+The program counts the messages of a step from this, and `parallel` sends from it.
 """
 
 from __future__ import annotations

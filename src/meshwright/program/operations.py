@@ -1,7 +1,7 @@
 """The operations of one rank: what each computes, and what it saves for the backward.
 
 All sizes are those of one microbatch on one rank, after sharding by tp, sp and cp. Saved tensors
-follow the modules of `models` and `execute` on a CPU, run eagerly; on CUDA, the same tensors are
+follow the modules of `models` and `parallel` on a CPU, run eagerly; on CUDA, the same tensors are
 saved, except for a mask. A test compares the bytes with what autograd really saves.
 """
 

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.sampler import IGNORE
-from meshwright.execute.batch import Batch
-from meshwright.execute.build import build
-from meshwright.execute.data_parallel.data import DTYPES
-from meshwright.execute.data_parallel.gradients import HeldParameter
-from meshwright.execute.gather import on_stages
-from meshwright.execute.kernels.products import target_of
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.groups import Groups
-from meshwright.execute.transport.world import World
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.batch import Batch
+from meshwright.parallel.build import build
+from meshwright.parallel.data_parallel.data import DTYPES
+from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.gather import on_stages
+from meshwright.parallel.kernels.products import target_of
+from meshwright.parallel.transport.groups import Groups
+from meshwright.parallel.transport.world import World
 from meshwright.program.lower import Program, lower
 from meshwright.prove.case import Case
 from meshwright.prove.weights import logits_std, telling

@@ -13,17 +13,17 @@ from typing import Any, Final
 import torch
 import torch.distributed.pipelining.schedules as theirs
 
-from meshwright.execute.build import region_of, seeded
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.groups import Groups
-from meshwright.execute.transport.wire import (
+from meshwright.models import build_model, init_parameter
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.build import region_of, seeded
+from meshwright.parallel.transport.groups import Groups
+from meshwright.parallel.transport.wire import (
     Wire,
     WorkCounter,
     expected_messages,
     message_differences,
 )
-from meshwright.execute.transport.world import World
-from meshwright.models import build_model, init_parameter
+from meshwright.parallel.transport.world import World
 from meshwright.program.actions import Action, Kind, Table
 from meshwright.program.flops import matmul_flops
 from meshwright.program.lower import Program

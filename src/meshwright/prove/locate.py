@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data.sampler import IGNORE, PADDING
-from meshwright.execute.batch import Batch
-from meshwright.execute.build import cut
-from meshwright.execute.data_parallel.data import DTYPES
-from meshwright.execute.data_parallel.gradients import (
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.batch import Batch
+from meshwright.parallel.build import cut
+from meshwright.parallel.data_parallel.data import DTYPES
+from meshwright.parallel.data_parallel.gradients import (
     HeldParameter,
     global_norm,
     local_shard,
     scale_gradients,
 )
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.groups import Groups
-from meshwright.execute.transport.world import World
+from meshwright.parallel.transport.groups import Groups
+from meshwright.parallel.transport.world import World
 from meshwright.program.lower import Program
 from meshwright.program.shards import data_rank, whole
 from meshwright.prove.batches import make_batch

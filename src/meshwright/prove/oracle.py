@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwright.data.sampler import IGNORE, PADDING
-from meshwright.execute.batch import Batch
 from meshwright.models.dropout import dropout, layer_keys
+from meshwright.parallel.batch import Batch
 from meshwright.prove.fake_float8 import float8_linear
 from meshwright.prove.oracle_routers import Routed
 from meshwright.prove.rotation import rotation

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.sampler import IGNORE
-from meshwright.execute.batch import Batch
-from meshwright.execute.data_parallel.data import DTYPES
-from meshwright.execute.transport.world import World
+from meshwright.parallel.batch import Batch
+from meshwright.parallel.data_parallel.data import DTYPES
+from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.four_bits import kept_in_four_bits

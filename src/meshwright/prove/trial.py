@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.execute.data_parallel.gradients import HeldParameter
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.transport.groups import Groups
-from meshwright.execute.transport.world import World
+from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.transport.groups import Groups
+from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Difference, Fault, build_small, mine, program_of

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.execute.build import Source, cut
 from meshwright.models.init import norm_adds_one, parameter_seed
+from meshwright.parallel.build import Source, cut
 from meshwright.program.shards import Region
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import buffers, parts

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from meshwright.data.sampler import IGNORE
-from meshwright.execute.batch import Batch
-from meshwright.execute.data_parallel.data import DTYPES
-from meshwright.execute.data_parallel.gradients import HeldParameter
-from meshwright.execute.gather import on_stages
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.groups import Groups
-from meshwright.execute.transport.world import World
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.batch import Batch
+from meshwright.parallel.data_parallel.data import DTYPES
+from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.gather import on_stages
+from meshwright.parallel.transport.groups import Groups
+from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (

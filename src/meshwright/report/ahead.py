@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.predict.setting import Setting
+from meshwright.cost.setting import Setting
 from meshwright.program.lower import Program
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import bars

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from meshwright.cost.catalogue import Cluster
 from meshwright.layout import Layout
-from meshwright.predict.catalogue import Cluster
 from meshwright.program.profile import CAUSES, RankProfile, StepProfile
 from meshwright.report.colours import MEASURED, PREDICTED, Look
 from meshwright.report.figure import Figure, axis, byte_unit, figure, seconds, time_unit

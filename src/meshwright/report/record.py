@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from meshwright.cost.catalogue import Cluster
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.layout import Layout
 from meshwright.parsing import parse_json
-from meshwright.predict.catalogue import Cluster
+from meshwright.planner.plan import setting_of
 from meshwright.program.events import Events
 from meshwright.program.lower import Program, lower
 from meshwright.program.profile import StepProfile, from_json, of_source
-from meshwright.search.plan import setting_of
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.cost.catalogue import Cluster
 from meshwright.layout import Layout
-from meshwright.predict.catalogue import Cluster
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import causes_chart, traffic_chart
 from meshwright.report.memories import memory_chart

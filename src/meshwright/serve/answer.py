@@ -11,14 +11,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.setting import Setting
 from meshwright.errors import ConfigError, refusal
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.setting import Setting
-from meshwright.search.advice import lost_by
-from meshwright.search.command import training_command
-from meshwright.search.pins import given
-from meshwright.search.plan import Plan, prediction_json
-from meshwright.search.scaling import counts_between, curve
+from meshwright.planner.advice import lost_by
+from meshwright.planner.command import training_command
+from meshwright.planner.pins import given
+from meshwright.planner.plan import Plan, prediction_json
+from meshwright.planner.scaling import counts_between, curve
 from meshwright.serve.conditions import Conditions
 from meshwright.serve.detail import detail
 from meshwright.spec.catalogue import LOCAL

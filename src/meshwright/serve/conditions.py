@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from meshwright.launch.pricing.measured import as_measured_here
-from meshwright.predict.calibration import Calibration
-from meshwright.search.plan import Plan, plan
-from meshwright.search.prices import KnownPrices
-from meshwright.search.rank import MARGIN
+from meshwright.cost.calibration import Calibration
+from meshwright.planner.plan import Plan, plan
+from meshwright.planner.prices import KnownPrices
+from meshwright.planner.rank import MARGIN
+from meshwright.runtime.pricing.measured import as_measured_here
 from meshwright.spec.loading import Config
 
 TOP: Final = 10

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from meshwright.cost.price import OUTSIDE, Prediction, memories, price
+from meshwright.cost.setting import Setting
+from meshwright.cost.spans import pipeline_spans
+from meshwright.cost.step import pace_of
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout
-from meshwright.predict.price import OUTSIDE, Prediction, memories, price
-from meshwright.predict.setting import Setting
-from meshwright.predict.spans import pipeline_spans
-from meshwright.predict.step import pace_of
+from meshwright.planner.advice import lost_by, warnings
+from meshwright.planner.pins import given
+from meshwright.planner.plan import Plan, check_legal, on_cluster, prediction_json
 from meshwright.program.profile import Span
 from meshwright.report.peaks import PROCESS, TENSORS
-from meshwright.search.advice import lost_by, warnings
-from meshwright.search.pins import given
-from meshwright.search.plan import Plan, check_legal, on_cluster, prediction_json
 from meshwright.units import format_bytes
 
 # So many actions are drawn of a step.

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright.errors import MeshwrightError
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.transport.world import World
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.transport.world import World
 
 CPU: Final = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from meshwright.execute import offload
-from meshwright.execute.data_parallel.exchange import Exchange
-from meshwright.execute.data_parallel.masters import Weight
+from meshwright.parallel import offload
+from meshwright.parallel.data_parallel.exchange import Exchange
+from meshwright.parallel.data_parallel.masters import Weight
 from meshwright.simulate.fake import replaced
 from meshwright.simulate.memory import HOST, MemoryTracker
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.execute.data_parallel.gradients import local_shard
+from meshwright.parallel.data_parallel.gradients import local_shard
 from meshwright.simulate.fake import replaced
 
 # What a storage is for. `activations` outlive the action that made them, `temporary` do not;

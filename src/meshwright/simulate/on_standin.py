@@ -116,11 +116,11 @@ def _main() -> None:
 
 
 def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
-    from meshwright.execute.kernels.products import target_of
-    from meshwright.execute.observe.collective_recorder import CollectiveRecorder
-    from meshwright.execute.transport.wire import message_differences
     from meshwright.layout import Layout
     from meshwright.models import flex
+    from meshwright.parallel.kernels.products import target_of
+    from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
+    from meshwright.parallel.transport.wire import message_differences
     from meshwright.program.lower import lower
     from meshwright.simulate.fake import replaced
     from meshwright.simulate.rehearse import rehearse

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from meshwright.predict.profile import predicted_profile
+from meshwright.cost.profile import predicted_profile
+from meshwright.planner.plan import on_cluster
 from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile, Traffic
-from meshwright.search.plan import on_cluster
 from meshwright.simulate.run import Simulated, Simulation
 
 # What the tracker's categories are in the profile; the others are called the same.

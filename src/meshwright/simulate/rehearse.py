@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.execute.batch import Batch, Feed
-from meshwright.execute.build import describe, materialise
-from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.record.flight_recorder import FlightRecorder
-from meshwright.execute.tensor_parallel.deferred import Deferral
-from meshwright.execute.transport import groups as rooms
-from meshwright.execute.transport.groups import Groups, open_groups
-from meshwright.execute.transport.wire import Wire, WireMessage, WorkCounter, expected_messages
-from meshwright.execute.transport.world import World
 from meshwright.models import Transformer
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.batch import Batch, Feed
+from meshwright.parallel.build import describe, materialise
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.tensor_parallel.deferred import Deferral
+from meshwright.parallel.transport import groups as rooms
+from meshwright.parallel.transport.groups import Groups, open_groups
+from meshwright.parallel.transport.wire import Wire, WireMessage, WorkCounter, expected_messages
+from meshwright.parallel.transport.world import World
 from meshwright.program.actions import Action
 from meshwright.program.lower import Program
 from meshwright.program.shards import Region, sums_in_place

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from meshwright.cost.byte_count import PredictedMoment
+from meshwright.cost.memory import Term, outside
+from meshwright.cost.price import RankMemory as PredictedMemory
+from meshwright.cost.price import memory as predicted_memory
+from meshwright.cost.setting import Setting
+from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError, refusal
-from meshwright.execute.transport.wire import message_differences
 from meshwright.layout import Layout, Machine, resolve_layout
-from meshwright.predict.byte_count import PredictedMoment
-from meshwright.predict.memory import Term, outside
-from meshwright.predict.price import RankMemory as PredictedMemory
-from meshwright.predict.price import memory as predicted_memory
-from meshwright.predict.setting import Setting
-from meshwright.predict.timeline import timeline
+from meshwright.parallel.transport.wire import message_differences
+from meshwright.planner.plan import explain, prediction_json, setting_of
 from meshwright.program.flops import attention_flops, matmul_flops
 from meshwright.program.lower import Program, lower
-from meshwright.search.plan import explain, prediction_json, setting_of
 from meshwright.simulate.memory import Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config

@@ -25,7 +25,7 @@ NAME: Final = "standin"
 # The rooms with branches for CUDA; in others the word is a value of a config.
 _ROOMS: Final = (
     "meshwright.models.",
-    "meshwright.execute.",
+    "meshwright.parallel.",
     "meshwright.checkpoint.",
     "meshwright.training.",
 )

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.saver import Saver
 from meshwright.errors import CheckpointError
-from meshwright.execute.transport.world import World, exchange
 from meshwright.files import write_atomic
+from meshwright.parallel.transport.world import World, exchange
 from meshwright.parsing import foreign, parse_json
 from meshwright.training.run_folder import Job
 from meshwright.units import counted

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from meshwright.checkpoint.weights import write_weights
 from meshwright.data import IGNORE, Dataset
 from meshwright.errors import MeshwrightError
-from meshwright.execute.batch import Batch
-from meshwright.execute.kernels.recompute import recompute
-from meshwright.execute.transport.world import World
 from meshwright.models import Transformer, build_model
+from meshwright.parallel.batch import Batch
+from meshwright.parallel.kernels.recompute import recompute
+from meshwright.parallel.transport.world import World
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.parts import parts
 from meshwright.training.events import Emit

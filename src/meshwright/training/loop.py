@@ -17,10 +17,10 @@ from meshwright.data import (
     StreamSampler,
     WholeSampler,
 )
-from meshwright.execute.batch import Batch, Feed
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.world import World
 from meshwright.models.dropout import row_keys
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.batch import Batch, Feed
+from meshwright.parallel.transport.world import World
 from meshwright.program.model_flops import flops_per_token
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.errors import MeshwrightError
-from meshwright.execute.transport.world import World
+from meshwright.parallel.transport.world import World
 from meshwright.program.model_flops import flops_per_token
 from meshwright.training.run_folder import Job
 

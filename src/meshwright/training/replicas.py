@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import RankFailed
-from meshwright.execute.build import region_of
-from meshwright.execute.parallel import Parallel
-from meshwright.execute.transport.world import World, exchange
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.build import region_of
+from meshwright.parallel.transport.world import World, exchange
 
 # Places are told apart by a number from 1 to this, a prime; so many periods of it at a time.
 _PERIOD: Final = 8191

@@ -1,0 +1,262 @@
+"""Seconds of data-parallel messages: ZeRO's in each microbatch, and those sent once per step.
+
+The messages are those of `program.sharing`; tests compare the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.cost.elements import elements_of, gathered_elements, gathered_weights, weights
+from meshwright.cost.kernels import Kernels, Seconds
+from meshwright.cost.microbatch import MicrobatchTimes
+from meshwright.cost.setting import Setting
+from meshwright.cost.work import HeldLayers
+from meshwright.layout import Layout
+from meshwright.program.float8 import LARGEST_BYTES, float8_weights, gathers_float8
+from meshwright.program.messages import CollectiveKind
+from meshwright.program.shards import sums_in_place
+
+
+class EndWaits(NamedTuple):
+    """Seconds that the embedding or head waits for ZeRO in a forward and in a backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+class Waits(NamedTuple):
+    """Seconds that a microbatch waits for ZeRO: layers by kind, and the ends; for each pass.
+
+    `first` belongs to the embedding, `last` to the final norm and the head. An embedding that
+    `is_joined` is gathered with the head on a rank that has both.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    first: EndWaits = EndWaits()
+    last: EndWaits = EndWaits()
+    is_joined: bool = False
+
+    def passes(self, held: HeldLayers) -> tuple[float, float]:
+        """Return the seconds of a forward and a backward for the layers of a pipeline rank."""
+        forward = backward = 0.0
+        if held.has_head:
+            forward, backward = self.last
+        if held.has_embedding and not (self.is_joined and held.has_head):
+            forward, backward = forward + self.first.forward, backward + self.first.backward
+        return held.total(self.forward) + forward, held.total(self.backward) + backward
+
+    def of(self, held: HeldLayers) -> float:
+        """Return both together."""
+        return sum(self.passes(held))
+
+
+class _Peers(NamedTuple):
+    """Ranks that some elements meet: along which axes, how many, and how far apart they are."""
+
+    elements: float
+    shard: str
+    shards: int
+    shard_stride: int
+    replicate: str
+    replicas: int
+    replica_stride: int
+
+
+def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
+    """Yield the ranks that elements meet over data: those of experts have others."""
+    tp, ranks, replicas = layout.tp, layout.shard_ranks, layout.replica_ranks
+    yield _Peers(plain, "shard", ranks, tp, "replicate", replicas, tp * ranks)
+    if experts:
+        ranks, replicas = layout.expert_shard_ranks, layout.expert_replica_ranks
+        apart = layout.expert_tp * layout.ep
+        names = "expert_shard", "expert_replicate"
+        yield _Peers(experts, names[0], ranks, apart, names[1], replicas, apart * ranks)
+
+
+class EndSeconds(NamedTuple):
+    """ZeRO's seconds for the embedding or the head: gathers in each pass, and a reduction."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    reduce: float = 0.0
+
+
+class UnitSeconds(NamedTuple):
+    """ZeRO's seconds in a microbatch: a layer's gather and reduction, the ends, the host.
+
+    `host` is that of a layer in one pass. `first`, `last` and `is_joined` as in `Waits`.
+    """
+
+    gather: float
+    reduce: float
+    host: float
+    first: EndSeconds = EndSeconds()
+    last: EndSeconds = EndSeconds()
+    is_joined: bool = False
+
+    @property
+    def is_none(self) -> bool:
+        """Whether there are no messages."""
+        return not self.gather and not self.reduce
+
+    @property
+    def largest(self) -> tuple[float, ...]:
+        """Return the seconds by which layouts are compared: of a layer, and of each end."""
+        return self.gather + self.reduce, sum(self.first), sum(self.last)
+
+
+def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSeconds:
+    """Return the seconds of ZeRO's messages of a microbatch."""
+    ranks, zero = layout.shard_ranks, layout.zero
+    if ranks == 1 or zero < 2:
+        return UnitSeconds(0.0, 0.0, 0.0)
+    model, network, gather, reduce = setting.model, kernels.network, 0.0, 0.0
+    found = gathered_weights(setting, layout)
+    experts, kind = max(found.experts), gathering(setting, layout)
+    for one in _peers(layout, found.layer - experts, experts) if zero == 3 else ():
+        among = one.shards, one.shard_stride, one.shard
+        gather += network.seconds(kind, one.elements * setting.element, *among)
+    found = weights(model, layout.tp, ranks, layout.ep, layout.etp, of="trained")
+    for one in _peers(layout, found.layer - max(found.experts), max(found.experts)):
+        among = one.shards, one.shard_stride, one.shard
+        size = one.elements * setting.reduced_bytes
+        reduce += network.seconds(reduction(setting, layout), size, *among)
+    own = sums_in_place(layout, setting.target)  # else a unit is taken up in either pass
+    is_joined = model.tie_embeddings and not own
+    ends = _ends(setting, kernels, layout)
+    return UnitSeconds(gather, reduce, 0.0 if own else kernels.per_unit / 2, *ends, is_joined)
+
+
+def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSeconds, EndSeconds]:
+    """Return the seconds of the embedding, and of the last norm and the head, in a microbatch.
+
+    Of ranks that sum in place each step gathers the ends once, see `program.sharing`. What
+    `System.parts_ends` does not part is gathered for both passes.
+    """
+    model, zero, network = setting.model, layout.zero, kernels.network
+    in_place = sums_in_place(layout, setting.target)
+    among = layout.shard_ranks, layout.tp, "shard"
+
+    def gather(*units: int) -> float:
+        if zero < 3 or in_place:
+            return 0.0
+        kind = gathering(setting, layout)
+        return sum(network.seconds(kind, one * setting.element, *among) for one in units)
+
+    def reduce(*units: int) -> float:
+        kind, each = reduction(setting, layout), setting.reduced_bytes
+        return sum(network.seconds(kind, one * each, *among) for one in units)
+
+    cut = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp)
+    own = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
+    if in_place or model.tie_embeddings or not setting.system.parts_ends:
+        # The last end's own, and what is tied to it where FSDP2 has both in one unit.
+        joined = model.tie_embeddings and not in_place
+        both, sums = (one.norm + one.head + one.embedding * joined for one in (cut, own))
+        first, last = gather(cut.embedding), gather(both)
+        return (
+            EndSeconds(first, first, reduce(own.embedding)),
+            EndSeconds(last, last, reduce(sums)),
+        )
+    return (
+        EndSeconds(gather(cut.embedding), 0.0, reduce(own.embedding)),
+        EndSeconds(gather(cut.norm), gather(cut.norm, cut.head), reduce(own.norm, own.head)),
+    )
+
+
+def gathering(setting: Setting, layout: Layout) -> str:
+    """Return how ZeRO gathers a unit's weights, as a kind of collective in `predict.network`."""
+    return "rows" if sums_in_place(layout, setting.target) else "all_gather"
+
+
+def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
+    """Return the collective that reduces gradients over the ranks that share rows."""
+    in_place = sums_in_place(layout, setting.target)
+    return "all_to_all" if in_place else "reduce_scatter"
+
+
+def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> Waits:
+    """Return how long the layers of a microbatch wait for ZeRO's gathers and reductions.
+
+    A unit is gathered while the previous one computes, and reduced while the next one does, so the
+    longer of the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3. The embedding is
+    gathered before anything computes, and its reduction overlaps with the first layer of the next
+    microbatch.
+    """
+    gather, reduce, host, first, last, is_joined = unit
+    if unit.is_none:
+        nothing = (0.0,) * len(parts.layers)
+        return Waits(nothing, nothing)
+
+    def wait(sent: float, computed: float) -> float:
+        return sent - kernels.overlap * min(sent, computed)
+
+    def backward(one: Seconds) -> float:
+        return one.backward + one.recompute + one.tp_backward + one.tp_recompute
+
+    before, after = parts.layers[0], parts.last
+    return Waits(
+        tuple(wait(gather, one.forward + one.tp_forward) + host for one in parts.layers),
+        tuple(wait(gather + reduce, backward(one)) + host for one in parts.layers),
+        EndWaits(first.forward, wait(first.backward + first.reduce, before.forward)),
+        EndWaits(
+            wait(last.forward, after.forward + after.tp_forward),
+            wait(last.backward + last.reduce, backward(after)),
+        ),
+        is_joined,
+    )
+
+
+def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
+    """Return the seconds of data-parallel messages once per step: sums, ZeRO 1 and 2's gathers.
+
+    For ZeRO 3, only the gathers of the ends, if ranks keep these for a whole step. For each stage,
+    the scales of weights that are gathered in float8. A ring needs one turn for each of its ranks
+    and each message; a layer has its share of the messages. A turn waits for the slowest node, and
+    the messages of all nodes compete.
+    """
+    found = elements_of(setting.model, layout, held, of="trained")
+    gathered = gathered_elements(setting, layout, held)
+    network, reduced = kernels.network, setting.reduced_bytes
+    turns = held.layers * (layout.shard_ranks * layout.replica_ranks - 1)
+    seconds = _scales(setting, kernels, layout, held)
+    for one, sent in zip(_peers(layout, *found), _peers(layout, *gathered), strict=True):
+        among = one.shards, one.shard_stride, one.shard
+        if one.shards > 1 and layout.zero <= 2:
+            if layout.zero == 1:
+                kind = reduction(setting, layout)
+                seconds += network.seconds(kind, one.elements * reduced, *among)
+            gather = gathering(setting, layout)
+            seconds += network.seconds(gather, sent.elements * setting.element, *among)
+        if one.replicas > 1:
+            size = one.elements * reduced / one.shards
+            copies = one.replicas, one.replica_stride, one.replicate
+            seconds += network.seconds("all_reduce", size, *copies)
+    if layout.zero == 3 and sums_in_place(layout, setting.target):
+        ends = elements_of(setting.model, layout, held._replace(kinds=(0,) * len(held.kinds)))
+        size, among = ends.plain * setting.element, (layout.shard_ranks, layout.tp, "shard")
+        seconds += network.seconds(gathering(setting, layout), size, *among)
+    return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
+
+
+def _scales(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
+    """Return the seconds in which ranks find the scales of weights that they gather in float8."""
+    if not gathers_float8(setting.train, layout, setting.target):
+        return 0.0
+    kinds = setting.model.layer_kinds
+    count = held.total(float8_weights(setting.model, kind) for kind in kinds)
+    among = layout.shard_ranks, layout.tp, "shard"
+    return kernels.network.seconds("all_reduce", LARGEST_BYTES * count, *among)
+
+
+def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -> float:
+    """Return how long a step waits for these messages.
+
+    They overlap with the backward of the last microbatch and the first forward, `room` seconds.
+    """
+    if not setting.system.overlaps_data:
+        return seconds
+    return max(seconds - kernels.overlap * min(seconds, room), 0.0)

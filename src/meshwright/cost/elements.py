@@ -1,0 +1,155 @@
+"""How many elements of weights a rank has: of all of them, of those trained, or in four bits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, Literal, NamedTuple
+
+from meshwright.cost.setting import Setting
+from meshwright.cost.work import HeldLayers
+from meshwright.layout import Layout
+from meshwright.program.float8 import gathered_element, gathers_float8
+from meshwright.program.shards import shard
+from meshwright.program.sizes import ELEMENT_BYTES
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import Part, parts
+
+# Which float8 is for.
+_BF16: Final = ELEMENT_BYTES["bf16"]
+# Which weights are counted.
+Which = Literal["all", "trained", "four bits"]
+
+
+class Weights(NamedTuple):
+    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm, the head.
+
+    `experts` are those of a layer that ranks share out, which `layers` count, too.
+    """
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    embedding: int
+    norm: int
+    head: int
+
+    @property
+    def layer(self) -> int:
+        """Those of the largest layer."""
+        return max(self.layers)
+
+    def largest(self, held: HeldLayers) -> int:
+        """Return those of the largest unit of a pipeline rank: a layer or one of the ends."""
+        last = self.norm + self.head
+        return max(self.layer, self.embedding * held.has_embedding, last * held.has_head)
+
+
+@lru_cache(maxsize=1024)
+def weights(
+    model: ModelSpec,
+    tp: int,
+    shard_ranks: int,
+    ep: int = 1,
+    etp: int | None = None,
+    *,
+    of: Which = "all",
+    rounded: bool = False,
+) -> Weights:
+    """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
+
+    Of experts those of one of `ep` ranks. `of` what is trained, or kept in four bits, alone. With
+    `rounded`, they are counted as gathered: two elements in float8 are as one in bf16.
+    """
+    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep, etp=etp)
+    if shard_ranks == 1:
+        layout = Layout(tp=tp, dp_replicate=layout.expert_data, ep=ep, etp=etp)
+    layers, experts = [], []
+    for kind in model.layer_kinds:
+        found = parts(model.alike(kind, n_layers=1))
+        sizes = {
+            part.name: shard(part, layout).padded_elements
+            * gathered_element(part, _BF16, rounded)
+            // _BF16
+            * _is_of(part, of)
+            for part in found
+        }
+        shared_out = (part.name for part in found if part.is_of_experts and ep > 1)
+        experts.append(sum(map(sizes.__getitem__, shared_out)))
+        layers.append(sum(size for name, size in sizes.items() if name.startswith("layers.")))
+    norm = sum(size for name, size in sizes.items() if name.startswith("norm."))
+    ends = sizes["embed.weight"], norm, sizes.get("head.weight", 0)
+    return Weights(tuple(layers), tuple(experts), *ends)
+
+
+def _is_of(part: Part, of: Which) -> bool:
+    return {"all": True, "trained": part.trained, "four bits": part.four_bits}[of]
+
+
+def gathered_weights(setting: Setting, layout: Layout) -> Weights:
+    """Return the elements that ZeRO gathers: two in float8 count as one in bf16."""
+    rounded = gathers_float8(setting.train, layout, setting.target)
+    cut = layout.tp, layout.shard_ranks, layout.ep, layout.etp
+    return weights(setting.model, *cut, rounded=rounded)
+
+
+class Elements(NamedTuple):
+    """Elements that a pipeline rank holds, whole but for tp: of `experts` that ranks share out its
+    own, and `plain` ones, which are all others."""
+
+    plain: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.plain + self.experts
+
+    def share(self, layout: Layout) -> int:
+        """Return those that a rank trains, where ZeRO cuts them."""
+        return self.plain // layout.shard_ranks + self.experts // layout.expert_shard_ranks
+
+
+def elements_of(
+    model: ModelSpec,
+    layout: Layout,
+    held: HeldLayers,
+    *,
+    is_padded: bool = True,
+    of: Which = "all",
+    rounded: bool = False,
+) -> Elements:
+    """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
+
+    A tied head is a copy of the embedding.
+    """
+    ranks = layout.shard_ranks if is_padded else 1
+    return _elements(model, layout.tp, ranks, layout.ep, layout.etp, held, of, rounded)
+
+
+@lru_cache(maxsize=8192)
+def _elements(
+    model: ModelSpec,
+    tp: int,
+    ranks: int,
+    ep: int,
+    etp: int | None,
+    held: HeldLayers,
+    of: Which,
+    rounded: bool,
+) -> Elements:
+    """Return `elements_of`: layouts of a search differ by other things most of the time."""
+    found = weights(model, tp, ranks, ep, etp, of=of, rounded=rounded)
+    experts = int(held.total(found.experts))
+    plain = int(held.total(found.layers)) - experts
+    if held.has_embedding or (held.has_head and model.tie_embeddings):
+        plain += found.embedding
+    return Elements(plain + (found.norm + found.head) * held.has_head, experts)
+
+
+def gathered_elements(
+    setting: Setting, layout: Layout, held: HeldLayers, *, is_padded: bool = True
+) -> Elements:
+    """Return the trained elements that ranks gather: two in float8 count as one in bf16."""
+    rounded = gathers_float8(setting.train, layout, setting.target)
+    return elements_of(
+        setting.model, layout, held, is_padded=is_padded, of="trained", rounded=rounded
+    )

@@ -1,0 +1,398 @@
+"""Seconds of a microbatch's work on a device: products, attention, memory-bound operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import mul
+from typing import Final, NamedTuple
+
+from meshwright.cost.attending import rates
+from meshwright.cost.calibration import Calibration
+from meshwright.cost.catalogue import Device
+from meshwright.cost.modules import hidden_bytes, made_again
+from meshwright.cost.network import Network, Picks
+from meshwright.cost.systems import CAUSAL, System
+from meshwright.cost.work import LayoutWork, Message, Product, Work
+from meshwright.program.messages import Phase
+from meshwright.program.operations import ATTENTION_BACKWARD
+from meshwright.program.saved import PRODUCT_BACKWARD
+from meshwright.program.sizes import loss_rows
+from meshwright.program.target import Matmul, Target
+
+# Kernels that a pass of a layer launches beside its products: norms, rotation, residuals, casts.
+_SMALL_KERNELS = 10
+# Passes over the scores of kernels that write them: made, masked and scaled, softmax read and
+# written, read for the second product; a fused softmax leaves out the mask's. Backward: twice that.
+_SCORE_PASSES = {"scores": 6.0, "softmax": 4.0}
+# A norm of separate operations widens to fp32, squares, averages, scales, narrows and multiplies:
+# 36 bytes of a bf16 element against the 4 of one kernel (torch's LlamaRMSNorm, operation by one).
+_EAGER_NORM = 9.0
+# What moves backward beside products: the incoming gradient, the kept input, the outgoing one.
+_MOVED_BACKWARD = 2.0
+# A forward and a backward of twice its size.
+PASSES: Final = 1 + PRODUCT_BACKWARD
+_NONE: Final = (0.0, 0.0, 0.0)
+_ANY: Final = Target("gpu")
+
+
+class Seconds(NamedTuple):
+    """Time of one microbatch in a layer or an end, forward and backward, by cause."""
+
+    forward: float
+    backward: float
+    recompute: float
+    tp_forward: float
+    tp_backward: float
+    tp_recompute: float
+    cp_forward: float
+    cp_backward: float
+    cp_recompute: float
+    ep_forward: float
+    ep_backward: float
+    ep_recompute: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+def forward_moved(work: Work, system: System) -> float:
+    """Return the bytes that a forward moves outside of products and attention.
+
+    Includes its norms.
+    """
+    return work.moved + work.norm_moved * (1 if system.fused_norm else _EAGER_NORM)
+
+
+class Kernels:
+    """Prices work on a device with the kernels of a system.
+
+    Products follow the roofline of their peak and their bytes (Williams et al., 2009). The peak is
+    reduced by `d / (d + half)` for each dimension d, because tiles at the edges are not full. A
+    kernel never takes less than the host's launch time. `compile_gain` divides the time of a
+    layer; `saves` is what compiling saves instead, in times of the bytes that a layer moves beside
+    products, and `loss_saves` of those that the loss moves. `matmul` names the route of fp32
+    products that has separate constants.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        system: System,
+        calibration: Calibration,
+        network: Network,
+        precision: str,
+        products: str,
+        compile_gain: float = 1.0,
+        matmul: Matmul = "auto",
+        target: Target = _ANY,
+        routed: Picks | None = None,
+        saves: float = 0.0,
+        loss_saves: float = 0.0,
+    ) -> None:
+        kinds = (f"{system.name}.{device.kind}", system.name, device.kind)
+        find = calibration.find
+
+        def own(what: str) -> float:
+            """Return the measurement of the model's own blocks, otherwise that of any model."""
+            found = calibration.constants.get(f"{device.kind}.blocks.{what}")
+            return find(what, *kinds) if found is None else found
+
+        # What was measured of this system here: how many times longer it computes.
+        self.slower = find("measured.compute", *kinds)
+        self.network, self.system = network, system
+        self.compile_gain = compile_gain / self.slower
+        self.saves, self.target = saves, target
+        share = find(f"products.{products}.{matmul}", *kinds)
+        self.peak = device.peak(products, tf32=target.tf32) * share
+        share = find(f"products.{precision}.{matmul}", *kinds)
+        self.head_peak = device.peak(precision, tf32=target.tf32) * share
+        self.half = find(f"products.half.{precision}.{matmul}", *kinds)
+        self.bandwidth = device.bandwidth * find("memory", *kinds)
+        self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)
+        self.moves = own(f"moves.{precision}")
+        self.loss_moves = find(f"moves.loss.{precision}", *kinds)
+        self.loss_saves = min(loss_saves, self.loss_moves)
+        peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
+        attention = f"attention.{system.attention}.{precision}"
+        self.attention_peak = peak * own(attention)
+        is_own = f"{device.kind}.blocks.{attention}" in calibration.constants
+        self.attends = {} if is_own else rates(target, lambda what: find(what, *kinds))
+        # What the host takes, for a layer and so on.
+        self.per_layer = own(f"overhead.layer.{precision}")
+        self.per_microbatch = find("overhead.microbatch", *kinds)
+        self.per_unit = find("overhead.unit", *kinds)
+        self.launch = find("launch", *kinds)
+        self.exposed_pp = find("exposed.pp", *kinds)
+        self.overlap = find("overlap", *kinds)
+        self.fixed = find("fixed", *kinds) + find("overhead.step", *kinds)
+        self.host_bandwidth = find("host_bandwidth", *kinds)
+        self.idle = find("idle", *kinds)
+        self.data_latency = find("data.latency", *kinds)
+        self.tp_exposed = find("exposed.tp", *kinds)
+        self.routed = routed if system.sends_once else None
+        self.ep_exposed = find("exposed.ep", *kinds)
+        self.of_experts = find("experts.products", *kinds)
+        self.per_experts = find("experts.launch", *kinds)
+        self.cast = find("casts", *kinds) if products != precision else 0.0
+
+    def product(self, shape: Product, peak: float, element: int) -> float:
+        """Return the seconds of one pass of a product."""
+        rows, inner, outer, _, groups, *_ = shape
+        each = rows / groups
+        half = self.half
+        share = each / (each + half) * (inner / (inner + half)) * (outer / (outer + half))
+        if groups > 1:
+            peak *= self.of_experts
+        moved = element * (rows * inner + groups * inner * outer + rows * outer)
+        return max(shape.flops / (peak * share), moved / self.bandwidth)
+
+    def layer(
+        self,
+        found: LayoutWork,
+        work: Work,
+        cp: int,
+        tp: int,
+        cp_kind: str,
+        recompute: str,
+        ep: int = 1,
+        etp: int | None = None,
+        *,
+        defers: bool = False,
+    ) -> Seconds:
+        """Return the seconds of a layer with such work.
+
+        `etp` as in `Layout`. `defers`: weight gradients are computed later.
+        """
+        element = found.sizes.element
+        each = [self.product(shape, self.peak, element) for shape in work.products]
+        whole = each
+        if self.cast:
+            whole = [
+                seconds + self.cast * one.rows * (one.inner + one.outer) * element / self.bandwidth
+                for seconds, one in zip(each, work.products, strict=True)
+            ]
+        products = sum(whole)
+        of_products = sum(map(mul, whole, (shape.backward for shape in work.products)))
+        attention = self._attention(work, element)
+        moved, saved = self._moved(work), self._saved(work)
+        host = (len(work.products) + _SMALL_KERNELS) * self.launch
+        if any(shape.groups > 1 for shape in work.products):
+            host += self.per_experts
+        backward = of_products + attention[1] + _MOVED_BACKWARD * (moved - saved)
+        forward = self._with_host(products + attention[0] + moved - saved, host, 1)
+        backward = self._with_host(backward, host, PRODUCT_BACKWARD)
+        again = {
+            "none": 0.0,
+            "full": forward,
+            "selective": self._selective(found, work, each, attention[0], moved),
+        }[recompute]
+        pairs = zip(each, work.products, strict=True)
+        columns = sum(seconds for seconds, shape in pairs if shape.is_column)
+        tp_forward, tp_backward, tp_again = self._tp_regions(found, work, tp, columns, defers)
+        return Seconds(
+            forward / self.compile_gain,
+            backward / self.compile_gain,
+            again / self.compile_gain,
+            tp_forward,
+            tp_backward,
+            self._tp_recompute(recompute, tp_forward, tp_again),
+            *self._context(work, cp, tp, cp_kind, attention),
+            *self._dispatch(work, ep, tp if etp is None else etp, whole),
+        )
+
+    def _with_host(self, device: float, launches: float, passes: int) -> float:
+        """Return the seconds of so many passes of a layer with what the host takes for them.
+
+        A CPU is the host, which computes when it has called; before a GPU the host runs ahead.
+        """
+        device, calls = max(device, passes * launches), self.per_layer * passes / PASSES
+        return device + calls if self.target.on_cpu else max(device, calls)
+
+    def _selective(
+        self,
+        found: LayoutWork,
+        work: Work,
+        products: Sequence[float],
+        attention: float,
+        moved: float,
+    ) -> float:
+        """Return what is computed again: see the system for which part it keeps."""
+        if self.system.selective == "attention":  # arXiv:2205.05198, section 5
+            return attention
+        if self.system.selective == "modules":
+            each = self.moves / self.bandwidth
+            norms = each * work.norm_moved * (1 if self.system.fused_norm else _EAGER_NORM)
+            # Both inputs of a gated activation are read, and its result is written.
+            activation = each * 3 * hidden_bytes(found.sizes, work)
+            return made_again(self.system.modules, work, products, attention, norms, activation)
+        half = sum(products) / 2
+        return moved + (half if self.system.selective == "half" else 0.0)
+
+    def _tp_recompute(self, recompute: str, forward: float, again: float) -> float:
+        """Return the seconds of tensor parallelism's messages that are sent again."""
+        if recompute == "full" or self.system.selective == "blocks":
+            return again
+        # Those of the feed-forward are half of a layer's.
+        is_mlp = recompute == "selective" and "mlp" in self.system.modules
+        return forward / 2 if is_mlp else 0.0
+
+    def _attention(self, work: Work, element: int) -> tuple[float, float]:
+        kernel = self.system.attention
+        squares = 1 if CAUSAL[kernel] else 2
+        peak = self.attention_peak * self.attends.get(work.attends, 1.0)
+        forward = squares * work.attention_flops / peak
+        backward = forward * ATTENTION_BACKWARD
+        if not CAUSAL[kernel]:  # the scores are kept: two products forward, four backward
+            passes = _SCORE_PASSES[kernel] * work.scores * element / self.bandwidth
+            return forward + passes, 2 * (forward + passes)
+        return forward, backward
+
+    def ends(self, found: LayoutWork, tp: int, *, defers: bool = False) -> tuple[Seconds, Seconds]:
+        """Return the seconds outside of layers on the first and on the last stage; see `layer`."""
+        ends = []
+        for work in (found.first, found.last):
+            rounds = self._rounds(found, work)
+            each = [
+                rounds
+                * self.product(
+                    shape._replace(rows=-(-shape.rows // rounds)),
+                    self.head_peak,
+                    found.sizes.element,
+                )
+                for shape in work.products
+            ]
+            products = self.slower * sum(each)
+            of_products = self.slower * sum(
+                map(mul, each, (shape.backward for shape in work.products))
+            )
+            moved, loss = self.slower * self._moved(work), self.slower * self._loss(work, tp)
+            head = products + loss  # of the forward, where the backward doesn't make it
+            late = head if self.system.fuses_loss else 0.0
+            columns = sum(
+                self.product(shape, self.head_peak, found.sizes.element)
+                for shape in work.products
+                if shape.is_column
+            )
+            tp_forward, tp_backward, _ = self._tp_regions(found, work, tp, columns, defers)
+            ends.append(
+                Seconds(
+                    moved + head - late,
+                    of_products + _MOVED_BACKWARD * (moved + loss) + late,
+                    0.0,
+                    tp_forward,
+                    tp_backward,
+                    0.0,
+                    *_NONE,
+                    *_NONE,
+                )
+            )
+        return ends[0], ends[1]
+
+    def _rounds(self, found: LayoutWork, work: Work) -> int:
+        """Return in how many rounds the backward makes the logits, 1 for what makes none."""
+        if not (self.system.fuses_loss and work.loss_moved):
+            return 1
+        tokens, element = found.sizes.tokens, found.sizes.element
+        return -(-tokens // loss_rows(tokens, element, self.target))
+
+    def _moved(self, work: Work) -> float:
+        """Return the seconds of a forward beside products and attention."""
+        return self.moves * forward_moved(work, self.system) / self.bandwidth
+
+    def _saved(self, work: Work) -> float:
+        """Return the seconds that compiling takes off a layer's forward."""
+        return self.saves * forward_moved(work, self.system) / self.bandwidth
+
+    def _loss(self, work: Work, tp: int) -> float:
+        """Return the seconds of the loss's forward; one that is cut over tp is not compiled."""
+        moves = self.loss_moves - (self.loss_saves if tp == 1 else 0.0)
+        return moves * work.loss_moved / self.bandwidth
+
+    def _tp_regions(
+        self, found: LayoutWork, work: Work, tp: int, columns: float, defers: bool
+    ) -> tuple[float, float, float]:
+        """Return the exposed seconds of tensor parallelism, forward, backward and again.
+
+        Of what travels beside one of the two backward products of column-parallel layers, what is
+        longer than those, which take `columns` seconds in a forward. Of other systems `exposed.tp`
+        was fitted to all that ours waits for.
+        """
+        if tp == 1:
+            return _NONE
+        sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
+        rounds = self._rounds(found, work)  # the gradient of their input travels beside the last
+        room = columns / rounds
+        hides = self.overlap if self.system.overlaps_tp else 0.0
+        for message in work.messages:
+            if message.axis != "tp" or (message.overlaps == "inputs" and not hides):
+                continue
+            often = rounds if message.purpose == "loss" else 1
+            each = often * self.network.seconds(message.kind, message.bytes / often, tp, 1, "tp")
+            seconds = message.times * each * self.tp_exposed
+            if message.overlaps == "inputs" or (message.overlaps and not defers):
+                seconds -= hides * min(seconds, room)
+            sums[self._phase(message)] += seconds
+        return sums["forward"], sums["backward"], sums["recompute"]
+
+    def _phase(self, message: Message) -> Phase:
+        """Return the pass of a message: other systems make the logits in the forward."""
+        is_early = message.purpose in ("logits", "loss") and not self.system.fuses_loss
+        return "forward" if is_early else message.phase
+
+    def _dispatch(
+        self, work: Work, ep: int, apart: int, products: Sequence[float]
+    ) -> tuple[float, float, float]:
+        """Return the seconds of tokens on their way to experts and back, as for `_context`.
+
+        Ours travel while the shared expert computes; of other systems the share that was fitted is
+        seen. Ranks of `ep` are so far `apart`. `products` are the seconds of the layer's.
+        """
+        if ep == 1:
+            return _NONE
+        sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
+        beside = sums.copy()
+        for message in work.messages:
+            if message.axis == "ep":
+                each = self.network.seconds(
+                    message.kind, message.bytes, ep, apart, "ep", self.routed
+                )
+                seconds = message.times * each * self.ep_exposed
+                sums[message.phase] += seconds
+                beside[message.phase] += seconds * (message.overlaps == "shared")
+        if self.system.overlaps_shared:
+            both = [*zip(products, work.products, strict=True)]
+            shared = sum(seconds for seconds, shape in both if shape.of_shared)
+            back = sum(seconds * shape.backward for seconds, shape in both if shape.of_shared)
+            room: dict[Phase, float] = {"forward": shared, "backward": back, "recompute": shared}
+            for phase, computes in room.items():
+                sums[phase] -= self.overlap * min(beside[phase], computes)
+        return sums["forward"], sums["backward"], sums["recompute"]
+
+    def _context(
+        self, work: Work, cp: int, tp: int, cp_kind: str, attention: tuple[float, float]
+    ) -> tuple[float, float, float]:
+        """Return the exposed seconds of context parallelism, forward, backward and again.
+
+        The ring sends while it computes with what it has: arXiv:2310.01889, section 3.
+        """
+        if cp == 1:
+            return _NONE
+        forward, backward = attention
+        beside: dict[Phase, float] = {
+            "forward": forward,
+            "backward": backward,
+            "recompute": forward,
+        }
+        waits = []
+        for phase, computes in beside.items():
+            seconds = sum(
+                message.times * self.network.seconds(message.kind, message.bytes, cp, tp, "cp")
+                for message in work.messages
+                # Both ways at once.
+                if (message.axis, message.phase) == ("cp", phase) and message.kind != "recv"
+            )
+            hidden = self.overlap * min(seconds, computes) if cp_kind == "ring" else 0.0
+            waits.append(seconds - hidden)
+        return waits[0], waits[1], waits[2]

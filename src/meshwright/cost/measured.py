@@ -1,0 +1,287 @@
+"""Correction factors from measured steps: only as many as the measurements determine.
+
+On a cluster that nobody has measured, a prediction is mostly wrong by one factor: the quality of
+the software, clocks and links. `correct` finds that factor, or two if rows determine both.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from meshwright.cost.calibration import Calibration
+from meshwright.cost.price import OUTSIDE, RankMemory, worst_memory
+from meshwright.cost.setting import Setting
+from meshwright.cost.step import step_time
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.units import counted, format_bytes, format_seconds
+
+# A factor outside of these says that something else was measured than is priced.
+_LEAST: Final = 1 / 16
+_MOST: Final = 16.0
+# A bisection of the factor's logarithm: to less than a thousandth.
+_TURNS: Final = 13
+# Rows that it takes to ask for a second factor, and how much better than one it has to predict a
+# row that was left out.
+_ENOUGH: Final = 4
+_BETTER: Final = 0.8
+# How often two factors are found anew near those found before, by steps of a tenth.
+_SWEEPS: Final = 2
+_STEP: Final = 1.1
+# The grid of factors: so many places either way, and where it is fine enough.
+_PLACES: Final = 4
+_FINE: Final = 0.01
+
+
+class Measurement(NamedTuple):
+    """A measured step: setting and layout, its seconds, and the largest rank's bytes if known.
+
+    `is_allocated`: the bytes are those of tensors, without context and allocator overhead.
+    """
+
+    setting: Setting
+    layout: Layout
+    seconds: float | None
+    bytes: float | None = None
+    is_allocated: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Factors of compute seconds, of message seconds, and of activation bytes.
+
+    `kind` names the system and device that they apply to, `text` says it in words; `before` and
+    `after` are the measurements' median errors.
+    """
+
+    kind: str
+    compute: float
+    links: float
+    memory: float
+    text: tuple[str, ...]
+    before: float
+    after: float
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The factors as constants of a calibration."""
+        each = {"compute": self.compute, "links": self.links, "memory": self.memory}
+        return {f"{self.kind}.measured.{what}": factor for what, factor in each.items()}
+
+    def applied(self, calibration: Calibration) -> Calibration:
+        """Return a calibration with these factors."""
+        return replace(calibration, constants={**calibration.constants, **self.constants})
+
+
+def kind_of(setting: Setting) -> str:
+    """Return the kind that a correction applies to: a system on a kind of device."""
+    return f"{setting.system.name}.{setting.cluster.device.kind}"
+
+
+def correct(measured: Sequence[Measurement]) -> Correction:
+    """Return the correction that measurements of one system and kind of device determine.
+
+    One factor of compute seconds explains few measurements. With four or more, message seconds get
+    a separate factor if it predicts left-out rows clearly better. One factor of all bytes except
+    model states, which are known exactly, explains memory. Raises `ConfigError` for a step that
+    cannot be explained because it is many times faster or slower than any of its parts.
+    """
+    kind = kind_of(measured[0].setting)
+    timed = [one for one in measured if one.seconds is not None]
+    compute, links = _of_seconds(timed)
+    memory = _of_bytes([one for one in measured if one.bytes is not None])
+    factors = {"compute": compute, "links": links, "memory": memory}
+    before = [abs(_error(one, 1.0, 1.0)) for one in timed]
+    after = [abs(_error(one, compute, links)) for one in timed]
+    return Correction(
+        kind,
+        **factors,
+        text=tuple(_told(measured, timed, factors)),
+        before=statistics.median(before) if before else 0.0,
+        after=statistics.median(after) if after else 0.0,
+    )
+
+
+def corrected(measured: Iterable[Measurement], calibration: Calibration) -> list[Correction]:
+    """Return a correction for each system and kind of device in the measurements."""
+    groups: dict[str, list[Measurement]] = {}
+    for one in measured:
+        plain = replace(one.setting, calibration=calibration)
+        groups.setdefault(kind_of(one.setting), []).append(one._replace(setting=plain))
+    return [correct(group) for group in groups.values()]
+
+
+def _of_seconds(timed: Sequence[Measurement]) -> tuple[float, float]:
+    if not timed:
+        return 1.0, 1.0
+    if len(timed) >= _ENOUGH:
+        lines = [_Line.at(row, 1.0, 1.0) for row in timed]
+        if _left_out(lines, _both) < _BETTER * _left_out(lines, _one):
+            found = _both(lines)
+            for _ in range(_SWEEPS):  # what is hidden behind computing makes it no line
+                found = _both([_Line.at(row, *found) for row in timed])
+            return found
+    return _compute(timed, 1.0), 1.0
+
+
+class _Line(NamedTuple):
+    """A row's seconds, as they change with the factors near some: `measured`, and at both 0."""
+
+    measured: float
+    fixed: float
+    computes: float
+    sends: float
+
+    @classmethod
+    def at(cls, row: Measurement, compute: float, links: float) -> _Line:
+        """Return the line through three points of a row."""
+        assert row.seconds is not None
+        here, more, longer = (
+            math.exp(_error(row, *factors)) * row.seconds
+            for factors in ((compute, links), (_STEP * compute, links), (compute, _STEP * links))
+        )
+        computes = (more - here) / (_STEP - 1) / compute
+        sends = (longer - here) / (_STEP - 1) / links
+        return cls(row.seconds, here - computes * compute - sends * links, computes, sends)
+
+    def error(self, compute: float, links: float) -> float:
+        """Return the absolute logarithm of predicted over measured seconds."""
+        seconds = self.fixed + self.computes * compute + self.sends * links
+        return abs(math.log(max(seconds, _LEAST * self.measured) / self.measured))
+
+
+def _given(lines: Sequence[_Line], links: float) -> float:
+    """Return the median of the factors of computing that explain each line alone."""
+    factors = [
+        (one.measured - one.fixed - one.sends * links) / one.computes
+        for one in lines
+        if one.computes > 0
+    ]
+    return min(max(statistics.median(factors), _LEAST), _MOST) if factors else 1.0
+
+
+def _one(lines: Sequence[_Line]) -> tuple[float, float]:
+    return _given(lines, 1.0), 1.0
+
+
+def _both(lines: Sequence[_Line]) -> tuple[float, float]:
+    """Return the two factors with the least mean error, those of links on a grid made finer."""
+
+    def found(links: float) -> tuple[float, float, float]:
+        compute = _given(lines, links)
+        return sum(one.error(compute, links) for one in lines), compute, links
+
+    best, width = found(1.0), math.log(_MOST)
+    while width > _FINE:
+        middle, least = math.log(best[2]), math.log(_LEAST)
+        tried = (middle + width * place / _PLACES for place in range(-_PLACES, _PLACES + 1))
+        best = min(best, *(found(math.exp(min(max(at, least), -least))) for at in tried))
+        width /= 2
+    return best[1], best[2]
+
+
+def _left_out(
+    lines: Sequence[_Line], fit: Callable[[Sequence[_Line]], tuple[float, float]]
+) -> float:
+    """Return the mean error of each line by the factors of the others."""
+    return statistics.fmean(
+        line.error(*fit([*lines[:at], *lines[at + 1 :]])) for at, line in enumerate(lines)
+    )
+
+
+def _compute(timed: Sequence[Measurement], links: float) -> float:
+    return _middle(timed, lambda row, factor: _error(row, factor, links))
+
+
+def _middle(timed: Sequence[Measurement], error: Callable[[Measurement, float], float]) -> float:
+    """Return the median of the factors that explain each row alone."""
+    return math.exp(statistics.median(math.log(_root(row, error)) for row in timed))
+
+
+def _root(row: Measurement, error: Callable[[Measurement, float], float]) -> float:
+    """Return the factor with which a row's prediction is what was measured, or the nearest."""
+    low, high = math.log(_LEAST), math.log(_MOST)
+    for _ in range(_TURNS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if error(row, math.exp(middle)) > 0 else (middle, high)
+    return math.exp((low + high) / 2)
+
+
+def _error(row: Measurement, compute: float, links: float) -> float:
+    """Return the logarithm of predicted over measured seconds with such factors."""
+    assert row.seconds is not None
+    kind, setting = kind_of(row.setting), row.setting
+    constants = {f"{kind}.measured.compute": compute, f"{kind}.measured.links": links}
+    calibration = replace(
+        setting.calibration, constants={**setting.calibration.constants, **constants}
+    )
+    setting = replace(setting, calibration=calibration)
+    return math.log(step_time(setting, setting.kernels(), row.layout).total / row.seconds)
+
+
+def _of_bytes(held: Sequence[Measurement]) -> float:
+    """Return the median factor of activations, 1 where nothing was measured."""
+    factors = []
+    for one in held:
+        assert one.bytes is not None
+        found = worst_memory(one.setting, one.layout)
+        states = found.states
+        reserve = 1.0 + _share_wasted(found)
+        outside = 0.0 if one.is_allocated else _beside(found)
+        rest = found.allocated - states
+        scale = 1.0 if one.is_allocated else reserve
+        left = (one.bytes - outside) / scale - states
+        factors.append(min(max(left / rest, _LEAST), _MOST) if rest > 0 else 1.0)
+    return statistics.median(factors) if factors else 1.0
+
+
+def _beside(found: RankMemory) -> float:
+    """Return the bytes of context and communicators."""
+    names = set(OUTSIDE) - {"allocator"}
+    return sum(term.bytes for term in found.terms if term.category in names)
+
+
+def _share_wasted(found: RankMemory) -> float:
+    wasted = found.by_category().get("allocator", 0.0)
+    return wasted / found.allocated if found.allocated else 0.0
+
+
+def _told(
+    measured: Sequence[Measurement], timed: Sequence[Measurement], factors: dict[str, float]
+) -> list[str]:
+    """Return what was concluded, in words."""
+    compute, links, memory = factors["compute"], factors["links"], factors["memory"]
+    found = []
+    if len(timed) == 1:
+        one, setting = timed[0], timed[0].setting
+        predicted = step_time(setting, setting.kernels(), one.layout).total
+        found.append(
+            f"{one.layout.label} took {format_seconds(one.seconds or 0.0)} a step, where "
+            f"{format_seconds(predicted)} was predicted"
+        )
+    device = measured[0].setting.cluster.device.name
+    if timed:
+        found.append(
+            f"from {counted(len(timed), 'step time')}: this cluster computes "
+            f"at {1 / compute:.2f} of the rate that is predicted for {device}"
+        )
+        if not 1.01 * _LEAST < compute < 0.99 * _MOST:
+            raise ConfigError(
+                f"{'; '.join(found)}: that is no efficiency; check the layout, the batch, the "
+                "sequence length and the number of devices of what was measured"
+            )
+    if links != 1:
+        found.append(f"your links pass bytes at {1 / links:.2f} of what they pass elsewhere")
+    held = [one for one in measured if one.bytes is not None]
+    if held:
+        sizes = ", ".join(sorted({format_bytes(one.bytes or 0.0) for one in held})[:3])
+        found.append(
+            f"from {counted(len(held), 'peak')} of memory ({sizes}): activations take "
+            f"{memory:.2f} of what the program counts"
+        )
+    return found

@@ -1,0 +1,398 @@
+"""Bytes of one rank at the peak of a step in closed form, by category, each with its formula.
+
+For Meshwright's engine, a search uses them only to skip layouts; `predict.peak` prices the results,
+see `predict.price.memory`. For other systems, they are the only estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, get_args
+
+from meshwright.cost.calibration import Calibration
+from meshwright.cost.catalogue import Device
+from meshwright.cost.elements import elements_of, gathered_elements, gathered_weights, weights
+from meshwright.cost.modules import kept_without
+from meshwright.cost.pipeline import in_flight, waiting
+from meshwright.cost.setting import Setting, held_by, work_of
+from meshwright.cost.systems import CAUSAL, System
+from meshwright.cost.work import HeldLayers, LayoutWork, Work
+from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.program.saved import Kind
+from meshwright.program.shards import cuts_frozen, sums_in_place
+from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_room, loss_rows
+from meshwright.spec.lora import NF4_BLOCK, nf4_bytes
+
+# What of a peak is model states.
+STATES = ("weights", "gathered", "gradients", "optimizer", "communication buffers")
+_FP32 = 4
+# Of an element in 16 bits, what is left where it is kept as products in few bits take it: MX has a
+# scale for every 32 elements, NVFP4 for every 16.
+_QUANTISED: Mapping[str, float] = {
+    "fp8": 1 / 2,
+    "fp8-rowwise": 1 / 2,
+    "fp8-mx": 33 / 64,
+    "fp4": 9 / 32,
+}
+_GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP
+_KINDS = (*get_args(Kind), "scores", "copies")
+_ACTIVATIONS = {kind: f"activations: {kind}" for kind in _KINDS}
+_NOTHING_AGAIN = Layout()
+_MOMENTS = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
+
+
+class Term(NamedTuple):
+    """A part of a rank's memory: its category, bytes, and the formula with its numbers.
+
+    The formula is built on request, because a search makes hundreds of thousands of terms.
+    """
+
+    category: str
+    bytes: float
+    template: str
+    numbers: tuple[object, ...] = ()
+
+    @property
+    def formula(self) -> str:
+        """The formula with its numbers filled in."""
+        return self.template.format(*self.numbers)
+
+
+def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Term]:
+    """Return weights, gradients and optimizer states of a rank.
+
+    ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer states over the
+    sharding ranks, stage 2 also gradients, stage 3 also weights. In a system that keeps shards, the
+    fp32 weights are the master weights, so stage 1 shards them and gathers a compute copy. On CPUs
+    in fp32, they stay whole, see `program.shards.sums_in_place`.
+    """
+    model, system, element = setting.model, setting.system, setting.element
+    ranks, zero = layout.shard_ranks, layout.zero
+    whole = elements_of(model, layout, held, is_padded=False, of="trained").total
+    part = elements_of(model, layout, held, of="trained").share(layout)
+    terms = []
+
+    def add(category: str, count: int, size: int, what: str) -> None:
+        terms.append(_counted(category, count, size, what))
+
+    if model.lora is not None:
+        every = elements_of(model, layout, held, is_padded=False)
+        share = ranks if cuts_frozen(layout) else 1
+        packed = elements_of(model, layout, held, is_padded=False, of="four bits").total
+        add("weights", (every.total - whole) // share - packed, element, "frozen")
+        if packed:
+            blocks, size = packed // NF4_BLOCK, nf4_bytes(NF4_BLOCK)
+            told = "{:,} blocks of 64 elements x {} B: frozen in four bits"
+            terms.append(Term("weights", blocks * size, told, (blocks, size)))
+    in_place = system.keeps == "shards" and sums_in_place(layout, setting.target)
+    if system.keeps != "shards" and zero < 3:
+        add("weights", whole, element, "whole")
+    elif in_place and zero < 3 and element == _FP32:
+        add("weights", whole, _FP32, "whole")
+    else:
+        shards = system.keeps == "shards"
+        add("weights", part, _FP32 if shards else element, "fp32 shards" if shards else "shards")
+        if zero == 3:
+            terms.append(_gathered(setting, layout, held, in_place=in_place))
+        elif ranks > 1 or element != _FP32:
+            copy = gathered_elements(setting, layout, held, is_padded=False).total
+            add("gathered", copy, element, "compute copy, kept through the step")
+    terms += _gradients(setting, layout, held, whole, part)
+    states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)
+    if not layout.states_on_host:
+        what = "Adam's moments" + (" and fp32 weights" if states > 8 else "")
+        add("optimizer", part, states, what)
+    if layout.offload == "params":
+        # Shards lie on the host; what is gathered or accumulated whole does not.
+        terms = [term for term in terms if term.category != "weights"]
+    return terms
+
+
+def _gathered(setting: Setting, layout: Layout, held: HeldLayers, *, in_place: bool) -> Term:
+    """Return what ZeRO-3 gathers of weights, of which a rank keeps shards."""
+    unit = gathered_weights(setting, layout)
+    if in_place:
+        every = elements_of(setting.model, layout, held, is_padded=False).total
+        count = every - max(held.layers - 2, 0) * unit.layer
+        what = "two blocks, and what is in none of them"
+    else:
+        count = 2 * unit.largest(held)
+        what = "the unit at work and the one gathered ahead"
+    return _counted("gathered", count, setting.element, what)
+
+
+def _gradients(
+    setting: Setting, layout: Layout, held: HeldLayers, whole: int, part: int
+) -> list[Term]:
+    """Return the gradients of a rank that trains `part` of `whole` elements."""
+    model, system, reduced = setting.model, setting.system, setting.reduced_bytes
+    if layout.zero < 2:
+        return [_counted("gradients", whole, system.gradient_bytes, "accumulated whole")]
+    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
+    told = "of the unit at work, and being reduced"
+    terms = [_counted("gradients", 2 * unit.largest(held), reduced, told)]
+    is_split = SCHEDULES[layout.schedule].splits_backward  # then each is reduced by itself
+    microbatches = 1 if is_split else layout.microbatches(setting.train.batch)
+    if layout.offload != "params":
+        terms.insert(0, _counted("gradients", part, system.gradient_bytes, "sums, in shards"))
+    elif system.keeps == "shards" and min(layout.dp_replicate, microbatches) > 1:
+        # FSDP2 keeps a shard group's sums on the device until its replicas meet, for the last.
+        terms.append(_counted("gradients", part, reduced, "sums of a shard group"))
+    further = layout.virtual_stages - 1
+    if system.keeps == "shards" and not sums_in_place(layout, setting.target) and further:
+        # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
+        told = "reduced last, of each further stage"
+        terms.append(_counted("communication buffers", further * unit.layer, reduced, told))
+    return terms
+
+
+def _counted(category: str, count: int, size: int, what: str) -> Term:
+    """Return the bytes of so many elements of a size."""
+    return Term(category, count * size, "{:,} elements x {} B: " + what, (count, size))
+
+
+class KeptBytes(NamedTuple):
+    """The bytes that a microbatch needs on any pipeline rank; see `kept_of`.
+
+    `saved` is what a layer saves on the device, by kind of operation, with a number for each kind
+    of layer; `deferred` is what its deferred weight gradients hold; `at_work` and `loss` are what a
+    layer's backward and the head need. `moving` is what the largest layer has on the host.
+    """
+
+    saved: Mapping[str, tuple[float, ...]]
+    deferred: tuple[float, ...]
+    at_work: Term
+    loss: Term
+    moving: float = 0.0
+
+
+def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
+    """Return what a layout's microbatch saves; the same for all schedules and data ranks."""
+    system, calibration = setting.system, setting.calibration
+    found, plain = work_of(setting, layout), work_of(setting, layout, "none")
+    kept = calibration.find("kept_bytes", system.name)
+    quantised = _QUANTISED.get(setting.products, 1.0) if system.keeps_quantised else 1.0
+    per_layer: list[dict[str, float]] = [
+        kept_per_layer(layout, system, found.sizes, work, kept, quantised) for work in found.layers
+    ]
+    moving = 0.0
+    for one, work in zip(per_layer, found.layers, strict=True):
+        for kind, size in work.leaves if layout.offload == "activations" else ():
+            one[kind] = max(0.0, one[kind] - size)
+        moving = max(moving, sum(size for _, size in work.leaves))
+    names = dict.fromkeys(name for one in per_layer for name in one)
+    return KeptBytes(
+        {name: tuple(one.get(name, 0.0) for one in per_layer) for name in names},
+        tuple(_deferred(layout, found, plain)),
+        _at_work(layout, system, found, plain, calibration, quantised),
+        _loss_of(setting, layout, found),
+        moving if layout.offload == "activations" else 0.0,
+    )
+
+
+def activations(
+    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+) -> list[Term]:
+    """Return the bytes that a pipeline rank saves for the backward, and the loss.
+
+    The saved bytes of the program's operations, times the microbatches that the action table has in
+    flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one. `kept` is the
+    layout's `kept_of`, if the caller knows it.
+    """
+    held = held_by(setting, layout)[rank]
+    kept = kept or kept_of(setting, layout)
+    microbatches = layout.microbatches(setting.train.batch)
+    flight = in_flight(layout, rank, microbatches)
+    average = held.layers / max(layout.virtual_stages, 1)
+    terms = [
+        Term(
+            _ACTIVATIONS[kind],
+            size * average * flight,
+            "{:,.0f} B x {:g} layers x {:g} in flight",
+            (size, average, flight),
+        )
+        for kind, each in kept.saved.items()
+        if (size := _average(held, each))
+    ]
+    # The loss and the first layer of the backward follow each other: the larger one counts. But
+    # blocks as large as scores stay with the allocator, of no use to logits.
+    loss = [kept.loss] if held.has_head else []
+    found_terms = [kept.at_work, *loss] if kept.at_work.bytes else loss
+    if kept.moving:
+        told = "{:,.0f} B x 2 layers on their way"
+        terms.append(Term("activations: moving", 2 * kept.moving, told, (kept.moving,)))
+    times = waiting(layout, rank, microbatches)
+    if times:
+        size = held.total(kept.deferred) / max(held.layers, 1)
+        told, numbers = "{:,.0f} B x {:g} layers x {} that wait", (size, average, times)
+        terms.append(Term("deferred gradients", size * average * times, told, numbers))
+    if CAUSAL[setting.system.attention] and len(found_terms) > 1:
+        found_terms = [max(found_terms, key=lambda term: term.bytes)]
+    return with_measured(setting, terms + found_terms)
+
+
+def _loss_of(setting: Setting, layout: Layout, found: LayoutWork) -> Term:
+    """Return what the loss needs on a rank that has the head."""
+    if not setting.system.fuses_loss:
+        return _loss(setting.system, found, layout.tp, setting.calibration)
+    sizes = found.sizes
+    rows = loss_rows(sizes.tokens, sizes.element, setting.target)
+    is_capped = setting.model.logits_softcap is not None
+    is_fused = fuses_loss(sizes.element, layout.tp, setting.target)
+    size = rows * sizes.vocab
+    each = loss_element(sizes.element, capped=is_capped, fused=is_fused)
+    is_frozen = setting.model.lora is not None
+    room = loss_room(sizes, rows, setting.target.products, is_frozen=is_frozen)
+    told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a matmul" * (room > 0)
+    return Term("logits and loss", size * each + room, told, (size, rows, each, room))
+
+
+def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
+    """Return terms with an additional one measured for this system on this machine.
+
+    It is a share of everything except model states, which are exact.
+    """
+    factor = setting.memory_factor
+    if factor == 1:
+        return terms
+    rest = sum(term.bytes for term in terms if term.category not in STATES)
+    told = "{:,.0f} B that are no model states x {:+.3f}, measured"
+    return [*terms, Term("measured", (factor - 1) * rest, told, (rest, factor - 1))]
+
+
+def _average(held: HeldLayers, each: Sequence[float]) -> float:
+    """Return the mean over the layers of a rank of a number that each kind has."""
+    return each[0] if len(each) == 1 else held.total(each) / max(held.layers, 1)
+
+
+def _deferred(layout: Layout, found: LayoutWork, plain: LayoutWork) -> Iterator[float]:
+    """Yield what weights' gradients wait with where a schedule computes them later, by layer.
+
+    The gradients of all products' results, arXiv:2401.10241, section 2; their inputs are among
+    what is kept, unless they are made again in the backward before.
+    """
+    for work, unsaved in zip(found.layers, plain.layers, strict=True):
+        again = 0.0
+        if layout.recompute != "none":
+            again = max(0.0, dict(unsaved.kept)["product"] - dict(work.kept).get("product", 0.0))
+        yield work.deferred + again
+
+
+def _at_work(
+    layout: Layout,
+    system: System,
+    found: LayoutWork,
+    plain: LayoutWork,
+    calibration: Calibration,
+    quantised: float,
+) -> Term:
+    """Return what one layer needs at its backward: what it makes again, and unkept scores."""
+    size, template = 0.0, ""
+    numbers: tuple[object, ...] = ()
+    if layout.recompute != "none":
+        kept = calibration.find("kept_bytes", system.name)
+        sizes = plain.sizes
+        size = max(
+            sum(
+                kept_per_layer(
+                    _NOTHING_AGAIN, system, sizes, work, kept, quantised, recomputed=True
+                ).values()
+            )
+            for work in plain.layers
+        )
+        template, numbers = "one layer anew: {:,.0f} B ", (size,)
+    if not CAUSAL[system.attention]:
+        count = max(work.scores for work in found.layers)
+        each = calibration.find("score_bytes", system.name)
+        size += count * each
+        template += "{:,} scores x {:g} B, measured"
+        numbers = (*numbers, count, each)
+    return Term("activations: layer at work", size, template, numbers)
+
+
+def kept_per_layer(
+    layout: Layout,
+    system: System,
+    sizes: Sizes,
+    work: Work,
+    kept_bytes: float,
+    quantised: float = 1.0,
+    *,
+    recomputed: bool = False,
+) -> dict[str, float]:
+    """Return the bytes that a layer saves of one microbatch, by kind of operation.
+
+    `quantised` is the remaining share of the inputs of products, if they are saved in few bits.
+    `recomputed`: a recomputed layer, in a `layout` that recomputes nothing else. Includes what the
+    kernels of other systems save more or less than the program's.
+    """
+    kept = dict(work.kept)
+    if layout.recompute == "full" or (
+        layout.recompute == "selective" and system.selective == "blocks"
+    ):
+        return kept
+    # Gathered anew in the backward, arXiv:2205.05198, section 4.2.2; our program has it already
+    # where nothing is recomputed.
+    gathered = 2 * (sizes.whole_bytes - sizes.stream_bytes)
+    if layout.recompute != "none" and system.selective != "modules":
+        kept["product"] -= gathered * (system.gathers_again == "always")
+    elif system.gathers_again == "never" or (recomputed and system.gathers_again != "always"):
+        kept["product"] += gathered
+    # Copies that unfused kernels widen and scale, dropout's masks: by system, measured.
+    kept["copies"] = kept_bytes * sizes.tokens * sizes.dim
+    is_gated = len(work.products) == _GATED_PRODUCTS
+    if is_gated and "activation" in kept and not system.fused_activation:
+        kept["activation"] *= 3 / 2  # ours is made again from the two products
+    if not CAUSAL[system.attention]:
+        # The softmax, dropout's mask and its result: arXiv:2205.05198, section 4.1.
+        kept["scores"] = float(work.scores * (2 * sizes.element + 1))
+    if layout.recompute == "selective":
+        if system.selective == "attention":
+            kept.pop("scores", None)
+        elif system.selective == "modules":
+            kept = kept_without(system.modules, sizes, work, kept)
+        else:
+            kept["product"] /= 2
+    if "product" in kept:
+        kept["product"] *= quantised
+    return kept
+
+
+def _loss(system: System, found: LayoutWork, tp: int, calibration: Calibration) -> Term:
+    """Return the logits, their softmax and gradients, at the loss.
+
+    Their bytes are measured: they depend on how many copies a system makes in which dtype.
+    """
+    sizes = found.sizes
+    count = sizes.tokens * sizes.vocab * (1 if system.splits_loss else tp)
+    size, whole = calibration.find("loss_bytes", system.name), ""
+    count = -(-count // system.loss_chunks)
+    if not system.splits_loss and tp > 1:
+        size += calibration.find("gathered_loss_bytes", system.name)
+        whole = ", gathered over tp"
+    return Term(
+        "logits and loss",
+        count * size,
+        "{:,} logits x {:g} B" + whole + ", measured",
+        (count, size),
+    )
+
+
+def outside(
+    device: Device, layout: Layout, system: System, calibration: Calibration, allocated: float
+) -> list[Term]:
+    """Return the bytes outside of the program: contexts, communicators, allocator overhead.
+
+    Measured terms of the calibration.
+    """
+    kinds = (system.name, device.kind)
+    context = calibration.find("context_bytes", *kinds)
+    axes = sum(n > 1 for n in (layout.pp, layout.dp, layout.cp, layout.tp))
+    each = calibration.find("communicator_bytes", *kinds)
+    reserve = calibration.find("reserve", *kinds)
+    return [
+        Term("context", context, "CUDA context and kernels, measured"),
+        Term("communicators", each * axes, "{:,.0f} B x {} axes, measured", (each, axes)),
+        Term("allocator", reserve * allocated, "{:.1%} of what is allocated, measured", (reserve,)),
+    ]

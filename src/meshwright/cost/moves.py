@@ -1,0 +1,122 @@
+"""`Moves`: when the device holds what layers save, where activations are offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from meshwright.cost.byte_count import ByteCount
+from meshwright.program.actions import Action
+from meshwright.program.lower import Program
+from meshwright.program.operations import Operation, gathers_again, operations
+from meshwright.program.sizes import Sizes
+from meshwright.program.stages import Stage
+from meshwright.spec.model import LayerSpec, ModelSpec
+
+Moved = Mapping[str, int]
+"""Bytes that leave the device, by category."""
+
+
+class _Leaving(NamedTuple):
+    """A layer of a stage, the `place`-th, whose tensors of a microbatch left last."""
+
+    stage: int
+    place: int
+    microbatch: int
+
+
+class Moves:
+    """Counts what leaves the device and comes back, as `execute.offload` has it.
+
+    A layer's tensors leave at the end of its forward, and are on the device until those of the
+    next have left; a backward has its own layer's there, and those of the layer before.
+    """
+
+    def __init__(
+        self, program: Program, stages: Mapping[int, Stage], cp_rank: int, bytes_held: ByteCount
+    ) -> None:
+        self._moves = program.layout.offload == "activations"
+        self._program, self._stages, self._bytes_held = program, stages, bytes_held
+        self._of: dict[LayerSpec, Moved] = {}
+        self.leaving: _Leaving | None = None
+        for stage in stages.values() if self._moves else ():
+            ops = operations(program, stage, cp_rank=cp_rank)
+            for kind in {op.layer for op in ops if op.layer is not None}:
+                self._of[kind] = moved_bytes(op for op in ops if op.layer == kind)
+
+    def _sizes(self, stage: Stage, index: int) -> Moved:
+        own = self._of[self._program.model.layer(stage.layers[index])]
+        if index or not has_own_input(self._program.model, stage):
+            return own
+        category, size = input_kept(self._program, Sizes.of(self._program))
+        return {**own, category: own[category] - size} if size else own
+
+    def leave(self, action: Action, index: int) -> None:
+        """End the forward of a layer."""
+        if self._moves:
+            self._let_go()
+            self.leaving = _Leaving(action.stage, index, action.microbatch)
+
+    def _let_go(self) -> None:
+        if self.leaving is not None:
+            stage = self._stages[self.leaving.stage]
+            for category, size in self._sizes(stage, self.leaving.place).items():
+                self._bytes_held.drop(category, size)
+            self.leaving = None
+
+    def come(self, action: Action, index: int) -> None:
+        """Begin the backward of a layer."""
+        if not self._moves:
+            return
+        stage = self._stages[action.stage]
+        if self.leaving == (action.stage, index, action.microbatch):
+            self.leaving = None
+        elif index == len(stage.layers) - 1:
+            self._let_go()
+            self._fetch(stage, index)
+        if index:
+            self._fetch(stage, index - 1)
+
+    def _fetch(self, stage: Stage, index: int) -> None:
+        for category, size in self._sizes(stage, index).items():
+            self._bytes_held.add(category, size)
+
+    def before(self, action: Action) -> tuple[int, bool] | None:
+        """Return what an action finds: the stage that was left last, if for its own backward."""
+        left = self.leaving
+        if left is None:
+            return None
+        return left.stage, (left.stage, left.microbatch) == (action.stage, action.microbatch)
+
+    def skip(self, action: Action) -> None:
+        """Be as after an action."""
+        if self._moves and action.kind != "W":
+            last = len(self._stages[action.stage].layers) - 1
+            is_forward = action.kind == "F"
+            at = _Leaving(action.stage, last, action.microbatch)
+            self.leaving = at if is_forward else None
+
+
+def moved_bytes(ops: Iterable[Operation]) -> Moved:
+    """Return what operations have moved, by category."""
+    sums: dict[str, int] = {}
+    for op in ops:
+        category = f"activations: {op.kind}"
+        sums[category] = sums.get(category, 0) + op.moved_bytes
+    return {category: size for category, size in sums.items() if size}
+
+
+def has_own_input(model: ModelSpec, stage: Stage) -> bool:
+    """Whether a stage's first layer's input is a leaf, which stays: of a frozen embedding."""
+    return stage.is_first and model.lora is not None
+
+
+def input_kept(program: Program, sizes: Sizes) -> tuple[str, int]:
+    """Return the category and the bytes of a layer's own input, among what it keeps."""
+    layout, model = program.layout, program.model
+    if layout.recompute != "none":
+        return "activations: block", sizes.stream_bytes
+    if model.norms_before:
+        return "activations: norm", sizes.stream_bytes
+    is_gathered = layout.sp and layout.tp > 1 and not gathers_again(program)
+    return "activations: product", 0 if is_gathered else sizes.stream_bytes

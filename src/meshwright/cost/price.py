@@ -1,0 +1,267 @@
+"""`price`: memory and time of a layout on a cluster, for the worst rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from meshwright.cost.memory import (
+    STATES,
+    KeptBytes,
+    Term,
+    activations,
+    kept_of,
+    model_states,
+    outside,
+    with_measured,
+)
+from meshwright.cost.peak import peak
+from meshwright.cost.setting import Setting, held_by, may_hold_most
+from meshwright.cost.step import StepTime, has_table, step_time
+from meshwright.cost.terms import peak_terms
+from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.program.lower import Program, lower
+from meshwright.program.model_flops import flops_per_token
+from meshwright.program.transfers import with_own_transfers
+
+# Whose memory the walk through a program is of; of other systems closed forms are all we know.
+OURS: Final = "meshwright"
+# The walk takes at most this many microbatches for each rank of the pipeline: more of them repeat
+# what was done and hold no more. `brief` takes fewer, and is about right.
+_ENOUGH: Final = 4
+_TURNS: Final = 2
+OUTSIDE: Final = ("context", "communicators", "allocator")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Terms of one rank's peak: the most that it holds at one moment of a step.
+
+    `rank` is its place in the pipeline, `limit` the device's memory in bytes; `at` is the moment,
+    an action and an operation, or empty if only closed forms are known.
+    """
+
+    rank: int
+    terms: tuple[Term, ...]
+    limit: int
+    at: str = ""
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak, including those outside of the program."""
+        return sum(term.bytes for term in self.terms)
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of tensors at the peak."""
+        return sum(term.bytes for term in self.terms if term.category not in OUTSIDE)
+
+    @property
+    def states(self) -> float:
+        """Bytes of model states at the peak, which are exact."""
+        return sum(term.bytes for term in self.terms if term.category in STATES)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into the device's memory."""
+        return self.total <= self.limit
+
+    def by_category(self) -> dict[str, float]:
+        """Return the bytes of each category."""
+        sums: dict[str, float] = {}
+        for term in self.terms:
+            sums[term.category] = sums.get(term.category, 0.0) + term.bytes
+        return sums
+
+
+def memory(
+    setting: Setting, layout: Layout, rank: int, program: Program | None = None
+) -> RankMemory:
+    """Return the peak of the ranks at one place in the pipeline.
+
+    For Meshwright's engine, the highest moment of the walk through the layout's `program`, which a
+    predicted timeline shows; for other systems, the closed form.
+    """
+    if not _is_walked(setting, layout):
+        return estimate(setting, layout, rank)
+    program = program or _program(setting, layout, _ENOUGH)
+    terms, at = peak_terms(program, layout.mesh.rank({"pp": rank}), _forms(setting, layout, rank))
+    return _rank_memory(setting, layout, rank, with_measured(setting, terms), at)
+
+
+def _is_walked(setting: Setting, layout: Layout) -> bool:
+    """Return whether a layout has a program of ours; other systems and their rules have none."""
+    count = layout.microbatches(setting.train.batch)
+    return setting.system.name == OURS and has_table(layout, count)
+
+
+def _program(setting: Setting, layout: Layout, turns: int) -> Program:
+    """Return a layout's program of few microbatches: so many times the ranks of the pipeline."""
+    train, count = setting.train, layout.microbatches(setting.train.batch)
+    if not SCHEDULES[layout.schedule].holds_all:
+        count = min(count, turns * layout.pp)
+    train = train.model_copy(update={"batch": count * layout.microbatch * layout.dp})
+    return lower(setting.model, train, layout, setting.target)
+
+
+def estimate(
+    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+) -> RankMemory:
+    """Return a peak in closed form: a few percent off, and fast enough for a large search.
+
+    `kept` is the layout's `kept_of`, if the caller knows it.
+    """
+    return _rank_memory(setting, layout, rank, _forms(setting, layout, rank, kept))
+
+
+def _forms(
+    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+) -> list[Term]:
+    held = held_by(setting, layout)[rank]
+    return model_states(setting, layout, held) + activations(setting, layout, rank, kept)
+
+
+def _rank_memory(
+    setting: Setting, layout: Layout, rank: int, terms: list[Term], at: str = ""
+) -> RankMemory:
+    allocated = sum(term.bytes for term in terms)
+    device = setting.cluster.device
+    terms = terms + outside(device, layout, setting.system, setting.calibration, allocated)
+    return RankMemory(rank, tuple(terms), device.memory, at)
+
+
+def memories(setting: Setting, layout: Layout) -> list[RankMemory]:
+    """Return the peak of the ranks at each place in the pipeline."""
+    program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
+    return [memory(setting, layout, rank, program) for rank in range(layout.pp)]
+
+
+def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
+    """Return the memory of the pipeline rank that needs most.
+
+    Among consecutive ranks with the same layers, the activations in flight and deferred gradients
+    rise or fall with the rank, so the first or last of them needs most; a test checks this.
+    """
+    # What has no program of ours may have stages without a layer: those are never lowered.
+    program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
+    return max(
+        (memory(setting, layout, rank, program) for rank in may_hold_most(setting, layout)),
+        key=lambda found: found.total,
+    )
+
+
+def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
+    """Return about what `memory` does, faster: for a step of few microbatches.
+
+    They fill the pipeline twice, and each transfer is next to the action that it belongs to.
+    """
+    if not _is_walked(setting, layout):
+        return estimate(setting, layout, rank)
+    program = _program(setting, layout, _TURNS)
+    table = with_own_transfers(program.compute_tables[rank], program.stage_ranks)
+    found = peak(program, layout.mesh.rank({"pp": rank}), table)
+    terms = [Term(category, size, "") for category, size in found.held.items()]
+    return _rank_memory(setting, layout, rank, with_measured(setting, terms))
+
+
+def worst_estimate(setting: Setting, layout: Layout, kept: KeptBytes | None = None) -> RankMemory:
+    """Return the highest estimate of the pipeline ranks; see `worst_memory` for which those are."""
+    kept = kept or kept_of(setting, layout)
+    return max(
+        (estimate(setting, layout, rank, kept) for rank in may_hold_most(setting, layout)),
+        key=lambda found: found.total,
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a layout costs: the worst rank's memory, the time of a step, and the rates.
+
+    `spread` bounds the step's interval, in multiples of the predicted time; `memory_spread` bounds
+    the memory's, in multiples of the predicted bytes outside of model states.
+    """
+
+    layout: Layout
+    memory: RankMemory
+    time: StepTime
+    tokens: int
+    flops_per_token: float
+    devices: int
+    peak: float
+    spread: tuple[float, float] = (1.0, 1.0)
+    memory_spread: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds of a step in 80% of cases, from sources that no constant was fitted to."""
+        return self.time.total * self.spread[0], self.time.total * self.spread[1]
+
+    @property
+    def memory_interval(self) -> tuple[float, float]:
+        """Bytes of the peak in 80% of cases: see `memory_spread`."""
+        states, (low, high) = self.memory.states, self.memory_spread
+        rest = self.memory.total - states
+        return states + low * rest, states + high * rest
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all devices."""
+        return self.tokens / self.time.total
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Model TFLOP/s per device, attention over the whole square: arXiv:2204.02311."""
+        return self.tokens_per_s * self.flops_per_token / self.devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """The model FLOP/s as a share of the device's peak."""
+        return self.tflops_per_device * 1e12 / self.peak
+
+
+def price(setting: Setting, layout: Layout, *, held: RankMemory | None = None) -> Prediction:
+    """Return the cost of a layout as it is shown: see `worst_memory` and `step_time`.
+
+    `held` is its worst memory, if the caller knows it.
+    """
+    return _prediction(
+        setting,
+        layout,
+        worst_memory(setting, layout) if held is None else held,
+        step_time(setting, setting.kernels(), layout),
+    )
+
+
+def estimated(setting: Setting, layout: Layout) -> Prediction:
+    """Return the closed-form cost of a layout, to compare thousands of them; never shown."""
+    time = step_time(setting, setting.kernels(), layout, events=False)
+    return _prediction(setting, layout, worst_estimate(setting, layout), time)
+
+
+def _prediction(setting: Setting, layout: Layout, held: RankMemory, time: StepTime) -> Prediction:
+    return Prediction(
+        layout,
+        held,
+        time,
+        setting.train.batch * setting.train.seq_len,
+        flops_per_token(setting.model, setting.train.seq_len),
+        layout.world,
+        setting.peak,
+        _spread(setting),
+        _memory_spread(setting),
+    )
+
+
+def _spread(setting: Setting) -> tuple[float, float]:
+    """Return the bounds of an interval in predicted times: closer after a measurement here."""
+    kind, find = setting.cluster.device.kind, setting.calibration.find
+    is_measured = f"{setting.system.name}.{kind}.measured.compute" in setting.calibration.constants
+    name = "interval.measured" if is_measured else "interval.plain"
+    return find(f"{name}.low", kind), find(f"{name}.high", kind)
+
+
+def _memory_spread(setting: Setting) -> tuple[float, float]:
+    """Return the bounds of an interval of memory, in predicted bytes of all but model states."""
+    system, find = setting.system.name, setting.calibration.find
+    return find("interval.memory.low", system), find("interval.memory.high", system)

@@ -1,0 +1,69 @@
+"""Sizes of well-known models that a row leaves out, from `row_models.toml`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from meshwright.parsing import parse_toml
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.resolve import model_spec
+
+Row = Mapping[str, Any]
+_OF_SIZE = ("layers", "hidden", "heads")
+
+
+def known(row: Row, assumed: list[str]) -> Row:
+    """Return a row with the known sizes of its model; lists them in `assumed`."""
+    found = _found(row)
+    if found is None:
+        return row
+    preset = _preset(found)
+    sizes = dict(found.get("sizes", {}))
+    if preset is not None:
+        sizes["vocab"] = preset.vocab_size
+        if not any(row.get(key) for key in _OF_SIZE):
+            sizes |= _sizes(preset)
+    added = {key: value for key, value in sizes.items() if row.get(key) is None}
+    if added:
+        assumed.append(", ".join(f"{key} {value}" for key, value in added.items()))
+    return {**row, **added}
+
+
+def whole(row: Row) -> ModelSpec | None:
+    """Return the Meshwright model that a row without sizes names."""
+    found = None if any(row.get(key) for key in _OF_SIZE) else _found(row)
+    return None if found is None else _preset(found)
+
+
+def _found(row: Row) -> Mapping[str, Any] | None:
+    name = str(row.get("model", ""))
+    return next((one for one in _table() if re.search(one["named"], name, re.IGNORECASE)), None)
+
+
+def _preset(found: Mapping[str, Any]) -> ModelSpec | None:
+    return model_spec(preset=found["preset"]) if "preset" in found else None
+
+
+def _sizes(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "layers": model.n_layers,
+        "hidden": model.dim,
+        "heads": model.n_heads,
+        "kv_heads": model.n_kv_heads,
+        "head_dim": model.head_dim,
+        "ffn": model.ffn_dim,
+        "experts": model.experts,
+        "topk": model.top_k,
+        "moe_ffn": model.expert_width,
+    }
+
+
+@cache
+def _table() -> list[dict[str, Any]]:
+    text = resources.files("meshwright.cost").joinpath("row_models.toml").read_text("utf-8")
+    found: list[dict[str, Any]] = parse_toml(text)["model"]
+    return found

@@ -1,0 +1,186 @@
+"""Interprets the free text of a row: its system, kernels, precision and recomputation.
+
+For an unknown word, the likeliest meaning is assumed and reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from meshwright.cost.systems import SYSTEMS, Module, System
+from meshwright.program.target import Matmul
+from meshwright.spec.training import Precision, Recompute
+
+# Our own system: what of a row is said in its words, and not in those of the papers.
+OURS: Final = "meshwright"
+# Every attention that somebody named since 2022 spares the scores, so an unknown name does.
+UNKNOWN_ATTENTION: Final = "flash2"
+# Patterns of a row's `framework`.
+_FRAMEWORKS: Final = (
+    (r"aleph", "aleph-alpha"),
+    (r"jax|maxtext|paxml", "jax"),
+    (r"nemo|bridge", "nemo"),
+    (r"core|megascale", "megatron-core"),
+    (r"zero-?3", "deepspeed"),
+    (r"megatron|neox|deepspeed", "megatron"),
+    (r"composer|foundry|mosaic", "composer"),
+    (r"titan", "torchtitan"),
+    (r"fsdp\d? \+ torch.compile|fms|lit-?gpt|fsdp", "fms"),
+    (r"meshwright", "meshwright"),
+)
+# Patterns of its `attn_impl`; True where a name says all, False where it is of something alike.
+_KERNELS: Final = (
+    (r"flash.?att\w*?.?v?1\b|flash_attentionv1|\bfa.?1\b", ("flash1", True)),
+    (r"flash_attention$", ("flash1", False)),
+    (r"flash.?att\w*?.?v?2\b|\bfa.?2\b", ("flash2", True)),
+    (r"cudnn|transformer.?engine|\bte\b", ("cudnn", True)),
+    (r"sdpa.?math|math.?sdpa|\b(eager|math|naive|unfused|vanilla)\b", ("scores", True)),
+    (r"^\s*(py)?torch\s*$|baddbmm", ("scores", True)),
+    (r"^\s*fused\s*$|fused.?(scaled.?)?(masked.?)?softmax", ("softmax", True)),
+)
+# Patterns of what a row names of grouped selective recomputation: Megatron-Core's
+# `--recompute-modules`.
+_MODULES: Final[tuple[tuple[str, Module], ...]] = (
+    (r"core.?att|self.?att|\(attention\)|attention core", "core_attn"),
+    (r"\bmlp\b|feed.?forward", "mlp"),
+    (r"layer.?norm|rms.?norm|\bnorms?\b", "layernorm"),
+    (r"moe.?act|\bact(ivation)?s?\b", "activation"),
+    (r"\bmoe\b(?!.?act)|\bexperts\b", "mlp"),
+)
+# Patterns of its `routing`: whether all ranks of `ep` get as many tokens, by force or as others are
+# dropped.
+_ROUTINGS: Final = (
+    (r"force|fake|\bbalanced|drop(?!less)|capacity", True),
+    (r"natural|learned|aux|bias|dropless|top", False),
+)
+# A loss that never has all logits, and how often it cuts them where it says a number.
+_CHUNKED: Final = re.compile(
+    r"(?<!no )(?<!without )(?:(\d+)\s+(?:loss\s+chunks|chunks of the loss)|liger|"
+    r"cut.?cross.?entropy|fused.?linear.?(?:cross|loss)|"
+    r"(?:chunked|fused).?(?:loss|cross.?entropy|ce\b))",
+    re.IGNORECASE,
+)
+_CHUNKS: Final = 8
+_OF_LOSS: Final = ("loss", "loss_impl", "kernels", "framework", "notes")
+
+
+def imbalance_of(
+    row: Mapping[str, Any], system: System, default: float, assumed: list[str]
+) -> float:
+    """Return how many times the mean of tokens the busiest rank of a row's `ep` receives.
+
+    `default` is for unforced routing. A row of another system that says nothing is assumed to be
+    balanced, like nearly all published ones and those that constants were fitted to. Raises
+    `ValueError` for an imbalance below 1.
+    """
+    if row.get("imbalance") is not None:
+        if not (given := float(row["imbalance"])) >= 1:
+            raise ValueError(f"imbalance {given:g} must be at least 1: the mean")
+        return given
+    is_even = first(_ROUTINGS, row.get("routing") or "")
+    if is_even is None:
+        is_even = system.name != OURS
+        assumed.append("routing balanced" if is_even else "routing learned")
+    if not is_even:
+        assumed.append(f"imbalance {default:g}")
+    return 1.0 if is_even else default
+
+
+def first(patterns: tuple[tuple[str, Any], ...], text: object) -> Any:
+    """Return the value of the first pattern that matches a text, or None."""
+    return next((found for at, found in patterns if re.search(at, str(text), re.IGNORECASE)), None)
+
+
+def system_of(row: Mapping[str, Any], assumed: list[str]) -> System:
+    """Return the system of a row with the kernels and recomputed modules that it names."""
+    text = row.get("framework") or row.get("source_key")
+    name = first(_FRAMEWORKS, text) if text else OURS
+    if not text:
+        assumed.append(f"system {name}")
+    if name is None:  # some other
+        name = "megatron" if (row.get("tp") or 1) * (row.get("pp") or 1) > 1 else "fms"
+        assumed.append(f"system {name}")
+    if name == "torchtitan" and row.get("compile"):
+        name = "torchtitan-compile"
+    kernel = row.get("attn_impl")
+    if name == "aleph-alpha" and "rms" in str(kernel).lower():
+        name = "aleph-alpha-rms"
+    system = SYSTEMS[name]
+    if re.search(r"\bte\b|transformer.?engine", str(text), re.IGNORECASE):
+        system = replace(system, keeps_quantised=True)
+    if kernel:
+        system = replace(system, attention=_attention(str(kernel), assumed))
+    return _with_loss(_with_modules(system, row), row, assumed)
+
+
+def _attention(name: str, assumed: list[str]) -> str:
+    """Return the kernel of a name."""
+    kernel, says_all = first(_KERNELS, name) or (UNKNOWN_ATTENTION, False)
+    if not says_all:
+        assumed.append(f"attention {name!r} priced as {kernel}")
+    return str(kernel)
+
+
+def _with_modules(system: System, row: Mapping[str, Any]) -> System:
+    """Return a system that makes what a row names again, where that isn't what it does anyway."""
+    text = f"{_recomputed(row)} {row.get('recompute_modules') or ''}"
+    if text.startswith("full"):
+        return system
+    modules = {module for at, module in _MODULES if re.search(at, text)}
+    if not modules or (modules == {"core_attn"} and system.selective == "attention"):
+        return system
+    return replace(system, selective="modules", modules=frozenset(modules))
+
+
+def _with_loss(system: System, row: Mapping[str, Any], assumed: list[str]) -> System:
+    """Return a system whose loss cuts the logits into chunks, where a row says that it does."""
+    text = "; ".join(str(row[key]) for key in _OF_LOSS if row.get(key))
+    found = _CHUNKED.search(text)
+    if found is None or system.fuses_loss:
+        return system
+    if found[1] is None:
+        assumed.append(f"{_CHUNKS} chunks of the loss")
+    return replace(system, loss_chunks=max(1, int(found[1] or _CHUNKS)))
+
+
+def matmul_of(row: Mapping[str, Any]) -> Matmul:
+    """Return how a row's system computes fp32 products: in TF32 if the row says so."""
+    return "auto" if str(row.get("precision") or "").lower() == "tf32" else "torch"
+
+
+def precision_of(row: Mapping[str, Any], assumed: list[str]) -> tuple[Precision, str]:
+    """Return the precision of a row's activations and that of its products."""
+    text = str(row.get("precision") or "").lower()
+    if not text:
+        assumed.append("precision bf16")
+    if "fp4" in text:
+        return "bf16", "fp4"
+    if "rowwise" in text:
+        return "bf16", "fp8-rowwise"
+    if "mxfp8" in text or "fp8-mx" in text:
+        return "bf16", "fp8-mx"
+    if "fp8" in text or "float8" in text:
+        return "bf16", "fp8"
+    name: Precision = "fp16" if "fp16" in text and "bf16" not in text else "bf16"
+    if text in ("fp32", "tf32"):
+        name = "fp32"
+    return name, name
+
+
+def _recomputed(row: Mapping[str, Any]) -> str:
+    return str(row.get("recompute") or "").lower()
+
+
+def recompute_of(row: Mapping[str, Any], assumed: list[str]) -> Recompute:
+    """Return the policy of a row: named modules mean selective recomputation."""
+    text = _recomputed(row)
+    if text.startswith("full"):
+        return "full"
+    if "select" in text or any(re.search(at, text) for at, _ in _MODULES):
+        return "selective"
+    if text and not re.match("none|no\\b|off|false", text):
+        assumed.append(f"recompute {text!r} read as none")
+    return "none"

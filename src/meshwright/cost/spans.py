@@ -1,0 +1,114 @@
+"""`pipeline_spans`: the priced actions and waits of each pipeline rank over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from meshwright.cost.data_messages import reduction
+from meshwright.cost.kernels import Kernels
+from meshwright.cost.pipeline import action_times
+from meshwright.cost.setting import Setting, stages_of, work_of
+from meshwright.cost.step import ActionTimes, Pass, costs_of, has_table
+from meshwright.layout import Layout
+from meshwright.program.actions import Action, receives, sends
+from meshwright.program.profile import Span
+from meshwright.program.schedule import stage_ranks
+
+# Half of a backward is for the inputs, half for the weights, as the events have it.
+_HALF: Final = 0.5
+
+
+class Drawn(NamedTuple):
+    """A pipeline rank's spans, and when each of its computing actions begins and ends."""
+
+    spans: tuple[Span, ...]
+    actions: dict[Action, tuple[float, float]]
+
+    @property
+    def end(self) -> float:
+        """When its last action is done and sent, in seconds; 0 if nothing is known."""
+        return max((span.end for span in self.spans), default=0.0)
+
+
+def pipeline_spans(
+    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, seconds: float
+) -> tuple[Drawn, ...]:
+    """Return the actions of each pipeline rank, over `seconds` from first to last.
+
+    These events determine the price, so they end with it. Parts of the price that are not events
+    stretch all spans alike: the share of idle time that other systems show, and the part that a
+    price extrapolates over hundreds of microbatches (`predict.pipeline.by_events`). Messages within
+    an action are summed at its end. A receive is the wait for it; a send is the exposed part of it.
+    Empty if our action tables lack the schedule, as with other systems' rules.
+    """
+    if not has_table(layout, pace.microbatches):
+        return tuple(Drawn((), {}) for _ in range(layout.pp))
+    costs = costs_of(setting, kernels, layout, pace)
+    times = action_times(layout, pace.microbatches, costs)
+    scale = seconds / max(end for _, end in times.values())
+    ranks = stage_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    actions: list[dict[Action, tuple[float, float]]] = [{} for _ in range(layout.pp)]
+    for action, (start, end) in times.items():
+        actions[ranks[action.stage]][action] = (start * scale, end * scale)
+    draw = _Pen(setting, layout, pace, ranks, scale, costs.transfer * costs.exposed * scale)
+    return tuple(Drawn(tuple(draw.spans(own)), own) for own in actions)
+
+
+class _Pen:
+    """Makes spans of actions and their times."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        layout: Layout,
+        pace: ActionTimes,
+        ranks: tuple[int, ...],
+        scale: float,
+        sending: float,
+    ) -> None:
+        stages = stages_of(
+            setting.model, layout.stages, setting.train.seq_len, setting.system.even_stages
+        )
+        self.passes = [pace.passes(stage) for stage in stages]
+        self.ranks, self.scale, self.sending = ranks, scale, sending
+        self.bytes = work_of(setting, layout).sizes.stream_bytes
+        self.kinds = {
+            "tp": "all_gather" if layout.sp else "all_reduce",
+            "cp": "all_to_all" if layout.cp_kind == "ulysses" else "recv",
+            "ep": "all_to_all",
+            "shard": "all_gather" if layout.zero == 3 else reduction(setting, layout),
+        }
+
+    def spans(self, own: dict[Action, tuple[float, float]]) -> Iterator[Span]:
+        """Yield a rank's spans in the order of its table."""
+        free = 0.0
+        for action, (start, end) in own.items():
+            at = action.stage, action.microbatch
+            awaited = receives(action, self.ranks)
+            if awaited is not None and start > free:
+                yield Span("messages", awaited[0].kind, free, start, *at, "pp", self.bytes)
+            yield Span("compute", action.kind, start, end, *at)
+            yield from self._within(action, end)
+            free = end
+            sent = sends(action, self.ranks)
+            if sent is not None and self.sending:
+                free = end + self.sending
+                yield Span("messages", sent[0].kind, end, free, *at, "pp", self.bytes)
+
+    def _within(self, action: Action, end: float) -> Iterator[Span]:
+        """Yield what an action waits for along the other axes, put together at its end."""
+        found: Pass = self.passes[action.stage][action.kind != "F"]
+        share = self.scale * (_HALF if action.kind in ("I", "W") else 1.0)
+        waits = {"tp": found.tp, "cp": found.cp, "ep": found.ep, "shard": found.gathers}
+        start = end - share * (sum(waits.values()) + found.copies)
+        if found.copies > 0:
+            stop = start + share * found.copies
+            yield Span("host", "copy", start, stop, action.stage, action.microbatch)
+            start = stop
+        for axis, seconds in waits.items():
+            if seconds > 0:
+                stop = start + share * seconds
+                kind = self.kinds[axis]
+                yield Span("messages", kind, start, stop, action.stage, action.microbatch, axis)
+                start = stop

@@ -1,0 +1,250 @@
+"""The time of a step by cause: compute, messages, the pipeline, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from meshwright.cost.data_messages import (
+    Waits,
+    data_messages,
+    data_wait,
+    unit_messages,
+    unit_waits,
+)
+from meshwright.cost.elements import elements_of
+from meshwright.cost.host import CopyWaits, copy_waits
+from meshwright.cost.kernels import Kernels, Seconds
+from meshwright.cost.microbatch import MicrobatchTimes, parts_of
+from meshwright.cost.pipeline import Costs, by_events, closed_form
+from meshwright.cost.setting import Setting, held_by, stages_of, work_of
+from meshwright.cost.sums import GradientSums, sums_of
+from meshwright.cost.work import HeldLayers, LayoutWork
+from meshwright.layout import Layout
+from meshwright.layout.schedules import microbatch_rule
+from meshwright.program.profile import CAUSES
+from meshwright.program.stages import Stage
+from meshwright.spec.model import ModelSpec
+
+# An AdamW step reads gradient, moments and weight in fp32 and writes all but the gradient.
+OPTIMIZER_BYTES = 28
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step: `total`, and its causes for each place in the pipeline in `ranks`.
+
+    `slowest` is the place that sets the pace. A rank's causes add up to the total: `bubble` is the
+    wait for other stages. `gathers` are ZeRO's messages in each microbatch, `data` those of data
+    parallelism once per step.
+    """
+
+    total: float
+    ranks: tuple[Mapping[str, float], ...]
+    slowest: int = 0
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Seconds by the causes of a profile, as the mean of the ranks; they also add up."""
+        merged = [merged_causes(one) for one in self.ranks]
+        return {cause: sum(one[cause] for one in merged) / len(merged) for cause in merged[0]}
+
+    @property
+    def gathers(self) -> float:
+        """Seconds of `data` spent waiting for gathered weights, as the mean of the ranks."""
+        return sum(one["gathers"] for one in self.ranks) / len(self.ranks)
+
+
+def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
+    """Return the causes of a profile: gathers count as data parallelism."""
+    merged = {**causes, "data": causes["data"] + causes["gathers"]}
+    return {cause: merged[cause] for cause in CAUSES if cause in merged}
+
+
+class Pass(NamedTuple):
+    """Seconds of one microbatch's forward or backward in a stage, by cause."""
+
+    compute: float
+    recompute: float
+    tp: float
+    cp: float
+    ep: float
+    gathers: float
+    copies: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class ActionTimes:
+    """Times of the actions of a layout's step: `forward` and `backward` are by stage.
+
+    `whole` is the time of one microbatch on each pipeline rank; `transfer` is that of a message
+    between neighbours.
+    """
+
+    model: ModelSpec
+    parts: MicrobatchTimes
+    gathers: Waits
+    copies: CopyWaits
+    sums: GradientSums
+    held: tuple[HeldLayers, ...]
+    whole: tuple[float, ...]
+    transfer: float
+    microbatches: int
+
+    @property
+    def slowest(self) -> int:
+        """The pipeline rank whose microbatches take longest."""
+        return max(range(len(self.whole)), key=self.whole.__getitem__)
+
+    @property
+    def head(self) -> float:
+        """Seconds of the head and the loss in the last stage's backward."""
+        return self.parts.last.backward
+
+    def passes(self, stage: Stage) -> tuple[Pass, Pass]:
+        """Return a stage's forward and backward."""
+        held = HeldLayers.of(self.model, (stage,))
+        forward, backward = zip(self.gathers.passes(held), self.copies.passes(held), strict=True)
+        of = partial(self.parts.of, held)
+        tp, cp, ep = (
+            of(f"{axis}_backward") + of(f"{axis}_recompute") for axis in ("tp", "cp", "ep")
+        )
+        forth = of("tp_forward"), of("cp_forward"), of("ep_forward")
+        return (
+            Pass(of("forward"), 0.0, *forth, *forward),
+            Pass(of("backward") + self.sums.of(held), of("recompute"), tp, cp, ep, *backward),
+        )
+
+
+def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
+    """Return the times of the actions of a layout's step."""
+    parts = parts_of(setting, kernels, layout)
+    ranks = held_by(setting, layout)
+    gathers = unit_waits(kernels, unit_messages(setting, kernels, layout), parts)
+    copies, stages = copy_waits(setting, kernels, layout, parts), layout.virtual_stages
+    sums = sums_of(setting, kernels, layout)
+    whole = tuple(
+        parts.total(held) + gathers.of(held) + copies.of(held, stages) + sums.of(held)
+        for held in ranks
+    )
+    transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
+    count = layout.microbatches(setting.train.batch)
+    return ActionTimes(setting.model, parts, gathers, copies, sums, ranks, whole, transfer, count)
+
+
+def step_time(
+    setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True
+) -> StepTime:
+    """Return the time of a step; without `events`, prices the pipeline in closed form.
+
+    Reductions and updates of all ranks run at the same time. The step ends with those of the rank
+    whose microbatches take longest; the rest of the time of other ranks is a bubble.
+    """
+    pace = pace_of(setting, kernels, layout)
+    slowest, pipeline = pace.slowest, _pipeline(setting, kernels, layout, pace, events)
+    found = {held: rank_causes(setting, kernels, layout, pace, held) for held in set(pace.held)}
+    longest = found[pace.held[slowest]]
+    # If the rank never waits, the difference is rounding, of either sign.
+    bubble = kernels.idle * max(pipeline - pace.microbatches * pace.whole[slowest], 0.0)
+    total = sum(longest.values()) + bubble
+    for held, own in found.items():
+        for cause in ("data", "optimizer"):
+            own[cause] = min(own[cause], longest[cause])
+        is_slowest = held == pace.held[slowest]
+        own["bubble"] = bubble if is_slowest else max(total - sum(own.values()), 0.0)
+    return StepTime(total, tuple(found[held] for held in pace.held), slowest)
+
+
+def rank_causes(
+    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, held: HeldLayers
+) -> dict[str, float]:
+    """Return a step's seconds by cause on a rank with such layers, without its bubble."""
+    parts, count = pace.parts, pace.microbatches
+    per_step = {cause: count * parts.of(held, cause) for cause in Seconds._fields}
+    return {
+        "compute": per_step["forward"] + per_step["backward"] + count * pace.sums.of(held),
+        "recompute": per_step["recompute"],
+        "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
+        "cp": per_step["cp_forward"] + per_step["cp_backward"] + per_step["cp_recompute"],
+        "ep": per_step["ep_forward"] + per_step["ep_backward"] + per_step["ep_recompute"],
+        "gathers": count * pace.gathers.of(held),
+        "data": data_wait(
+            setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
+        ),
+        "optimizer": optimizer_seconds(setting, kernels, layout, held),
+        "host": host_seconds(kernels, count) + count * pace.copies.of(held, layout.virtual_stages),
+    }
+
+
+def host_seconds(kernels: Kernels, microbatches: int) -> float:
+    """Return the host's overhead in a step of so many microbatches."""
+    return kernels.fixed + microbatches * kernels.per_microbatch
+
+
+def _pipeline(
+    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, events: bool
+) -> float:
+    if layout.pp == 1 or not events or not has_table(layout, pace.microbatches):
+        return closed_form(
+            layout.schedule,
+            layout.pp,
+            layout.virtual_stages,
+            pace.microbatches,
+            max(pace.whole),
+            sum(pace.whole),
+            pace.transfer,
+            kernels.exposed_pp,
+        )
+    return by_events(layout, pace.microbatches, costs_of(setting, kernels, layout, pace))
+
+
+def has_table(layout: Layout, microbatches: int) -> bool:
+    """Return whether our action tables have the layout's schedule; other systems differ."""
+    rule = microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, microbatches)
+    return rule is None
+
+
+def costs_of(setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes) -> Costs:
+    """Return what the pipeline's events cost."""
+    stages = stages_of(
+        setting.model, layout.stages, setting.train.seq_len, setting.system.even_stages
+    )
+    forward, backward = zip(*(pace.passes(stage) for stage in stages), strict=True)
+    return Costs(
+        [one.total for one in forward],
+        [one.total for one in backward],
+        pace.transfer,
+        kernels.exposed_pp,
+        pace.head if setting.system.fuses_loss else 0.0,
+    )
+
+
+def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> float:
+    """Return the seconds of one message between neighbours in the pipeline."""
+    if layout.pp == 1:
+        return 0.0
+    stride = layout.dp * layout.cp * layout.tp
+    return kernels.network.seconds("send", found.sizes.stream_bytes, 2, stride, "pp")
+
+
+def optimizer_seconds(
+    setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers
+) -> float:
+    """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
+    elements = elements_of(setting.model, layout, held, of="trained").share(layout)
+    if not layout.states_on_host:
+        return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
+    host = setting.cluster.host.bandwidth
+    moved = elements * 2 * 4  # gradients down, weights up, in fp32
+    if layout.offload == "params":
+        count = layout.microbatches(setting.train.batch)
+        frozen = elements_of(setting.model, layout, held).share(layout) - elements
+        moved += (elements * 4 + frozen * setting.element) * 2 * count  # up for each pass
+    return moved / host + elements * OPTIMIZER_BYTES / kernels.host_bandwidth

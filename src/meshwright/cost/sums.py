@@ -1,0 +1,44 @@
+"""The time of gradient accumulation: adding a microbatch's gradients to the earlier ones."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from meshwright.cost.elements import elements_of
+from meshwright.cost.kernels import Kernels
+from meshwright.cost.setting import Setting
+from meshwright.cost.work import HeldLayers
+from meshwright.layout import Layout
+from meshwright.program.sizes import ELEMENT_BYTES
+from meshwright.spec.model import ModelSpec
+
+_FP32: Final = ELEMENT_BYTES["fp32"]
+
+
+class GradientSums(NamedTuple):
+    """Seconds of a backward for each weight, as the mean of a step's microbatches."""
+
+    model: ModelSpec
+    layout: Layout
+    seconds: float
+
+    def of(self, held: HeldLayers) -> float:
+        """Return the seconds of one backward through such layers."""
+        if not self.seconds:
+            return 0.0
+        found = elements_of(self.model, self.layout, held, is_padded=False, of="trained")
+        return self.seconds * found.total
+
+
+def sums_of(setting: Setting, kernels: Kernels, layout: Layout) -> GradientSums:
+    """Return the time of gradient accumulation, which memory bandwidth bounds.
+
+    From the second microbatch on, the gradient and the sum are read, and the sum is written. The
+    first gradient becomes the sum, after a cast to fp32 where products are in half precision. ZeRO
+    2 and 3 copy whole gradients into communication buffers instead, which moves about as much.
+    """
+    count, element = layout.microbatches(setting.train.batch), setting.element
+    first = element + _FP32 if element != _FP32 else 0
+    moved = (first + (count - 1) * (element + 2 * _FP32)) / count
+    seconds = kernels.slower * moved / kernels.bandwidth if setting.system.sums_apart else 0.0
+    return GradientSums(setting.model, layout, seconds)

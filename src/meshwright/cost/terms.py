@@ -1,0 +1,57 @@
+"""`peak_terms`: what a rank of Meshwright's engine holds at its peak, with formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from meshwright.cost.memory import Term
+from meshwright.cost.peak import peak
+from meshwright.cost.timeline import STREAM, TABLES
+from meshwright.cost.units import BUFFERS
+from meshwright.program.lower import Program
+from meshwright.program.sizes import Sizes
+
+_GRADIENTS: Final = "gradients of activations"
+# What categories are that no closed form has.
+_OTHERS: Final = {
+    TABLES: "cosines and sines of all positions in fp32, for each stage",
+    BUFFERS: "what gathers and sums work with at this moment",
+    _GRADIENTS: "of the operation at work",
+}
+_AT_WORK: Final = "of what is at work at this moment"
+
+
+def peak_terms(program: Program, rank: int, forms: Iterable[Term]) -> tuple[list[Term], str]:
+    """Return the terms of a rank of the world at its peak, in bytes, and the moment.
+
+    A term's text has the closed form of its category, and the difference from it at that moment.
+    """
+    by_category: dict[str, Term] = {}
+    for one in forms:
+        by_category.setdefault(one.category, one)
+    moment = peak(program, rank)
+    stream = Sizes.of(program).stream_bytes
+    terms = []
+    for category, size in moment.held.items():
+        form = by_category.get(category)
+        if form is not None:
+            terms.append(_worded(form, size))
+        elif category == STREAM:
+            told = "{:,.0f} x {:,} B: messages between stages"
+            terms.append(Term(category, size, told, (size / stream, stream)))
+        else:
+            terms.append(Term(category, size, _OTHERS.get(category, _AT_WORK)))
+    # Those that a closed form has come first, in its order: what lasts, then what is kept.
+    order = {category: place for place, category in enumerate(by_category)}
+    terms.sort(key=lambda term: order.get(term.category, len(order)))
+    return terms, f"{moment.action}, {moment.what}"
+
+
+def _worded(form: Term, size: int) -> Term:
+    more = size - round(form.bytes)
+    if not more:
+        return form._replace(bytes=size)
+    told = form.template + "; {:,} B {} at this moment"
+    word = "more" if more > 0 else "less"
+    return Term(form.category, size, told, (*form.numbers, abs(more), word))

@@ -1,0 +1,297 @@
+"""`timeline`: a rank's memory through a step, operation by operation, in bytes by category.
+
+Walks over the rank's action table, with what our engine allocates and releases for each action. The
+saved bytes of operations come from the program, their temporary memory from `predict.needs`, and
+what data parallelism gathers and reduces from `predict.units`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from meshwright.cost.byte_count import ByteCount, PredictedMoment
+from meshwright.cost.moves import Moves
+from meshwright.cost.needs import LayerBytes, Size, kept, layer_bytes, of_input
+from meshwright.cost.units import GRADIENTS, Units
+from meshwright.program.lower import Program
+from meshwright.program.operations import Operation, operations
+from meshwright.program.schedule import Action, Kind, Table
+from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_room, loss_rows
+from meshwright.program.stages import Stage
+from meshwright.spec.model import LayerSpec
+
+_WIDE: Final = 4
+STREAM: Final = "pipeline"
+LOSS: Final = "logits and loss"
+TABLES: Final = "rotary tables"
+DEFERRED: Final = "deferred gradients"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The moments of a step on one rank, in order."""
+
+    moments: tuple[PredictedMoment, ...]
+
+    @property
+    def peak(self) -> PredictedMoment:
+        """The first moment at which most is held."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def of_layer(layer: int) -> str:
+    """Return the name of a moment in a layer."""
+    return f"layer {layer}"
+
+
+def timeline(program: Program, rank: int) -> Timeline:
+    """Return what a rank of the world holds through a step after the first, in bytes."""
+    walk = Walk(program, rank, ByteCount())
+    walk.run()
+    return Timeline(tuple(walk.bytes_held.moments))
+
+
+class Walk:
+    """The state of a walk for a rank of the world; `bytes_held` counts what is held."""
+
+    def __init__(
+        self, program: Program, rank: int, bytes_held: ByteCount, table: Table | None = None
+    ) -> None:
+        self.program = program
+        self.at = program.layout.mesh.coordinates(rank)
+        self.table = program.tables[self.at["pp"]] if table is None else table
+        self.sizes = Sizes.of(program)
+        self.bytes_held = bytes_held
+        self.stages = {stage.index: stage for stage in program.held(self.at["pp"])}
+        self.layers = self._layers()
+        self.units = {
+            index: Units(program, stage, self.at, self.bytes_held)
+            for index, stage in self.stages.items()
+        }
+        self.last = len(program.stages) - 1
+        self.ends = {action.stage: action for action in self.table if action.kind in ("B", "W")}
+        self.sent: dict[int, int] = {}  # bytes on their way, by peer
+        self.proves: dict[Action, int] = {}  # those that a receive proves to have arrived
+        self.deferred: dict[int, int] = {}  # of a microbatch, by stage
+        self.known: dict[int, tuple[Operation, ...]] = {}
+        self.moves = Moves(program, self.stages, self.at["cp"], bytes_held)
+
+    def _layers(self) -> dict[LayerSpec, LayerBytes]:
+        """Return what layers of each kind that the rank holds keep and let go of."""
+        found: dict[LayerSpec, LayerBytes] = {}
+        for stage in self.stages.values():
+            kinds = {self.program.model.layer(layer) for layer in stage.layers}
+            for kind in kinds - found.keys():
+                found[kind] = layer_bytes(self.program, self.sizes, stage, kind, self.at["cp"])
+        return found
+
+    def run(self) -> None:
+        """Perform the step, and record its moments."""
+        bytes_held, program = self.bytes_held, self.program
+        for units in self.units.values():
+            units.hold()
+        # Cosines and sines of every position, for each stage: fp32.
+        model = program.model
+        table = 2 * program.train.seq_len * model.rotary_dim * _WIDE * len(model.rotary_bases)
+        bytes_held.add(TABLES, table * len(self.stages))
+        bytes_held.action = "start"
+        bytes_held.note("start")
+        for action in self.table:
+            bytes_held.action = f"{action.kind} {action.stage} {action.microbatch}"
+            if action.is_transfer:
+                self._transfer(action)
+            else:
+                self._arrive(action)
+                self.compute(action)
+        for left in (*self.sent.values(), *self.proves.values()):
+            bytes_held.drop(STREAM, left)
+        bytes_held.action = "update"
+        self.finish()
+        bytes_held.note("update")
+
+    def finish(self) -> None:
+        """End the backwards of a step."""
+        for units in self.units.values():
+            units.finish()
+
+    def compute(self, action: Action) -> None:
+        """Perform a computing action, whose input has arrived."""
+        if action.kind == "F":
+            self._forward(action)
+        elif action.kind == "W":
+            self._weights(action)
+        else:
+            self._backward(action, defers=action.kind == "I")
+        self.bytes_held.note("end")
+
+    def _transfer(self, action: Action) -> None:
+        if action.kind in ("RECV_F", "RECV_B"):
+            peer = self._peer(action)
+            self.proves[action] = self.sent.pop(peer, 0)
+            self.bytes_held.add(STREAM, self.sizes.stream_bytes)
+            self.bytes_held.note("receive")
+        else:
+            peer = self._peer(action)
+            self.sent[peer] = self.sent.get(peer, 0) + self.sizes.stream_bytes
+
+    def _peer(self, action: Action) -> int:
+        """Return the rank of the pipeline that a transfer comes from or goes to."""
+        step = 1 if action.kind in ("SEND_F", "RECV_B") else -1
+        return self.program.stage_ranks[action.stage + step]
+
+    def _arrive(self, action: Action) -> None:
+        """Let go of what was sent before the receive that an action waits for."""
+        kind: Kind = "RECV_F" if action.kind == "F" else "RECV_B"
+        sent = 0
+        if action.kind != "W":
+            sent = self.proves.pop(Action(kind, action.stage, action.microbatch), 0)
+        self.bytes_held.drop(STREAM, sent)
+
+    def _forward(self, action: Action) -> None:
+        bytes_held, stage = self.bytes_held, self.stages[action.stage]
+        units = self.units[action.stage]
+        if action.stage > 0:  # the first operation keeps it
+            bytes_held.drop(STREAM, self.sizes.stream_bytes)
+        units.enter_root()
+        ops = self._of_ends(stage)
+        self._keep(kept(op for op in ops if op.kind in ("embedding", "mask")))
+        units.leave_embedding()
+        for index in range(len(stage.layers)):
+            self.forward_layer(action, index)
+        if stage.is_last:
+            units.enter_head()
+            self._keep(kept(op for op in ops if op.name in ("norm", "head", "loss")))
+        else:
+            bytes_held.add(STREAM, self.sizes.stream_bytes)
+        units.leave_root()
+
+    def forward_layer(self, action: Action, index: int) -> None:
+        """Go forward through the `index`-th layer of an action's stage."""
+        bytes_held, units = self.bytes_held, self.units[action.stage]
+        layer = self.stages[action.stage].layers[index]
+        units.enter(index)
+        own = self.layers[self.program.model.layer(layer)]
+        self._keep(own.kept)
+        with bytes_held.spike("activations: product", own.room):
+            bytes_held.note(of_layer(layer))
+        self.moves.leave(action, index)
+        units.leave(index)
+
+    def _of_ends(self, stage: Stage) -> tuple[Operation, ...]:
+        """Return the operations of a stage that are in no layer."""
+        if stage.index not in self.known:  # the same for all microbatches
+            ends = replace(stage, stop_layer=stage.first_layer)  # without its layers
+            self.known[stage.index] = operations(self.program, ends, cp_rank=self.at["cp"])
+        return self.known[stage.index]
+
+    def _keep(self, sizes: Iterable[Size]) -> None:
+        for category, size in sizes:
+            self.bytes_held.add(category, size)
+
+    def _free(self, sizes: Iterable[Size]) -> None:
+        for category, size in sizes:
+            self.bytes_held.drop(category, size)
+
+    def _backward(self, action: Action, defers: bool) -> None:
+        bytes_held, stage = self.bytes_held, self.stages[action.stage]
+        units, sizes = self.units[action.stage], self.sizes
+        ops = self._of_ends(stage)
+        units.begin_backward(is_last=action == self.ends[action.stage], defers=defers)
+        if stage.is_last:
+            self._loss(units)
+            self._free(kept(op for op in ops if op.name in ("head", "loss")))
+            self._last_norm(ops)
+            units.leave_head_backward()
+        # The gradient of the stream goes down through the layers.
+        bytes_held.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
+        self.deferred[stage.index] = 0
+        for index in reversed(range(len(stage.layers))):
+            self.backward_layer(action, index)
+        self._free(kept(op for op in ops if op.kind in ("embedding", "mask")))
+        units.leave_root_backward()
+        bytes_held.drop("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
+        if action.stage > 0:
+            bytes_held.add(STREAM, sizes.stream_bytes)
+        if action.stage < self.last:
+            bytes_held.drop(STREAM, sizes.stream_bytes)
+
+    def backward_layer(self, action: Action, index: int) -> None:
+        """Go back through the `index`-th layer of an action's stage."""
+        units, stage = self.units[action.stage], self.stages[action.stage]
+        units.enter_backward(index)
+        self.moves.come(action, index)
+        self._through_layer(stage, index, defers=action.kind == "I")
+        units.leave_backward(index)
+
+    def _through_layer(self, stage: Stage, index: int, *, defers: bool) -> None:
+        """Go back through a layer, which is made anew before where nothing of it is kept."""
+        bytes_held, units, layer = self.bytes_held, self.units[stage.index], stage.layers[index]
+        own = self.layers[self.program.model.layer(layer)]
+        if self.program.layout.recompute != "none":
+            self._free(own.kept)
+            self._keep(own.anew)  # its first operation keeps the block's input
+        bytes_held.note(of_layer(layer))
+        for need, freed in own.backward:
+            size = need.bytes + (-need.waiting if defers else need.room)
+            with bytes_held.spike("gradients of activations", size):
+                units.grow(index, need.weights)
+                bytes_held.note(need.op)
+            if defers and need.deferred:
+                # What weights' gradients wait with: products' inputs, gradients of results.
+                waits = need.deferred + sum(size for _, size in freed)
+                self.deferred[stage.index] += waits
+                bytes_held.add(DEFERRED, waits)
+            self._free(freed)
+        self._free(own.left)
+
+    def _loss(self, units: Units) -> None:
+        """Make the loss and go back through the head, some rows at a time."""
+        bytes_held, sizes = self.bytes_held, self.sizes
+        element, whole = sizes.element, sizes.whole_bytes
+        is_cut = self.program.layout.sp and self.program.layout.tp > 1
+        is_capped = self.program.model.logits_softcap is not None
+        is_fused = fuses_loss(element, self.program.layout.tp, self.program.target)
+        rows = loss_rows(sizes.tokens, sizes.element, self.program.target)
+        logits = rows * sizes.vocab
+        name = "embed.weight" if self.program.model.tie_embeddings else "head.weight"
+        is_frozen = not self.program.shardings[name].part.trained
+        weight = 0 if is_frozen else sizes.dim * sizes.vocab * element
+        made, travelling = of_input(self.program, sizes, gathers=is_cut)
+        held = whole * (2 if is_cut else 1)  # the gradient of all rows, and its input
+        before = weight if rows < sizes.tokens else 0
+        room = loss_room(sizes, rows, self.program.target.products, is_frozen=is_frozen)
+        for what, size, rows_held, weight_held in (
+            ("loss", loss_element(element, capped=is_capped, fused=is_fused), held, before),
+            ("head: input", element, made, before),
+            ("head", element, travelling, weight + room),
+        ):
+            with (
+                bytes_held.spike(LOSS, logits * size),
+                bytes_held.spike("gradients of activations", rows_held),
+                bytes_held.spike(GRADIENTS, weight_held),
+            ):
+                bytes_held.note(what)
+        bytes_held.add("gradients of activations", sizes.stream_bytes)
+        units.grow_root((name,))
+        units.leave_loss()
+
+    def _last_norm(self, ops: Sequence[Operation]) -> None:
+        """Go back through the norm before the head."""
+        wide = self.sizes.stream * self.sizes.dim * _WIDE
+        with self.bytes_held.spike("gradients of activations", 3 * wide):
+            self.bytes_held.note("norm")
+        self._free(kept(op for op in ops if op.name == "norm"))
+        self.bytes_held.drop("gradients of activations", self.sizes.stream_bytes)
+
+    def _weights(self, action: Action) -> None:
+        needs = [need for own in self.layers.values() for need, _ in own.backward]
+        units = self.units[action.stage]
+        units.grow_deferred(
+            is_last=action == self.ends[action.stage],
+            room=max(need.room for need in needs),
+            added=max(need.added for need in needs),
+        )
+        self.bytes_held.drop(DEFERRED, self.deferred[action.stage])
+        units.close_deferred()

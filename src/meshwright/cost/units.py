@@ -1,0 +1,398 @@
+"""`Units`: weights and gradients of a stage, as data parallelism gathers and reduces them.
+
+A unit is a block, the embedding, or the rest of the stage: the last norm and the head. With FSDP2,
+the head is a separate unit, too; a tied embedding belongs to the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+from meshwright.cost.byte_count import ByteCount
+from meshwright.cost.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
+from meshwright.program.lower import Program
+from meshwright.program.shards import EMBED, HEAD, Sharding, cuts_frozen, data_rank, sums_in_place
+from meshwright.program.sharing import unit_in
+from meshwright.program.sizes import ELEMENT_BYTES
+from meshwright.program.stages import Stage
+
+_FP32: Final = 4
+_MOMENTS: Final = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
+_STEP: Final = 4  # and the number of its steps, for each parameter
+WEIGHTS: Final = "weights"
+GATHERED: Final = "gathered"
+GRADIENTS: Final = "gradients"
+BUFFERS: Final = "communication buffers"
+OPTIMIZER: Final = "optimizer"
+
+
+class Units:
+    """The units of one stage, and which of their parts are held."""
+
+    def __init__(
+        self,
+        program: Program,
+        stage: Stage,
+        at: Mapping[str, int],
+        bytes_held: ByteCount,
+    ) -> None:
+        layout, train = program.layout, program.train
+        self.layout, self.bytes_held = layout, bytes_held
+        self.element = ELEMENT_BYTES[train.precision]
+        self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
+        self.in_place = sums_in_place(layout, program.target)
+        # An exchange is completed by the next one; sums end while the rank goes on.
+        self.waits = self.in_place and layout.shard_ranks > 1
+        self.offload = layout.offload
+        # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
+        self.copies = 2 if program.target.on_cpu else 1
+        tp, place = layout.tp, data_rank(layout, at)
+        ends: dict[str, dict[str, Sharding]] = {}
+        for name in program.parameters(stage):
+            if not name.startswith("layers."):
+                of_unit = ends.setdefault(unit_in(program, name), {})
+                of_unit[name] = program.shardings[name]
+        self.blocks = blocks_of(program, stage, tp, place)
+        # Without an end of its own it is a unit of nothing.
+        self.embed, self.root, self.head = (
+            UnitSizes(ends.get(name, {}), tp, place) for name in (EMBED, "rest", HEAD)
+        )
+        turns = [(self.embed,), *self.blocks, (self.root, self.head)]
+        # What is needed together, in the order of the forward.
+        self._turns = [[unit for unit in turn if unit.is_there] for turn in turns]
+        self.all = [unit for turn in self._turns for unit in turn]
+        for unit in self.all:  # a rank alone, too, gathers what is on the host
+            unit.cuts_frozen |= layout.offload == "params" and cuts_frozen(layout)
+        order = [self.root, *(unit for turn in self._turns[:-1] for unit in turn)]
+        self._after = {id(one): after for one, after in pairwise(order) if one.is_there}
+        self.is_last = self.defers = self.meets = False
+        self._kept = 0  # the flat buffer of the last gathering of a forward
+        self._ahead: dict[int, int] = {}  # flat buffers that were gathered ahead, by unit
+        self._input = 0  # of the last reduction, or all of the last exchange
+
+    def state_of(self, units: Sequence[UnitSizes]) -> UnitsState:
+        """Return what some of them hold, and what the last messages still use."""
+        return UnitsState.of(units, self._ahead, self._kept, self._input)
+
+    def restore(self, units: Sequence[UnitSizes], state: UnitsState) -> None:
+        """Put some of them into a state."""
+        for one in units:
+            self._ahead.pop(id(one), None)
+        self._ahead.update(state.restore(units))
+        self._kept, self._input = state.kept, state.input
+
+    def _exchanges(self, unit: UnitSizes) -> bool:
+        """Whether the ranks that share a unit's rows exchange them by themselves."""
+        return self.in_place and unit.ranks > 1
+
+    def _reshards(self, unit: UnitSizes) -> bool:
+        """Whether they have its weights only where they need them."""
+        return self._exchanges(unit) and self.layout.zero == 3
+
+    def _sums(self, unit: UnitSizes) -> bool:
+        """Whether ranks that have all of a unit sum its gradients in place."""
+        copies = self.layout.dp * self.layout.cp // unit.expert_data
+        return self.in_place and unit.ranks == 1 and copies > 1
+
+    def hold(self) -> None:
+        """Count what always exists: weights and optimizer states."""
+        for unit in self.all:
+            weights = unit.shard
+            if self._reshards(unit):
+                weights = unit.own
+            elif self.in_place and self.element == _FP32:
+                weights = unit.whole
+            elif self.in_place:  # beside the copy that products use
+                self.bytes_held.add(GATHERED, unit.whole * self.element)
+                weights = unit.own
+            size = weights * _FP32 + unit.lasting(self.in_place, self.element)
+            self.bytes_held.add(WEIGHTS, size * (self.offload != "params"))
+            states = unit.own * _MOMENTS + _STEP * len(unit.numels)
+            self.bytes_held.add(OPTIMIZER, states * (not self.layout.states_on_host))
+
+    def enter_root(self) -> None:
+        """Gather what is in no block for the forward; in place, only the embedding."""
+        self._need(0)
+        self._take((self.root, self.embed))
+
+    def leave_embedding(self) -> None:
+        """Drop the embedding after its forward, where ZeRO-3 of FSDP2 does."""
+        if self.layout.zero == 3 and not self.in_place:
+            self._reshard(self.embed)
+
+    def enter(self, index: int) -> None:
+        """Gather a block for its forward."""
+        self._need(index + 1)
+        self._take(self.blocks[index])
+
+    def _take(self, units: Sequence[UnitSizes]) -> None:
+        """Gather units for their forward, each with the one after it ahead."""
+        for unit in units:
+            self._gather(unit, forward=True)
+            if id(unit) in self._after:
+                self._gather_ahead(self._after[id(unit)])
+
+    def enter_head(self) -> None:
+        """Gather the last norm and the head, if they are a separate unit."""
+        self._need(len(self.blocks) + 1)
+
+    def _need(self, turn: int) -> None:
+        """Gather units whose weights are not there, and those of the next turn ahead."""
+        if not self.waits or not self._turns[turn]:
+            return
+        later = [units for units in self._turns[turn:] if units]
+        if len(later) == 1:
+            self._settle()
+        for unit in (unit for units in later[:2] for unit in units):
+            self._begin(unit)
+
+    def _begin(self, unit: UnitSizes) -> None:
+        """Begin to gather a unit, where ranks sum by themselves."""
+        if unit.is_gathered or not self._exchanges(unit):
+            return
+        unit.is_gathered = True
+        self.bytes_held.add(GATHERED, unit.gathered(True, self.element) * self._reshards(unit))
+        self.bytes_held.note("gather")
+
+    def leave(self, index: int) -> None:
+        """Drop a block after its forward, where ZeRO-3 does."""
+        for unit in self.blocks[index]:
+            if self._reshards(unit) or (self.layout.zero == 3 and not self.in_place):
+                self._reshard(unit)
+
+    def leave_root(self) -> None:
+        """End the forward of a stage."""
+        self.bytes_held.drop(BUFFERS, self._kept)
+        self._kept = 0
+        if self.layout.zero == 3 and not self.in_place:
+            self._reshard(self.root)
+
+    def begin_backward(self, is_last: bool, defers: bool) -> None:
+        """Gather the root, and prefetch the head and the last block; the head comes first."""
+        self.is_last, self.defers = is_last, defers
+        self.meets = is_last or self.layout.dp_replicate == 1  # replicas sum with each other
+        self._gather(self.root)
+        self._gather_ahead(self.head)
+        if self.blocks:
+            self._begin_again(len(self.blocks) - 1)
+            self._gather_ahead(self.blocks[-1][0])
+        self._gather(self.head)
+
+    def _begin_again(self, index: int) -> None:
+        """Begin to gather what ranks have dropped of a block, where they sum by themselves."""
+        for unit in filter(self._reshards, self.blocks[index]):
+            self._begin(unit)
+
+    def _drop(self, index: int) -> None:
+        """Drop what is gathered of a block, where ranks sum by themselves."""
+        for unit in filter(self._reshards, self.blocks[index]):
+            self._reshard(unit)
+
+    def enter_backward(self, index: int) -> None:
+        """Use a prefetched block, and prefetch the one before it."""
+        if index + 1 < len(self.blocks):
+            self._drop(index + 1)
+        self._begin_again(index)
+        for unit in self.blocks[index]:
+            self._gather(unit)
+        if index:
+            self._begin_again(index - 1)
+            self._gather_ahead(self.blocks[index - 1][0])
+
+    def leave_loss(self) -> None:
+        """Treat the head like a block, if it is a unit."""
+        if self.head.is_there:
+            self._close(self.head)
+
+    def leave_head_backward(self) -> None:
+        """Treat the last norm and the head like a block, if they are a unit."""
+        if self.in_place:
+            self._close(self.root)
+
+    def leave_backward(self, index: int) -> None:
+        """Accumulate or reduce the gradients of a block, and drop its weights if due."""
+        for unit in reversed(self.blocks[index]):
+            self._close(unit)
+
+    def leave_root_backward(self) -> None:
+        """Do the same for the rest; the last reduction's input stays until the next."""
+        if self.blocks:
+            self._drop(0)
+        last = (self.embed,) if self.in_place else (self.root, self.embed)
+        for unit in last:
+            names = [name for name in unit.numels if EMBED in name and name not in unit.grown]
+            self._grow(unit, names)
+        for unit in last:
+            self._close(unit)
+        if self.is_last and not self.defers and not self.waits:
+            self._settle()
+
+    def grow(self, index: int, names: Sequence[str]) -> None:
+        """Create the gradients of a block's parameters, or add to existing ones."""
+        for unit in self.blocks[index]:
+            self._grow(unit, names)
+
+    def grow_root(self, names: Sequence[str]) -> None:
+        """Do the same for what is in no block."""
+        for unit in (self.embed, self.root, self.head):
+            self._grow(unit, names)
+
+    def grow_deferred(self, is_last: bool, room: int, added: int) -> None:
+        """Compute the gradients of all products; FSDP2 reduces those of a unit if due.
+
+        A product that creates a gradient needs `room` additional bytes, one that adds to it
+        `added`.
+        """
+        self.is_last, self.defers, self.meets = is_last, False, True
+        for unit in self.all:
+            names = [name for name in unit.numels if waits(unit, name)]
+            # Those in the dtype of products are added to by the products themselves.
+            new = [name for name in names if unit.grown.get(name) != self.element]
+            self._grow(unit, new, joins=True)
+            with self.bytes_held.spike(GRADIENTS, room if new else added):
+                self.bytes_held.note("gradient")
+            if not self.in_place:
+                self._close(unit)
+
+    def close_deferred(self) -> None:
+        """Exchange or sum these gradients if due; what they were made of is no longer there."""
+        for unit in reversed(self.all if self.in_place else []):
+            self._close(unit)
+        if self.is_last and not self.waits:
+            self._settle()
+
+    def _settle(self, following: int = 0) -> None:
+        """Let go of what the last reduction or exchange works with, and hold that of the next."""
+        self.bytes_held.drop(BUFFERS, self._input)
+        self.bytes_held.add(BUFFERS, following)
+        self._input = following
+
+    def finish(self) -> None:
+        """End the backwards of a step."""
+        self._settle()
+        for unit in filter(self._reshards, self.all):
+            self._reshard(unit)
+
+    def _gather(self, unit: UnitSizes, forward: bool = False) -> None:
+        if self.in_place or unit.is_gathered:
+            return
+        bytes_held, size = self.bytes_held, unit.gathered(self.in_place, self.element)
+        unit.is_gathered = True
+        if unit.ranks == 1 or not size:
+            bytes_held.add(GATHERED, size)
+            return
+        if id(unit) not in self._ahead:
+            self._begin_gather(unit)
+        self._ahead.pop(id(unit))
+        if forward:
+            bytes_held.drop(BUFFERS, self._kept)
+            self._kept = size
+        bytes_held.add(GATHERED, size)
+        bytes_held.note("gather")
+        if not forward:
+            bytes_held.drop(BUFFERS, size)
+
+    def _gather_ahead(self, unit: UnitSizes) -> None:
+        if not (self.in_place or unit.is_gathered or id(unit) in self._ahead) and unit.ranks > 1:
+            self._begin_gather(unit)
+
+    def _begin_gather(self, unit: UnitSizes) -> None:
+        self._ahead[id(unit)] = flat = unit.gathered(self.in_place, self.element)
+        self.bytes_held.add(BUFFERS, flat)
+        narrow = unit.sent(self.element) * (self.element < _FP32)
+        with self.bytes_held.spike(BUFFERS, flat * (self.copies - 1) + narrow):
+            self.bytes_held.note("gather")
+
+    def _reshard(self, unit: UnitSizes) -> None:
+        if unit.is_gathered:
+            unit.is_gathered = False
+            self.bytes_held.drop(GATHERED, unit.gathered(self.in_place, self.element))
+
+    def _grow(self, unit: UnitSizes, names: Sequence[str], *, joins: bool = False) -> None:
+        """Make gradients; those that come outside of autograd join its sums in any case."""
+        if self.defers:
+            names = [name for name in names if not waits(unit, name)]
+        size, widens = self.element, self.in_place and self.element < self.reduced
+        names = [name for name in names if name in unit.numels]
+        for name in names:  # they come together
+            self.bytes_held.add(GRADIENTS, unit.numels[name] * size)
+        for name in names:
+            count, held = unit.numels[name], unit.grown.get(name, 0)
+            to_be_wide = widens and (joins or held > 0 or not self._is_sent_at_once(unit))
+            if to_be_wide and not held:
+                self.bytes_held.add(GRADIENTS, count * self.reduced)
+            if to_be_wide or held:
+                self.bytes_held.note("gradient")
+                self.bytes_held.drop(GRADIENTS, count * size)
+            unit.grown[name] = self.reduced if to_be_wide else size
+
+    def _is_sent_at_once(self, unit: UnitSizes) -> bool:
+        """Whether the gradients of this backward are exchanged as soon as they are there."""
+        return (self.is_last or self.layout.zero >= 2) and not self.defers and self._exchanges(unit)
+
+    def _close(self, unit: UnitSizes) -> None:
+        if self.in_place:
+            if self._is_sent_at_once(unit) and unit.grown:
+                self._exchange(unit)
+            elif self._sums(unit) and unit.is_there and self.is_last and not self.defers:
+                self._settle(unit.whole * self.reduced * (self.copies - 1))
+                self.bytes_held.note("reduce")
+            return
+        zero = self.layout.zero
+        if self.is_last or zero == 3:
+            self._reshard(unit)
+        if self.defers:
+            return
+        if self.is_last or zero >= 2:
+            self._reduce(unit)
+        elif self.element != self.reduced:
+            self._widen(unit)
+
+    def _exchange(self, unit: UnitSizes) -> None:
+        """Send the rows of others, and receive its own from each of them."""
+        bytes_held = self.bytes_held
+        self._settle((unit.whole + (unit.ranks - 2) * unit.own) * self.reduced)
+        bytes_held.add(GRADIENTS, unit.own * _FP32 - unit.summed)
+        unit.summed = unit.own * _FP32
+        bytes_held.note("reduce")
+        self._drop_grown(unit)
+
+    def _widen(self, unit: UnitSizes) -> None:
+        """Keep the gradients in the dtype of the reduction."""
+        if not unit.accumulated:
+            self.bytes_held.add(GRADIENTS, unit.whole * self.reduced)
+            unit.accumulated = True
+            self.bytes_held.note("widen")
+        self._drop_grown(unit)
+
+    def _drop_grown(self, unit: UnitSizes) -> None:
+        self.bytes_held.drop(GRADIENTS, unit.grown_bytes)
+        unit.grown.clear()
+
+    def _reduce(self, unit: UnitSizes) -> None:
+        if not unit.numels:  # no unit to torch: the last reduction's input stays
+            return
+        bytes_held, size = self.bytes_held, unit.padded * self.reduced
+        if unit.accumulated:
+            self._drop_grown(unit)
+        self._settle(size)
+        bytes_held.note("reduce")
+        last = unit.last_gradient(self.reduced)
+        if unit.accumulated:
+            bytes_held.drop(GRADIENTS, unit.whole * self.reduced)
+            unit.accumulated = False
+        else:
+            self._drop_grown(unit)
+        out = unit.shard * self.reduced
+        with bytes_held.spike(BUFFERS, out), bytes_held.spike(GRADIENTS, last):
+            with bytes_held.spike(BUFFERS, size):
+                bytes_held.note("reduce")
+            if self.reduced < _FP32:
+                with bytes_held.spike(BUFFERS, unit.shard * _FP32):
+                    bytes_held.note("reduce")
+        # Until replicas meet, FSDP2 keeps the sum of a shard group on the device, in any case.
+        size = _FP32 * (self.offload != "params") if self.meets else self.reduced
+        bytes_held.add(GRADIENTS, unit.shard * size - unit.summed)
+        unit.summed = unit.shard * size

@@ -1,0 +1,372 @@
+"""The work of one microbatch in a layer and in the model's ends, read from programs.
+
+Layers of a kind cost the same wherever they are: the program of a one-layer model gives the cost of
+each kind and of the ends. A layout's price is then a sum of a few numbers, which thousands of
+layouts share; tests compare it with the whole program's tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain, starmap
+from operator import mul
+from typing import NamedTuple
+
+from meshwright.cost.attending import Attends, attends
+from meshwright.cost.needs import backward_needs
+from meshwright.layout import Layout
+from meshwright.program.collectives import of_microbatches
+from meshwright.program.four_bits import dequantising_bytes
+from meshwright.program.lower import Program
+from meshwright.program.messages import OF_ENDS, Overlaps, Phase, Purpose
+from meshwright.program.operations import Operation, operations
+from meshwright.program.saved import PRODUCT_BACKWARD
+from meshwright.program.sizes import Sizes
+from meshwright.program.stages import Stage
+from meshwright.program.target import Target
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
+
+
+class Product(NamedTuple):
+    """A product `[rows, inner] x [inner, outer]`, of `groups` of rows with a matrix each.
+
+    `is_column`: its outputs are cut over tp, by a layer that sends while it multiplies. The
+    `backward` has so many of its size. `of_shared`: it is the shared expert's.
+    """
+
+    rows: int
+    inner: int
+    outer: int
+    is_column: bool = False
+    groups: int = 1
+    backward: float = PRODUCT_BACKWARD
+    of_shared: bool = False
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """Rows, inner and outer dim."""
+        return self.rows, self.inner, self.outer
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one pass."""
+        return 2.0 * self.rows * self.inner * self.outer
+
+
+class Message(NamedTuple):
+    """A collective of one microbatch: kind, axis, bytes, count, pass, purpose.
+
+    `phase`, `purpose` and `overlaps` as in `program.messages.Collective`.
+    """
+
+    kind: str
+    axis: str
+    bytes: int
+    times: int
+    phase: Phase
+    purpose: Purpose
+    overlaps: Overlaps = ""
+
+
+class Work(NamedTuple):
+    """One microbatch in one layer (or in the ends of a model) on one rank; bytes, FLOPs forward.
+
+    `moved` are the bytes that a forward reads and writes outside of products and attention, each
+    tensor once per operation; `norm_moved` those of norms, `loss_moved` of the loss. `kept` is
+    saved for the backward, by kind of operation. `scores` are the query-key pairs over all local
+    heads. `deferred` are the gradients of all products' results. `leaves` is the part of `kept`
+    that goes to the host if activations are offloaded. `attends` decides on attention's kernel.
+    """
+
+    products: tuple[Product, ...]
+    attention_flops: float
+    scores: int
+    moved: float
+    norm_moved: float
+    loss_moved: float
+    kept: tuple[tuple[str, float], ...]
+    deferred: float
+    messages: tuple[Message, ...]
+    leaves: tuple[tuple[str, float], ...] = ()
+    attends: Attends = ""
+
+
+class HeldLayers(NamedTuple):
+    """What a pipeline rank holds: layers of each kind, maybe the embedding or the head.
+
+    Kinds are in the order of `ModelSpec.layer_kinds`.
+    """
+
+    kinds: tuple[int, ...]
+    has_embedding: bool
+    has_head: bool
+
+    @classmethod
+    def of(cls, model: ModelSpec, stages: Sequence[Stage]) -> HeldLayers:
+        """Return what stages hold together."""
+        counts = Counter(model.layer(layer) for stage in stages for layer in stage.layers)
+        kinds = tuple(counts[kind] for kind in model.layer_kinds)
+        return cls(
+            kinds, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        )
+
+    @property
+    def layers(self) -> int:
+        """All layers."""
+        return sum(self.kinds)
+
+    def total(self, each: Iterable[float]) -> float:
+        """Return the sum over the layers of a number that each kind has.
+
+        Raises `ValueError` unless there is one number for each kind.
+        """
+        if len(self.kinds) == 1:  # of most models, and a search asks for it most often
+            (only,) = each
+            return float(self.kinds[0] * only)
+        return float(sum(starmap(mul, zip(self.kinds, each, strict=True))))
+
+
+class _SequenceWork(NamedTuple):
+    """The work of a microbatch of one sequence: a layer of each kind, and the ends."""
+
+    sizes: Sizes
+    layers: tuple[Work, ...]
+    first: Work
+    last: Work
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutWork:
+    """All that pricing needs of a layout's microbatch of so many sequences, or `rows`.
+
+    Sequences are alike, so each part is the work of one of them, times their number, on demand: a
+    search has thousands of microbatches, and seldom asks for all of one.
+    """
+
+    one: _SequenceWork
+    rows: int
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of a rank's part."""
+        one, rows = self.one.sizes, self.rows
+        return one._replace(rows=rows, tokens=one.tokens * rows, stream=one.stream * rows)
+
+    @cached_property
+    def layers(self) -> tuple[Work, ...]:
+        """A layer of each kind."""
+        return tuple(map(self.layer, range(len(self.one.layers))))
+
+    def layer(self, kind: int) -> Work:
+        """Return a layer of one kind: its place in `ModelSpec.layer_kinds`."""
+        return _times(self.one.layers[kind], self.rows)
+
+    @property
+    def first(self) -> Work:
+        """What is before the layers."""
+        return _times(self.one.first, self.rows)
+
+    @property
+    def last(self) -> Work:
+        """What is after the layers."""
+        return _times(self.one.last, self.rows)
+
+
+@lru_cache(maxsize=8192)
+def layout_work(
+    model: ModelSpec,
+    seq_len: int,
+    precision: str,
+    tp: int,
+    sp: bool,
+    cp: int,
+    cp_kind: str,
+    microbatch: int,
+    recompute: str,
+    ep: int = 1,
+    etp: int | None = None,
+    imbalance: float = 1.0,
+    *,
+    remakes: bool = False,
+) -> LayoutWork:
+    """Return the work of a microbatch; cached. `remakes` as `remakes_inputs`."""
+    of_one = (seq_len, precision, tp, sp, cp, cp_kind)
+    shared_out = (ep, etp, imbalance)
+    if microbatch > 1:
+        found = layout_work(model, *of_one, 1, recompute, *shared_out, remakes=remakes)
+        return LayoutWork(found.one, microbatch)
+    if len(model.layer_kinds) > 1:
+        # Layers without experts are the same however others are shared out: the cache has them.
+        each = {
+            kind: layout_work(
+                model.alike(kind),
+                *of_one,
+                1,
+                recompute,
+                *(shared_out if model.has_experts(kind) else ()),
+                remakes=remakes,
+            )
+            for kind in model.layer_kinds
+        }
+        one = each[max(each, key=model.has_experts)].one
+        layers = tuple(work.one.layers[0] for work in each.values())
+        return LayoutWork(one._replace(layers=layers), 1)
+    degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "etp": etp}
+    layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
+    batch = layout.expert_data
+    layout = layout.model_copy(update={"dp_replicate": batch})
+    words = {"batch": batch, "seq_len": seq_len, "precision": precision, "fp8": remakes}
+    train = TrainSpec.model_validate(words)
+    target = Target(imbalance=imbalance, compiled=remakes)
+    small = model.model_copy(update={"n_layers": 1})
+    one_layer = Program(small, train, layout, (Stage(0, 0, 1, True, True),), target)
+    return LayoutWork(_sequence_work(one_layer), 1)
+
+
+def _sequence_work(one_layer: Program) -> _SequenceWork:
+    """Return the work of a program of one layer and one sequence a microbatch."""
+    sizes = Sizes.of(one_layer)
+    ops = operations(one_layer, one_layer.stages[0])
+    layer_ops = tuple(op for op in ops if op.name.startswith("layers."))
+    first_ops = tuple(op for op in ops if op.kind == "embedding")
+    last_ops = ops[len(first_ops) + len(layer_ops) :]
+    messages = _messages(one_layer)
+    layer_messages = tuple(m for m in messages if m.purpose not in OF_ENDS)
+    first = tuple(m for m in messages if m.purpose == "embedding")
+    last = tuple(m for m in messages if m.purpose in OF_ENDS and m.purpose != "embedding")
+    return _SequenceWork(
+        sizes,
+        (_work(one_layer, sizes, layer_ops, layer_messages),),
+        _work(one_layer, sizes, first_ops, first),
+        _work(one_layer, sizes, last_ops, last),
+    )
+
+
+def _times(work: Work, rows: int) -> Work:
+    """Return the work of so many sequences at a time."""
+    if rows == 1:
+        return work
+    return Work(
+        tuple([Product(one.rows * rows, *one[1:]) for one in work.products]),
+        work.attention_flops * rows,
+        work.scores * rows,
+        work.moved * rows,
+        work.norm_moved * rows,
+        work.loss_moved * rows,
+        tuple([(kind, size * rows) for kind, size in work.kept]),
+        work.deferred * rows,
+        # `_replace` takes three times as long.
+        tuple(
+            [
+                Message(kind, axis, size * rows, times, phase, purpose, overlaps)
+                for kind, axis, size, times, phase, purpose, overlaps in work.messages
+            ]
+        ),
+        tuple([(kind, size * rows) for kind, size in work.leaves]),
+        work.attends,
+    )
+
+
+def _messages(program: Program) -> tuple[Message, ...]:
+    """Return the messages of one microbatch over tp, cp and ep; data parallelism has its own terms.
+
+    Those of the loss are as one: how many they are depends on the device.
+    """
+    every = [
+        Message(one.kind, one.axis, one.bytes, one.count, one.phase, one.purpose, one.overlaps)
+        for one in of_microbatches(program)
+        if one.axis in ("tp", "cp", "ep")
+    ]
+    loss = [message for message in every if message.purpose == "loss"]
+    size = sum(message.bytes * message.times for message in loss)
+    joined = [message._replace(bytes=size, times=1) for message in loss[:1]]
+    return (*(message for message in every if message.purpose != "loss"), *joined)
+
+
+def _work(
+    program: Program,
+    sizes: Sizes,
+    ops: tuple[Operation, ...],
+    messages: tuple[Message, ...],
+) -> Work:
+    products = tuple(_product(program, sizes, op) for op in ops if op.kind == "product")
+    attention, scores = 0.0, 0
+    if any(op.kind == "attention" for op in ops):
+        attention = _attention_flops(program, ops)
+        scores = sizes.rows * sizes.heads * program.sequence * program.train.seq_len
+    moved = sum(_moved(program, sizes, op) for op in ops)
+    if scores:
+        moved += 2 * 3 * sizes.stream_bytes  # two residual sums: two read, one written
+        moved += dequantising_bytes(program, sizes)
+    norms = sum(2.0 * op.normed_bytes for op in ops)
+    # Logits read, the fp32 softmax written and read.
+    has_loss = any(op.kind == "loss" for op in ops)
+    loss = float(sizes.tokens * sizes.vocab * (sizes.element + 8)) if has_loss else 0.0
+    kept: dict[str, float] = {}
+    leaves: dict[str, float] = {}
+    for op in ops:
+        kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
+        leaves[op.kind] = leaves.get(op.kind, 0.0) + op.moved_bytes
+    waits, kernel = 0.0, attends(program.model, program.model.layer(0), program.train.seq_len)
+    if scores:
+        needs = backward_needs(program, sizes, program.model.layer(0))
+        waits = float(sum(need.deferred for need in needs))
+    sizes_kept = tuple(kept.items()), waits, messages, tuple(leaves.items())
+    return Work(products, attention, scores, moved, norms, loss, *sizes_kept, kernel)
+
+
+def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> float:
+    """Return those of the layer's attention on the rank of cp that has most, of the first's `ops`.
+
+    Without a window all ranks have as many.
+    """
+    others = range(1, program.layout.cp) if program.model.layer(0).window is not None else ()
+    every = (operations(program, program.stages[0], cp_rank=rank) for rank in others)
+    return max(op.flops for op in chain(ops, *every) if op.kind == "attention")
+
+
+def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
+    """Return the shape of a product from the parameter that it multiplies with."""
+    name = op.name
+    weight = name.replace("layers.*", "layers.0")
+    if weight not in program.shardings:  # but for an adapter's matrix it is a layer's name
+        weight += ".weight"
+    if weight == "head.weight" and program.model.tie_embeddings:
+        weight = "embed.weight"
+    sharding = program.shardings[weight]
+    *experts, outer, inner = sharding.tp_shape
+    if experts:
+        return Product(sizes.received, inner, outer, False, experts[0], op.backward)
+    # A latent vector's first product sends, and is whole on each rank.
+    rows = sizes.routed if name.endswith("mlp.router") else sizes.tokens
+    shared = ".shared." in name
+    is_column = sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))
+    is_column = is_column and not (shared or name.endswith((".q_b", ".kv_b")))
+    return Product(rows, inner, outer, is_column, 1, op.backward, shared)
+
+
+def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
+    """Return the bytes that a forward of an operation moves if it reads and writes each once."""
+    heads = sizes.tokens * (sizes.heads + sizes.kv_heads) * sizes.head_dim * sizes.element
+    hidden = sizes.tokens * sizes.ffn * sizes.element
+    if op.name.endswith("mlp.experts.act"):
+        hidden = sizes.received * sizes.expert_ffn * sizes.element
+    elif op.name.endswith("mlp.shared.act"):
+        hidden = sizes.tokens * sizes.shared_ffn * sizes.element
+    elif op.name.endswith("mlp.shared_gate.act"):
+        return 3.0 * sizes.whole_bytes
+    if op.kind == "routing":  # into the experts' order and back: read and written, then summed
+        return 5.0 * sizes.received * sizes.dim * sizes.element
+    if op.kind == "dropout":
+        return 2.0 * sizes.stream_bytes
+    if op.kind == "rotation":
+        return 2.0 * heads
+    if op.kind == "activation":
+        return (3.0 if program.model.gated_mlp else 2.0) * hidden
+    if op.kind == "embedding":
+        return 2.0 * sizes.stream_bytes
+    return 0.0

@@ -1,0 +1,363 @@
+"""What a rank's memory consists of, from the allocations that torch's profiler records.
+
+On a CPU, torch keeps no memory statistics, and the system's count is up to twice too high. Labels
+in the profile give the purpose of an allocation: `label` adds one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshwright.parallel import offload
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.data_parallel.data import replicas_of
+from meshwright.parallel.data_parallel.exchange import Exchange
+from meshwright.parallel.data_parallel.gradients import local_shard
+from meshwright.parallel.data_parallel.masters import Weight
+from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.observe.measured import MeasuredMoment
+from meshwright.parallel.record.tape import Tape
+from meshwright.parallel.transport.gloo_threads import wait_for_gloo_threads
+
+# How the profile names the operations in which a collective's memory is used.
+COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "gloo:")
+TURN: Final = "turn "
+HOST: Final = "host"
+REST: Final = "rest"
+
+
+@dataclass
+class AllocatedPiece:
+    """An allocation: bytes, time in ns, category, and the operations that made it.
+
+    An allocation from before the profile has the start 0; `end` is None if its end was not
+    recorded.
+    """
+
+    size: int
+    start: int
+    end: int | None
+    kind: str
+    maker: str
+
+
+def label(kind: str, tensor: Tensor | None) -> None:
+    """Add a label with the category of a tensor's memory to the profile; the last one counts."""
+    if tensor is None:
+        return
+    address = local_shard(tensor.detach()).untyped_storage().data_ptr()
+    if address:
+        with record_function(f"label {kind} {address}"):
+            pass
+
+
+@contextmanager
+def labelled_in_data() -> Iterator[None]:
+    """Label what data parallelism gathers, reduces and buffers, and what is on the host."""
+    gather, reduce = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
+    allocate, begin = DefaultAllocMixin.allocate, Exchange.__init__
+
+    def gathered(self: FSDPParam) -> None:
+        gather(self)  # type: ignore[no-untyped-call]
+        for output in self.all_gather_outputs:
+            label("gathered", output)
+
+    def label_gradients(group: FSDPParamGroup) -> None:
+        for parameter in group.fsdp_params:
+            label("gradients", parameter.unsharded_accumulated_grad)
+            whole = getattr(parameter, "_unsharded_param", None)
+            label("gradients", None if whole is None else whole.grad)
+            kept = HOST if parameter.offload_to_cpu else "gradients"
+            label(kept, parameter.sharded_param.grad)
+        label("gradients", group._partial_reduce_output)
+
+    def reduced(self: FSDPParamGroup, *arguments: Any) -> None:
+        label_gradients(self)
+        reduce(self, *arguments)
+        label_gradients(self)
+
+    def buffered(self: DefaultAllocMixin, *arguments: Any, **more: Any) -> Tensor:
+        buffer = allocate(self, *arguments, **more)
+        label("buffers", buffer)
+        return buffer
+
+    room = offload.host_room
+
+    def left(flat: Tensor) -> Tensor:
+        host = room(flat)
+        label(HOST, host)
+        return host
+
+    def exchanged(self: Exchange, weights: Sequence[Weight], *arguments: Any) -> None:
+        for weight in weights:
+            label("gradients", weight.gradient)
+        begin(self, weights, *arguments)
+        for buffer in self.buffers:
+            label("buffers", buffer)
+
+    with (
+        mock.patch.object(Exchange, "__init__", exchanged),
+        mock.patch.object(offload, "host_room", left),
+        mock.patch.object(FSDPParam, "init_unsharded_param", gathered),
+        mock.patch.object(FSDPParamGroup, "post_backward", reduced),
+        mock.patch.object(DefaultAllocMixin, "allocate", buffered),
+    ):
+        yield
+
+
+@contextmanager
+def labelled_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
+    """Label the gradients that the optimizer uses."""
+    kind = HOST if parallel.program.layout.offload == "params" else "gradients"
+    take = shards.take
+
+    def take_labelled() -> None:
+        take()
+        for held in parallel.held:
+            label(kind, held.parameter.grad)
+
+    with mock.patch.object(shards, "take", take_labelled):
+        yield
+
+
+def lasting(
+    parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that exist from step to step, with their category."""
+    layout = parallel.program.layout
+    for held in parallel.held:
+        yield HOST if layout.offload == "params" else "parameters", held.parameter
+    for module in parallel.modules.values():
+        replicas = replicas_of(module)
+        for weight in [] if replicas is None else replicas.weights.values():
+            if weight.is_copy and not weight.reshards:  # products use it
+                yield "gathered", weight.used
+        for buffer in module.buffers():
+            yield REST, buffer
+    for leaf in shards.leaves if shards.on_host else ():
+        yield HOST, leaf
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            if isinstance(tensor, Tensor):
+                yield HOST if layout.states_on_host else "optimizer", tensor
+
+
+class LabellingTape(Tape):
+    """A tape that also labels the beginning of each turn in the profile.
+
+    After each message it waits until gloo's threads have released its tensors: if one of them
+    is the last to do so, the profiler misses that the memory is free.
+    """
+
+    def turn(self, name: str, stage: int, microbatch: int) -> None:
+        """Record that the rank begins something."""
+        super().turn(name, stage, microbatch)
+        with record_function(f"{TURN}{self.turns[-1]}"):
+            pass
+
+    def end(self, *entries: int) -> None:
+        """Record that the rank no longer waits for some messages."""
+        super().end(*entries)
+        wait_for_gloo_threads()
+
+    def stop(self) -> None:
+        """Record the end of the step."""
+        super().stop()
+        with record_function(f"{TURN}end"):
+            pass
+
+
+class _Frame(NamedTuple):
+    """An operation, and the one that it is in."""
+
+    name: str
+    outer: _Frame | None
+
+    def __str__(self) -> str:
+        names: list[str] = []
+        at: _Frame | None = self
+        while at is not None:
+            names.append(at.name)
+            at = at.outer
+        return " < ".join(names)
+
+
+Event = tuple[Any, _Frame | None]
+
+
+def events_of(seen: profile) -> list[Event]:
+    """Return all events of a profile in order, each with its enclosing operations."""
+    assert seen.profiler is not None
+    assert seen.profiler.kineto_results is not None
+    roots = seen.profiler.kineto_results.experimental_event_tree()
+    return sorted(_flat(roots), key=lambda event: event[0].start_time_ns)
+
+
+def _flat(roots: Sequence[Any]) -> Iterator[Event]:
+    left: list[Event] = [(node, None) for node in reversed(roots)]
+    while left:
+        node, outer = left.pop()
+        yield node, outer
+        if node.typed[0] != _EventType.Allocation:
+            outer = _Frame(node.name, outer)
+        left += [(child, outer) for child in reversed(node.children)]
+
+
+def pieces_of(
+    events: Sequence[Event], device: str = "cpu", known: Mapping[int, AllocatedPiece] | None = None
+) -> list[AllocatedPiece]:
+    """Return all allocations on a type of device with their ends, except offloaded ones.
+
+    `known` are those from before the profile, by address.
+
+    The profiler sees only frees in its own thread. If a thread of gloo is the last to release a
+    collective's tensor, the free is missed: its address is used again, or gloo's allocation never
+    ends. Such a piece is assumed to end with its collective.
+    """
+    ends = sorted(node.end_time_ns for node, _ in events if node.name.startswith(COLLECTIVES))
+
+    def end_unseen(piece: AllocatedPiece, latest: int | None) -> None:
+        place = bisect.bisect_left(ends, piece.start)
+        times = [*ends[place : place + 1], *([] if latest is None else [latest])]
+        piece.end = min(times, default=None)
+
+    live = dict(known or {})
+    pieces = list(live.values())
+    for node, maker in events:
+        if node.typed[0] == _EventType.Allocation:
+            if node.typed[1].device.type != device:
+                continue
+            address, size = node.typed[1].ptr, node.typed[1].alloc_size
+            before = live.pop(address, None)
+            if size < 0 and before is not None:
+                before.end = node.start_time_ns
+            elif before is not None:
+                end_unseen(before, node.start_time_ns)
+            if size > 0:
+                made_in = str(maker or "")
+                kind = "buffers" if "c10d::" in made_in else REST  # gloo's own copies
+                live[address] = AllocatedPiece(size, node.start_time_ns, None, kind, made_in)
+                pieces.append(live[address])
+        elif node.name.startswith("label "):
+            _, kind, address = node.name.split()
+            if int(address) in live:
+                live[int(address)].kind = kind
+    for piece in live.values():
+        if piece.kind == "buffers":
+            end_unseen(piece, None)
+    return [piece for piece in pieces if piece.kind != HOST]
+
+
+def alive(pieces: Sequence[AllocatedPiece], at: int) -> list[AllocatedPiece]:
+    """Return the pieces that exist at a moment."""
+    return [p for p in pieces if p.start <= at and (p.end is None or p.end > at)]
+
+
+def moments_of(pieces: Sequence[AllocatedPiece], begins: Sequence[int]) -> list[MeasuredMoment]:
+    """Return the memory held as each turn begins, and at its peak; `begins` ends with the end.
+
+    Times are in ns, like those of the pieces. Uncategorized memory counts as activations.
+    """
+
+    def now() -> dict[str, int]:
+        return {"activations" if kind == REST else kind: held[kind] for kind in held if held[kind]}
+
+    changes = [(piece.start, piece.size, piece.kind) for piece in pieces]
+    changes += [(piece.end, -piece.size, piece.kind) for piece in pieces if piece.end is not None]
+    changes.sort()
+    held: Counter[str] = Counter()
+    found, place = [], 0
+    for turn, (begin, end) in enumerate(pairwise(begins)):
+        while place < len(changes) and changes[place][0] <= begin:
+            held[changes[place][2]] += changes[place][1]
+            place += 1
+        found.append(MeasuredMoment(turn, 0.0, now()))
+        peak, total = found[-1], held.total()
+        highest = total
+        while place < len(changes) and changes[place][0] <= end:
+            at, size, kind = changes[place]
+            held[kind] += size
+            total += size
+            place += 1
+            if total > highest:
+                highest = total
+                peak = MeasuredMoment(turn, (at - begin) / (end - begin), now())
+        if peak is not found[-1]:
+            found.append(peak)
+    return [*found, MeasuredMoment(len(begins) - 1, 0.0, now())]
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silence stderr, including what C++ writes to it."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+class MemoryProfile:
+    """A context that profiles the memory of one step of a run.
+
+    `lasting` must list what existed before.
+    """
+
+    def __init__(
+        self, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Take what the step will work on."""
+        self._trained = parallel, shards, optimizer
+        self._device = parallel.device.type
+        self._known: dict[int, AllocatedPiece] = {}
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> MemoryProfile:
+        parallel, shards, _ = self._trained
+        for kind, tensor in lasting(*self._trained):
+            storage = local_shard(tensor.detach()).untyped_storage()
+            if storage.device.type == self._device and storage.data_ptr():
+                self._known[storage.data_ptr()] = AllocatedPiece(
+                    storage.nbytes(), 0, None, kind, ""
+                )
+        self._contexts.enter_context(labelled_in_data())
+        self._contexts.enter_context(labelled_gradients(parallel, shards))
+        # Under torchrun and Slurm the terminal would have what torch says as a profile begins and
+        # ends, and once in it, of memory from before: a piece of that is freed here.
+        unseen = torch.empty(1)
+        with _silent():
+            self._contexts.enter_context(self._profile)
+            del unseen
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _silent():
+            self._contexts.close()
+
+    def moments(self) -> list[MeasuredMoment]:
+        """Return the memory held as each turn of a `LabellingTape` began, and at its peak."""
+        events = events_of(self._profile)
+        begins = [event.start_time_ns for event, _ in events if event.name.startswith(TURN)]
+        return moments_of(pieces_of(events, self._device, self._known), begins)

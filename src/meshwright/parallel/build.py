@@ -1,0 +1,357 @@
+"""The one ordered function that turns a program into the parallel model of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.models import Transformer, build_model, init_parameter
+from meshwright.models.attention import Attention
+from meshwright.models.experts import ExpertMLP
+from meshwright.models.latent import LatentAttention
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
+from meshwright.parallel.data_parallel.data import (
+    DTYPES,
+    distribute_data,
+    ready_parameters,
+    replicate_in_place,
+    round_frozen,
+)
+from meshwright.parallel.data_parallel.float8_gather import Float8Gathers
+from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.expert_parallel.dispatch import send_to_experts
+from meshwright.parallel.expert_parallel.experts import cut_experts
+from meshwright.parallel.expert_parallel.routing import balance_routers, routers
+from meshwright.parallel.kernels.apart import set_apart
+from meshwright.parallel.kernels.documents import attend_documents
+from meshwright.parallel.kernels.float8 import take_float8
+from meshwright.parallel.kernels.products import take_route
+from meshwright.parallel.kernels.recompute import recompute
+from meshwright.parallel.offload import Offload
+from meshwright.parallel.tensor_parallel.adapters import cut_adapted
+from meshwright.parallel.tensor_parallel.async_tp import OPTIONS, take_async_tp
+from meshwright.parallel.tensor_parallel.deferred import Deferral, local
+from meshwright.parallel.tensor_parallel.four_bits import give_levels, keep_in_four_bits
+from meshwright.parallel.tensor_parallel.tensor import (
+    ColumnLinear,
+    RowLinear,
+    VocabEmbedding,
+    cut_latent,
+    over_all_heads,
+    together,
+)
+from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
+from meshwright.parallel.transport.groups import Groups
+from meshwright.program.float8 import gathers_float8
+from meshwright.program.lower import Program
+from meshwright.program.operations import gathers_again
+from meshwright.program.shards import Region, data_rank, sums_in_place, whole
+from meshwright.program.sizes import Sizes, fuses_loss, loss_rows, received
+from meshwright.program.target import Route
+from meshwright.spec.model import ModelSpec
+
+# name, shape of the whole and region to the tensor of that region
+Source = Callable[[str, tuple[int, ...], Region], Tensor]
+Wrap = Callable[[nn.Module], None]  # has a module compiled
+
+
+def build(
+    program: Program,
+    groups: Groups,
+    device: torch.device,
+    source: Source,
+    *,
+    compiled: bool = False,
+) -> Parallel:
+    """Return this rank's part of the model, with weights from `source`.
+
+    For each stage of this rank: describe it on the meta device, shard it over tp, replace its
+    attention over cp, wrap blocks for recomputation, compile them, distribute over data,
+    materialise, fill. The values of a shard depend only on its position in the whole tensor, so
+    every mesh starts from the same weights.
+    """
+    products = take_route(program.train.matmul, device)
+    deferral = Deferral()
+    splits = splits_backward(program)
+    more: dict[str, Any] = {"recomputes": program.layout.recompute == "full"}
+    if program.train.async_tp:
+        groups = take_async_tp(groups, device)
+        more["more"] = OPTIONS
+    wrap = compiler(products, splits=splits, **more) if compiled else None
+    modules = describe(program, groups, deferral, wrap=wrap)
+    return materialise(program, groups, device, source, modules, deferral)
+
+
+def describe(
+    program: Program,
+    groups: Groups,
+    deferral: Deferral,
+    *,
+    wrap: Wrap | None = None,
+) -> dict[int, Transformer]:
+    """Return this rank's stages on the meta device, sharded and wrapped, by number."""
+    layout, spec = program.layout, program.model
+    modules = {}
+    offload = None
+    if layout.offload == "activations":
+        offload = Offload(Sizes.of(program).least_moved)
+    for stage in program.held(groups.at["pp"]):
+        model = build_model(spec, device="meta", max_seq_len=program.train.seq_len)
+        model.keep(stage.layers, first=stage.is_first, last=stage.is_last)
+        attend_by_documents(model)
+        cut_over_tp(model, program, groups, deferral)
+        balance_routers(model, program, groups)
+        share_out_experts(model, program, groups)
+        if layout.tp > 1 or layout.ep > 1:
+            _make_sharded(model, program, groups)
+        cut_over_cp(model, program, groups)
+        round_frozen(model, DTYPES[program.train.precision])
+        keep_in_four_bits(model, program)
+        if program.train.fp8:
+            take_float8(model.blocks, program.target)
+        for block in model.blocks:
+            compiled = block if wrap is None else set_apart(block, program, splits=deferral.splits)
+            if wrap is not None and compiled is not block:
+                wrap(compiled)
+            is_whole = wrap is not None and compiled is block
+            note = None if offload is None or is_whole else offload.note
+            recompute(block, layout.recompute, note)
+            if wrap is not None and is_whole:
+                wrap(block)
+            if offload is not None:
+                offload.wrap(block, is_first=block is model.blocks[0])
+        if not sums_in_place(layout, program.target):
+            of_experts = None if groups.experts is None else groups.experts.parameters
+            mesh = groups.parameters
+            more: dict[str, Any] = {"of_experts": of_experts, "keeps_frozen": True}
+            if not spec.tie_embeddings:
+                more |= {"embed": model.embed, "head": model.head}
+            distribute_data(model, model.blocks, layout, program.train, mesh, **more)
+        modules[stage.index] = model
+    return modules
+
+
+def compiler(
+    products: Route,
+    *,
+    splits: bool = False,
+    recomputes: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> Wrap:
+    """Return what has a block compiled, its products by a route; see `compile_block`."""
+    # Not at the top: the compiler is a second of imports.
+    from meshwright.parallel.kernels.compiled import compile_block
+
+    words: dict[str, Any] = {"splits": splits, "recomputes": recomputes, "more": more}
+    return partial(compile_block, products=products, **words)
+
+
+def materialise(
+    program: Program,
+    groups: Groups,
+    device: torch.device,
+    source: Source,
+    modules: dict[int, Transformer],
+    deferral: Deferral,
+) -> Parallel:
+    """Allocate the stages that `describe` has returned, with weights from `source`."""
+    layout, train = program.layout, program.train
+    at, places = _positions(program, groups, device)
+    held: list[HeldParameter] = []
+    for index, model in modules.items():
+        model.to_empty(device="cpu" if layout.offload == "params" else device)
+        model.init_tables(device)
+        give_levels(model, device)
+        _place_buffers(model, device)
+        trained = dict(model.named_parameters())
+        if sums_in_place(layout, program.target):  # only now: the parameters are new ones
+            trained = replicate_in_place(model, layout, train, groups)
+        held += _held(program, index, trained)
+    stages: dict[int, nn.Module] = dict(modules)
+    sizes = Sizes.of(program)
+    rows = loss_rows(sizes.tokens, sizes.element, program.target)
+    fuses = fuses_loss(sizes.element, layout.tp, program.target)
+    gathers = None
+    if gathers_float8(train, layout, program.target):
+        kept = (one for model in modules.values() for one in ready_parameters(model))
+        gathers = Float8Gathers(kept, DTYPES[train.precision], groups.shard)
+    routed = {k: one for model in modules.values() for k, one in routers(model).items()}
+    parts = (program, groups, device, stages, held, at, places, deferral, rows, fuses)
+    parallel = Parallel(*parts, routers=routed, float8=gathers)
+    fill(parallel, source)
+    return parallel
+
+
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Have buffers where they are computed with, also where parameters are kept on the host."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty_like(buffer, device=device))
+
+
+def splits_backward(program: Program) -> bool:
+    """Whether weight gradients are computed separately; not those of adapters."""
+    layout = program.layout
+    return (
+        SCHEDULES[layout.schedule].splits_backward and layout.pp > 1 and program.model.lora is None
+    )
+
+
+def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: Deferral) -> None:
+    """Give every tp rank its share of heads, ffn and vocabulary, as the program shards them."""
+    layout = program.layout
+    deferral.splits = splits_backward(program)
+    if layout.tp == 1 and not deferral.splits:
+        return
+    tp_region = TPRegion(groups.tp, layout.sp, gathers_again=gathers_again(program))
+    if program.model.lora is not None:
+        for block in model.blocks:
+            cut_adapted(block, tp_region, folds=layout.folds > 1)
+    else:
+        _take_over_linear(model, program, tp_region, deferral)
+    if layout.tp == 1:
+        return
+    for block in model.blocks:
+        if isinstance(block.attn, Attention):
+            block.attn.norm_pair = over_all_heads(groups.tp)
+            block.attn.local = local
+    if model.embed is not None:
+        VocabEmbedding.take_over(model.embed, tp_region)
+
+
+def _take_over_linear(
+    model: Transformer, program: Program, tp_region: TPRegion, deferral: Deferral
+) -> None:
+    """Have linear layers, and those of experts, compute by our own function."""
+    for block in model.blocks:  # first: linear layers of experts are not those of MLPs
+        if isinstance(block.mlp, ExpertMLP):
+            cut_experts(block.mlp, tp_region, deferral, folds=program.layout.folds > 1)
+        else:
+            block.mlp.project = together(tp_region, deferral)
+        block.attn.project = together(tp_region, deferral)
+        if isinstance(block.attn, LatentAttention):
+            cut_latent(block.attn, deferral)
+    for path, module in model.layers.named_modules(prefix="layers"):
+        if type(module) is nn.Linear:
+            is_row = program.shardings[f"{path}.weight"].tp_dim == 1
+            (RowLinear if is_row else ColumnLinear).take_over(module, tp_region, deferral)
+
+
+def share_out_experts(model: Transformer, program: Program, groups: Groups) -> None:
+    """Let each rank compute its own experts, on the tokens of all ranks of `ep`."""
+    if groups.experts is None:
+        return
+    for block in model.blocks:
+        mlp = block.mlp
+        if isinstance(mlp, ExpertMLP):
+            count, link = program.model.experts, groups.experts.ep
+            come = partial(received, program)
+            began = partial(send_to_experts, mlp.experts, count, link, come, groups.recorder)
+            mlp.begin = began  # type: ignore[method-assign]
+
+
+def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
+    """Replace parameters by this rank's part, those that tp cuts by DTensors; still meta."""
+    for path, module in model.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            sharding = program.shardings[f"{path}.{name}"]
+            if sharding.tp_shape == sharding.part.shape:
+                continue
+            cut = torch.empty(sharding.tp_shape, device="meta")
+            if sharding.tp_dim is not None:
+                mesh = groups.parameters
+                if sharding.ep > 1 and groups.experts is not None:
+                    mesh = groups.experts.parameters
+                dims = [Shard(sharding.tp_dim)]
+                cut = DTensor.from_local(cut, mesh["tp"], dims, run_check=False)
+            setattr(module, name, nn.Parameter(cut, requires_grad=sharding.part.trained))
+
+
+def attend_by_documents(model: Transformer) -> None:
+    """Make attention use `Parallel`'s document bounds instead of a mask."""
+    model.mask_of = lambda x, documents, cache: documents
+    for block in model.blocks:
+        block.attn.core = attend_documents
+
+
+def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
+    """Replace the core of attention by one that sees the whole sequence from its shards."""
+    if program.layout.cp == 1:
+        return
+    group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
+    core = Ring(group, recorder=groups.recorder) if is_ring else Ulysses(group, attend_documents)
+    for block in model.blocks:
+        block.attn.core = core
+
+
+def _positions(
+    program: Program, groups: Groups, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the positions that a rank attends with, and those in its stream; None for all."""
+    layout, seq_len = program.layout, program.train.seq_len
+    at = None
+    if layout.cp > 1:
+        at = positions(layout.cp_kind, seq_len, layout.cp, groups.cp.rank).to(device)
+    places = at
+    if layout.sp and layout.tp > 1:
+        whole = torch.arange(seq_len, device=device) if at is None else at
+        places = whole.chunk(layout.tp)[groups.tp.rank]
+    return at, places
+
+
+def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> list[HeldParameter]:
+    """Return the parameters of a stage that this rank holds shards of."""
+    layout, held = program.layout, []
+    ranks_of_stage = layout.world // layout.pp
+    for name, parameter in trained.items():
+        sharding = program.shardings[name]
+        copies = ranks_of_stage // sharding.distinct
+        if name == "embed.weight" and stage > 0:
+            copies = 0
+        held.append(HeldParameter(name, stage, parameter, sharding, copies))
+    return held
+
+
+def seeded(spec: ModelSpec, seed: int, on_piece: Callable[[], None] = lambda: None) -> Source:
+    """Return the source of freshly initialised weights; `on_piece` is called after each piece."""
+
+    def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        rows, *others = region
+        whole = [(0, rows[1] - rows[0]), *others]
+        return cut(init_parameter(name, shape, spec, seed, rows, on_piece), whole)
+
+    return region_of
+
+
+@torch.no_grad()
+def fill(parallel: Parallel, source: Source) -> None:
+    """Copy from `source` into parameters what each rank holds of them, and into buffers all."""
+    dtype = DTYPES[parallel.program.train.precision]
+    for module in parallel.modules.values():
+        for name, buffer in module.named_buffers():
+            shape = tuple(buffer.shape)
+            buffer.copy_(source(name, shape, whole(shape)))
+    for held in parallel.held:
+        region = region_of(held, parallel)
+        parallel.recorder.beat()
+        held.fill(source(held.name, held.sharding.part.shape, region), dtype)
+
+
+def region_of(held: HeldParameter, parallel: Parallel) -> Region:
+    """Return the position of this rank's shard of a parameter in the whole tensor."""
+    at = parallel.groups.at
+    return held.sharding.region(at["tp"], data_rank(parallel.program.layout, at))
+
+
+def cut(full: Tensor, region: Sequence[tuple[int, int]]) -> Tensor:
+    """Return a region of a whole tensor, as a view."""
+    for dim, (start, stop) in enumerate(region):
+        full = full.narrow(dim, start, stop - start)
+    return full

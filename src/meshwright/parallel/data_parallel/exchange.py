@@ -1,0 +1,110 @@
+"""`Exchange` sends the rows of a unit's gradients to their owners; `gather` sends rows of weights.
+
+An exchange is a reduce-scatter without sums on the way: each rank receives the others' gradients of
+its own rows, and adds them up in fp32. It sends half as much as an all-reduce, with no more copies.
+`gather` sends each rank's rows to all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.parallel.data_parallel.masters import Weight
+from meshwright.parallel.record.flight_recorder import FlightRecorder, Pending
+from meshwright.parallel.transport.groups import Link
+
+# Not that of a ring, whose ranks may be the same: what arrives first is taken first.
+_TAG: Final = 2**16
+
+
+class Exchange:
+    """Gradients of some weights in flight; once it has begun, the whole gradients are freed."""
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        link: Link | None,
+        rank: int,
+        dtype: torch.dtype,
+        recorder: FlightRecorder,
+    ) -> None:
+        """Send the rows of others in a dtype, and add this rank's own to their sums.
+
+        All weights have gradients. `rank` is this one's place in the group. Without a link nobody
+        is told.
+        """
+        self._weights = list(weights)
+        self._sent = self._got = torch.empty(0)
+        self._shapes: list[torch.Size] = []
+        self._pending: Pending | None = None
+        if link is not None:
+            self._pending = self._send(link.required, rank, dtype, recorder)
+        for weight in weights:
+            weight.add(weight.rows_of_gradient(rank))
+        for weight in weights:
+            weight.clear()
+
+    def _send(
+        self, group: dist.ProcessGroup, rank: int, dtype: torch.dtype, recorder: FlightRecorder
+    ) -> Pending:
+        weights, ranks = self._weights, range(len(self._weights[0].rows))
+        others = [at for at in ranks if at != rank]
+        pieces = [[weight.rows_of_gradient(at) for weight in weights] for at in ranks]
+        counts = [sum(map(torch.numel, some)) for some in pieces]
+        leaving = [counts[at] * (at != rank) for at in ranks]
+        arriving = [counts[rank] * (at != rank) for at in ranks]
+        self._shapes = [piece.shape for piece in pieces[rank]] * len(others)
+        self._got = pieces[rank][0].new_empty(sum(arriving), dtype=dtype)
+        self._sent = self._got.new_empty(sum(leaving))
+        sent = [piece for at in others for piece in pieces[at]]
+        for room, piece in zip(_views(self._sent, [p.shape for p in sent]), sent, strict=True):
+            room.copy_(piece)
+        return Pending(recorder, group.alltoall_base(self._got, self._sent, arriving, leaving))
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """The send and receive buffers."""
+        return self._sent, self._got
+
+    def settle(self) -> None:
+        """Wait for the others' rows and add them up."""
+        if self._pending is not None:
+            self._pending.wait()
+        rooms = _views(self._got, self._shapes)
+        for weight, rows in zip(
+            self._weights * (len(rooms) // len(self._weights)), rooms, strict=True
+        ):
+            weight.add(rows)
+
+
+def gather(
+    weights: Sequence[Weight], link: Link, rank: int, recorder: FlightRecorder
+) -> list[Pending]:
+    """Start to send each rank's rows of weights to all others, in place.
+
+    An all-gather without copies; gloo's copies everything that it gathers. `rank` is this one's
+    place in the group.
+    """
+    group = link.required
+    works: list[Pending] = []
+    for weight in weights:
+        ranks = len(weight.rows)
+        for step in range(1, ranks):  # no two of them to the same one at a time
+            after, before = (rank + step) % ranks, (rank - step) % ranks
+            mine, theirs = weight.rows_used(rank), weight.rows_used(before)
+            if mine.numel():
+                works.append(Pending(recorder, group.send([mine], after, _TAG)))
+            if theirs.numel():
+                works.append(Pending(recorder, group.recv([theirs], before, _TAG)))
+    return works
+
+
+def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return tensors of some shapes, one after the other in flat memory."""
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

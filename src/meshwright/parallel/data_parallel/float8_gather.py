@@ -1,0 +1,107 @@
+"""FSDP2's gathers of weights that products take in float8: a byte for each element, and a scale.
+
+A rank rounds its rows before they travel, by the largest value of the whole weight. The result is
+what each rank would make of gathered rows, to the bit. torch documents the two functions that it
+looks for on a shard with `fully_shard`. torchao has them, too, on a subclass of tensors: the
+optimizer and checkpoints would meet that, and it doesn't pad uneven rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.parallel.transport.groups import Link
+
+_E4M3: Final = torch.float8_e4m3fn
+
+
+class Float8Shard:
+    """This rank's rows of a linear layer's weight, as FSDP2 gathers them.
+
+    `scale` is that of the whole weight. `dtype` is that of products without float8, to which values
+    are rounded first. `products` is torchao's configuration of the layer's.
+    """
+
+    def __init__(self, rows: Tensor, products: Any, dtype: torch.dtype) -> None:
+        self.rows, self._products, self._dtype = rows, products, dtype
+        self.scale: Tensor | None = None
+
+    def before(
+        self, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any
+    ) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        """Return the rows in float8, equally many on each rank, and the scale for `after`."""
+        assert self.scale is not None
+        # Of one dimension it makes the product fp32, as a scalar would not.
+        rounded = (self.rows.to(self._dtype) * self.scale[None]).to(_E4M3)
+        missing = -(-size[0] // mesh.size()) - len(rounded)
+        if missing:
+            padding = torch.zeros(missing, *size[1:], dtype=_E4M3, device=rounded.device)
+            rounded = torch.cat([rounded, padding])
+        return (rounded,), (self.scale,)
+
+    def after(
+        self,
+        gathered: Sequence[Tensor],
+        scales: tuple[Tensor],
+        dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Return the whole weight and its memory; or give one that has the memory its scale."""
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        (data,), (scale,) = gathered, scales
+        if out is not None:
+            out._scale = scale
+            return None
+        role = GemmInputRole.WEIGHT
+        whole = Float8TrainingTensor(data, scale, dtype, self._products, gemm_input_role=role)
+        return whole, (data,)
+
+
+class Float8Gathers:
+    """The shards of all weights on this rank that are gathered in float8."""
+
+    def __init__(self, parameters: Iterable[Any], dtype: torch.dtype, link: Link) -> None:
+        """Take over those of FSDP2's `parameters` that are weights of float8 layers.
+
+        `link` joins the ranks that share rows.
+        """
+        from torchao.float8.float8_linear import Float8Linear
+
+        self._dtype, self._link = dtype, link
+        self.shards: list[Float8Shard] = []
+        for parameter in parameters:
+            layer, name = parameter._module_info.module, parameter._module_info.param_name
+            if not isinstance(layer, Float8Linear) or name != "weight":
+                continue
+            # What torch reads, and keeps: the functions go with this tensor.
+            rows: Any = parameter.sharded_param._local_tensor
+            shard = Float8Shard(rows, layer.linear_mm_config, dtype)
+            rows.fsdp_pre_all_gather, rows.fsdp_post_all_gather = shard.before, shard.after
+            parameter._init_extensions()
+            self.shards.append(shard)
+
+    @torch.no_grad()
+    def rescale(self) -> None:
+        """Find the scales, which each update of the weights changes; one message for all."""
+        from torchao.float8.float8_utils import amax_to_scale
+
+        if not self.shards:
+            return
+        every = [shard.rows for shard in self.shards]
+        norms = iter(torch._foreach_norm([rows for rows in every if rows.numel()], math.inf))
+        # Of fewer rows than ranks, the last ranks have none.
+        found = [next(norms) if rows.numel() else rows.new_zeros(()) for rows in every]
+        largest = torch.stack(found)
+        if self._link.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, self._link.group)
+        scales = amax_to_scale(largest.to(self._dtype), _E4M3)
+        for shard, scale in zip(self.shards, scales.unbind(), strict=True):
+            shard.scale = scale

@@ -1,0 +1,67 @@
+"""The rank's shards as the optimizer sees them: plain tensors, on the device or on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.spec.parts import Part
+
+
+class Shards:
+    """Leaf tensors that share the memory of this rank's shards, or mirror them on the host.
+
+    The optimizer never sees a DTensor: its update is elementwise, so it needs only shards, and
+    plain tensors of different meshes can share one fused call. With offload (ZeRO-Offload,
+    arXiv:2101.06840, section 4), the mirrors and the optimizer states stay on the host; each step
+    copies gradients to it and updated weights back.
+    """
+
+    def __init__(self, held: list[HeldParameter], *, on_host: bool) -> None:
+        self.held, self.on_host = held, on_host
+        self.leaves = [nn.Parameter(self._copy(h.shard)) for h in held]
+
+    @property
+    def parts(self) -> list[Part]:
+        """What each leaf is a shard of."""
+        return [h.sharding.part for h in self.held]
+
+    def _copy(self, shard: Tensor) -> Tensor:
+        if not self.on_host:
+            return shard
+        mirror = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+        return mirror.copy_(shard)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Give this step's gradients to the leaf tensors."""
+        for held, leaf in zip(self.held, self.leaves, strict=True):
+            gradient = held.gradient
+            if not self.on_host:
+                leaf.data = held.shard  # FSDP2 pads a shard anew at its first forward
+                leaf.grad = gradient
+            else:
+                leaf.grad = None if gradient is None else _on_way(gradient)
+        if self.on_host and any(held.shard.is_cuda for held in self.held):
+            torch.cuda.current_stream().synchronize()  # once, for all that is on its way
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Copy updated weights back to the parameters."""
+        if self.on_host:
+            for held, leaf in zip(self.held, self.leaves, strict=True):
+                held.shard.copy_(leaf, non_blocking=True)
+
+    def clear(self) -> None:
+        """Release all gradients."""
+        for held, leaf in zip(self.held, self.leaves, strict=True):
+            held.parameter.grad = leaf.grad = None
+
+
+def _on_way(gradient: Tensor) -> Tensor:
+    """Return a gradient on the host; a GPU's is there once the device has come to it."""
+    if not gradient.is_cuda:
+        return gradient
+    pinned = torch.empty_like(gradient, device="cpu", pin_memory=True)
+    return pinned.copy_(gradient, non_blocking=True)

@@ -1,0 +1,84 @@
+"""Gathers whole tensors from the shards of a parallel model, on any stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.transport.groups import Link
+from meshwright.program.shards import Sharding
+
+
+def full_tensor(tensor: Tensor, ep: Link | None = None) -> Tensor:
+    """Return the whole of a tensor that may be sharded; a collective if it is.
+
+    `ep` is the link over which experts are divided, for tensors of experts.
+    """
+    if isinstance(tensor, DTensor):
+        # Shards that are kept on the host meet on the device, where their groups communicate.
+        on_device = tensor.to(tensor.device_mesh.device_type)
+        assert isinstance(on_device, DTensor)
+        tensor = on_device.full_tensor()
+    if ep is None or ep.size == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in ep.ranks]
+    dist.all_gather(parts, tensor.contiguous(), group=ep.group)
+    return torch.cat(parts)
+
+
+def whole_of(tensor: Tensor, sharding: Sharding, parallel: Parallel) -> Tensor:
+    """Return a whole parameter, or a tensor that is sharded like it; a collective if sharded."""
+    experts = parallel.groups.experts
+    return full_tensor(tensor.detach(), experts.ep if experts and sharding.ep > 1 else None)
+
+
+@torch.no_grad()
+def on_stages(
+    parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor | None]
+) -> Iterator[tuple[HeldParameter, Tensor | None]]:
+    """Yield whole tensors of this rank's trained parameters; a collective of a stage's ranks."""
+    for held in parallel.trained:
+        tensor = tensor_of(held)
+        yield held, None if tensor is None else whole_of(tensor, held.sharding, parallel)
+
+
+@torch.no_grad()
+def on_rank_0(
+    parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole tensors of the model in its order, on the host of rank 0.
+
+    A collective: every rank must iterate; the others yield nothing. One tensor is whole at a time.
+    """
+    mine = {held.name: held for held in reversed(parallel.held)}  # the first copy of a tied matrix
+    program, pp = parallel.program, parallel.groups.pp
+    owners = {
+        name: parallel.stage_ranks[stage.index]
+        for stage in reversed(program.stages)
+        for name in program.parameters(stage)
+    }
+    at = parallel.groups.at
+    # The ranks that talk to rank 0 are those of its own pipeline.
+    in_first_column = all(at[axis] == 0 for axis in at if axis != "pp")
+    for name, sharding in program.shardings.items():
+        owner = owners[name]
+        whole = None
+        if owner == at["pp"]:
+            whole = whole_of(tensor_of(mine[name]), sharding, parallel)
+        if not in_first_column:
+            continue
+        if at["pp"] == 0:
+            if whole is None:
+                whole = torch.empty(
+                    sharding.part.shape, dtype=torch.float32, device=parallel.device
+                )
+                dist.recv(whole, pp.ranks[owner], pp.group)
+            yield name, whole.cpu().contiguous()
+        elif whole is not None:
+            dist.send(whole.to(parallel.device, torch.float32).contiguous(), pp.ranks[0], pp.group)

@@ -1,0 +1,221 @@
+"""The head's product and the cross-entropy of its logits, a few rows at a time.
+
+Logits are the largest tensor of a model with a large vocabulary, and never exist as a whole. The
+backward computes some rows, their loss and gradient, and at once their part of the gradients of the
+head's weight and input. Liger Kernel, arXiv:2410.10989, section 3.2, does so in the forward. In the
+backward, which needs the same products, a schedule may have any number of forwards in flight, and
+the gradient is scaled before it is rounded to half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.ops import softcapped
+from meshwright.parallel.data_parallel.data import HeadUnit
+from meshwright.parallel.tensor_parallel.deferred import local
+from meshwright.parallel.tensor_parallel.tp_regions import TPRegion, begin_gather
+from meshwright.parallel.transport.groups import Link
+
+
+def loss_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore: int,
+    tp_region: TPRegion,
+    at_once: int,
+    *,
+    fuses: bool = False,
+    cap: float | None = None,
+    unit: HeadUnit | None = None,
+) -> Tensor:
+    """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
+
+    hidden `[batch, seq or its share, dim]` enters `tp_region`, and is multiplied by weight
+    `[vocab / ranks, dim]`; targets int64 `[batch, seq]` have global ids, and those equal to
+    `ignore` don't count. Logits of `at_once` tokens exist together. If gradients are recorded, the
+    value is NaN until the backward fills it in. `fuses` compiles loss and gradient, which may need
+    no other rank. `cap` is the soft cap of logits. A `unit` holds the weights instead of `weight`,
+    and receives their gradient.
+    """
+    if torch.is_grad_enabled():
+        own = None if unit is not None else local(weight)
+        out: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
+            hidden, own, targets.flatten(), ignore, tp_region, at_once, fuses, cap, unit
+        )
+        return out
+    own = local(weight if unit is None else unit.gather())
+    inputs = tp_region.entering(hidden)().flatten(0, 1)
+    total = inputs.new_zeros((), dtype=torch.float32)
+    for rows in _chunks(len(inputs), at_once):
+        total += soften(
+            inputs[rows] @ own.t(), targets.flatten()[rows], ignore, tp_region.link, cap
+        ).loss
+    return total
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        targets: Tensor,
+        ignore: int,
+        tp_region: TPRegion,
+        at_once: int,
+        fuses: bool,
+        cap: float | None,
+        unit: HeadUnit | None,
+    ) -> Tensor:
+        value = hidden.new_full((), float("nan"), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, targets, value)
+        ctx.ignore, ctx.tp_region, ctx.at_once, ctx.fuses = ignore, tp_region, at_once, fuses
+        ctx.cap, ctx.unit = cap, unit
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, value = ctx.saved_tensors
+        tp_region: TPRegion = ctx.tp_region
+        unit: HeadUnit | None = ctx.unit
+        is_trained = ctx.needs_input_grad[1]
+        if unit is not None:
+            weight, is_trained = local(unit.gather().detach()), unit.is_trained
+        gathered = tp_region.entering(hidden)()
+        inputs = gathered.flatten(0, 1)
+        back = torch.empty_like(gathered)
+        sent = total = None
+        losses = []
+        for rows in _chunks(len(inputs), ctx.at_once):
+            if ctx.fuses:
+                logits = inputs[rows] @ weight.t()
+                loss, logits_grad = _fused()(logits, targets[rows], ctx.ignore, grad, ctx.cap)
+                del logits
+            else:
+                logits = inputs[rows] @ weight.t()
+                found = soften(logits, targets[rows], ctx.ignore, tp_region.link, ctx.cap)
+                del logits
+                loss, logits_grad = found.loss, found.gradient(grad, weight.dtype)
+                del found
+            losses.append(loss)
+            back.view_as(inputs)[rows] = logits_grad @ weight
+            if rows.stop == len(inputs):  # it travels beside the last of the weight's products
+                sent = tp_region.returning(back)
+                del back  # it would keep what has been sent
+            if not is_trained:
+                pass
+            elif total is None:
+                total = logits_grad.t() @ inputs[rows]
+            else:
+                total.addmm_(logits_grad.t(), inputs[rows])
+            del logits_grad
+        assert sent is not None
+        value.detach().copy_(torch.stack(losses).sum())
+        del gathered, inputs
+        if unit is not None:
+            del weight
+            unit.leave(total)
+            total = None
+        return sent(), total, None, None, None, None, None, None, None
+
+
+class Softmax(NamedTuple):
+    """The summed loss of some rows, and the inputs of their gradient.
+
+    `exponentials` fp32 `[rows, vocab / ranks]` times `shares` `[rows]` are the probabilities. `own`
+    is the local target, valid where it is `inside`; rows that are not `counted` have none.
+    `slopes`, in the same shape, are the derivatives of a soft cap.
+    """
+
+    loss: Tensor
+    exponentials: Tensor
+    shares: Tensor
+    own: Tensor
+    inside: Tensor
+    counted: Tensor
+    slopes: Tensor | None = None
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of the logits from that of the loss, overwriting `exponentials`."""
+        wide = self.exponentials.mul_((self.shares * self.counted * grad)[:, None])
+        wide.scatter_add_(-1, self.own[:, None], -(self.inside * grad)[:, None])
+        if self.slopes is not None:
+            wide.mul_(self.slopes)
+        return wide.to(dtype)
+
+
+def soften(
+    logits: Tensor, targets: Tensor, ignore: int, link: Link, cap: float | None = None
+) -> Softmax:
+    """Return loss and softmax of logits `[rows, vocab / ranks]`, in their memory if it is fp32.
+
+    targets int64 `[rows]` have global ids. With a sharded vocabulary, one message sends three
+    numbers per row: the largest logit, the sum of exponentials and the target's logit.
+    arXiv:1909.08053, section 3.
+    """
+    own, counted = targets - link.rank * logits.shape[-1], targets != ignore
+    inside = (own >= 0) & (own < logits.shape[-1]) & counted
+    own.masked_fill_(~inside, 0)
+    wide, slopes = logits.float(), None
+    if cap is not None:  # the slope of cap * tanh(x / cap) is 1 - tanh^2
+        shares = wide.div_(cap).tanh_()
+        slopes = torch.addcmul(shares.new_ones(()), shares, shares, value=-1)
+        wide = shares.mul_(cap)
+    picked = wide.gather(-1, own[:, None])[:, 0].masked_fill_(~inside, 0)
+    top = wide.amax(-1)
+    exponentials = wide.sub_(top[:, None]).exp_()
+    total = exponentials.sum(-1)
+    largest = top
+    if link.size > 1:
+        sent = torch.stack([top, total, picked])[None]
+        tops, totals, each = begin_gather(sent, link)().view(link.size, 3, -1).unbind(1)
+        largest, picked = tops.amax(0), each.sum(0)
+        total = (totals * (tops - largest).exp_()).sum(0)
+    # The two logits first: the loss is small where both are large.
+    loss = ((total.log() + (largest - picked)) * counted).sum()
+    share = (top - largest).exp_() / total
+    return Softmax(loss, exponentials, share, own, inside, counted, slopes)
+
+
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, ignore: int, grad: Tensor, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of whole logits `[rows, vocab]`, and the gradient in their dtype.
+
+    The same as `soften` and `Softmax.gradient`, written for a compiler: without fp32 tensors of the
+    logits' size.
+    """
+    counted = targets != ignore
+    own = targets.masked_fill(~counted, 0)[:, None]
+    wide = softcapped(logits.float(), cap)
+    top = wide.amax(-1, keepdim=True)
+    exponentials = (wide - top).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    loss = ((total.log() + (top - wide.gather(-1, own)))[:, 0] * counted).sum()
+    is_own = torch.arange(logits.shape[-1], device=logits.device) == own
+    scale = (counted * grad)[:, None]
+    found = exponentials * (scale / total) - is_own * scale
+    if cap is not None:
+        found = found * (1 - (wide / cap) ** 2)
+    return loss, found.to(logits.dtype)
+
+
+@cache
+def _fused() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `loss_and_gradient` compiled; the compiler is a second of imports."""
+    return torch.compile(loss_and_gradient)
+
+
+def _chunks(tokens: int, each: int) -> Iterator[slice]:
+    """Yield slices of rows."""
+    for start in range(0, tokens, each):
+        yield slice(start, min(start + each, tokens))

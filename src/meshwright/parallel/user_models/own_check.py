@@ -1,0 +1,334 @@
+"""The first forward under cp: a user's model must compute the same on divided and whole rows.
+
+Attention is not the only operation along a row. A model may number its tokens itself, use
+convolutions, shift its labels, or have attention code of its own; with divided rows, each of these
+silently gives wrong results. So before the first forward, some tokens of its batch are computed
+both ways, and the inputs and outputs of each attention and the model's output are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.parallel.context_parallel.context import positions
+from meshwright.parallel.data_parallel.data import reshard
+from meshwright.parallel.data_parallel.gradients import local_shard
+from meshwright.parallel.transport.groups import Link
+from meshwright.parallel.user_models.own_attention import Call, OwnAttention
+
+TOKENS: Final = 512  # at most so many tokens of one row are computed both ways
+_HOW = (
+    "Cut each row by at = meshwright.positions(layout, seq_len): model(inputs[:, at], "
+    "position_ids=at[None]), targets[:, at]"
+)
+_UNCALLED = (
+    "It calls F.scaled_dot_product_attention nowhere, which is what cp replaces (transformers: "
+    'attn_implementation="sdpa"). '
+)
+
+
+def check_first(model: nn.Module, attention: OwnAttention, layout: Layout, link: Link) -> None:
+    """Check a model's first forward; it raises `ConfigError` on every rank if it fails.
+
+    A collective over the world, like the forward.
+    """
+    is_under_way = False
+
+    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal is_under_way
+        if is_under_way:
+            return
+        is_under_way = True
+        try:
+            _BothWays(module, attention, layout, link).check(args, kwargs)
+            handle.remove()
+        finally:
+            is_under_way = False
+
+    handle = model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+
+
+class _ShareAndWhole(NamedTuple):
+    """Arguments of a forward: a rank's share of a short row, and all of it."""
+
+    cut: tuple[Any, Any]
+    whole: tuple[Any, Any]
+
+
+class _BothWays:
+    def __init__(
+        self, model: nn.Module, attention: OwnAttention, layout: Layout, link: Link
+    ) -> None:
+        self._model, self._attention, self._layout, self._link = model, attention, layout, link
+        self._at = torch.empty(0, dtype=torch.int64)
+        self._off = dict[str, Tensor]()
+        self._bound = torch.finfo(torch.float32).eps ** 0.5
+        self._calls = 0
+
+    def check(self, args: Any, kwargs: Any) -> None:
+        """Compute both ways and compare."""
+        both = self._short_row(args, kwargs)
+        outs = list[Tensor]()
+
+        def keep(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
+            self._refuse_together(self._attention.refused(call), call.query.device)
+            out = attend(call)
+            if out.shape[2] != len(self._at):
+                raise ConfigError(
+                    f"layout.cp = {self._link.size}: attention sees {out.shape[2]} tokens where "
+                    f"the model was given {len(self._at)} along dim 1. {_HOW}"
+                )
+            given.extend(call[:3])
+            outs.append(out)
+            return out
+
+        def compare(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
+            out, place = F.scaled_dot_product_attention(**call._asdict()), self._calls
+            self._calls += 1
+            if place >= len(outs):
+                return out
+            mine = (*given[3 * place : 3 * place + 3], outs[place])
+            for what, cut, whole in zip(
+                ("queries", "keys", "values", "output"), mine, (*call[:3], out), strict=True
+            ):
+                self._compare(f"the {what} of attention {place + 1}", cut, whole, dim=2)
+            # Rounding errors of layers must not add up: the next layer gets the same input.
+            return self._gathered(outs[place], 2)
+
+        given = list[Tensor]()
+        with _as_evaluated(self._model), _without_zeros(self._model):
+            cut = self._forward(keep, both.cut)
+            whole = self._forward(compare, both.whole)
+        self._compare_results(tree_leaves(cut), tree_leaves(whole))
+        self._judge()
+
+    def _forward(self, watch: Any, given: tuple[Any, Any]) -> Any:
+        self._attention.watch = watch
+        try:
+            return self._model(*given[0], **given[1])
+        finally:
+            self._attention.watch = None
+            reshard(self._model)  # no backward does
+
+    def _refuse_together(self, wrong: str | None, device: torch.device) -> None:
+        """Raise on all ranks if any rank has a reason, so that none waits for it."""
+        flag = torch.tensor(int(wrong is not None), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        if flag.item():
+            raise ConfigError(wrong or "another rank was refused: its own error says why")
+
+    def _short_row(self, args: Any, kwargs: Any) -> _ShareAndWhole:
+        """Return the first tokens of the batch's first row; raises if it is cut wrongly."""
+        leaves, form = tree_flatten((args, kwargs))
+        tokens = next((one for one in leaves if isinstance(one, Tensor) and one.dim() > 1), None)
+        if tokens is None:
+            raise ConfigError(f"the model was given no tokens `[batch, seq / cp]`. {_HOW}")
+        rows, n = tokens.shape[:2]
+        self._agree_on(rows, n, tokens.device)
+        cp, rank, kind = self._link.size, self._link.rank, self._layout.cp_kind
+        positions(kind, n * cp, cp, rank)  # raises where it does not cut
+        _refuse_by_length(self._model, n * cp)
+        short = min(n * cp, max(TOKENS // (2 * cp), 1) * 2 * cp)
+        self._at = positions(kind, short, cp, rank).to(tokens.device)
+        cut, whole, found = list(leaves), list(leaves), list[Tensor]()
+        for place, leaf in enumerate(leaves):
+            dim = _token_dim(leaf, n)
+            if dim is None:
+                continue
+            first = leaf.detach()[:1] if dim and leaf.shape[0] == rows else leaf.detach()
+            every = self._gathered(first, dim)
+            found.append(every)
+            whole[place] = every.narrow(dim, 0, short)
+            cut[place] = whole[place].index_select(dim, self._at)
+        self._refuse_wrong_cut(found, n)
+        numbered = kwargs.get("position_ids")
+        if isinstance(numbered, Tensor) and numbered.dim() == 2 and numbered.shape[1] == n:
+            self._refuse_documents(self._gathered(numbered, 1))
+        return _ShareAndWhole(tree_unflatten(cut, form), tree_unflatten(whole, form))
+
+    def _agree_on(self, rows: int, n: int, device: torch.device) -> None:
+        """Raise if ranks have different numbers of rows or tokens."""
+        mine = torch.tensor([rows, n, -rows, -n], device=device)
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._link.group)
+        most, least = mine[:2].tolist(), [-x for x in mine[2:].tolist()]
+        if most != least:
+            raise ConfigError(
+                f"the ranks of cp have rows x tokens of {least} up to {most}: all have the same "
+                f"rows, and as many tokens of each. {_HOW}"
+            )
+
+    def _refuse_wrong_cut(self, found: list[Tensor], n: int) -> None:
+        """Raise if all ranks have the same tokens, or positions in a wrong order."""
+        cp, kind = self._link.size, self._layout.cp_kind
+        shares = [
+            torch.stack([x.flatten()[positions(kind, n * cp, cp, rank)] for rank in range(cp)])
+            for x in found
+            if x.numel() == n * cp
+        ]
+        if shares and all(bool((share == share[0]).all()) for share in shares):
+            raise ConfigError(f"every rank of cp = {cp} was given the same tokens. {_HOW}")
+        for one in found:
+            if one.numel() != n * cp or one.is_floating_point() or one.dtype == torch.bool:
+                continue
+            steps = one.flatten().sort().values.diff()
+            if bool((steps == 1).all()) and not bool((one.flatten().diff() == 1).all()):
+                raise ConfigError(
+                    f"positions are cut in another order than layout.cp_kind = {kind} has. {_HOW}"
+                )
+
+    def _refuse_documents(self, numbered: Tensor) -> None:
+        """Raise if positions restart within a row, which transformers takes for packed documents.
+
+        A rank's share may be of one document, and give no mask.
+        """
+        if not bool((numbered.diff() == 1).all()):
+            raise ConfigError(
+                f"position_ids restart within a row: layout.cp = {self._link.size} attends to "
+                "the whole row, and would not tell packed documents apart. `meshwright train` "
+                "does; or layout.cp = 1"
+            )
+
+    def _gathered(self, mine: Tensor, dim: int) -> Tensor:
+        """Gather a tensor whose tokens are spread over the ranks, in their order."""
+        cp, kind, n = self._link.size, self._layout.cp_kind, mine.shape[dim]
+        every = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(cp)]
+        dist.all_gather(every, mine.contiguous(), group=self._link.group)
+        order = torch.cat([positions(kind, n * cp, cp, rank) for rank in range(cp)])
+        return torch.cat(every, dim).index_select(dim, order.argsort().to(mine.device))
+
+    def _compare(self, what: str, cut: Tensor, whole: Tensor, dim: int) -> None:
+        """Record the largest relative difference of any token."""
+        wide = torch.promote_types(cut.dtype, torch.float32)
+        own = whole.index_select(dim, self._at).to(wide).movedim(dim, 0).flatten(1)
+        size = own.norm(dim=1).mean().clamp(min=torch.finfo(wide).tiny)
+        other = cut.to(wide).movedim(dim, 0).flatten(1)
+        same = other.shape == own.shape
+        off = (other - own).norm(dim=1).max() / size if same else size.new_tensor(float("inf"))
+        self._enter(what, off, cut.dtype)
+
+    def _compare_results(self, cut: list[Any], whole: list[Any]) -> None:
+        short = len(self._at) * self._link.size
+        for one, every in zip(cut, whole, strict=True):
+            if not isinstance(one, Tensor) or not one.is_floating_point():
+                continue
+            if every.dim() > 1 and every.shape[1] == short and one.shape[1] == len(self._at):
+                self._compare("the output of the model", one, every, dim=1)
+            elif every.dim() == 0:
+                total = one.clone()
+                dist.all_reduce(total, group=self._link.group)
+                size = every.abs().clamp(min=torch.finfo(one.dtype).tiny)
+                off = torch.stack([total - every, total / self._link.size - every]).abs().min()
+                self._enter("the loss that the model returns", off / size, one.dtype)
+
+    def _enter(self, what: str, off: Tensor, dtype: torch.dtype) -> None:
+        self._bound = max(self._bound, torch.finfo(dtype).eps ** 0.5)
+        self._off[what] = torch.nan_to_num(off.double(), nan=float("inf"))
+
+    def _judge(self) -> None:
+        """Raise on all ranks if any has found a difference."""
+        if not self._off:
+            return
+        worst = torch.stack(list(self._off.values()))
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        for what, off in zip(self._off, worst.tolist(), strict=True):
+            if off > self._bound:
+                more = "" if self._calls else _UNCALLED
+                raise ConfigError(
+                    f"the model differs with its rows cut over cp = {self._link.size}: {what} "
+                    f"differs by {off:.2g} of its size from that of whole rows. {more}Something "
+                    "besides causal attention mixes tokens of a row: positions that the model "
+                    "numbers itself instead of those it is given; a convolution or a recurrence; "
+                    "labels that it shifts (compute the loss outside of the model, from targets "
+                    f"that are cut like the inputs). {_HOW}"
+                )
+
+
+def _token_dim(leaf: Any, n: int) -> int | None:
+    """Return the dim of an argument that goes along the row, if one does."""
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return None
+    dim = min(leaf.dim() - 1, 1)
+    return dim if leaf.shape[dim] == n else None
+
+
+def _refuse_by_length(model: nn.Module, whole: int) -> None:
+    """Raise for a transformers model whose behaviour changes from some length on.
+
+    By a rank's share it cannot tell how long the row is.
+    """
+    config: Any = getattr(model, "config", None)
+    for name in ("sliding_window", "attention_chunk_size"):
+        window = getattr(config, name, None)
+        if isinstance(window, int) and window < whole:
+            raise ConfigError(
+                f"the model's {name} = {window} is less than the row of {whole} tokens, and cp "
+                f"attends to the whole row: use rows of up to {window} tokens, or layout.cp = 1"
+            )
+    kinds = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    for kind in _words(kinds):
+        if kind in ("dynamic", "longrope"):
+            raise ConfigError(
+                f"the model's rope_type = {kind} rotates by the length of the row, which no rank "
+                "of cp sees: layout.cp = 1"
+            )
+
+
+def _words(value: Any) -> Iterator[str]:
+    """Yield the texts in nested values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _words(list(value.values()))
+    elif isinstance(value, list):
+        for one in value:
+            yield from _words(one)
+
+
+@contextmanager
+def _as_evaluated(model: nn.Module) -> Iterator[None]:
+    """Compute without dropout and gradients; restore modes and buffers afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+            for buffer, version, before in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Meanwhile, fill parameters that are all zero: a branch that begins at zero hides its work.
+
+    Ranks that hold the same shard fill it with the same values.
+    """
+    filled = [
+        shard
+        for shard in (local_shard(parameter.detach()) for parameter in model.parameters())
+        if shard.is_floating_point() and shard.numel() and not shard.count_nonzero()
+    ]
+    try:
+        with torch.no_grad():
+            for shard in filled:
+                at = torch.arange(shard.numel(), device=shard.device)
+                shard.copy_((0.02 * (at % 7 - 2)).view_as(shard))
+        yield
+    finally:
+        with torch.no_grad():
+            for shard in filled:
+                shard.zero_()

@@ -1,0 +1,56 @@
+"""The microbatch of a layout that doesn't set it: the fastest or the largest that fits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.cost.price import worst_memory
+from meshwright.cost.setting import Setting
+from meshwright.layout import Layout, broken
+from meshwright.layout.candidates import divisors
+from meshwright.planner.fits import Fits, preference
+from meshwright.planner.rank import MARGIN
+from meshwright.planner.space import is_worth
+from meshwright.spec.dump import FASTEST, LARGEST
+from meshwright.units import format_bytes
+
+
+class Microbatch(NamedTuple):
+    """A layout with its microbatch, and the reason for this size."""
+
+    layout: Layout
+    why: str
+
+
+def largest(setting: Setting, layout: Layout, memory: int) -> Microbatch | None:
+    """Return a layout with its own microbatch, or the largest smaller one that fits such a memory.
+
+    It is for a device of which only the memory is known. None where none fits.
+    """
+    train, limit = setting.train, memory * (1 - MARGIN)
+    sizes = [n for n in divisors(train.batch // layout.dp) if n <= layout.microbatch]
+    for size in sorted(sizes, reverse=True):
+        one = layout.model_copy(update={"microbatch": size})
+        if broken(setting.model, train, one) is None:
+            held = worst_memory(setting, one).total
+            if held <= limit:
+                why = f"{LARGEST}, with {format_bytes(held)} of {format_bytes(memory)}"
+                return Microbatch(one, f"{why}, as predicted")
+    return None
+
+
+def fastest(setting: Setting, layout: Layout) -> Microbatch | None:
+    """Return a layout with the planner's choice of microbatch; None where none fits."""
+    device, train = setting.cluster.device, setting.train
+    fits = Fits(setting, device.memory * (1 - MARGIN))
+    sizes = [size for size in divisors(train.batch // layout.dp) if is_worth(size, train, layout)]
+    tried = [layout.model_copy(update={"microbatch": size}) for size in sizes]
+    legal = [one for one in tried if broken(setting.model, train, one) is None]
+    light = [one for one in legal if fits.estimate(one).total <= fits.limit]
+    for timed in sorted(map(fits.timed, light), key=preference):
+        found = fits.priced(timed)
+        if found.memory.total <= fits.limit:
+            held = format_bytes(found.memory.total)
+            why = f"{FASTEST}, with {held} of {format_bytes(device.memory)}"
+            return Microbatch(found.layout, f"{why}, as predicted")
+    return None

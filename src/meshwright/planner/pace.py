@@ -1,0 +1,127 @@
+"""`Pace`: what a core's microbatches take in a schedule, whatever ZeRO stage is chosen for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from meshwright.cost.data_messages import Waits
+from meshwright.cost.host import copy_waits
+from meshwright.cost.kernels import Kernels
+from meshwright.cost.microbatch import MicrobatchTimes
+from meshwright.cost.pipeline import closed_form
+from meshwright.cost.setting import Setting, held_by, work_of
+from meshwright.cost.step import host_seconds, transfer_seconds
+from meshwright.cost.sums import sums_of
+from meshwright.cost.work import HeldLayers
+from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.planner.prices import Prices
+from meshwright.planner.space import (
+    OF_SCHEDULE,
+    Core,
+    Schedule,
+    dominated,
+    schedules,
+    with_schedule,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """What the microbatches of a core take in a schedule, with the host's work for them.
+
+    `times` counts the ranks of a pipeline by the layers that they hold, `base` has the seconds of a
+    microbatch on each, `transfer` those of a message between stages.
+    """
+
+    schedule: Schedule
+    layout: Layout
+    count: int
+    parts: MicrobatchTimes
+    times: Counter[HeldLayers]
+    base: dict[HeldLayers, float]
+    transfer: float
+    kernels: Kernels
+
+    @cached_property
+    def plain(self) -> tuple[HeldLayers, float]:
+        """The rank that sets the pace and the seconds, without a message of data parallelism."""
+        return self._of(self.base)
+
+    def among(self, gathers: Waits) -> tuple[HeldLayers, float]:
+        """Return the same where microbatches wait for such messages."""
+        return self._of({held: each + gathers.of(held) for held, each in self.base.items()})
+
+    def _of(self, whole: dict[HeldLayers, float]) -> tuple[HeldLayers, float]:
+        kernels, count = self.kernels, self.count
+        slowest = max(whole, key=whole.__getitem__)
+        busy, total = count * whole[slowest], sum(n * whole[held] for held, n in self.times.items())
+        order = self.schedule.name, self.layout.pp, self.schedule.virtual, count
+        pipeline = closed_form(*order, whole[slowest], total, self.transfer, kernels.exposed_pp)
+        waiting = kernels.idle * (pipeline - busy)
+        return slowest, busy + waiting + host_seconds(kernels, count)
+
+
+class Paces:
+    """The paces of cores in their schedules; cached."""
+
+    def __init__(self, setting: Setting, prices: Prices) -> None:
+        self._setting, self._prices = setting, prices
+        # By core: the limit that they are below, and the schedules that are not.
+        self._known: dict[Layout, tuple[float, list[Pace], Counter[str]]] = {}
+
+    def below(
+        self, core: Core, orders: Sequence[Schedule], limit: float
+    ) -> tuple[list[Pace], Counter[str]]:
+        """Return the paces of a core below a limit, and how many schedules have none, by reason.
+
+        They are without a message of data parallelism, and thus the same for each sharding.
+        """
+        one, layers, count = core.layout, self._setting.model.n_layers, core.microbatches
+        known = self._known.get(one)
+        if known is not None and limit <= known[0]:
+            return known[1:]
+        transfer = transfer_seconds(self._prices.kernels, one, work_of(self._setting, one))
+        paces, slow = list[Pace](), Counter[str]()
+        is_fixed = not self._prices.pins.keys().isdisjoint(OF_SCHEDULE)
+        for order in orders:
+            why = None if is_fixed else dominated(order, layers, one.pp)
+            if why is None:
+                pace = self.pace(one, order, count, transfer)
+                if pace.plain[1] < limit:
+                    paces.append(pace)
+                    continue
+            slow[why or "slower"] += 1
+        self._known[one] = limit, paces, slow
+        return paces, slow
+
+    def pace(self, one: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
+        """Return the pace of a core in a schedule of so many microbatches."""
+        setting, kernels = self._setting, self._prices.kernels
+        layout = with_schedule(one, schedule)
+        # One that splits the backward of a cut layer hides fewer messages.
+        parts = self._prices.parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
+        times = Counter(held_by(setting, layout))
+        copies = copy_waits(setting, kernels, layout, parts)
+        sums = sums_of(setting, kernels, layout)
+        base = {
+            held: parts.total(held) + copies.of(held, schedule.virtual) + sums.of(held)
+            for held in times
+        }
+        return Pace(schedule, layout, count, parts, times, base, transfer, kernels)
+
+
+@lru_cache(maxsize=4096)
+def least_idle(pp: int, layers: int, microbatches: int) -> float:
+    """Return the least share of its work that a pipeline waits, of all schedules it may have.
+
+    Its ranks are equally fast, and its messages take no time.
+    """
+    of_one = (
+        closed_form(order.name, pp, order.virtual, microbatches, 1.0, pp, 0.0, 0.0)
+        for order in schedules(pp, layers, microbatches)
+    )
+    return min(of_one, default=float(microbatches)) / microbatches - 1

@@ -1,0 +1,301 @@
+"""`plan`: from a config to ranked layouts, with explanations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.cost.calibration import Calibration, calibration_named
+from meshwright.cost.catalogue import Device, resolve_cluster, slowed
+from meshwright.cost.price import Prediction, price
+from meshwright.cost.setting import Setting, as_measured, imbalance_of
+from meshwright.cost.systems import SYSTEMS
+from meshwright.errors import ConfigError, refusal
+from meshwright.layout import Layout, broken
+from meshwright.layout.rules import nearest_legal
+from meshwright.planner import questions
+from meshwright.planner.advice import lost_by, warnings
+from meshwright.planner.choices import Chosen, choices
+from meshwright.planner.collector import uncollected
+from meshwright.planner.compiling import (
+    NOTHING_FITS,
+    CompileChoice,
+    choose,
+    decided,
+    with_compile,
+)
+from meshwright.planner.fine_tuning import FineTuning, fine_tunings
+from meshwright.planner.pins import given, is_given, refuse, words
+from meshwright.planner.prices import KnownPrices
+from meshwright.planner.questions import LargestBatch, Offer, on_devices
+from meshwright.planner.rank import MARGIN, Found, Search
+from meshwright.planner.removed import RemovedAxis, removed_axes
+from meshwright.program.target import Processor
+from meshwright.spec.dump import portable
+from meshwright.spec.loading import Config
+from meshwright.spec.training import LayoutSection, TrainSpec
+from meshwright.units import format_bytes
+
+# Devices of a machine that says nothing else: the ranks that a CPU is split into.
+_LOCAL_DEVICES = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranked layouts of a config, best first; `as_json` lists the contents."""
+
+    config: Config
+    setting: Setting
+    found: Found
+    margin: float = MARGIN
+    compile: CompileChoice = NOTHING_FITS
+
+    @property
+    def best(self) -> Prediction | None:
+        """The layout to run, or None where none fits."""
+        return self.found.ranked[0] if self.found.ranked else None
+
+    @property
+    def removed(self) -> list[RemovedAxis]:
+        """The axes that a rule takes out of the search altogether."""
+        return removed_axes(self.setting, self.setting.cluster.devices, given(self.config))
+
+    @property
+    def choices(self) -> list[Chosen]:
+        """The automatic choices of the best layout; empty where none fits."""
+        if self.best is None:
+            return []
+        return choices(self.config, self.setting, self.best.layout, self.compile)
+
+    def _check_free(self, question: str) -> None:
+        """Refuse a question whose answer chooses the layout where the config fixes some of it."""
+        if pins := given(self.config):
+            raise ConfigError(
+                f"{question}: its answer chooses the whole layout, and the config fixes "
+                f"{words(pins)}; leave that out"
+            )
+
+    def fewest_devices(self) -> tuple[int, Prediction] | None:
+        """Return the fewest devices that fit, with a layout: `questions.fewest_devices`."""
+        self._check_free("--fewest")
+        return questions.fewest_devices(self.setting, self.setting.cluster.devices, self.margin)
+
+    def largest_batches(self) -> list[LargestBatch]:
+        """Return the largest batches that fit at once: `questions.largest_batches`."""
+        self._check_free("--largest-batch")
+        return questions.largest_batches(self.setting, self.setting.cluster.devices, self.margin)
+
+    def longest_context(self) -> tuple[int, Prediction] | None:
+        """Return the longest sequences that fit: `questions.longest_context`."""
+        self._check_free("--longest-context")
+        return questions.longest_context(self.setting, self.setting.cluster.devices, self.margin)
+
+    def fine_tunings(self) -> list[FineTuning]:
+        """Return what can be fine-tuned: `fine_tuning.fine_tunings`."""
+        self._check_free("--fine-tune")
+        return fine_tunings(self.setting, self.setting.cluster.devices, self.margin)
+
+    def cheapest(self, prices: Mapping[str, float]) -> list[Offer]:
+        """Return numbers and kinds of devices, sorted by cost per token: `questions.cheapest`."""
+        self._check_free("--cheapest")
+        devices = self.setting.cluster.devices
+        return questions.cheapest(self.setting, prices, devices, self.margin)
+
+
+def setting_of(
+    config: Config,
+    calibration: Calibration | None = None,
+    local_devices: int = _LOCAL_DEVICES,
+    processor: Processor | None = None,
+    slower: float = 1.0,
+) -> Setting:
+    """Return the setting that prices a config's layouts.
+
+    `processor` is this machine's, for the cluster "local". `slower` is the factor by which a device
+    is slower than in the catalogue, for example if several ranks share a CPU. Raises `ConfigError`
+    for unknown names.
+    """
+    if calibration is None:
+        calibration = calibration_named(config.cluster.calibration)
+    calibration = calibration.of(config.model, config.train.seq_len)
+    found = resolve_cluster(config.cluster, local_devices, processor)
+    cluster = as_measured(found, calibration)
+    if slower != 1:
+        cluster = replace(cluster, device=slowed(cluster.device, slower))
+    return Setting(
+        config.model,
+        config.train,
+        cluster,
+        SYSTEMS["meshwright"],
+        calibration,
+        products_of(config.train, cluster.device),
+        packed=config.data.packing == "documents",
+        imbalance=imbalance_of(config.train, calibration, cluster.device.kind),
+    )
+
+
+def products_of(train: TrainSpec, device: Device) -> str:
+    """Return the dtype of a training's products on a device; a CPU has none in float8."""
+    return "fp8" if train.fp8 and "fp8" in device.peaks else train.precision
+
+
+@uncollected()
+def plan(
+    config: Config,
+    top: int = 10,
+    calibration: Calibration | None = None,
+    margin: float = MARGIN,
+    local_devices: int = _LOCAL_DEVICES,
+    lacks: str | None = None,
+    processor: Processor | None = None,
+    slower: float = 1.0,
+    prices: KnownPrices | None = None,
+) -> Plan:
+    """Return the ranked layouts of a config on its cluster; doesn't import torch.
+
+    Ranks the best layouts of `top` divisions of the devices by tokens per second, among those that
+    leave the share `margin` of the memory free. Layout keys that the config sets keep their values.
+    `lacks` is what the machine's compiler is missing; `processor` and `slower` are those of
+    `setting_of`, `prices` those of earlier plans. In the plan's config, `train.compile` is resolved
+    for the best layout. Raises `ConfigError` where no layout is legal.
+    """
+    setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
+    device = setting.cluster.device
+    if config.train.fp8 and not setting.on_cpu and "fp8" not in device.peaks:
+        rule = f"train.fp8 = true, but {device.name} has no float8 matmuls"
+        raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))
+    prices, devices = prices or KnownPrices(), setting.cluster.devices
+    asked = setting
+    if lacks is not None and config.train.compile == "auto":
+        setting = with_compile(setting, compiles=False)
+    found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
+    if not found.considered:
+        raise refuse(setting, pins)
+    if not found.ranked:
+        return Plan(config, setting, found, margin)
+    choice = choose(asked, found.ranked[0].layout, lacks)
+    priced, setting = setting.compiles, with_compile(setting, compiles=choice.compiled)
+    if choice.compiled and not priced:
+        found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
+    return Plan(decided(config, choice), setting, found, margin, choice)
+
+
+def planned(
+    config: Config,
+    lacks: str | None = None,
+    processor: Processor | None = None,
+    slower: float = 1.0,
+) -> Config:
+    """Return a config with `layout.auto` and `train.compile` resolved for its cluster.
+
+    Layout keys that were set stay; the others get the origin "plan". `lacks`, `processor` and
+    `slower` are those of `plan`. Raises `ConfigError` where no layout is legal or fits.
+    """
+    made = plan(config, 1, lacks=lacks, processor=processor, slower=slower)
+    if made.best is None:
+        held = made.found.unfit
+        needs = f"; the nearest needs {format_bytes(held.total)} a rank" if held else ""
+        raise ConfigError(
+            f"layout.auto = true: no layout of {made.setting.cluster.devices} devices fits"
+            f"{needs}. `meshwright plan` shows what comes nearest"
+        )
+    layout = made.best.layout
+    values = {"auto": False, **layout.model_dump()}
+    origins = {f"layout.{key}": "plan" for key in values if not is_given(config, key)}
+    config = made.config
+    return config.model_copy(
+        update={
+            "layout": LayoutSection(**values),
+            "origins": {**config.origins, **origins, "layout.auto": "plan"},
+        }
+    )
+
+
+def digest(config: Config, layout: Layout) -> str:
+    """Return a fingerprint of a program's inputs: model, batch, precision, layout."""
+    train = config.train.model_dump(mode="json", include={"batch", "seq_len", "precision"})
+    parts = [config.model.identity(), train, layout.model_dump(mode="json")]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def on_cluster(setting: Setting, layout: Layout) -> Setting:
+    """Return a setting with a cluster of as many devices as the layout has ranks."""
+    if layout.world == setting.cluster.devices:
+        return setting
+    return replace(setting, cluster=on_devices(setting.cluster, layout.world))
+
+
+def explain(setting: Setting, layout: Layout) -> Prediction:
+    """Return the price of one layout, on as many devices as it has ranks.
+
+    Raises `ConfigError` if it breaks a rule, with the nearest legal layouts.
+    """
+    check_legal(setting, layout)
+    return price(on_cluster(setting, layout), layout)
+
+
+def check_legal(setting: Setting, layout: Layout) -> None:
+    """Raise `ConfigError` if a layout breaks a rule, with the nearest legal ones."""
+    rule = broken(setting.model, setting.train, layout)
+    if rule is not None:
+        legal = nearest_legal(setting.model, setting.train, layout)
+        raise ConfigError(refusal(f"the layout '{layout.label}': {rule}", legal=legal))
+
+
+def prediction_json(found: Prediction) -> dict[str, Any]:
+    """Return a prediction as JSON: bytes and seconds by category, rates."""
+    return {
+        "layout": found.layout.model_dump(mode="json"),
+        "label": found.layout.label,
+        "fits": found.memory.fits,
+        "peak_memory_bytes": round(found.memory.total),
+        "peak_memory_interval_bytes": [round(bound) for bound in found.memory_interval],
+        "worst_rank": found.memory.rank * (found.layout.world // found.layout.pp),
+        "peak_at": found.memory.at,
+        "memory_bytes": {name: round(size) for name, size in found.memory.by_category().items()},
+        "step_time_s": found.time.total,
+        "step_time_interval_s": list(found.interval),
+        "seconds": found.time.causes,
+        "tokens_per_s": found.tokens_per_s,
+        "tflops_per_device": found.tflops_per_device,
+        "mfu": found.mfu,
+    }
+
+
+def as_json(made: Plan) -> dict[str, Any]:
+    """Return a plan as JSON: specs, layout, digest, profile, and why each other layout lost."""
+    best, found = made.best, made.found
+    cluster = made.setting.cluster
+    return {
+        "removed_axes": [{**one._asdict(), "nearest": list(one.nearest)} for one in made.removed],
+        "config": portable(made.config).model_dump(mode="json"),
+        "cluster": {
+            "device": cluster.device.name,
+            "devices": cluster.devices,
+            "devices_per_node": cluster.per_node,
+            "links": [cluster.inner.name, cluster.outer.name],
+        },
+        "calibration": {
+            "date": made.setting.calibration.date,
+            "source": made.setting.calibration.source,
+        },
+        "fixed": given(made.config),
+        "considered": found.considered,
+        "ruled_out": found.reasons,
+        "layout": best.layout.model_dump(mode="json") if best else None,
+        "digest": digest(made.config, best.layout) if best else None,
+        "compile": made.compile._asdict(),
+        "choices": [one._asdict() for one in made.choices],
+        "ledger": prediction_json(best) if best else None,
+        "warnings": warnings(best, made.setting) if best else [],
+        "ranked": [
+            {
+                **prediction_json(one),
+                "why": lost_by(one, best) if best and one is not best else "best",
+            }
+            for one in found.ranked
+        ],
+    }

@@ -1,0 +1,380 @@
+"""Ranks the layouts that fit by tokens per second, and says why the others lose."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter, mul
+from typing import get_args
+
+from meshwright.cost.data_messages import UnitSeconds, Waits, data_wait, unit_waits
+from meshwright.cost.host import copy_waits
+from meshwright.cost.memory import activations
+from meshwright.cost.price import Prediction, RankMemory, worst_memory
+from meshwright.cost.setting import Setting, stages_of
+from meshwright.cost.step import host_seconds
+from meshwright.cost.work import HeldLayers
+from meshwright.layout import Layout, broken
+from meshwright.planner.collector import uncollected
+from meshwright.planner.fits import Fits, preference
+from meshwright.planner.lightest import lightest
+from meshwright.planner.pace import Pace, Paces, least_idle
+from meshwright.planner.prices import Prices, shape_of
+from meshwright.planner.sharded import Choice
+from meshwright.planner.space import (
+    OF_CORE,
+    Core,
+    Pins,
+    Schedule,
+    as_fixed,
+    cores,
+    obeys,
+    schedules,
+    size_of,
+    with_schedule,
+    with_sharding,
+)
+from meshwright.spec.training import Offload
+
+# Share of a device's memory that a plan leaves free: a prediction is a few percent off.
+MARGIN = 0.05
+# So many divisions are compared with each other by `preference`, whatever is asked for.
+_COMPARED = 8
+# Of layouts that are not priced where another one fits, the reason.
+_ON_REQUEST = (
+    "offload of activations: only on request (layout.offload = activations), or where nothing else "
+    "fits, since hosts may have to hold terabytes"
+)
+# What the lightest schedule holds on the first rank, in what 1F1B holds there.
+_LEAST_IN_FLIGHT = 0.9
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search: the best layout of each division of the devices, best first.
+
+    `considered` counts all legal layouts, `reasons` the excluded ones by reason; `unfit` is the
+    layout that came closest to fitting, where none does.
+    """
+
+    setting: Setting
+    ranked: tuple[Prediction, ...]
+    considered: int
+    reasons: dict[str, int]
+    unfit: RankMemory | None
+    unfit_layout: Layout | None
+
+
+# The fastest layout of a core that fits, with its seconds, and what was ruled out on the way.
+_Best = tuple[tuple[float, Layout] | None, Counter[str]]
+# The fastest layout of each division of the devices, with its seconds.
+_OfDivisions = dict[tuple[int, ...], tuple[float, Layout]]
+# Cores, and the offloads that are tried with them.
+_Pass = tuple[list[Core], tuple[Offload, ...]]
+# Seconds, the place of the choice among its core's, a schedule and a choice.
+_Candidate = tuple[float, int, Schedule, Choice]
+
+
+class Search:
+    """One search over a setting: the number of devices, a margin, fixed layout keys.
+
+    The price of a layout consists of parts that depend on few choices each: the microbatch's time
+    on its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. The parts
+    are priced once. Each layout of a core is a sum of them, with memory and the pipeline in closed
+    form. The best layouts are then checked and ranked by their exact price: `predict.price`.
+    `prices` come from an earlier search of the same setting, which may have another batch.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        devices: int,
+        margin: float = MARGIN,
+        pins: Pins | None = None,
+        prices: Prices | None = None,
+    ) -> None:
+        self.setting, self.devices, self.pins = setting, devices, pins or {}
+        self.limit = setting.cluster.device.memory * (1 - margin)
+        self.fits = Fits(setting, self.limit)
+        self.prices = Prices(setting, self.pins) if prices is None else prices
+        self.kernels = self.prices.kernels
+        self.reasons: Counter[str] = Counter()
+        self.nearest: tuple[float, Layout] | None = None
+        whole = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
+        self._kinds = HeldLayers.of(setting.model, whole).kinds
+        self._held: dict[tuple[object, ...], float] = {}
+        self._bests: dict[tuple[object, ...], _Best] = {}
+        self._paces = Paces(setting, self.prices)
+
+    @uncollected()
+    def run(self, top: int) -> Found:
+        """Return the best layouts of the `top` best divisions of the devices.
+
+        Cores come in the order of a lower bound, the time of their microbatches alone. A core that
+        cannot beat the worst of the best any more is skipped without a price. What it takes without
+        recomputation, which is a lower one, is computed first: most need no other.
+        """
+        everything = self._cores()
+        order = sorted((self._least(core), index) for index, core in enumerate(everything))
+        first, moving = self._passes(everything)
+        considered = sum(self._size_of(some, offloaded) for some, offloaded in (*first, *moving))
+        ranked = self._fitting(first, order, top)
+        if not ranked:
+            ranked = self._fitting(moving, order, top)
+        elif moving:
+            untried = sum(self._size_of(some, offloaded) for some, offloaded in moving)
+            self.reasons[_ON_REQUEST] += untried
+        layout = None if ranked else self._nearest()
+        held = worst_memory(self.setting, layout) if layout else None
+        reasons = {why: count for why, count in self.reasons.most_common() if count}
+        return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
+
+    def _passes(self, everything: list[Core]) -> tuple[list[_Pass], list[_Pass]]:
+        """Return the offloads to choose from, and those for when nothing fits, with their cores.
+
+        What fits without offload is mostly faster and comes first. Its time is then a limit for the
+        others, and most of them are ruled out by the time of their microbatches alone.
+        """
+        update = {"offload": "activations"}
+        moving = [
+            core._replace(layout=core.layout.model_copy(update=update)) for core in everything
+        ]
+        own = self.pins.get("offload")
+        first: list[_Pass] = [(everything, ("none",)), (everything, ("optimizer", "params"))]
+        first = [one for one in first if own is None or own in one[1]]
+        last: list[_Pass] = [] if own not in (None, "activations") else [(moving, ("activations",))]
+        return first, last
+
+    def _size_of(self, some: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
+        """Return how many layouts some cores stand for: see `size_of`."""
+        layers, pins = self.setting.model.n_layers, self.pins
+        return sum(size_of(core, layers, offloaded, pins) for core in some)
+
+    def _nearest(self) -> Layout | None:
+        """Return the layout that comes nearest to fitting, where none fits."""
+        noted = [] if self.nearest is None else [self.nearest[1]]
+        if not self.pins:  # `lightest` does not know what the user fixed
+            ways = (lightest(self.setting, self.devices, offload=way) for way in get_args(Offload))
+            noted += (light.layout for light in ways if light is not None)
+        legal = [
+            one for one in noted if broken(self.setting.model, self.setting.train, one) is None
+        ]
+        return min(legal, key=lambda one: self.fits.estimate(one).total, default=None)
+
+    def _fitting(
+        self, passes: list[_Pass], order: list[tuple[float, int]], top: int
+    ) -> list[Prediction]:
+        """Return the prices of the `top` best layouts, all of which fit.
+
+        Where one does not, against its estimate, they are searched once more without it.
+        """
+        before = self.reasons.copy()
+        while True:
+            best: _OfDivisions = {}
+            for some, offloaded in passes:
+                self._pass(some, order, max(top, _COMPARED), offloaded, best)
+            found = heapq.nsmallest(max(top, _COMPARED), best.values(), key=itemgetter(0))
+            timed = sorted((self.fits.timed(layout) for _, layout in found), key=preference)
+            priced = [self.fits.priced(one) for one in timed[:top]]
+            if all(one.memory.total <= self.limit for one in priced):
+                return priced
+            self.reasons = before.copy()
+
+    def _cores(self) -> list[Core]:
+        """Return the legal cores, or those of them that are as the user fixed them."""
+        found = cores(self.setting.model, self.setting.train, self.devices)
+        if not self.pins:
+            return list(found)
+        kept = [core for core in found if obeys(self.pins, core.layout, OF_CORE)]
+        sp = self.pins.get("sp")
+        if sp is None:
+            return kept
+        # Without tp there is no sequence to split: sp = true changes nothing.
+        return [
+            core._replace(layout=one.model_copy(update={"sp": bool(sp and one.sp)}))
+            for core in kept
+            for one in [core.layout]
+            if (one.sp or not sp or one.tp == 1) and (sp or one.folds == 1)
+        ]
+
+    def _pass(
+        self,
+        everything: list[Core],
+        order: list[tuple[float, int]],
+        top: int,
+        offloaded: tuple[Offload, ...],
+        best: _OfDivisions,
+    ) -> None:
+        """Update the best layouts of divisions of the devices with those of such offloads."""
+        worst, heap, bounded = _worst(best, top), order.copy(), set[int]()
+        while heap:
+            bound, index = heapq.heappop(heap)
+            core = everything[index]
+            own = best.get(core.degrees)
+            limit = min(worst, own[0] if own else worst)
+            if bound < limit and index not in bounded:
+                bounded.add(index)
+                bound = self._bound(core)
+                if heap and (bound, index) > heap[0]:
+                    heapq.heappush(heap, (bound, index))
+                    continue
+            if bound >= limit:
+                slow = [core]
+                if bound >= worst:  # and so are all that are left
+                    slow += (everything[at] for _, at in heap)
+                    heap.clear()
+                size = self._size_of(slow, offloaded)
+                self.reasons["slower by the time of its microbatches alone"] += size
+                continue
+            found = self._best_again(index, core, limit, offloaded)
+            if found is not None:
+                best[core.degrees] = found
+                worst = _worst(best, top)
+
+    def _least(self, core: Core) -> float:
+        """Return a lower bound of `_bound`, which cores share: without recomputation."""
+        return self._evenly(core, self.prices.least_parts(core.layout).totals)
+
+    def _bound(self, core: Core) -> float:
+        """Return a time that no layout of a core beats: its microbatches, spread evenly.
+
+        Beside these, a pipeline idles at least as long as in the schedule in which it idles least.
+        """
+        one, parts = core.layout, self.prices.parts(core.layout)
+        layers, first, last = parts.totals
+        if one.offload == "activations":
+            waits = copy_waits(self.setting, self.kernels, one, parts)
+            layers = tuple(map(sum, zip(layers, waits.forward, waits.backward, strict=True)))
+        return self._evenly(core, (layers, first, last))
+
+    def _evenly(self, core: Core, seconds: tuple[Sequence[float], float, float]) -> float:
+        """Return a step of microbatches with such seconds: of each kind of layer, and the ends."""
+        count, pp, (layers, first, last) = core.microbatches, core.degrees[0], seconds
+        whole: float = sum(map(mul, layers, self._kinds))
+        microbatches: float = count * (whole + first + last) / pp
+        if pp > 1:
+            idle = least_idle(pp, self.setting.model.n_layers, count)
+            # More than all of it is idle where stages differ, and the slowest has less to wait for.
+            microbatches *= 1 + idle * min(self.kernels.idle, 1.0)
+        return microbatches + host_seconds(self.kernels, count)
+
+    def _best_again(
+        self, index: int, core: Core, limit: float, offloaded: tuple[Offload, ...]
+    ) -> tuple[float, Layout] | None:
+        """Return `_best_of` a core: that of an earlier pass, unless that turned out not to fit."""
+        # Where nothing was too large yet, a core that is gets looked into for the nearest layout.
+        key = (index, limit, offloaded, self.nearest is None)
+        known = self._bests.get(key)
+        if known is None or (known[0] is not None and not self._still_fits(known[0][1])):
+            before, self.reasons = self.reasons, Counter[str]()
+            known = self._best_of(core, limit, offloaded), self.reasons
+            self._bests[key], self.reasons = known, before
+        self.reasons.update(known[1])
+        return known[0]
+
+    def _still_fits(self, layout: Layout) -> bool:
+        return self.fits.estimate(layout).total <= self.limit
+
+    def _best_of(
+        self, core: Core, limit: float, offloaded: tuple[Offload, ...]
+    ) -> tuple[float, Layout] | None:
+        """Return the fastest layout of a core that fits, if it beats a limit."""
+        one, setting = core.layout, self.setting
+        layers, count = setting.model.n_layers, one.microbatches(setting.train.batch)
+        least = _LEAST_IN_FLIGHT * self._activations(one, 0)
+        if self._is_too_large(least + self.prices.shardings.least_states(one, offloaded)):
+            self.reasons["does not fit"] += self._size_of([core], offloaded)
+            return None
+        orders = as_fixed(self.pins, one, schedules(one.pp, layers, count))
+        paces, slow = self._paces.below(core, orders, limit)
+        if not any(pace.plain[1] < limit for pace in paces):
+            each = self._size_of([core], offloaded) // max(len(orders), 1)
+            for why, number in slow.items():
+                self.reasons[why] += number * each
+            self.reasons["slower"] += len(paces) * each
+            return None
+        choices = self.prices.shardings.of(one, offloaded)
+        for why, number in slow.items():
+            self.reasons[why] += number * len(choices)
+        fast = [pace for pace in paces if pace.plain[1] < limit]
+        self.reasons["slower"] += (len(paces) - len(fast)) * len(choices)
+        parts = self.prices.parts(one)
+        units = {choice.unit for choice in choices} if fast else ()
+        waits = {unit: unit_waits(self.kernels, unit, parts) for unit in units if not unit.is_none}
+        candidates = [
+            found for pace in fast for found in self._of_schedule(one, pace, choices, waits, limit)
+        ]
+        for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
+            layout = self._with(one, schedule, choice)
+            held = self.fits.estimate(layout, self.prices.kept_of(layout))
+            if held.total <= self.limit:
+                # The rules have the last word; the space follows them already.
+                if broken(setting.model, setting.train, layout) is None:
+                    return seconds, layout
+                continue
+            self._note_unfit(held.total, one, schedule, choice)
+        return None
+
+    def _is_too_large(self, least: float) -> bool:
+        """Whether at least so many bytes do not fit, and something else comes as near to it."""
+        return least > self.limit and self.nearest is not None and least >= self.nearest[0]
+
+    def _of_schedule(
+        self,
+        one: Layout,
+        pace: Pace,
+        choices: list[Choice],
+        waits: dict[UnitSeconds, Waits],
+        limit: float,
+    ) -> list[_Candidate]:
+        """Return a schedule's layouts that beat the limit and may fit."""
+        setting, kernels, schedule = self.setting, self.kernels, pace.schedule
+        first, last = (self._activations(pace.layout, rank) for rank in (0, one.pp - 1))
+        paces, found = dict[UnitSeconds, tuple[HeldLayers, float, float]](), []
+        for index, choice in enumerate(choices):
+            states = choice.states
+            needed = max(first + states[0], last + states[1])
+            if needed > self.limit:
+                self._note_unfit(needed, one, schedule, choice)
+                continue
+            if choice.unit not in paces:
+                gathers = waits.get(choice.unit)
+                slowest, seconds = pace.plain if gathers is None else pace.among(gathers)
+                paces[choice.unit] = slowest, seconds, pace.parts.room(slowest)
+            slowest, seconds, room = paces[choice.unit]
+            sent, update = self.prices.shardings.once(one, choice, slowest)
+            seconds += data_wait(setting, kernels, sent, room) + update
+            if seconds < limit:
+                found.append((seconds, index, schedule, choice))
+            else:
+                self.reasons["slower"] += 1
+        return found
+
+    def _activations(self, layout: Layout, rank: int) -> float:
+        """Return what a pipeline rank keeps: the same of all shardings of a division."""
+        one = layout
+        key = (*shape_of(one), one.pp, one.dp, one.schedule, one.virtual_stages, rank)
+        if key not in self._held:
+            kept = self.prices.kept_of(one)
+            self._held[key] = sum(term.bytes for term in activations(self.setting, one, rank, kept))
+        return self._held[key]
+
+    def _with(self, one: Layout, schedule: Schedule | None, choice: Choice | None) -> Layout:
+        if schedule is not None:
+            one = with_schedule(one, schedule)
+        if choice is not None:
+            one = with_sharding(one, choice.sharding, choice.offload)
+        return one
+
+    def _note_unfit(self, needed: float, one: Layout, schedule: Schedule, choice: Choice) -> None:
+        self.reasons["does not fit"] += 1
+        if self.nearest is None or needed < self.nearest[0]:
+            self.nearest = (needed, self._with(one, schedule, choice))
+
+
+def _worst(best: _OfDivisions, top: int) -> float:
+    if len(best) < top:
+        return float("inf")
+    return heapq.nsmallest(top, (seconds for seconds, _ in best.values()))[-1]

@@ -1,0 +1,97 @@
+"""A run on more or fewer devices, and the time and money for a number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.cost.price import Prediction
+from meshwright.cost.setting import Setting
+from meshwright.errors import ConfigError
+from meshwright.planner.plan import Plan, prediction_json
+from meshwright.planner.questions import on_devices
+from meshwright.planner.rank import MARGIN, Search
+from meshwright.planner.space import Pins
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a number of tokens: `hours` of the run, and of all devices together.
+
+    `money` is in the currency of the price of one device for an hour, None without one.
+    """
+
+    tokens: float
+    hours: float
+    device_hours: float
+    money: float | None
+
+    @classmethod
+    def of(cls, found: Prediction, tokens: float, price: float | None) -> Cost:
+        """Return the cost of a number of tokens with a layout."""
+        hours = tokens / found.tokens_per_s / 3600
+        each = hours * found.devices
+        return cls(tokens, hours, each, None if price is None else each * price)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "tokens": self.tokens,
+            "days": self.hours / 24,
+            "device_hours": self.device_hours,
+            "cost": self.money,
+        }
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of devices with its best layout; `found` is None where no layout fits."""
+
+    devices: int
+    found: Prediction | None
+    cost: Cost | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        found = {} if self.found is None else prediction_json(self.found)
+        each = None if self.cost is None else self.cost.as_json()
+        return {"devices": self.devices, "fits": self.found is not None, **found, "takes": each}
+
+
+def counts_between(first: int, last: int) -> list[int]:
+    """Return numbers of devices from the first to the last, doubling."""
+    found, count = [], first
+    while count < last:
+        found.append(count)
+        count *= 2
+    return [*found, last]
+
+
+def curve(
+    setting: Setting,
+    counts: list[int],
+    tokens: float,
+    price: float | None = None,
+    margin: float = MARGIN,
+    pins: Pins | None = None,
+) -> list[Point]:
+    """Return the best layout for each number of devices, and the cost of the tokens on it.
+
+    The global batch stays the same, and so do fixed layout keys. If a number of devices has no
+    legal layout with these keys, or none that fits, its point says so.
+    """
+    points = []
+    for count in counts:
+        tried = replace(setting, cluster=on_devices(setting.cluster, count))
+        ranked = Search(tried, count, margin, pins).run(1).ranked
+        best = ranked[0] if ranked else None
+        cost = None if best is None else Cost.of(best, tokens, price)
+        points.append(Point(count, best, cost))
+    return points
+
+
+def best_cost(made: Plan, tokens: float, price: float | None) -> Cost:
+    """Return the cost of tokens with a plan's best layout; `ConfigError` if none fits."""
+    if made.best is None:
+        raise ConfigError("--tokens: no layout fits, so that nothing is trained")
+    return Cost.of(made.best, tokens, price)

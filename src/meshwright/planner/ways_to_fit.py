@@ -1,0 +1,234 @@
+"""After out-of-memory: the smallest changes that fit, their savings and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, NamedTuple, get_args
+
+from meshwright.cost.price import Prediction, estimated, price
+from meshwright.cost.setting import Setting
+from meshwright.layout import Layout, broken
+from meshwright.layout.candidates import divisors
+from meshwright.planner.lightest import with_train
+from meshwright.planner.questions import on_devices
+from meshwright.planner.rank import MARGIN
+from meshwright.spec.training import Offload, Recompute
+
+# Of pairs of changes so many are shown: the fastest.
+_PAIRS = 5
+
+
+class Change(NamedTuple):
+    """One change in the notation of overrides, with the layout or training keys that it sets."""
+
+    text: str
+    layout: Mapping[str, Any]
+    seq_len: int | None = None
+    devices: int | None = None
+
+
+@dataclass(frozen=True)
+class WayToFit:
+    """A change that fits: bytes saved on the largest rank, and its relative time per token.
+
+    `slower` is 0.1 if a token takes 10% longer; `devices` is set if the change needs more of them.
+    """
+
+    text: str
+    found: Prediction
+    saved: float
+    slower: float
+
+
+def ways_to_fit(
+    setting: Setting, layout: Layout, margin: float = MARGIN
+) -> tuple[Prediction, list[WayToFit]]:
+    """Return the price of a layout that ran out of memory, and the changes that fit.
+
+    For each kind of change, the smallest one that fits, fastest first; then shorter sequences,
+    which change what is trained. Pairs of changes are listed if they are faster than any single
+    one. If the prediction says that the layout fits, it is too low by an unknown amount, so a
+    change must save at least the margin.
+    """
+    now, guess = price(setting, layout), estimated(setting, layout)
+    limit = min(now.memory.limit, now.memory.total) * (1 - margin)
+    kinds = [list(kind) for kind in _kinds(setting, layout)]
+
+    def tried(*changes: Change) -> _Tried | None:
+        return _tried(setting, layout, changes, guess, limit)
+
+    def priced(one: _Tried | None) -> WayToFit | None:
+        return None if one is None else _priced(one, now, limit)
+
+    single = [
+        next((way for one in kind if (way := priced(tried(one))) is not None), None)
+        for kind in kinds
+    ]
+    found = [way for way in single if way is not None]
+    least = min((one.slower for one in found), default=float("inf"))
+    pairs = []
+    for first, second in combinations(kinds, 2):
+        both = (
+            tried(one, other)
+            for one in first
+            for other in second
+            if not set(one.layout) & set(other.layout)
+        )
+        fits = sorted(
+            (one for one in both if one is not None and one.slower < least), key=lambda one: one[:2]
+        )
+        ways = (priced(one) for one in fits)
+        pairs += [way for way in ways if way is not None and way.slower < least][:1]
+    found += sorted(pairs, key=_cheapest_first)[:_PAIRS]
+    shorter = (priced(tried(one)) for one in _shorter(setting))
+    fitting = next((way for way in shorter if way is not None), None)
+    return now, sorted(found, key=_cheapest_first) + ([] if fitting is None else [fitting])
+
+
+def _cheapest_first(way: WayToFit) -> tuple[float, str]:
+    return way.slower, way.text
+
+
+class _Tried(NamedTuple):
+    """A change as closed forms have it: how much slower, its words, the layout in its setting."""
+
+    slower: float
+    text: str
+    layout: Layout
+    setting: Setting
+
+
+def _tried(
+    setting: Setting, layout: Layout, changes: tuple[Change, ...], now: Prediction, limit: float
+) -> _Tried | None:
+    """Return what changes do together, or None where they are not legal or do not fit."""
+    values: dict[str, Any] = {}
+    own = setting
+    for change in changes:
+        values |= change.layout
+        if change.seq_len is not None:
+            own = with_train(own, seq_len=change.seq_len)
+        if change.devices is not None:
+            own = replace(own, cluster=on_devices(own.cluster, change.devices))
+    changed = layout.model_copy(update=values)
+    if broken(own.model, own.train, changed) is not None or changed.world != own.cluster.devices:
+        return None
+    found = estimated(own, changed)
+    if found.memory.total > limit:
+        return None
+    return _Tried(_slower(found, now), " and ".join(one.text for one in changes), changed, own)
+
+
+def _priced(one: _Tried, now: Prediction, limit: float) -> WayToFit | None:
+    """Return the price of a change, or None where it does not fit by its price."""
+    found = price(one.setting, one.layout)
+    if found.memory.total > limit:
+        return None
+    saved = now.memory.total - found.memory.total
+    return WayToFit(one.text, found, saved, _slower(found, now))
+
+
+def _slower(found: Prediction, now: Prediction) -> float:
+    """Return by which share a token takes longer on one device."""
+    each = found.tokens_per_s / found.devices
+    return now.tokens_per_s / now.devices / each - 1
+
+
+def _kinds(setting: Setting, layout: Layout) -> Iterator[Iterator[Change]]:
+    """Yield the kinds of changes, each from the smallest step to the largest."""
+    yield _smaller_microbatches(layout)
+    yield _recomputation(layout)
+    yield _sharding(layout)
+    yield _sequence_parallelism(layout)
+    yield _schedules(layout)
+    for axis in ("tp", "pp", "cp"):
+        yield _wider(setting, layout, axis)
+    yield _offload(layout)
+    yield _more_devices(setting, layout)
+
+
+def _smaller_microbatches(layout: Layout) -> Iterator[Change]:
+    for size in reversed(divisors(layout.microbatch)[:-1]):
+        yield Change(f"layout.microbatch={size}", {"microbatch": size})
+
+
+def _recomputation(layout: Layout) -> Iterator[Change]:
+    policies = get_args(Recompute)
+    for policy in policies[policies.index(layout.recompute) + 1 :]:
+        yield Change(f"layout.recompute={policy}", {"recompute": policy})
+
+
+def _sharding(layout: Layout) -> Iterator[Change]:
+    """Yield further ZeRO stages, over the ranks that shard now, then over all data ranks."""
+    if layout.dp * layout.cp == 1:
+        return
+    for shards in sorted({layout.dp_shard, layout.dp}):
+        if shards * layout.cp == 1:
+            continue
+        values = {"dp_shard": shards, "dp_replicate": layout.dp // shards}
+        degrees = "" if shards == layout.dp_shard else _words(values)
+        for zero in range(1, 4):
+            if (zero, shards) > (layout.zero, layout.dp_shard) and zero >= layout.zero:
+                yield Change(f"layout.zero={zero}{degrees}", {**values, "zero": zero})
+
+
+def _words(values: Mapping[str, int]) -> str:
+    return "".join(f" layout.{key}={value}" for key, value in values.items())
+
+
+def _sequence_parallelism(layout: Layout) -> Iterator[Change]:
+    if layout.tp > 1 and not layout.sp:
+        yield Change("layout.sp=true", {"sp": True})
+
+
+def _schedules(layout: Layout) -> Iterator[Change]:
+    """Yield schedules that hold fewer activations: fewer stages a rank, then plain 1F1B."""
+    if layout.pp == 1:
+        return
+    for virtual in range(layout.virtual_stages - 1, 1, -1):
+        yield Change(f"layout.virtual_stages={virtual}", {"virtual_stages": virtual})
+    if (layout.schedule, layout.virtual_stages) != ("1f1b", 1):
+        values = {"schedule": "1f1b", "virtual_stages": 1}
+        yield Change("layout.schedule=1f1b layout.virtual_stages=1", values)
+
+
+def _wider(setting: Setting, layout: Layout, axis: str) -> Iterator[Change]:
+    """Yield higher degrees of an axis at the cost of data ranks, the devices kept."""
+    for factor in divisors(layout.dp)[1:]:
+        values = {axis: getattr(layout, axis) * factor}
+        for data in ("dp_replicate", "dp_shard"):
+            if getattr(layout, data) % factor == 0:
+                values[data] = getattr(layout, data) // factor
+                break
+        else:
+            continue
+        if axis == "tp" and values["tp"] > setting.cluster.per_node:
+            return
+        text = _words(values)[1:]
+        sp = {"sp": True} if axis == "tp" else {}
+        yield Change(text + (" layout.sp=true" if sp else ""), {**values, **sp})
+
+
+def _offload(layout: Layout) -> Iterator[Change]:
+    kinds = get_args(Offload)
+    for offload in kinds[kinds.index(layout.offload) + 1 :]:
+        yield Change(f"layout.offload={offload}", {"offload": offload})
+
+
+def _shorter(setting: Setting) -> Iterator[Change]:
+    length = setting.train.seq_len // 2
+    while length >= 64:
+        yield Change(f"train.seq_len={length}", {}, seq_len=length)
+        length //= 2
+
+
+def _more_devices(setting: Setting, layout: Layout) -> Iterator[Change]:
+    """Yield more devices to shard over, where anything is sharded."""
+    if not layout.zero:
+        return
+    for factor in (2, 4, 8):
+        shards, devices = layout.dp_shard * factor, layout.world * factor
+        text = f"{devices} devices, layout.dp_shard={shards}"
+        yield Change(text, {"dp_shard": shards}, devices=devices)

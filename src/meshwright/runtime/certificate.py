@@ -1,0 +1,241 @@
+"""The resume certificate: compares an interrupted and resumed run with an uninterrupted one.
+
+The runs are those of `train`, with the config's own data, precision, optimizer and schedule; the
+layout and the model are made small, as for every proof. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from meshwright.checkpoint.commit import digest_of, read_manifest, step_name, steps
+from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
+from meshwright.layout import Layout
+from meshwright.prove.case import Case
+from meshwright.prove.verdict import Divergence, Quantity, Verdict
+from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.saved import Arrays, above_noise, distance, minus, read_whole
+from meshwright.runtime.session import Run, train
+from meshwright.spec.loading import Config
+
+STEPS: Final = 10
+# What a step's files must agree in besides their hashes.
+_FACTS: Final = ("step", "samples", "tokens", "identity", "loss_scale", "scalars")
+# Another layout resumes from this step, and takes so many more, which are compared.
+_FROM: Final = 5
+_ON: Final = 3
+_TINY: Final = 1e-30  # for a loss of 0
+
+
+class Bounds(NamedTuple):
+    """The relative tolerances of another layout: losses, optimizer state and updates.
+
+    Moments in the state are sums of gradients, so their error is some hundred rounding errors. For
+    updates, only elements count whose gradients exceed `noise` times the root mean square of all.
+    """
+
+    loss: float
+    state: float
+    update: float
+    noise: float
+
+
+BOUNDS: Final[Mapping[str, Bounds]] = {
+    "fp32": Bounds(2e-6, 2.0**-12, 2.0**-7, 1e-3),
+    "bf16": Bounds(2e-2, 2.0**-3, 2.0**-2, 0.2),
+    "fp16": Bounds(3e-3, 2.0**-6, 2.0**-4, 0.05),
+}
+
+
+def certify(
+    config: Config,
+    case: Case,
+    folder: Path,
+    environ: Mapping[str, str],
+    show: Callable[[str], None] = lambda text: None,
+) -> Iterator[Verdict]:
+    """Yield the verdicts on resuming a config, for one of its small cases.
+
+    `folder` receives the runs. `show` is called with progress messages.
+    """
+    runs = _Runs(small_config(config, case, folder), folder, environ, show)
+    layout = case.layout.model_dump(mode="json")
+    whole = runs.begin("whole")
+
+    def same(claim: str, run: Run, *at: int) -> Verdict:
+        expected = [_digest(whole.folder, step) for step in at]
+        observed = [_digest(run.folder, step) for step in at]
+        wrong = first_difference(whole.folder, run.folder, at)
+        return Verdict(claim, layout, expected, wrong or observed, None, wrong is None)
+
+    yield same("5 + 5 steps are 10, bit for bit", runs.go_on(whole, 5, "half"), STEPS)
+    once = runs.go_on(whole, 3, "once")
+    twice = runs.go_on(once, 6, "twice")
+    yield same("3 + 3 + 4 steps are 10, bit for bit", twice, 6, STEPS)
+    alone = runs.go_on(whole, _FROM, "alone", Layout(microbatch=case.layout.microbatch))
+    yield from on_another(whole, alone, layout, BOUNDS[config.train.precision])
+
+
+def on_another(
+    whole: Run, other: Run, layout: Mapping[str, Any], bounds: Bounds
+) -> Iterator[Verdict]:
+    """Yield the verdicts on three steps that another layout has taken from the same state.
+
+    If state is restored at the wrong place, the loss of the next step doesn't change, but the
+    update that this step adds to the weights does.
+    """
+    last = _FROM + _ON
+    steps = f"steps {_FROM + 1} to {last}"
+    told = {"step": f"{steps} have the same losses", "eval": f"step {last} is evaluated the same"}
+    for kind, same in told.items():
+        expected, observed = (
+            _losses(run, kind, range(_FROM + 1, last + 1)) for run in (whole, other)
+        )
+        if kind == "eval" and not expected:  # the config evaluates nothing
+            continue
+        error = _off(expected, observed)
+        claim = f"on one rank {same}"
+        yield Verdict(claim, layout, expected, observed, bounds.loss, error <= bounds.loss)
+
+    def tensors(run: Run, kind: str, step: int) -> Arrays:
+        return read_whole(run.folder / "checkpoints" / step_name(step), kind)
+
+    start = tensors(whole, "weights", _FROM)
+    state = [tensors(run, "optimizer", last) for run in (other, whole)]
+    changes = [minus(tensors(run, "weights", last), start) for run in (other, whole)]
+    added = [above_noise(change, state[1], bounds.noise) for change in changes]
+    compared: list[tuple[str, list[Arrays], float, Quantity]] = [
+        (f"on one rank {steps} add the same to weights", added, bounds.update, "update"),
+        (f"on one rank step {last} has the same state", state, bounds.state, "optimizer state"),
+    ]
+    for claim, (found, wanted), bound, quantity in compared:
+        if not wanted:  # SGD without momentum keeps nothing
+            continue
+        error, tensor = distance(found, wanted)
+        where = None
+        if error > bound:
+            where = Divergence(tensor, 0, 0, None, error, quantity, step=last)
+        yield Verdict(claim, layout, 0.0, error, bound, error <= bound, where)
+
+
+def small_config(config: Config, case: Case, folder: Path) -> Config:
+    """Return the config with the case's layout and model, but its own vocabulary and data."""
+    model = case.model.model_copy(
+        update={"vocab_size": config.model.vocab_size, "dropout": config.model.dropout}
+    )
+    section = config.layout.model_copy(update={"auto": False, **case.layout.model_dump()})
+    train_update = {
+        "batch": case.train.batch,
+        "seq_len": case.train.seq_len,
+        "steps": STEPS,
+        # Once, where the config evaluates at all.
+        "eval_every": _FROM + _ON if config.train.eval_every else 0,
+    }
+    saving = {"every": 1, "keep": STEPS, "dir": None}
+    world = {"device": "cpu", "devices_per_node": case.layout.world, "nodes": 1, "memory": None}
+    log = {"dir": str(folder), "name": None, "tensorboard": False, "wandb": None, "trackio": None}
+    return config.model_copy(
+        update={
+            "model": model,
+            "layout": section,
+            "train": config.train.model_copy(update=train_update),
+            "checkpoint": config.checkpoint.model_copy(update=saving),
+            "cluster": config.cluster.model_copy(update={**world, "port": None}),
+            "log": config.log.model_copy(update=log),
+        }
+    )
+
+
+class _Runs:
+    """Starts runs, and goes on with copies of them cut off after a step."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        environ: Mapping[str, str],
+        show: Callable[[str], None],
+    ) -> None:
+        self._config, self._folder, self._environ, self._show = config, folder, environ, show
+
+    def begin(self, name: str) -> Run:
+        """Return a run of all steps, each of them saved."""
+        self._show(f"run of {STEPS} steps")
+        log = self._config.log.model_copy(update={"name": name})
+        config = self._config.model_copy(update={"log": log})
+        return _whole(train(config, self._environ, io.StringIO()))
+
+    def go_on(self, run: Run, after: int, name: str, layout: Layout | None = None) -> Run:
+        """Return a copy of a run as if it had ended after a step, resumed to its end."""
+        copy = self._folder / name
+        shutil.copytree(run.folder, copy)
+        for path in steps(copy / "checkpoints"):
+            if path.name > step_name(after):
+                shutil.rmtree(path)
+        (copy / "events.jsonl").unlink()
+        config = self._config
+        where = "" if layout is None else " on one rank"
+        if layout is not None:
+            section = config.layout.model_copy(update=layout.model_dump())
+            cluster = config.cluster.model_copy(update={"devices_per_node": layout.world})
+            config = config.model_copy(update={"layout": section, "cluster": cluster})
+        self._show(f"resume after step {after}{where}")
+        return _whole(train(config, self._environ, io.StringIO(), resume=Resume(copy)))
+
+
+def _whole(run: Run) -> Run:
+    """Return a run that reached its last step; raises `StoppedOnRequest` if it was stopped."""
+    if run.exit_code == EXIT_STOPPED:
+        raise StoppedOnRequest("stopped on request: the runs were not compared")
+    return run
+
+
+def _manifest(folder: Path, step: int) -> dict[str, Any]:
+    return read_manifest(folder / "checkpoints" / step_name(step))
+
+
+def _digest(folder: Path, step: int) -> str:
+    text = json.dumps(_manifest(folder, step), sort_keys=True)
+    return f"step {step}: {digest_of([text])[:16]}"
+
+
+def first_difference(whole: Path, resumed: Path, at: tuple[int, ...]) -> str | None:
+    """Return the first difference between two runs' steps, None if there is none."""
+    for step in at:
+        expected, found = _manifest(whole, step), _manifest(resumed, step)
+        if not any(name.startswith("weights-") for name in expected["files"]):
+            return f"step {step} holds no weights"
+        for name, file in expected["files"].items():
+            if found["files"].get(name) != file:
+                return f"{name} of step {step} differs"
+        for fact in _FACTS:
+            if found.get(fact) != expected.get(fact):
+                return f"{fact} of step {step} is {found.get(fact)}, not {expected.get(fact)}"
+    return None
+
+
+def _losses(run: Run, kind: str, at: range) -> list[float]:
+    """Return the losses of some steps, or of evaluations after them; NaN for what is no number."""
+    return [_number(event["loss"]) for event in run.events(kind) if event["step"] in at]
+
+
+def _number(value: Any) -> float:
+    with contextlib.suppress(ValueError):  # a loss that is not finite is a text
+        return float(value)
+    return math.nan
+
+
+def _off(expected: list[float], observed: list[float]) -> float:
+    """Return the largest relative error; infinite where a loss is missing or not finite."""
+    if len(expected) != len(observed) or not expected:
+        return math.inf
+    pairs = zip(expected, observed, strict=True)
+    errors = [abs(a - b) / max(abs(a), _TINY) for a, b in pairs]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf

@@ -1,0 +1,175 @@
+"""Notes before a run starts: it can run, but may not do what was intended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from filecmp import cmp
+from operator import attrgetter
+from pathlib import Path
+
+from meshwright.checkpoint.commit import steps
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.layout import Layout, Machine, left_over, unsharded
+from meshwright.program.target import takes_tf32
+from meshwright.runtime.machines.accelerators import find_gpus, unused_note
+from meshwright.spec.learning_rate import learning_rate
+from meshwright.spec.loading import Config, load_config
+from meshwright.spec.stored import stored_tokenizer
+from meshwright.spec.words import beyond_context
+from meshwright.training.run_folder import Job
+
+# What a resumed run may change of how it trains: keys of the schedule, and others by section.
+_OF_SCHEDULE = ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "schedule_steps")
+_OF_STEPS = {
+    "optimizer": ("betas", "eps", "weight_decay", "momentum"),
+    "train": ("precision", "fp8", "loss_scale", "reduce_dtype", "clip_norm", "nonfinite"),
+}
+
+
+def config_notes(config: Config) -> Iterator[str]:
+    """Yield notes on a config that apply on any machine."""
+    rate, where = config.optimizer.lr, config.origins.get("optimizer.lr", "")
+    if where.startswith("derived"):
+        yield f"optimizer.lr = {rate:g}, {where}"
+    if config.origins.get("data.tokenizer", "").startswith("model.init_from"):
+        yield f"data.tokenizer = {config.data.tokenizer}, as model.init_from has it"
+    for key in ("train.batch", "train.seq_len", "train.precision", "layout.microbatch"):
+        if (where := config.origins.get(key, "")).startswith("derived"):
+            yield f"{key} = {attrgetter(key)(config)}, {where}"
+    beyond = beyond_context(config.train.seq_len, config.model)
+    for text in (preset_note(config), tokenizer_note(config), beyond, schedule_note(config)):
+        if text is not None:
+            yield text
+
+
+# Keys of the model whose value makes it another one than its preset.
+_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+
+
+def plan_notes(config: Config) -> list[str]:
+    """Return notes on what a plan leaves out."""
+    other = preset_note(config)
+    return [] if other is None else [other]
+
+
+def preset_note(config: Config) -> str | None:
+    """Return a note if the given sizes differ from those of the preset."""
+    of_preset = ("preset ", "derived", "default", "data.tokenizer")
+    origins = {key: config.origins[f"model.{key}"] for key in _SIZES}
+    given = [
+        f"model.{key} = {getattr(config.model, key)} ({where})"
+        for key, where in origins.items()
+        if not where.startswith(of_preset)
+    ]
+    if config.model.preset is None or not given:
+        return None
+    return f"not the whole of model.preset = {config.model.preset}: {', '.join(given)}"
+
+
+def schedule_note(config: Config) -> str | None:
+    """Return a note if the learning rate never reaches `optimizer.lr`, or falls before it has."""
+    spec, steps = config.optimizer, config.train.steps
+    end, warmup = spec.schedule_steps or steps, spec.warmup_steps
+    if warmup > min(end, steps):
+        return (
+            f"optimizer.warmup_steps = {warmup} is more than the {min(end, steps)} steps of the "
+            "schedule: the learning rate does not reach optimizer.lr"
+        )
+    decay = max(1, end // 5) if spec.decay_steps is None else spec.decay_steps
+    if spec.schedule == "wsd" and decay > end - warmup:
+        return (
+            f"optimizer.decay_steps = {decay} and warmup_steps = {warmup} are more than the {end} "
+            "steps of the schedule: after the warm-up the learning rate drops below optimizer.lr"
+        )
+    return None
+
+
+def tokenizer_note(config: Config) -> str | None:
+    """Return a note if a stored model gets a tokenizer other than its own."""
+    init_from, given = config.model.init_from, config.data.tokenizer
+    own = None if init_from is None else stored_tokenizer(Path(init_from))
+    if own is None or given == own[0]:
+        return None
+    file = Path(given) / Path(own[0]).name if Path(given).is_dir() else Path(given)
+    if file.is_file() and Path(own[0]).is_file() and cmp(file, own[0], shallow=False):
+        return None
+    return (
+        f"data.tokenizer = {given!r}, but model.init_from was trained with {own[0]}: its ids mean "
+        "other texts"
+    )
+
+
+def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield notes on a run that starts on this machine, or resumes."""
+    config, layout, machine = job.config, job.layout, job.machine
+    unused = unused_note(config.cluster.device, machine.device, find_gpus(environ))
+    if unused is not None:
+        yield unused
+    if job.resume:
+        yield from resume_notes(job)
+    else:
+        yield from config_notes(config)
+    chosen = config.origins["train.compile"].removeprefix("auto: ")
+    if chosen != config.origins["train.compile"]:
+        blocks = "compiled" if config.train.is_compiled else "not compiled"
+        yield f"blocks are {blocks}: {chosen}"
+    if machine.device == "cuda" and takes_tf32(config.train.matmul):
+        yield "fp32 matmuls use TF32; train.matmul=torch computes them in full fp32"
+    yield from layout_notes(config, layout, machine)
+
+
+def layout_notes(config: Config, layout: Layout, machine: Machine) -> Iterator[str]:
+    """Yield notes on what a layout leaves unused, and on ranks that share cores."""
+    unused = left_over(config, layout, machine.devices * config.cluster.nodes)
+    for text in (None if unused is None else unused.text, unsharded(layout)):
+        if text is not None:
+            yield text
+    here = layout.world // config.cluster.nodes
+    if machine.device == "cpu" and here > machine.cores:
+        yield (
+            f"the layout {layout.label} has {here} ranks on this machine, which share "
+            f"{machine.cores} cores"
+        )
+
+
+def resume_notes(job: Job) -> Iterator[str]:
+    """Yield notes on changes to training from the step at which a run resumes."""
+    try:
+        before = load_config(job.folder.config)
+        done = int(steps(job.checkpoints)[-1].name.rpartition("-")[2])
+    except (ConfigError, CheckpointError, IndexError, ValueError):
+        return  # a run that is refused elsewhere
+    for text in (_schedule_note(before, job.config, done), _change_note(before, job.config, done)):
+        if text is not None:
+            yield text
+
+
+def _change_note(before: Config, now: Config, done: int) -> str | None:
+    """Return what but the learning rate is another after the steps that are done."""
+    changed = []
+    for section, keys in _OF_STEPS.items():
+        for key in keys:
+            old, new = (getattr(getattr(one, section), key) for one in (before, now))
+            if old != new:
+                changed.append(f"{section}.{key} was {old}, is {new}")
+    return f"from step {done + 1} on: {'; '.join(changed)}" if changed else None
+
+
+def _schedule_note(before: Config, now: Config, done: int) -> str | None:
+    """Return how the learning rate of a resumed run departs from its schedule so far."""
+    step = done + 1
+    rates = [learning_rate(step, one.train.steps, one.optimizer) for one in (before, now)]
+    if abs(rates[1] - rates[0]) <= 1e-6 * rates[0]:
+        return None
+    last = learning_rate(done, before.train.steps, before.optimizer)
+    pairs = [("train.steps", before.train.steps, now.train.steps)]
+    pairs += [
+        (f"optimizer.{key}", getattr(before.optimizer, key), getattr(now.optimizer, key))
+        for key in _OF_SCHEDULE
+    ]
+    changed = ", ".join(f"{key} was {old}, is {new}" for key, old, new in pairs if old != new)
+    text = f"{changed}: the learning rate was {last:.2e} at step {done}, and is {rates[1]:.2e} next"
+    if pairs[0][1] == pairs[0][2]:
+        return text
+    keeps = before.optimizer.schedule_steps or before.train.steps
+    return f"{text}. optimizer.schedule_steps={keeps} keeps the schedule"

@@ -1,0 +1,250 @@
+"""`doctor`: what this machine has, and whether a config could start on it. No torch here."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from meshwright.cost.price import worst_memory
+from meshwright.data import BlendSampler, StreamedDataset, open_data
+from meshwright.errors import MeshwrightError
+from meshwright.layout import Layout, Machine, resolve_layout
+from meshwright.lines import fitted
+from meshwright.parallel.machine.rendezvous import loopback_interface
+from meshwright.runtime.checks.notes import config_notes, layout_notes
+from meshwright.runtime.checks.start import (
+    check_device,
+    check_extras,
+    check_limit,
+    check_memory,
+    check_tokenizer,
+)
+from meshwright.runtime.machines.accelerators import check_build, find_gpus, torch_build
+from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
+from meshwright.runtime.machines.finding import Finding
+from meshwright.runtime.machines.machine import detect, memory_of_machine
+from meshwright.runtime.machines.system import examine_system
+from meshwright.runtime.pricing.planned import setting_on, settled
+from meshwright.runtime.session import cache_folder
+from meshwright.runtime.supervise.supervisor import LOOPBACK, listen_on_loopback
+from meshwright.spec.loading import Config
+from meshwright.spec.parts import parameter_count, trained_parameter_count
+from meshwright.spec.training import ClusterSpec
+from meshwright.spec.words import busy
+from meshwright.units import counted, format_bytes, format_count
+from meshwright.version import __version__
+
+# Packages that something needs, and the extra that brings them.
+_EXTRAS: Final[Mapping[str, str]] = {
+    "tiktoken": "tiktoken",
+    "datasets": "hf",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}
+
+
+def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Finding]:
+    """Yield findings on this machine, for runs under `log_dir`."""
+    yield Finding("meshwright", f"{__version__}, Python {platform.python_version()}")
+    torch = _version("torch")
+    yield Finding(
+        "torch", torch or "not installed: pip install 'meshwright[train]'", "ok" if torch else "bad"
+    )
+    for package, extra in _EXTRAS.items():
+        found = _version(package)
+        text = found or f"not installed: pip install 'meshwright[{extra}]'"
+        yield Finding(package, text, "ok" if found else "note")
+    yield Finding("system", platform.platform())
+    yield _looked_at("devices", lambda: _devices(environ))
+    yield _load()
+    yield _memory()
+    yield _interface()
+    yield _looked_at("port", lambda: _port(None))
+    writable = _looked_at("log.dir", lambda: _folder(log_dir))
+    yield writable
+    yield from examine_system(_nearest(log_dir) if writable.state == "ok" else Path.cwd())
+
+
+def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what a start of a config would find; starts no process, creates no run.
+
+    Prepares the data, as a start would.
+    """
+    layout: Layout | None = None
+
+    def resolved() -> str:
+        nonlocal layout
+        machine = detect(config.cluster, environ)
+        check_device(config, machine, environ)
+        lacks = lacks_compiler(machine.device, environ)
+        layout = resolve_layout(settled(config, machine, lacks), machine)
+        check_compiler(config.train, lacks)
+        parameters = format_count(parameter_count(config.model))
+        return f"{layout.label} on {counted(layout.world, 'rank')}, {parameters} parameters"
+
+    yield _looked_at("layout", resolved)
+    yield _looked_at("data", lambda: _data(config, environ))
+    yield _looked_at("trackers", lambda: _trackers(config))
+    if config.cluster.port is not None:
+        yield _looked_at("cluster.port", lambda: _port(config.cluster.port))
+    own = config.checkpoint.dir
+    root = Path(config.log.dir if own is None else own)
+    yield _looked_at("checkpoints", lambda: _room(config, root))
+    for text in config_notes(config):
+        yield Finding("config", text, "note")
+    if layout is not None:
+        machine = detect(config.cluster, environ)
+        for text in layout_notes(config, layout, machine):
+            yield Finding("config", text, "note")
+        yield _fits(config, layout, machine)
+
+
+def _looked_at(name: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, look())
+    except MeshwrightError as error:
+        return Finding(name, str(error), "bad")
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return Finding(name, f"{error.strerror}{where}", "bad")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices(environ: Mapping[str, str]) -> str:
+    machine = detect(ClusterSpec(), environ)
+    if machine.device == "cpu":
+        return f"{machine.name}; {machine.devices} ranks share them by default"
+    check_build(machine.device, find_gpus(environ), torch_build())
+    models = set()
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        found = re.search(r"Model:\s*(.+)", path.read_text(encoding="utf-8", errors="replace"))
+        models.add(found[1] if found else "NVIDIA GPU")
+    return f"{machine.devices} x {' and '.join(sorted(models)) or 'CUDA GPU'}"
+
+
+def _load() -> Finding:
+    """Return how busy the machine is."""
+    machine = detect(ClusterSpec(device="cpu"), {})
+    if (text := busy(machine.load, machine.cores)) is not None:
+        return Finding("load", text, "note")
+    return Finding("load", f"{machine.load:.1f} on {machine.cores} cores")
+
+
+def _memory() -> Finding:
+    total, free = memory_of_machine()
+    if not total:
+        return Finding("memory", "not known on this system", "note")
+    return Finding("memory", f"{format_bytes(free)} of {format_bytes(total)} available")
+
+
+def _interface() -> Finding:
+    name = loopback_interface()
+    if name in [known for _, known in socket.if_nameindex()]:
+        return Finding("interface", f"local ranks meet on {name} ({LOOPBACK})")
+    return Finding("interface", f"there is no {name}: local ranks cannot meet", "bad")
+
+
+def _port(port: int | None) -> str:
+    with listen_on_loopback(port) as listener:
+        address, found = listener.getsockname()
+    return f"{address}:{found} can be listened on"
+
+
+def _nearest(path: Path) -> Path:
+    """Return the nearest folder on a path that is there."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def _folder(path: Path) -> str:
+    """Try in the nearest folder that is there what a run needs of it: files, and locks on them."""
+    there = _nearest(path)
+    with tempfile.TemporaryFile(dir=there) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    usage = shutil.disk_usage(there)
+    free, total = format_bytes(usage.free), format_bytes(usage.total)
+    return f"{path} can be written; {free} of {total} free"
+
+
+def _data(config: Config, environ: Mapping[str, str]) -> str:
+    check_tokenizer(config)
+    dataset = open_data(
+        config.data,
+        cache_folder(config, environ),
+        vocab_size=config.model.vocab_size,
+        progress=lambda text: print(fitted(text, sys.stderr), file=sys.stderr),
+    )
+    dataset.check(config.train)
+    if isinstance(dataset, StreamedDataset):
+        return f"{config.data.sources[0]} can be read; how much it holds a stream does not tell"
+    sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
+    samples = config.train.steps * config.train.batch
+    tokens = format_count(dataset.tokens("train"))
+    if isinstance(sampler, BlendSampler):
+        each = (f"{one['source']} {one['epochs']:.2g}" for one in sampler.passes(samples))
+        return f"{tokens} training tokens; train.steps reads {', '.join(each)} times"
+    passes = samples / sampler.samples
+    return f"{tokens} training tokens, of which train.steps reads {passes:.2g} times all"
+
+
+def data_identity(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the identity of a config's data; raises `DataError` if there is none."""
+    folder = cache_folder(config, environ)
+    return open_data(config.data, folder, vocab_size=config.model.vocab_size).identity
+
+
+def _trackers(config: Config) -> str:
+    check_extras(config)
+    wanted = [name for name in ("tensorboard", "wandb", "trackio") if getattr(config.log, name)]
+    return ", ".join(wanted) or "none"
+
+
+def _room(config: Config, root: Path) -> str:
+    """Compare what the steps of a run take with what the disk has."""
+    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    trained = trained_parameter_count(config.model)
+    one = 4 * (parameter_count(config.model) + trained * states)
+    # The newest is there before the oldest goes.
+    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    needed = one * kept
+    there = _nearest(root)
+    free = shutil.disk_usage(there).free
+    text = (
+        f"{kept} steps of {format_bytes(one)} need {format_bytes(needed)}; "
+        f"{format_bytes(free)} are free"
+    )
+    if needed > free:
+        raise MeshwrightError(f"{text}; checkpoint.dir or log.dir sets where")
+    return text
+
+
+def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:
+    """Compare the predicted peak of all ranks of this machine with its memory."""
+
+    def look() -> str:
+        check_limit(config, layout, machine)
+        return check_memory(config, layout, machine)
+
+    found = _looked_at("peak", look)
+    limit = config.cluster.memory
+    if limit is None or found.state == "bad":
+        return found
+    needed = worst_memory(setting_on(config, machine, layout), layout).allocated
+    if needed <= limit:
+        return found
+    return Finding("peak", f"{found.text}, but cluster.memory = {format_bytes(limit)}", "bad")

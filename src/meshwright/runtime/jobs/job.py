@@ -1,0 +1,215 @@
+"""`JobSpec`: what a job runs, where, and for how long; its scripts and manifests use it.
+
+No torch here, so that a job can be written on a laptop.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import PurePosixPath
+from typing import Final
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.parallel.machine.secret import VARIABLE
+from meshwright.runtime.ranks.rank_environ import ALLOCATOR
+from meshwright.units import format_seconds
+
+PORT: Final = 29500
+# Names as Kubernetes takes them (RFC 1123), which Slurm and SkyPilot take, too.
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_LONGEST_NAME: Final = 52  # what JobSet adds to it must stay below 63
+
+
+class Expression(str):
+    """An expression that a shell evaluates: `shell` does not quote it."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job: `words` are the arguments of `meshwright train`, `per_node` the ranks per node.
+
+    `accelerator` is the device by its cloud name ("H100"), None on CPUs. `time_limit_s` is what the
+    scheduler grants; `grace_s` before its end, ranks are asked to save and stop. `setup` runs
+    before, on each node; `image` is a container's. `log_dir` is the folder of runs, `steps_dir`
+    that of this run's steps, None for its own folder. `files` has the texts of the files that the
+    words name, by path: a Kubernetes job carries them. `volume` is the PersistentVolumeClaim, or
+    the bucket, that keeps data and runs, `wheel` the file of Meshwright's package, `identity` a
+    random id of this job. Ranks prove that they know `secret`.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    nodes: int
+    per_node: int
+    device: str
+    accelerator: str | None = None
+    cores: int | None = None
+    time_limit_s: int = 24 * 3600
+    grace_s: int = 180
+    restarts: int = 3
+    partition: str | None = None
+    account: str | None = None
+    image: str | None = None
+    setup: str | None = None
+    log_dir: str = "runs"
+    steps_dir: str | None = None
+    hosts: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    volume: str | None = None
+    wheel: str | None = None
+    identity: str = field(default_factory=lambda: secrets.token_hex(4))
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+
+    def __post_init__(self) -> None:
+        for name, text in self._texts():
+            if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
+                raise ConfigError(f"{name} {text!r} has control characters, which no job takes")
+        if not _NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
+            near = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:_LONGEST_NAME]
+            rule = "small letters, digits and dashes, as Kubernetes has it"
+            raise ConfigError(
+                refusal(f"--name {self.name!r} must be {rule}", legal=[near or "meshwright"])
+            )
+        if self.time_limit_s <= self.grace_s:
+            raise ConfigError(
+                refusal(
+                    f"--time {format_seconds(self.time_limit_s)} must be longer than the "
+                    f"--grace {format_seconds(self.grace_s)} in which ranks save",
+                    legal=[f"--time {math.ceil((2 * self.grace_s) / 60)}m"],
+                )
+            )
+        if self.hosts and len(self.hosts) != self.nodes:
+            raise ConfigError(
+                refusal(
+                    f"--hosts names {len(self.hosts)}, but there are {self.nodes} nodes",
+                    legal=[self.nodes],
+                )
+            )
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """Yield the names and texts of all fields but the setup script and the files."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("setup", "files") or value is None:
+                continue
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str):
+                    yield one.name, text
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.nodes * self.per_node
+
+    @property
+    def train(self) -> list[str]:
+        """The command of a rank."""
+        return ["meshwright", "train", *self.words]
+
+    @property
+    def python(self) -> str:
+        """The Python of a node: this one on shared file systems, or the one of `setup`."""
+        return sys.executable if self.setup is None else "python"
+
+    @property
+    def run_folder(self) -> str:
+        """The run folder of a job that names its run."""
+        return str(PurePosixPath(self.log_dir) / self.name)
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of steps of a job that names its run."""
+        return self.steps_dir or str(PurePosixPath(self.run_folder) / "checkpoints")
+
+    @property
+    def elastic(self) -> list[str]:
+        """The torchrun command, with the job's grace period for saving.
+
+        By default, torchrun kills its ranks 30 seconds after SIGTERM; torch 2.11 has no option for
+        it.
+        """
+        return ["env", f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}", "torchrun"]
+
+    def torchrun(self, endpoint: str) -> list[str]:
+        """Return a node's command; ranks meet at an endpoint, under this job's own id.
+
+        Otherwise, a second job of the same name would join the rest of the first one.
+        """
+        return [
+            *self.elastic,
+            *("--nnodes", str(self.nodes), "--nproc-per-node", str(self.per_node)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
+            *("--rdzv-id", f"{self.name}-{self.identity}"),
+            *("--max-restarts", str(self.restarts)),
+            *("-m", "meshwright", "train", *self.words),
+        ]
+
+
+Writer = Callable[[JobSpec], str]
+
+
+def local(job: JobSpec) -> str:
+    """Return the command that starts the ranks of this machine."""
+    if job.nodes > 1:
+        raise ConfigError(
+            refusal(f"local is one node, and the config has {job.nodes}", legal=["torchrun"])
+        )
+    return shell(job.train) + "\n"
+
+
+def torchrun(job: JobSpec) -> str:
+    """Return a command for each node; ranks meet on the first, and torchrun restarts them."""
+    hosts = job.hosts or tuple(f"NODE{number}" for number in range(job.nodes))
+    first = hosts[0] if job.nodes > 1 else "localhost"
+    lines = [] if job.nodes == 1 or job.hosts else ["# NODE0 and so on stand for the nodes' names"]
+    for host in hosts:
+        if job.nodes > 1:
+            lines.append(f"# on {host}")
+        # Before the command, not in it: others see the words of a process, not its environment.
+        lines.append(shell([f"{VARIABLE}={job.secret}", *job.torchrun(f"{first}:{PORT}")]))
+    return "\n".join(lines) + "\n"
+
+
+def shell(words: Sequence[str]) -> str:
+    """Return words as a line of a shell; all quoting of jobs is done here."""
+    return " ".join(word if isinstance(word, Expression) else shlex.quote(word) for word in words)
+
+
+def environment(job: JobSpec) -> Mapping[str, str]:
+    """Return the environment variables of ranks: one thread each if CPU ranks share cores."""
+    if job.device == "cuda":
+        return {}
+    return {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": ALLOCATOR}
+
+
+def parse_time(text: str) -> int:
+    """Return a duration such as `90m`, `24h`, `2d` or `12:30:00` in seconds.
+
+    Raises `ConfigError` for anything else.
+    """
+    found = re.fullmatch(r"(\d+)([smhd])", text)
+    if found:
+        return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
+    if clock:
+        hours, minutes, seconds = map(int, clock.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    raise ConfigError(refusal(f"{text!r} is no length of time", legal=["90m", "24h", "12:30:00"]))
+
+
+def clock(seconds: int) -> str:
+    """Return seconds as Slurm writes them: `days-hours:minutes:seconds`."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (
+        f"{days}-{hours:02}:{minutes:02}:{rest:02}"
+        if days
+        else f"{hours:02}:{minutes:02}:{rest:02}"
+    )

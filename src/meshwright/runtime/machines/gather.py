@@ -1,0 +1,201 @@
+"""The run folder of ranks on several nodes: shared by all nodes, or gathered at the end.
+
+A node that cannot access rank 0's folder creates one under the same path. The files of its ranks
+are sent to rank 0 through the rendezvous store, at the end or after a failure. No torch here: the
+store is an argument.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO, cast
+
+from meshwright.checkpoint.commit import LOCK
+from meshwright.errors import ConfigError, refusal
+from meshwright.files import open_own, write_atomic
+from meshwright.parallel.record.flight_recorder_file import SIZE
+from meshwright.training.run_folder import Job, RunFolder
+
+if TYPE_CHECKING:  # a supervisor never needs torch
+    from meshwright.parallel.transport.world import World
+
+# Of a log its end is sent; a flight recorder is sent whole. The store keeps all of it in memory.
+_LONGEST: Final = 256 * 1024
+_LOOK_S: Final = 3.0  # file systems over a network show new folders late
+_END_S: Final = 30.0  # for what other nodes send when all has gone well
+_FAILED_S: Final = 5.0  # and after a failure, where some of them may be gone
+
+
+class KeyValueStore(Protocol):
+    """The interface of torch's stores that is needed here."""
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a text under a key."""
+
+    def get(self, key: str) -> bytes:
+        """Return what is kept under a key."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether something is kept under all of some keys."""
+
+
+def hand_over(job: Job) -> str:
+    """Return what rank 0 tells the other ranks about the run, whose locks it holds."""
+    seen = {
+        str(path): path.read_text(encoding="utf-8")
+        for path in (job.folder.lock, job.checkpoints / LOCK)
+    }
+    texts = {
+        path.name: path.read_text(encoding="utf-8") for path in (job.folder.config, job.folder.plan)
+    }
+    return json.dumps({"folder": str(job.folder.path), "seen": seen, "texts": texts})
+
+
+def sight(told: Mapping[str, Any]) -> list[bool]:
+    """Return whether this node can access rank 0's run folder, and its checkpoint folder."""
+    until = time.monotonic() + _LOOK_S
+    while True:
+        found = [_reads(Path(path), text) for path, text in told["seen"].items()]
+        if all(found) or time.monotonic() > until:
+            return [found[0], found[-1]]  # one file where steps are saved into the run folder
+        time.sleep(0.1)
+
+
+def _reads(path: Path, text: str) -> bool:
+    try:
+        return path.read_text(encoding="utf-8") == text
+    except OSError:
+        return False
+
+
+def check_sights(told: Mapping[str, Any], sights: Iterable[tuple[str, Sequence[bool]]]) -> None:
+    """Refuse a run whose steps would be split over folders; `sights` have node names.
+
+    Every rank writes its part of a step, and rank 0 commits it, so all need access to one folder.
+    """
+    blind = sorted({node for node, (_, checkpoints) in sights if not checkpoints})
+    if blind:
+        path = Path(list(told["seen"])[-1]).parent
+        what = f"{', '.join(blind)} cannot see {path}, into which rank 0's node saves"
+        legal = ["log.dir on a file system of all nodes", "checkpoint.dir on one"]
+        raise ConfigError(refusal(what, legal=legal))
+
+
+def make_copy(told: Mapping[str, Any]) -> None:
+    """Create a run folder on a node that cannot access rank 0's."""
+    folder = Path(told["folder"])
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    for name, text in told["texts"].items():
+        write_atomic(folder / name, text.encode())
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Copies the files of ranks on nodes `apart` from their run folders to rank 0's."""
+
+    store: KeyValueStore
+    folder: RunFolder
+    apart: tuple[int, ...]
+
+    def send(self, rank: int) -> None:
+        """Send the files of this node's rank; ignores a store that is gone with rank 0."""
+        found = {}
+        for path in (
+            self.folder.log(rank),
+            self.folder.flight_recorder(rank),
+            self.folder.failure(rank),
+        ):
+            with contextlib.suppress(OSError):
+                content = path.read_bytes()[-max(_LONGEST, SIZE) :]
+                found[path.name] = base64.b64encode(content).decode()
+        with contextlib.suppress(Exception):  # the store is gone with rank 0
+            self.store.set(f"left/{rank}", json.dumps(found))
+
+    def collect(self, *, is_failure: bool) -> list[int]:
+        """Write received files into this folder; returns the ranks that sent nothing.
+
+        For rank 0 only; waits for a limited time.
+        """
+        missing = list(self.apart)
+        until = time.monotonic() + (_FAILED_S if is_failure else _END_S)
+        while missing and time.monotonic() < until:
+            with contextlib.suppress(Exception):  # the store has been lost, or the disk is full
+                for rank in [one for one in missing if self.store.check([f"left/{one}"])]:
+                    for name, text in json.loads(self.store.get(f"left/{rank}")).items():
+                        write_atomic(self.folder.path / "logs" / name, base64.b64decode(text))
+                    missing.remove(rank)
+            if missing:
+                time.sleep(0.1)
+        return missing
+
+
+def one_folder(world: World, told: Mapping[str, Any]) -> Gathering:
+    """Return how the ranks share a run folder; a collective.
+
+    Raises `ConfigError` on every rank if they have no common folder to save into.
+    """
+    own = sight(told)
+    sights = [[bool(seen) for seen in row] for row in world.gather_on_host([float(s) for s in own])]
+    check_sights(told, [(world.node(rank), seen) for rank, seen in enumerate(sights)])
+    if not own[0]:
+        make_copy(told)
+    apart = tuple(rank for rank, seen in enumerate(sights) if not seen[0])
+    return Gathering(cast(KeyValueStore, world.store), RunFolder(Path(told["folder"])), apart)
+
+
+class _Tee:
+    """A stream whose text goes to a log, too."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        """Write to both."""
+        with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to end
+            self._log.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def logged(path: Path, *, stdout: bool) -> Iterator[None]:
+    """Keep a log of what this rank prints, which otherwise only its launcher has.
+
+    Without `stdout`, only of stderr, because rank 0 shows the run on stdout. Includes the stacks of
+    a crash.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = ["stdout", "stderr"] if stdout else ["stderr"]
+    before = {name: getattr(sys, name) for name in names}
+    descriptor = open_own(path, os.O_WRONLY | os.O_APPEND)
+    log = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1)
+    for name, stream in before.items():
+        setattr(sys, name, _Tee(stream, log))
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, log, all_threads=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            traceback.print_exc(file=log)
+        raise
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+        for name, stream in before.items():
+            setattr(sys, name, stream)
+        with contextlib.suppress(OSError):  # what the disk has had no room for
+            log.close()

@@ -1,0 +1,76 @@
+"""Measures on local ranks: starts them with a request and passes on rank 0's results.
+
+No torch here: the ranks are processes of `launch.measure.bench_worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.errors import StoppedOnRequest
+from meshwright.runtime.machines.accelerators import (
+    check_build,
+    check_torch,
+    find_gpus,
+    torch_build,
+)
+from meshwright.runtime.ranks.rank_environ import rank_environ
+from meshwright.runtime.supervise.signals import StopSignals
+from meshwright.runtime.supervise.supervisor import (
+    LocalRanks,
+    Timing,
+    listen_on_loopback,
+    supervise,
+)
+from meshwright.runtime.supervise.view import EventTail
+from meshwright.training.run_folder import RunFolder
+
+REQUEST: Final = "request.json"
+FOUND: Final = "found.jsonl"
+
+
+def measure_on_ranks(
+    request: Mapping[str, Any],
+    ranks: int,
+    environ: Mapping[str, str],
+    show: Callable[[dict[str, Any]], None],
+    *,
+    threads: int = 1,
+    keeps_memory: bool = True,
+) -> None:
+    """Make local ranks measure a request; `show` receives each line of rank 0.
+
+    `threads` and `keeps_memory` as in `rank_environ`.
+    Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM, `ConfigError`
+    where torch is not installed, or was not built for this machine's GPUs.
+    """
+    check_torch("measuring")
+    check_build(request["device"], find_gpus(environ), torch_build())
+    timing, on_gpus = Timing(), request["device"] == "cuda"
+    with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="meshwright-bench-") as path:
+        folder = Path(path)
+        (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        tail = EventTail(folder / FOUND)
+
+        def look() -> None:
+            for said in tail.new():
+                show(said)
+            if signals.asked:
+                raise StoppedOnRequest("stopped on request")
+
+        processes = LocalRanks(
+            [sys.executable, "-m", "meshwright.runtime.measure.bench_worker", path],
+            ranks,
+            RunFolder(folder),
+            rank_environ(environ, threads, keeps_memory=keeps_memory, on_gpus=on_gpus),
+            listen_on_loopback(None),
+            timing,
+        )
+        with processes:
+            supervise(processes, look, timing, lambda: False)
+        look()

@@ -1,0 +1,131 @@
+"""The quick measurement of a machine at its first `train` or `plan`, for pricing."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.cost.calibration import SHIPPED, as_toml, blocks_of, parse_calibration
+from meshwright.errors import ConfigError, RankFailed
+from meshwright.layout import Machine, resolve_layout
+from meshwright.lines import fitted
+from meshwright.prove.case import Case
+from meshwright.runtime.pricing.measured import (
+    CALIBRATION,
+    Kept,
+    find_kept,
+    keep,
+    kept_at,
+    left_open,
+    machine_of,
+    priced_by,
+    source_of,
+)
+from meshwright.spec.loading import Config
+from meshwright.units import format_seconds
+
+_WITHOUT: Final = f"predictions are by the shipped constants, as with {CALIBRATION}={SHIPPED}"
+# Has so many ranks of so many threads measure a case in seconds: what `bench.calibrate` returns.
+Measure = Callable[[str, int, int, Mapping[str, str]], Mapping[str, Any]]
+
+
+def measured_first(
+    config: Config,
+    environ: Mapping[str, str],
+    say: Callable[[str], None] | None = None,
+    measure: Measure | None = None,
+) -> Config:
+    """Return a config that is priced by this machine, measured now if not before.
+
+    Only CPUs are measured. `say` receives a line before and one after it, by default for stderr;
+    `measure` does it. If it fails or cannot be stored, the shipped constants apply. Raises
+    `StoppedOnRequest` on SIGINT or SIGTERM.
+    """
+    left = left_open(config, environ)
+    if left is None:
+        return config
+    found = find_kept(left, environ)
+    if found is None or not found.calibration.is_quiet:
+        found = _measured(left, environ, say or _to_stderr, measure or _on_ranks) or found
+    return config if found is None else priced_by(config, found)
+
+
+def _measured(
+    config: Config, environ: Mapping[str, str], say: Callable[[str], None], measure: Measure
+) -> Kept | None:
+    """Measure this machine for a config and keep what is found; None where it can't be."""
+    machine = machine_of(config, environ)
+    if machine.device != "cpu":
+        return None
+    try:
+        case = _case(config, machine)
+    except ConfigError:  # which the command itself refuses
+        return None
+    path = _place(machine, environ, config.train.precision)
+    if path is None:
+        say(f"note: this CPU is not measured, there is no folder to keep it in: {_WITHOUT}")
+        return None
+    say(f"note: measuring this CPU for predictions, some seconds; {CALIBRATION}={SHIPPED} skips it")
+    began = time.monotonic()
+    try:
+        found = measure(case, machine.devices, machine.threads(machine.devices), environ)
+    except (ConfigError, RankFailed) as error:
+        say(f"note: this CPU could not be measured: {_WITHOUT}: {error}")
+        return None
+    took, date = time.monotonic() - began, datetime.datetime.now(datetime.UTC).date()
+    source = source_of(machine, found, f"a start's measurement in {format_seconds(took)}")
+    blocks = blocks_of(config.model, config.train.seq_len)
+    text = as_toml({"cpu": found["constants"]}, date.isoformat(), source, blocks, found["had_core"])
+    if not keep(text, path):
+        say(f"note: {path} cannot be written: {_WITHOUT}")
+        return None
+    made = Kept(path, parse_calibration(text))
+    say(f"note: {_told(made, took)}")
+    return made
+
+
+def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path | None:
+    """Return the file to keep it in, in a folder that is there; None where that can't be had."""
+    try:
+        path = kept_at(machine, environ, precision)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home at all, too
+        return None
+    return path if os.access(path.parent, os.W_OK) else None
+
+
+def _told(made: Kept, took: float) -> str:
+    """Return what was measured, in a line."""
+    text = f"this CPU was measured in {format_seconds(took)}: {made.path}"
+    if made.calibration.is_quiet:
+        return text
+    others = f"{1 - made.calibration.had_core:.0%}"
+    return (
+        f"{text}. Other processes used {others} of its cores, so predictions of messages use the "
+        "shipped constants, and the next start measures again"
+    )
+
+
+def _case(config: Config, machine: Machine) -> str:
+    """Return the case whose blocks are measured; raises `ConfigError` for no legal layout."""
+    return Case(config.model, config.train, resolve_layout(config, machine)).as_json()
+
+
+def _on_ranks(case: str, ranks: int, threads: int, environ: Mapping[str, str]) -> Mapping[str, Any]:
+    """Have local ranks measure a case in seconds."""
+    # Only here, and only once: most starts need neither the ranks nor their folder for this.
+    from meshwright.runtime.measure.benchmark import measure_on_ranks
+
+    found: list[dict[str, Any]] = []
+    request = {"what": "device", "budget_s": None, "case": case, "device": "cpu", "compiles": False}
+    measure_on_ranks(request, ranks, environ, found.append, threads=threads)
+    return found[0]
+
+
+def _to_stderr(text: str) -> None:
+    print(fitted(text, sys.stderr), file=sys.stderr, flush=True)

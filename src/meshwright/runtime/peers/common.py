@@ -1,0 +1,156 @@
+"""What the runs of all peers share: sizes, ranks, random tokens, the clock, the line they print.
+
+A step is timed from the end of the one before: reading tokens, forward, backward, gradient clipping
+to norm 1, AdamW, and the loss as a number on every rank. The slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.runtime.peers.catalogue import CONTEXT, DATA, PEERS, RANKS, PeerSizes, ranks_of
+
+ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+CLIP_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one run does; `microbatch` is in rows."""
+
+    mode: str
+    steps: int
+    microbatch: int
+    sizes: PeerSizes
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether products are in bf16; the master weights are fp32 all the same."""
+        return self.mode == "bf16"
+
+    @property
+    def reads_share(self) -> bool:
+        """Whether each rank reads rows of its own."""
+        return self.mode in DATA
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return ranks_of(self.mode)
+
+    @property
+    def local_rows(self) -> int:
+        """Rows of a step that a rank reads."""
+        return self.sizes.batch // self.ranks if self.reads_share else self.sizes.batch
+
+    @property
+    def parts(self) -> int:
+        """Microbatches of a step on a rank."""
+        return self.local_rows // self.microbatch
+
+    def rows(self, step: int) -> Tensor:
+        """Return this rank's random tokens of a step, int64 `[local_rows, seq + 1]`."""
+        generator = torch.Generator().manual_seed(step)
+        shape = (self.sizes.batch, self.sizes.seq + 1)
+        rows = torch.randint(0, self.sizes.vocab, shape, generator=generator)
+        if self.reads_share:
+            rows = rows.chunk(self.ranks)[dist.get_rank()]
+        return rows
+
+    @property
+    def places(self) -> Tensor:
+        """The positions of a row's tokens that this rank reads, int64 `[seq or its half]`."""
+        whole = torch.arange(self.sizes.seq)
+        return whole.chunk(RANKS)[dist.get_rank()] if self.mode in CONTEXT else whole
+
+    def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return inputs and targets `[microbatch, seq or its half]` of a step."""
+        at = self.places
+        parts = self.rows(step).split(self.microbatch)
+        return [(part[:, at], part[:, at + 1]) for part in parts]
+
+
+class PeerClock:
+    """The seconds of each step, wall clock and this process's CPU time."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.losses: list[float] = []
+        self._last = (time.perf_counter(), time.process_time())
+
+    def mark(self, loss: float = float("nan")) -> None:
+        """End a step."""
+        now = (time.perf_counter(), time.process_time())
+        self.seconds.append(now[0] - self._last[0])
+        self.cpu_seconds.append(now[1] - self._last[1])
+        self.losses.append(loss)
+        self._last = now
+
+    def slowest(self) -> dict[str, Any]:
+        """Return each step's times on its slowest rank, the losses, the peak; a collective.
+
+        The peak is the resident bytes of the rank that had most.
+        """
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of Linux, in KiB
+        everyone: list[tuple[PeerClock, int] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (self, own))
+        found = [one for one in everyone if one is not None]
+        clocks = [clock for clock, _ in found]
+        return {
+            "seconds": [max(s) for s in zip(*(c.seconds for c in clocks), strict=True)],
+            "cpu_seconds": [max(s) for s in zip(*(c.cpu_seconds for c in clocks), strict=True)],
+            "losses": self.losses,
+            "peak_bytes": max(peak for _, peak in found),
+        }
+
+
+def timed(task: Task, step: Callable[[int], float]) -> PeerClock:
+    """Run a task's steps; `step` takes its number and returns this rank's share of the loss."""
+    clock = PeerClock()
+    for number in range(task.steps):
+        total = torch.tensor(step(number))
+        dist.all_reduce(total)
+        clock.mark(total.item())
+    return clock
+
+
+def main(peer: str, run: Callable[[Task], PeerClock]) -> None:
+    """Run a peer from the command line: start the ranks, or be one of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=PEERS[peer].modes, required=True)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--microbatch", type=int, default=2)
+    for field in fields(PeerSizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        _start_ranks(ranks_of(args.mode))
+    torch.set_num_threads(RANKS // ranks_of(args.mode))
+    torch.manual_seed(0)
+    sizes = PeerSizes(**{name: getattr(args, name) for name in asdict(PeerSizes())})
+    found = run(Task(args.mode, args.steps, args.microbatch, sizes)).slowest()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    os._exit(0)  # threads of some peers block an ordinary exit
+
+
+def _start_ranks(count: int) -> None:
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "run it with python -m"
+    os.environ |= {"OMP_NUM_THREADS": str(RANKS // count), "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", spec.name, *sys.argv[1:]])

@@ -1,0 +1,345 @@
+"""Meshwright's modes beside the same modes of its peers: two ranks with one thread each.
+
+All train the same Llama on the same number of random tokens a step, with gradient clipping and
+AdamW. Each run of a peer says how long its steps took, see `launch.peers.common`; Meshwright's are
+`step_time_s` of its events. The first two steps of a run do not count. Runs alternate, so that the
+machine's noise hits all alike. A peer gets the microbatch that is fastest in a short sweep,
+Meshwright its default. PyTorch's own wrappers always take part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import meshwright
+from meshwright.data.megatron import write_megatron
+from meshwright.data.view import Shard
+from meshwright.errors import ConfigError, refusal
+from meshwright.runtime.peers.catalogue import (
+    DATA,
+    PEERS,
+    RANKS,
+    SINGLE,
+    PeerSizes,
+    adapter,
+    ranks_of,
+)
+from meshwright.spec.loading import Config
+
+OURS = "meshwright"
+NOT_COUNTED = 2
+SWEEP = (1, 2, 4)
+SWEEP_STEPS = 4
+LIMIT_S = 600
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    SINGLE: {"dp_replicate": 1},
+    "ddp": {"dp_replicate": RANKS},
+    "zero1": {"dp_shard": RANKS, "zero": 1},
+    "zero2": {"dp_shard": RANKS, "zero": 2},
+    "zero3": {"dp_shard": RANKS, "zero": 3},
+    "tp": {"tp": RANKS},
+    "pp": {"pp": RANKS, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+    "ring": {"cp": RANKS, "cp_kind": "ring"},
+    "ulysses": {"cp": RANKS, "cp_kind": "ulysses"},
+    "bf16": {"dp_replicate": RANKS},
+}
+VERSIONS = """
+import importlib.metadata, importlib.util, json, sys
+def has(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+peers = json.loads(sys.argv[1])
+print(json.dumps({
+    name: importlib.metadata.version(package)
+    for name, (needs, package, _) in peers.items() if all(map(has, needs))
+}))
+"""
+
+
+class PeerFailure(Exception):
+    """A run ended without step times."""
+
+
+@dataclass
+class Entrant:
+    """One system in one mode: its microbatch in rows and the sweep for it.
+
+    `seconds` are of its counted steps, `peaks` the resident bytes of each run's largest rank.
+    """
+
+    system: str
+    mode: str
+    microbatch: int | None = None
+    sweep: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How runs are made: the model, the interpreters of the peers, Meshwright's data."""
+
+    sizes: PeerSizes
+    pythons: Mapping[str, str]
+    tokens: Path
+    environ: Mapping[str, str]
+
+    def run(self, entrant: Entrant, steps: int) -> None:
+        """Add the counted steps of one run; a failure takes the entrant out."""
+        try:
+            if entrant.system == OURS:
+                seconds, peak, entrant.microbatch = self.ours(entrant.mode, steps)
+            else:
+                assert entrant.microbatch is not None
+                seconds, peak = self.peer(entrant.system, entrant.mode, entrant.microbatch, steps)
+            entrant.seconds += seconds[NOT_COUNTED:]
+            entrant.peaks.append(peak)
+        except PeerFailure as failure:
+            entrant.failure = str(failure)
+
+    def sweep(self, entrant: Entrant) -> None:
+        """Give a peer the microbatch with its fastest counted step."""
+        shares = ranks_of(entrant.mode) if entrant.mode in DATA else 1
+        rows = self.sizes.batch // shares
+        failures = []
+        for microbatch in (size for size in SWEEP if rows % size == 0):
+            try:
+                seconds, _ = self.peer(entrant.system, entrant.mode, microbatch, SWEEP_STEPS)
+            except PeerFailure as failure:
+                failures.append(str(failure))
+                continue
+            entrant.sweep[str(microbatch)] = round(min(seconds[NOT_COUNTED:]), 4)
+        if not entrant.sweep:
+            entrant.failure = failures[0]
+            return
+        entrant.microbatch = int(min(entrant.sweep, key=lambda size: entrant.sweep[size]))
+
+    def peer(self, system: str, mode: str, microbatch: int, steps: int) -> tuple[list[float], int]:
+        """Return the step times of a peer and its peak of resident bytes."""
+        words = ["--mode", mode, "--steps", str(steps), "--microbatch", str(microbatch)]
+        for name, value in vars(self.sizes).items():
+            words += [f"--{name}", str(value)]
+        out = _output([self.pythons[system], "-m", adapter(system), *words], self.environ)
+        lines = [line for line in out.splitlines() if line.startswith('{"seconds"')]
+        if not lines:
+            raise PeerFailure("it printed no step times")
+        found = json.loads(lines[-1])
+        return found["seconds"], found["peak_bytes"]
+
+    def ours(self, mode: str, steps: int) -> tuple[list[float], int, int]:
+        """Return the step times of `meshwright train`, its peak, the microbatch that it chose."""
+        sizes = self.sizes
+        with tempfile.TemporaryDirectory() as folder:
+            words = {
+                "model.vocab_size": sizes.vocab,
+                "model.dim": sizes.dim,
+                "model.n_layers": sizes.layers,
+                "model.n_heads": sizes.heads,
+                "model.n_kv_heads": sizes.heads,
+                "model.ffn_dim": sizes.ffn,
+                "data.source": self.tokens,
+                "data.tokenizer": self.tokens.with_name("tokenizer.json"),
+                "train.batch": sizes.batch,
+                "train.seq_len": sizes.seq,
+                "train.steps": steps,
+                "train.precision": "bf16" if mode == "bf16" else "fp32",
+                "optimizer.lr": 3e-4,
+                "cluster.device": "cpu",
+                "log.dir": folder,
+                "log.name": "run",
+                "checkpoint.dir": str(Path(folder) / "weights"),
+                **{f"layout.{key}": value for key, value in LAYOUTS[mode].items()},
+            }
+            overrides = [f"{key}={value}" for key, value in words.items()]
+            _output([sys.executable, "-m", "meshwright", "train", *overrides], self.environ)
+            lines = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        start = next(event for event in events if event["event"] == "start")
+        done = [event for event in events if event["event"] == "step"]
+        peak = max(done[-1]["peak_memory_bytes"].values())
+        return [event["step_time_s"] for event in done], peak, start["layout"]["microbatch"]
+
+
+def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return what a command prints, run by this interpreter or by a peer's.
+
+    A peer's finds this package alone, by a link: not what else is installed beside it. Raises
+    `PeerFailure` where it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-peer-") as folder:
+        own = command[0] == sys.executable
+        Path(folder, "meshwright").symlink_to(Path(meshwright.__file__).parent)
+        paths = os.pathsep.join(filter(None, sys.path)) if own else folder
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                env={**environ, "PYTHONPATH": paths},
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise PeerFailure(f"it ran past {LIMIT_S} s") from None
+    if done.returncode:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in said if "Error: " in line] or said[-1:]
+        raise PeerFailure(f"exit code {done.returncode}: {errors[0][:300] if errors else ''}")
+    return done.stdout
+
+
+def random_tokens(folder: Path, sizes: PeerSizes, steps: int) -> Path:
+    """Write random tokens as a Megatron pair, enough for a run, and return its path.
+
+    Beside it lies a tokenizer of as many entries as the model has.
+    """
+    import numpy as np
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"</s>": 0, **{f"t{n}": n for n in range(1, sizes.vocab)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    words.save(str(folder / "tokenizer.json"))
+
+    documents = 64
+    each = (steps + 4) * sizes.batch * sizes.seq // documents + 1
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab, documents * each)
+    prefix = folder / "random"
+    ends = np.arange(1, documents + 1, dtype=np.int64) * each
+    write_megatron(prefix, [Shard(prefix, tokens, ends)], sizes.vocab)
+    return prefix.with_suffix(".bin")
+
+
+def versions(python: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the versions of the peers that an interpreter can import.
+
+    Raises `ConfigError` where it is none.
+    """
+    try:
+        found: dict[str, str] = json.loads(
+            _output([python, "-c", VERSIONS, json.dumps(PEERS)], environ)
+        )
+    except (OSError, PeerFailure) as failure:
+        raise ConfigError(f"--peers-python {python}: {failure}") from None
+    return found
+
+
+def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
+    """Return a row for each entrant with times; `ratio` is Meshwright's to the mode's best peer."""
+    medians = {
+        (e.mode, e.system): tokens / statistics.median(e.seconds) for e in entrants if e.seconds
+    }
+    rows = []
+    for entrant in entrants:
+        if not entrant.seconds:
+            continue
+        mode, system = entrant.mode, entrant.system
+        others = [speed for key, speed in medians.items() if key[0] == mode and key[1] != OURS]
+        is_compared = system == OURS and others
+        rows.append(
+            {
+                "mode": mode,
+                "system": system,
+                "tokens_per_s": round(medians[mode, system], 1),
+                "slowest": round(tokens / max(entrant.seconds), 1),
+                "fastest": round(tokens / min(entrant.seconds), 1),
+                "steps": len(entrant.seconds),
+                "microbatch": entrant.microbatch,
+                "peak_bytes": max(entrant.peaks),
+                "sweep_seconds": entrant.sweep,
+                "ratio": round(medians[mode, system] / max(others), 3) if is_compared else None,
+            }
+        )
+    return rows
+
+
+def line_up(modes: Sequence[str], systems: Sequence[str], chosen: Path | None) -> list[Entrant]:
+    """Return who runs in which mode, with the microbatches of an earlier result if one is given."""
+    earlier: dict[tuple[str, str], Mapping[str, Any]] = {}
+    if chosen is not None:
+        rows = json.loads(chosen.read_text())["rows"]
+        earlier = {(row["mode"], row["system"]): row for row in rows}
+    entrants = []
+    for mode in modes:
+        for system in systems:
+            if system == OURS or mode in PEERS[system].modes:
+                row = earlier.get((mode, system), {})
+                entrant = Entrant(system, mode, row.get("microbatch"))
+                entrant.sweep = dict(row.get("sweep_seconds", {}))
+                entrants.append(entrant)
+    return entrants
+
+
+def sizes_of(config: Config) -> PeerSizes:
+    """Return the model and the step of a config in the words of the peers.
+
+    Raises `ConfigError` for what their adapters do not build.
+    """
+    model, train = config.model, config.train
+    plain = {
+        "model.family": ("llama", model.family),
+        "model.n_kv_heads": (model.n_heads, model.n_kv_heads),
+        "model.tie_embeddings": (False, model.tie_embeddings),
+        "model.init_from": (None, model.init_from),
+        "model.dropout": (0.0, model.dropout),
+    }
+    for key, (legal, value) in plain.items():
+        if value != legal:
+            what = f"bench peers trains a plain Llama in every peer: {key} = {value}"
+            raise ConfigError(refusal(what, legal=[legal]))
+    if train.batch % (2 * RANKS):
+        raise ConfigError(
+            refusal(
+                f"train.batch = {train.batch} must be a multiple of {2 * RANKS}: two ranks, and "
+                "pipelines of two microbatches",
+                legal=[f"train.batch = {2 * RANKS * max(1, train.batch // (2 * RANKS))}"],
+            )
+        )
+    return PeerSizes(
+        model.vocab_size,
+        model.dim,
+        model.n_layers,
+        model.n_heads,
+        model.ffn_dim,
+        train.seq_len,
+        train.batch,
+    )
+
+
+def measure(
+    bench: Bench,
+    entrants: Sequence[Entrant],
+    rounds: int,
+    steps: int,
+    progress: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """Sweep, then run all in turns; yields the result after each round."""
+    for one in entrants:
+        if one.system != OURS and one.microbatch is None:
+            bench.sweep(one)
+            progress(f"sweep {one.mode} {one.system}: {one.sweep or one.failure}")
+    for turn in range(1, rounds + 1):
+        for one in entrants:
+            if one.failure is None:
+                bench.run(one, steps)
+                progress(f"round {turn} {one.mode} {one.system} {one.failure or ''}")
+        yield {
+            "rounds": turn,
+            "rows": table(entrants, bench.sizes.batch * bench.sizes.seq),
+            "failures": [
+                {"mode": one.mode, "system": one.system, "why": one.failure}
+                for one in entrants
+                if one.failure
+            ],
+        }

@@ -1,0 +1,149 @@
+"""The correction that a run's steps imply for its cluster: stores it, and finds faster layouts.
+
+`python -m meshwright.runtime.pricing.correction RUN_FOLDER` appends it to the run's events.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.cost.calibration import Calibration, as_toml, calibration_named
+from meshwright.cost.measured import Correction, Measurement, correct
+from meshwright.cost.price import price
+from meshwright.cost.setting import Setting
+from meshwright.cost.step import step_time
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.parallel.machine.processor import processor
+from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.planner.rank import Search
+from meshwright.program.events import Event, Events
+from meshwright.runtime.pricing.measured import keep, kept_of_cluster
+from meshwright.spec.loading import Config
+from meshwright.training.events import append_event
+from meshwright.training.run_folder import Job, RunFolder, read_job
+from meshwright.units import format_seconds
+
+# The first steps of a run warm up: this share of them is left out.
+_WARM_UP: Final = 0.25
+# By so much another layout has to be faster to be worth a word: predictions are a few percent off.
+_WORTH: Final = 0.02
+
+
+def corrected_event(job: Job, environ: Mapping[str, str]) -> Event:
+    """Return the event of a run's correction and of faster layouts; stores the correction."""
+    base = uncorrected(calibration_named(None))
+    try:
+        measured = measurement_of(job.folder.path, base)
+        found = correct([measured])
+    except ConfigError as error:  # no device that is known, or a step that nothing explains
+        return {"event": "measured", "says": f"The prediction was not corrected: {error}."}
+    kept = keep_correction(found, job.config, environ, "a run")
+    after = replace(measured.setting, calibration=applied(base, [found]))
+    own = step_time(after, after.kernels(), job.layout).total
+    best = faster(after, job, own)
+    return {
+        "event": "measured",
+        "step_time_s": measured.seconds,
+        "compute": found.compute,
+        "memory": found.memory,
+        "kept": None if kept is None else str(kept),
+        "faster": best,
+        "says": f"Measured: {'; '.join(found.text)}. {_words(best, own)}",
+    }
+
+
+def faster(setting: Setting, job: Job, own: float) -> dict[str, Any] | None:
+    """Return a layout that is predicted to be faster than a run's own on its devices, if any."""
+    ranked = Search(setting, job.layout.world).run(1).ranked
+    if not ranked or ranked[0].time.total > (1 - _WORTH) * own:
+        return None
+    found = price(setting, ranked[0].layout)
+    return {"layout": found.layout.label, "step_time_s": found.time.total, "own_step_time_s": own}
+
+
+def _words(best: Mapping[str, Any] | None, own: float) -> str:
+    if best is None:
+        return "With this, no other layout is predicted to be faster."
+    saved = 1 - best["step_time_s"] / own
+    return (
+        f"With this, {best['layout']} is predicted to take {format_seconds(best['step_time_s'])} a "
+        f"step, {saved:.0%} less than this layout."
+    )
+
+
+def measurement_of(path: Path, base: Calibration) -> Measurement:
+    """Return the median step of a run, without warm-up steps, and its largest peak.
+
+    Raises `ConfigError` if there is no run, or no step.
+    """
+    job = read_job(path)
+    try:
+        events = Events.read(RunFolder(path).events)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    steps = [one for one in events if one["event"] == "step" and one["step_time_s"] > 0]
+    steps = steps[int(_WARM_UP * len(steps)) + (len(steps) > 1) :]
+    if not steps:
+        raise ConfigError(f"{path}: the run has no step yet")
+    setting = on_cluster(setting_of(job.config, base, processor=processor()), job.layout)
+    peaks = [size for one in steps for size in (one.get("peak_memory_bytes") or {}).values()]
+    is_gpu = not setting.on_cpu  # a CPU rank's peak is its process's
+    size = float(max(peaks)) if peaks and is_gpu else None
+    seconds = statistics.median(float(one["step_time_s"]) for one in steps)
+    return Measurement(setting, job.layout, seconds, size, is_allocated=True, name=str(path))
+
+
+def applied(base: Calibration, found: Sequence[Correction]) -> Calibration:
+    """Return a calibration with corrections, which its source names."""
+    for one in found:
+        base = one.applied(base)
+    source = "; ".join([base.source, "corrected by what was measured"])
+    return replace(base, source=source, date=_today())
+
+
+def uncorrected(calibration: Calibration) -> Calibration:
+    """Return a calibration without the factors of earlier measurements."""
+    kept = {
+        name: value
+        for name, value in calibration.constants.items()
+        if ".measured." not in name or name.startswith("any.")
+    }
+    return replace(calibration, constants=kept)
+
+
+def keep_correction(
+    found: Correction, config: Config, environ: Mapping[str, str], by: str
+) -> Path | None:
+    """Store a correction for a config's cluster; None if it is this machine, or not writable."""
+    path = kept_of_cluster(config, environ)
+    if path is None:
+        return None
+    system, _, _ = found.kind.partition(".")
+    prefix = f"{system}."
+    constants = {name.removeprefix(prefix): value for name, value in found.constants.items()}
+    text = as_toml({system: constants}, _today(), f"{by}: {'; '.join(found.text)}")
+    return path if keep(text, path) else None
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def main() -> None:
+    """Correct predictions by the given run folder, and append the event to its events."""
+    try:
+        job = read_job(Path(sys.argv[1]))
+        append_event(job.folder.events, corrected_event(job, os.environ))
+    except (MeshwrightError, OSError, ValueError, LookupError, ArithmeticError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")  # the run is none the worse
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Resolves `layout.auto` and the cluster "local" for a plan, and predicts a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout, Machine, resolve_layout
+from meshwright.parallel.machine.processor import processor
+from meshwright.runtime.machines.accelerators import gpu_memory
+from meshwright.runtime.machines.machine import CPU_RANKS, gpu_name
+from meshwright.runtime.pricing.measured import CALIBRATION
+from meshwright.spec.defaults import default_precision
+from meshwright.spec.dump import MEASURED_HERE
+from meshwright.spec.loading import Config
+
+if TYPE_CHECKING:  # `config show` has no use for what they bring
+    from meshwright.cost.setting import Setting
+    from meshwright.program.profile import StepProfile
+    from meshwright.training.run_folder import Job
+
+# Whose kernels an unknown GPU is taken to have.
+_ANY_GPU: Final = "a100-80gb"
+
+
+def settled(config: Config, machine: Machine, lacks: str | None = None) -> Config:
+    """Return a config with its layout and `train.compile` resolved, by the planner if requested.
+
+    On GPUs, this includes missing precision and microbatch. `lacks` is what a compiler is missing
+    here. Raises `ConfigError` if no layout fits, or if the planner does not know the machine's
+    GPUs.
+    """
+    config = in_precision_of(config, machine)
+    if config.layout.auto:
+        # Only here and below: `train --help` starts without the planner.
+        from meshwright.planner.plan import planned
+
+        here = on_machine(config, machine)
+        found = planned(here, lacks, processor(), slower(here, machine))
+        changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
+        return config.model_copy(update=changes)
+    on_gpus = machine.device == "cuda"
+    if config.train.compile == "auto" and (on_gpus or config.cluster.calibration is not None):
+        from meshwright.planner.compiling import choose, decided, unmeasured
+
+        layout = resolve_layout(config, machine)
+        try:
+            setting = setting_on(config, machine, layout)
+        except ConfigError:  # a run with a layout needs no device that is known
+            config = decided(config, unmeasured(config.train, lacks, on_gpus=on_gpus))
+        else:
+            is_kept = config.origins.get(CALIBRATION, "").startswith(MEASURED_HERE)
+            if not on_gpus and setting.compile_gain is None and is_kept:
+                return config  # nobody has asked for what is not measured
+            config = decided(config, choose(setting, layout, lacks))
+    return with_microbatch(config, machine) if on_gpus else config
+
+
+def in_precision_of(config: Config, machine: Machine) -> Config:
+    """Return a config with the usual precision of this machine's GPUs, if it sets none."""
+    is_given = config.origins.get("train.precision", "default") != "default"
+    if is_given or machine.device != "cuda" or config.cluster.preset != "local":
+        return config
+    found = default_precision(gpu_name() or "this GPU")
+    train = config.train.model_copy(update={"precision": found.value})
+    origins = {**config.origins, "train.precision": found.origin}
+    return config.model_copy(update={"train": train, "origins": origins})
+
+
+def with_microbatch(config: Config, machine: Machine) -> Config:
+    """Return a config with the fastest predicted microbatch that fits, if it sets none.
+
+    Of GPUs that the catalogue lacks, the driver says the memory: the largest that fits it. Nothing
+    changes if none fits, or if the driver says nothing.
+    """
+    if config.layout.microbatch is not None:
+        return config
+    from meshwright.planner.microbatch import fastest, largest
+
+    layout = resolve_layout(config, machine)
+    try:
+        found = fastest(setting_on(config, machine, layout), layout)
+    except ConfigError:  # a run with a layout needs no device that is known
+        memory = gpu_memory()
+        if memory is None:
+            return config
+        # The bytes of a layout are the same on all GPUs.
+        cluster = config.cluster.model_copy(update={"preset": _ANY_GPU})
+        alike = config.model_copy(update={"cluster": cluster})
+        found = largest(setting_on(alike, machine, layout), layout, memory)
+    if found is None:
+        return config
+    section = config.layout.model_copy(update={"microbatch": found.layout.microbatch})
+    origins = {**config.origins, "layout.microbatch": found.why}
+    return config.model_copy(update={"layout": section, "origins": origins})
+
+
+def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
+    """Return the setting of a layout on this machine; raises `ConfigError` as `on_machine`."""
+    from meshwright.planner.plan import on_cluster, setting_of
+
+    each = layout.world // config.cluster.nodes
+    priced = setting_of(
+        on_machine(config, machine), processor=processor(), slower=slower(config, machine, each)
+    )
+    return on_cluster(priced, layout)
+
+
+def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
+    """Return how many times slower a rank of this machine is than the catalogue's device.
+
+    `ranks` is their number on a node, by default the cluster's. Ranks share a CPU's cores, and the
+    catalogue's device is one rank's share with the default number of ranks.
+    """
+    if machine.device != "cpu" or config.cluster.preset != "local":
+        return 1.0
+    count = ranks or config.cluster.devices_per_node or machine.devices
+    return count / min(CPU_RANKS, machine.cores)
+
+
+def on_machine(config: Config, machine: Machine) -> Config:
+    """Return a config with a cluster of so many devices of this machine, for the planner.
+
+    A CPU runs as many ranks as the given degrees need. Raises `ConfigError` if the machine's GPUs
+    are not in the catalogue.
+    """
+    from meshwright.cost.catalogue import device_named
+    from meshwright.planner.pins import degree_of, given
+
+    devices = machine.devices
+    if not machine.is_fixed:
+        devices = max(devices, -(-degree_of(given(config)) // config.cluster.nodes))
+    config = in_precision_of(config, machine)
+    changes: dict[str, object] = {"devices_per_node": devices, "device": machine.device}
+    if machine.device == "cuda" and config.cluster.preset == "local":
+        name = gpu_name()
+        device = None if name is None else device_named(name)
+        if device is None:
+            raise ConfigError(
+                f"cluster.preset = 'local': {name or 'the GPU of this machine'} is not in the "
+                "catalogue. Name a similar one, as in cluster.preset=h100-sxm, or plan for the "
+                "CPU with cluster.device=cpu"
+            )
+        changes["preset"] = device.name
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
+
+
+def predicted(job: Job) -> StepProfile | None:
+    """Return the prediction of a run's steps; None if the machine's device is unknown."""
+    from meshwright.cost.profile import predicted_profile
+
+    try:
+        setting = setting_on(job.config, job.machine, job.layout)
+    except ConfigError:
+        return None
+    return predicted_profile(setting, job.layout)

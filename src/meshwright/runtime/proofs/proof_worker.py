@@ -1,0 +1,41 @@
+"""One rank of a proof: `python -m meshwright.runtime.proofs.proof_worker FOLDER DEVICE`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Final
+
+from meshwright.parallel.transport.world import World, join
+from meshwright.prove.suite import Suite
+from meshwright.runtime.proofs.proof import ProofFolder
+from meshwright.runtime.ranks.rank import run_process
+from meshwright.training.events import JsonLines
+
+# A collective of a tiny model that takes longer hangs, also where many ranks share few cores.
+TIMEOUT_S: Final = 300.0
+
+
+def prove_all(folder: ProofFolder, world: World) -> None:
+    """Prove the folder's cases in order; rank 0 writes the results."""
+    suite = Suite(world, TIMEOUT_S)
+    lines = JsonLines(folder.verdicts) if world.rank == 0 else None
+    for index, case in enumerate(folder.read_cases()):
+        if lines is not None:
+            lines.write({"case": index})
+        started = time.perf_counter()
+        verdicts = suite.prove(case)
+        if lines is not None:
+            found = [verdict.as_dict() for verdict in verdicts]
+            seconds = time.perf_counter() - started
+            lines.write({"case": index, "seconds": seconds, "verdicts": found})
+
+
+def main() -> None:
+    """Run one rank of the proof whose folder is named on the command line."""
+    device = sys.argv[2]
+    run_process(lambda path, at: prove_all(ProofFolder(path), join(at, device, TIMEOUT_S)))
+
+
+if __name__ == "__main__":
+    main()

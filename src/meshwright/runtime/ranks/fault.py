@@ -1,0 +1,54 @@
+"""Injected faults: a rank that is killed, stopped or corrupted in a given phase and step.
+
+`FAULT=rank:phase:step:action` in the environment of `train`; docs/faults.md lists the actions. No
+torch here: `launch.ranks.inject` acts them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from meshwright.checkpoint.commit import PLACES
+from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.parallel.record.flight_recorder_file import PHASES
+
+# The phases of a flight recorder, and the places of a save.
+MOMENTS: Final = (*PHASES, *(f"save.{place}" for place in PLACES))
+ACTIONS: Final = ("kill", "stop", "segfault", "hang_gil", "sleep", "raise", "exit", "nan")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a rank in a phase of a step, or of each step if it is None.
+
+    `always`: in every attempt, not only in the first.
+    """
+
+    rank: int
+    phase: str
+    step: int | None
+    action: str
+    argument: str = ""
+    always: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Read `rank:phase:step:action[=argument][:always]`, with `*` for every step.
+
+        Raises `ConfigError` naming what is wrong.
+        """
+        parts = text.split(":")
+        form = "FAULT is rank:phase:step:action, with :always at the end for every attempt"
+        if len(parts) not in (4, 5) or (len(parts) == 5 and parts[4] != "always"):
+            raise ConfigError(f"FAULT={text}: {form}")
+        rank, phase, step, action = parts[:4]
+        action, _, argument = action.partition("=")
+        if not rank.isdigit() or not (step == "*" or step.isdigit()):
+            raise ConfigError(f"FAULT={text}: {form}; rank and step are numbers")
+        for word, known in ((phase, MOMENTS), (action, ACTIONS)):
+            if word not in known:
+                legal = nearest(word, known, 3) or list(known)
+                raise ConfigError(refusal(f"FAULT={text}: {word!r} is unknown", legal=legal))
+        at = None if step == "*" else int(step)
+        return cls(int(rank), phase, at, action, argument, len(parts) == 5)

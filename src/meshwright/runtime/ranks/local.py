@@ -1,0 +1,113 @@
+"""`LocalRun`: the ranks of a run on this machine, attempt after attempt. No torch here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from meshwright.program.events import read_event
+from meshwright.runtime.ranks.rank_environ import rank_environ
+from meshwright.runtime.supervise.core_dumps import write_stacks
+from meshwright.runtime.supervise.lock import RunLock
+from meshwright.runtime.supervise.restart import run_attempts
+from meshwright.runtime.supervise.signals import StopSignals
+from meshwright.runtime.supervise.stopping import Stopping
+from meshwright.runtime.supervise.supervisor import (
+    LocalRanks,
+    Timing,
+    listen_on_loopback,
+    supervise,
+)
+from meshwright.runtime.supervise.traces import traced
+from meshwright.runtime.supervise.view import EventTail, Room, View
+from meshwright.runtime.supervise.watchdog import Watchdog
+from meshwright.training.events import JsonLines
+from meshwright.training.run_folder import Job
+
+
+class LocalRun:
+    """The local ranks of a run, attempt after attempt."""
+
+    def __init__(
+        self,
+        job: Job,
+        environ: Mapping[str, str],
+        locks: Sequence[RunLock],
+        timing: Timing,
+        command: list[str],
+    ) -> None:
+        self._job, self._locks, self._timing, self._command = job, locks, timing, command
+        threads = job.machine.threads(job.layout.world)
+        is_limited = job.machine.device == "cpu" and job.config.cluster.memory is not None
+        on_gpus = job.machine.device == "cuda"
+        keeps = not is_limited
+        wanted = job.config.log.core_dumps
+        # The dump of a GPU's rank has its host memory, which may be hundreds of GiB.
+        self._dumps_core = not on_gpus if wanted == "auto" else wanted
+        self._readers: list[threading.Thread] = []
+        self._environ = rank_environ(environ, threads, keeps_memory=keeps, on_gpus=on_gpus)
+
+    def train(self, listener: socket.socket, view: View, signals: StopSignals) -> int:
+        """Train to the end and return the exit code; the first attempt meets at `listener`.
+
+        Also raises what `Stopping.look` and `RunLock.check` raise.
+        """
+        job = self._job
+        stopping = Stopping(
+            job, signals, lambda text: view.write({"event": "stopping", "text": text})
+        )
+        tail = EventTail(job.folder.events, only_new=job.resume, read=read_event)
+        room = Room(job.folder.path)
+        events = JsonLines(job.folder.events)  # one for all: a full disk may keep some waiting
+
+        def look(watchdog: Watchdog) -> None:
+            for lock in self._locks:
+                lock.check()
+            events.catch_up()
+            if (slow := watchdog.slow()) is not None:
+                events.write(slow)
+            for event in (*tail.new(), *room.new()):
+                view.write(event)
+            stopping.look()
+
+        def attempt(number: int) -> int:
+            meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
+            watchdog = Watchdog(job.folder, job.layout.world, job.config.cluster.hang)
+            with self._traces() as traces, self._ranks(number, meet, traces) as ranks:
+                return supervise(
+                    ranks, lambda: look(watchdog), self._timing, lambda: signals.asked, watchdog
+                )
+
+        try:
+            return run_attempts(job, attempt, lambda: signals.asked, events.write)
+        finally:
+            events.close()
+            view.close()
+            for reader in self._readers:
+                reader.join()
+
+    def _read_later(self, core: Path, file: Path) -> str:
+        """Have a thread read a core dump, which takes seconds, while the run goes on."""
+        self._readers.append(threading.Thread(target=write_stacks, args=(core, file)))
+        self._readers[-1].start()
+        return f"The C++ stacks of its threads will be in {file}"
+
+    def _traces(self) -> AbstractContextManager[dict[str, str]]:
+        """Yield what has ranks on GPUs write what NCCL has done."""
+        on_gpus = self._job.machine.device == "cuda"
+        return traced(self._environ, self._job.folder) if on_gpus else nullcontext({})
+
+    def _ranks(self, attempt: int, meet: socket.socket, more: Mapping[str, str]) -> LocalRanks:
+        return LocalRanks(
+            self._command,
+            self._job.layout.world,
+            self._job.folder,
+            {**self._environ, **more, "MESHWRIGHT_ATTEMPT": str(attempt)},
+            meet,
+            self._timing,
+            [lock.descriptor for lock in self._locks],
+            read_core=self._read_later if self._dumps_core else None,
+        )

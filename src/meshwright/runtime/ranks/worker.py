@@ -1,0 +1,312 @@
+"""The process of one rank: `python -m meshwright.runtime.ranks.worker RUN_FOLDER`.
+
+It joins the others, trains, and leaves either an exit code or a failure file with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import torch
+
+from meshwright.data import open_data
+from meshwright.errors import (
+    EXIT_DONE,
+    EXIT_RANK_FAILED,
+    EXIT_STOPPED,
+    ConfigError,
+    DataError,
+    MeshwrightError,
+    RankFailed,
+)
+from meshwright.files import write_atomic
+from meshwright.parallel.machine.rendezvous import Rendezvous
+from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
+from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.parallel.transport.groups import open_groups
+from meshwright.parallel.transport.world import World, join, leave
+from meshwright.program.events import Event
+from meshwright.runtime.pricing.correcting import correcting
+from meshwright.runtime.ranks.alike import digests_of, refuse_unlike
+from meshwright.runtime.ranks.inject import injector
+from meshwright.runtime.supervise.signals import stop_signals
+from meshwright.training.events import Sink, open_sinks
+from meshwright.training.loop import train
+from meshwright.training.run_folder import Job, RunFolder, read_job
+from meshwright.units import format_bytes, parse_bytes
+
+M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl.h
+# What torch, numpy and C++ say when the system refuses memory.
+REFUSED: Final = (
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "Cannot allocate memory",
+)
+
+
+# What C++ says where a thread finds no room for its stack.
+NO_THREAD: Final = "Resource temporarily unavailable"
+
+
+class StopRequest:
+    """Whether this process was asked to stop, by SIGTERM, SIGINT or SIGHUP."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def listen(self) -> None:
+        """Handle the signals: our supervisor sends SIGTERM, torchrun passes on what it received."""
+        for number in stop_signals():
+            signal.signal(number, self._ask)
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+def follow_parent(environ: Mapping[str, str]) -> None:
+    """End this process as soon as the supervisor is gone, however it ended.
+
+    The supervisor holds the other end of a pipe; reading it returns only when that end closes. This
+    needs a thread that runs Python, so on Linux, the system also ends a process that cannot.
+    """
+    descriptor = environ.get("MESHWRIGHT_PARENT_FD")
+    if descriptor is None:
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def wait() -> None:
+        os.read(int(descriptor), 1)
+        os._exit(EXIT_RANK_FAILED)
+
+    threading.Thread(target=wait, daemon=True, name="follow-parent").start()
+
+
+def tell_stacks() -> None:
+    """Print the stacks of all threads on SIGUSR1 and in a crash.
+
+    This needs no Python, so it works while a thread holds the GIL and never releases it.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+class MemoryLimit:
+    """A context that limits a rank's further allocations, enforced by the system.
+
+    Raises `RankFailed` instead of the error of a refused allocation, and `ConfigError` if the
+    system cannot enforce the limit.
+    """
+
+    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
+        self.job, self.rank, self.device = job, rank, device
+        self.limit = job.config.cluster.memory
+
+    def __enter__(self) -> None:
+        if self.limit is None:
+            return
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
+            return
+        if not sys.platform.startswith("linux"):
+            raise ConfigError(
+                f"cluster.memory = {format_bytes(self.limit)} cannot be enforced on "
+                f"{sys.platform}: leave it out"
+            )
+        # RLIMIT_DATA counts private writable memory: what tensors are made of. RLIMIT_AS would
+        # also count libtorch's file and the 64 MiB that malloc reserves for each thread, and
+        # RLIMIT_RSS is not enforced. What the process needs for itself, some 300 MiB, is no more
+        # part of the limit than CUDA's own memory is of a GPU's: it is made here, or kept small.
+        importlib.import_module("torch._dynamo")  # building a model would import it
+        torch.ones(1 << 20).sum()  # starts the threads of the products
+        tune_libc()
+        _set_data_limit(private_memory() + self.limit)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.limit is None:
+            return
+        if self.device.type != "cuda":  # what follows needs memory, too
+            _set_data_limit(None)
+        if error is not None and (is_out_of_memory(error) or NO_THREAD in str(error)):
+            raise RankFailed(self.refusal(str(error), self.limit)) from error
+
+    def refusal(self, said: str, limit: int) -> str:
+        """Return the message of a rank that exceeded its limit; `said` is the allocator's own."""
+        found = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", said)
+        size = "" if found is None else format_bytes(parse_bytes(found[1] + (found[2] or "")))
+        asked = f"asked for {size}," if size else "asked for"
+        return (
+            f"out of memory: rank {self.rank} {asked} more than was left of "
+            f"cluster.memory = {format_bytes(limit)}. What would fit: "
+            f"meshwright plan --after-oom {shlex.quote(str(self.job.folder.path))}"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that an allocation was refused."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
+
+
+def private_memory() -> int:
+    """Return this process's bytes that RLIMIT_DATA counts, including malloc's free ones."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _set_data_limit(limit: int | None) -> None:
+    """Limit this process's private writable memory to some bytes, or to what it was born with.
+
+    The soft limit only: that one may be raised again.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    unlimited = hard == resource.RLIM_INFINITY
+    soft = hard if limit is None else limit if unlimited else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def tune_libc() -> None:
+    """Make freed memory return to the system at once, and threads reserve 1 MiB stacks, not 8.
+
+    By default, glibc keeps freed pieces of up to 32 MiB, and the gaps between them are lost: alone,
+    examples/long_context.toml needs 543 MiB instead of 455. Gloo starts up to three threads for
+    each group. Other libraries lack these functions and are left alone.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    if hasattr(libc, "pthread_setattr_default_np"):
+        attributes = ctypes.create_string_buffer(64)  # 56 bytes on x86-64, 64 on ARM
+        libc.pthread_attr_init(attributes)
+        libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 20))
+        libc.pthread_setattr_default_np(attributes)
+
+
+def run_rank(
+    job: Job,
+    world: World,
+    attempt: int,
+    stop: StopRequest,
+    environ: Mapping[str, str],
+    *,
+    view: Sink | None = None,
+) -> int:
+    """Train as one rank of a world and return the exit code.
+
+    An `attempt` above 0 continues the run of the previous attempt. Without a supervisor, rank 0
+    shows the run in its `view`.
+    """
+    config = job.config
+    world.recorder.phase("load")
+    dataset = open_data(config.data, job.cache, vocab_size=config.model.vocab_size)
+    resume = attempt > 0 or job.resume
+    refuse_unlike(digests_of(job, dataset, has_weights=not resume), world)
+    sinks: list[Sink] = []
+    if world.rank == 0:
+        sinks = open_sinks(config.log, job.folder.path, config.model_dump(mode="json"))
+        sinks += [*correcting(job, environ), *([] if view is None else [view])]
+
+    def emit(event: Event) -> None:
+        for sink in sinks:
+            sink.write(event)
+
+    go = train
+    if config.train.engine == "deepspeed":
+        go = importlib.import_module("meshwright.training.by_deepspeed").train  # of an extra
+    if config.cluster.memory is not None:  # the groups' threads are no part of it
+        open_groups(job.layout, world, config.cluster.timeout)
+    recorded = CollectiveRecorder(world.recorder, world.device)
+    with recorded, MemoryLimit(job, world.rank, world.device):
+        summary = go(job, world, dataset, emit, lambda: stop.asked, resume)
+    for sink in sinks:
+        sink.close()
+    world.barrier()  # some launchers end all ranks when the first one has ended
+    leave()
+    return EXIT_STOPPED if summary.stopped else EXIT_DONE
+
+
+def open_flight_recorder(
+    folder: RunFolder, at: Rendezvous, environ: Mapping[str, str]
+) -> FlightRecorder:
+    """Start the flight recorder of this rank, with its injected fault if any."""
+    path = folder.flight_recorder(at.rank)
+    fault = injector(environ.get("FAULT"), at.rank, at.attempt)
+    return FlightRecorder.open(path, at.rank, at.size, at.attempt, fault)
+
+
+def record_failure(
+    folder: RunFolder, rank: int, error: BaseException, recorder: FlightRecorder | None = None
+) -> None:
+    """Write what ended this rank, for the supervisor."""
+    causes = [error, error.__cause__]
+    failure = {
+        "rank": rank,
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "expected": isinstance(error, MeshwrightError),
+        "exit_code": getattr(error, "exit_code", EXIT_RANK_FAILED),
+        "out_of_memory": any(is_out_of_memory(e) for e in causes if e is not None),
+        "place": "" if recorder is None else recorder.place,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    with contextlib.suppress(DataError):  # a full disk: what the process prints has to do
+        write_atomic(folder.failure(rank), json.dumps(failure).encode())
+
+
+def main() -> None:
+    """Run one rank of the run folder named on the command line."""
+    environ = os.environ
+    stop = StopRequest()
+    stop.listen()
+    follow_parent(environ)
+    tell_stacks()
+    folder = RunFolder(Path(sys.argv[1]))
+    rank = int(environ.get("RANK", "0"))
+    recorder: FlightRecorder | None = None
+    try:
+        job = read_job(folder.path)
+        at = Rendezvous.from_environment(environ)
+        if at is None:
+            raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
+        recorder = open_flight_recorder(folder, at, environ)
+        torch.set_num_threads(job.machine.threads(job.layout.world))
+        world = join(at, job.machine.device, job.config.cluster.timeout, recorder)
+        code = run_rank(job, world, at.attempt, stop, environ)
+    except BaseException as error:
+        record_failure(folder, rank, error, recorder)
+        code = EXIT_RANK_FAILED
+        with contextlib.suppress(OSError):  # the log may be on a disk that is full
+            traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Threads of a broken process group can block a normal exit.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""`train` from a config to a finished run: preflight, run folder, ranks, exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from meshwright.checkpoint.commit import LOCK, steps
+from meshwright.data import open_data
+from meshwright.errors import (
+    EXIT_DONE,
+    EXIT_STOPPED,
+    ConfigError,
+    StoppedOnRequest,
+    refusal,
+)
+from meshwright.layout import Machine, left_over, resolve_layout
+from meshwright.lines import GOES_ON, fitted
+from meshwright.parallel.machine.rendezvous import Rendezvous
+from meshwright.parsing import parse_json
+from meshwright.program.events import Events
+from meshwright.report.run import write_report
+from meshwright.runtime.checks.notes import run_notes
+from meshwright.runtime.checks.resuming import Resume, resumed, resumed_folder_with_steps
+from meshwright.runtime.checks.start import (
+    check_device,
+    check_extras,
+    check_limit,
+    check_memory,
+    check_tokenizer,
+)
+from meshwright.runtime.machines.accelerators import find_gpus
+from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
+from meshwright.runtime.machines.engine import check_async_tp, check_engine, check_fp8
+from meshwright.runtime.machines.gather import hand_over, logged, one_folder
+from meshwright.runtime.machines.machine import detect, on_nodes
+from meshwright.runtime.measure.measuring import measured_first
+from meshwright.runtime.pricing.measured import user_cache
+from meshwright.runtime.pricing.planned import predicted, settled
+from meshwright.runtime.ranks.fault import Fault
+from meshwright.runtime.ranks.local import LocalRun
+from meshwright.runtime.ranks.rank_environ import gpu_environ
+from meshwright.runtime.supervise.elastic import forget, recorded, restarted, tell
+from meshwright.runtime.supervise.lock import RunLock
+from meshwright.runtime.supervise.signals import StopSignals
+from meshwright.runtime.supervise.stopping import cut_short, going_on
+from meshwright.runtime.supervise.supervisor import Timing, listen_on_loopback, worker_command
+from meshwright.runtime.supervise.traces import trace_files
+from meshwright.runtime.supervise.view import Lasting, open_view
+from meshwright.spec.loading import Config
+from meshwright.training.events import append_event
+from meshwright.training.run_folder import (
+    Job,
+    RunFolder,
+    RunTokenizer,
+    check_writable,
+    choose_folder,
+    compiled_as,
+    create,
+    put_step,
+    read_job,
+)
+
+Progress = Callable[[str], None]
+
+
+_NO_SECRET: Final = (
+    "the ranks have no secret, so whoever reaches their store can join them: set MESHWRIGHT_SECRET "
+    "on all nodes, as the jobs of `meshwright launch` do"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and its folder; `exit_code` is the documented one."""
+
+    folder: Path
+    exit_code: int
+
+    def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the events of the run, or those of one kind; skips damaged lines."""
+        for event in Events.read(RunFolder(self.folder).events):
+            if kind is None or event["event"] == kind:
+                yield event
+
+
+def train(
+    config: Config,
+    environ: Mapping[str, str] | None = None,
+    out: TextIO = sys.stdout,
+    timing: Timing | None = None,
+    command: Callable[[RunFolder], list[str]] = worker_command,
+    resume: Resume | None = None,
+    *,
+    quiet: bool = False,
+) -> Run:
+    """Train a config and return its run; with `resume`, continues an existing run.
+
+    Starts the local ranks, and restarts them if they fail, or joins those that torchrun has
+    started. `environ` is this process's own unless given; `out` receives the view, and a `quiet`
+    one shows little more than problems. Raises `ConfigError`, `DataError` or `CheckpointError`
+    before any process starts, `RankFailed` if a failed rank cannot be restarted, `NoProgress` if
+    ranks fail repeatedly.
+    """
+    environ = dict(os.environ) if environ is None else environ
+    if "FAULT" in environ:
+        Fault.parse(environ["FAULT"])
+    at = Rendezvous.from_environment(environ)
+    if at is not None:
+        return _train_joined(config, at, environ, resume, quiet=quiet)
+    job = prepare_job(config, environ, resume=resume)
+    listener, shown = listen_on_loopback(config.cluster.port), Lasting(out)
+    with contextlib.ExitStack() as held, StopSignals() as signals:
+        locks = locked(job, held)
+        notes = list(run_notes(job, environ))  # before a run that goes on gets its new config
+        _create(job)
+        _say(shown, f"run folder {job.folder.path}")
+        if (before := locks[0].left_by) is not None:
+            _say(shown, f"note: process {before['pid']} had it and is gone without an end")
+        for text in notes:
+            _say(shown, f"note: {text}")
+        local = LocalRun(job, environ, locks, timing or Timing(), command(job.folder))
+        try:
+            code = local.train(listener, open_view(shown, quiet=quiet), signals)
+        except StoppedOnRequest as stopped:
+            code = stopped.exit_code
+            append_event(job.folder.events, cut_short(job))
+            _say(shown, str(stopped))
+        finally:
+            if not any(lock.is_lost for lock in locks):
+                _write_report(job, shown)
+        if code == EXIT_STOPPED:
+            _say(Lasting(sys.stderr) if shown.is_lost else shown, going_on(job), GOES_ON)
+        return Run(job.folder.path, code)
+
+
+def prepare_job(
+    config: Config,
+    environ: Mapping[str, str],
+    at: Rendezvous | None = None,
+    resume: Resume | None = None,
+) -> Job:
+    """Check everything that can be checked before a process starts, and prepare the data.
+
+    Raises `ConfigError`, `DataError` or `CheckpointError` naming the rule, the value and the
+    alternatives.
+    """
+    machine = detect(config.cluster, environ, at)
+    check_device(config, machine, environ)
+    check_tokenizer(config)
+    before = None if resume is None else resumed_folder_with_steps(config, resume)
+    config = measured_first(config, environ)  # takes seconds: cheap checks come first
+    lacks = lacks_compiler(machine.device, environ)
+    if before is not None:
+        config = compiled_as(config, before)
+    config = settled(config, machine, lacks)
+    layout = resolve_layout(config, machine)
+    check_compiler(config.train, lacks)
+    check_extras(config)
+    check_engine(config, layout, resumes=resume is not None)
+    check_fp8(config, machine.device)
+    check_async_tp(config, layout, machine.device, find_gpus(environ))
+    check_memory(config, layout, machine)
+    check_limit(config, layout, machine)
+    folder = before or choose_folder(config, datetime.datetime.now())
+    cache = cache_folder(config, environ)
+    say = _progress_to(sys.stderr)
+    dataset = open_data(config.data, cache, vocab_size=config.model.vocab_size, progress=say)
+    for line in dataset.check(config.train):
+        say(line)
+    found = dataset.tokenizer
+    file = None if found.file is None else str(found.file)
+    record = RunTokenizer(found.name, found.eos_token, file, found.bos_ids)
+    job = Job(config, layout, machine, cache, folder, record, run=secrets.token_hex(8))
+    if config.checkpoint.dir is not None:  # its own folder is in that of the run
+        check_writable("checkpoint folder", job.checkpoints, "checkpoint.dir")
+    if resume is not None:
+        return resumed(job, dataset, resume)
+    _refuse_steps(job)
+    return job
+
+
+def _refuse_steps(job: Job) -> None:
+    """Refuse a new run where there are steps: they are another's."""
+    if steps(job.checkpoints):
+        raise ConfigError(_taken(job))
+
+
+def locked(job: Job, held: contextlib.ExitStack) -> list[RunLock]:
+    """Lock the folders that a job writes to while `held` is open: the run's, and that of its steps.
+
+    Raises `ConfigError` if another run holds one of them, or has saved there meanwhile.
+    """
+    locks = [RunLock(job.folder.lock, job.run)]
+    if job.checkpoints.resolve() != job.folder.path.resolve():  # else they have one lock
+        locks.append(RunLock(job.checkpoints / LOCK, job.run, "checkpoint folder"))
+    for lock in locks:
+        held.enter_context(lock)
+    if not job.resume:
+        _refuse_steps(job)
+    return locks
+
+
+def _taken(job: Job) -> str:
+    """Say that a job's folder of steps is another run's, and how to resume that one."""
+    run, more = "RUN, RUN being its run folder", ""
+    for plan in sorted(Path(job.config.log.dir).glob("*/plan.json")):
+        with contextlib.suppress(ConfigError, OSError):  # a damaged run, or one without steps
+            other = read_job(plan.parent)
+            if not plan.parent.is_symlink() and other.checkpoints.samefile(job.checkpoints):
+                run, wanted = shlex.quote(str(plan.parent)), job.config.train.steps
+                more = f" train.steps={wanted}" if wanted != other.config.train.steps else ""
+    return (
+        f"checkpoint.dir = {job.checkpoints} holds steps of another run. For a new run choose "
+        f"another folder; to resume that one: meshwright train --resume {run}{more}"
+    )
+
+
+def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
+    """Return the folder of prepared stores and downloads."""
+    if config.data.cache is not None:
+        return Path(config.data.cache)
+    return user_cache(environ)
+
+
+def _train_joined(
+    config: Config,
+    at: Rendezvous,
+    environ: Mapping[str, str],
+    resume: Resume | None,
+    *,
+    quiet: bool,
+) -> Run:
+    """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
+    config = on_nodes(config, at)
+    machine = _as_rank(config, at, environ)
+    # Only here, where this process is a rank itself: a supervisor never needs torch.
+    from meshwright.parallel.transport.world import join
+    from meshwright.runtime.ranks.worker import (
+        StopRequest,
+        follow_parent,
+        open_flight_recorder,
+        record_failure,
+        run_rank,
+    )
+
+    stop = StopRequest()
+    stop.listen()
+    follow_parent(environ)
+    # Before the ranks meet: a layout that is not legal. What else is decided, rank 0 decides.
+    plain = config.train.model_copy(update={"compile": False})
+    resolve_layout(settled(config.model_copy(update={"train": plain}), machine), machine)
+    world = join(at, machine.device, config.cluster.timeout)
+    at = replace(at, rank=world.rank)  # its number in the mesh from here on
+    with contextlib.ExitStack() as held:
+
+        def prepare() -> str:
+            return hand_over(_taken_up(config, at, environ, resume, held))
+
+        gathering = one_folder(world, parse_json(world.from_rank_0("meshwright/run", prepare)))
+        job = read_job(gathering.folder.path)
+        _check_world(job, at)
+        _take_up_logs(job, at, environ)
+        world = replace(world, recorder=open_flight_recorder(job.folder, at, environ))
+        is_failure, out = True, Lasting(sys.stdout)
+        try:
+            with logged(job.folder.log(at.rank), stdout=at.rank != 0):
+                view = open_view(out, quiet=quiet) if at.rank == 0 else None
+                code = run_rank(job, world, at.attempt, stop, environ, view=view)
+            is_failure = False
+        except BaseException as error:
+            record_failure(job.folder, at.rank, error, world.recorder)
+            raise
+        finally:
+            if at.rank in gathering.apart:
+                gathering.send(at.rank)
+            if at.rank == 0:
+                for rank in gathering.collect(is_failure=is_failure):
+                    _say(out, f"note: rank {rank} on {world.node(rank)} has sent no log")
+                _write_report(job, out)
+        if at.rank == 0 and code == EXIT_STOPPED:
+            _say(out, going_on(job, at), GOES_ON)
+        if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
+            forget(job, at)
+    return Run(job.folder.path, code)
+
+
+def _as_rank(config: Config, at: Rendezvous, environ: Mapping[str, str]) -> Machine:
+    """Return the machine of this rank, whose environment has what its GPU wants."""
+    machine = detect(config.cluster, environ, at)
+    if machine.device == "cuda":  # before torch reads it
+        os.environ.update(gpu_environ(environ, machine.threads(at.local_size)))
+    return machine
+
+
+def _take_up_logs(job: Job, at: Rendezvous, environ: Mapping[str, str]) -> None:
+    """Have a rank leave why it ends in the run folder, and on a GPU what NCCL has done.
+
+    torch reads the variable for it as it writes, at a time-out.
+    """
+    job.folder.failure(at.rank).unlink(missing_ok=True)
+    if job.machine.device == "cuda":
+        os.environ.update(trace_files(job.folder, environ))
+
+
+def _taken_up(
+    config: Config,
+    at: Rendezvous,
+    environ: Mapping[str, str],
+    resume: Resume | None,
+    held: contextlib.ExitStack,
+) -> Job:
+    """Return the job of ranks that others have started, its folder locked while `held` is.
+
+    An attempt that comes back on more or fewer nodes goes on with its run on another layout.
+    """
+    folder = recorded(config, at, lambda text: _say(sys.stdout, text))
+    before = None if folder is None else read_job(folder)
+    if before is not None and before.layout.world == at.size:
+        locked(replace(before, resume=True), held)
+        append_event(before.folder.events, restarted(before, at))
+        return before
+    job = prepare_job(config, environ, at, resume if folder is None else Resume(folder))
+    locked(job, held)
+    unproved = [] if at.secret else [_NO_SECRET]
+    for text in (*unproved, *run_notes(job, environ)):
+        _say(sys.stdout, f"note: {text}")
+    _create(job)
+    tell(job, config, at)
+    if before is not None:
+        append_event(job.folder.events, restarted(before, at))
+    return job
+
+
+def _check_world(job: Job, at: Rendezvous) -> None:
+    """Refuse ranks that a layout has no use for."""
+    if job.layout.world != at.size:
+        what = f"the layout {job.layout.label} has {job.layout.world} ranks, and {at.size} started"
+        unused = left_over(job.config, job.layout, at.size)
+        why, legal = (f": {unused.why}", unused.legal) if unused else ("", ("another layout",))
+        raise ConfigError(refusal(what + why, legal=[f"{job.layout.world} ranks", *legal]))
+
+
+def _create(job: Job) -> None:
+    """Make the run folder, with what is predicted of the steps where these are to be recorded."""
+    create(job)
+    if job.config.log.trace and (found := predicted(job)) is not None:
+        put_step(job.folder, found)
+
+
+def _say(out: TextIO | Lasting, text: str, joint: str = "") -> None:
+    out.write(f"{fitted(text, out, joint=joint)}\n")
+    out.flush()
+
+
+def _progress_to(out: TextIO) -> Progress:
+    return lambda text: _say(out, text)
+
+
+def summarise(run: Run) -> Mapping[str, Any]:
+    """Return the outcome of a run as one JSON-ready object."""
+    steps = list(run.events("step"))
+    start = next(run.events("start"), {})
+    return {
+        "run": str(run.folder),
+        "exit_code": run.exit_code,
+        "steps": steps[-1]["step"] if steps else 0,
+        "loss": steps[-1]["loss"] if steps else None,
+        "unigram_entropy": start.get("unigram_entropy"),
+    }
+
+
+def _write_report(job: Job, out: TextIO | Lasting) -> None:
+    """Write the run's page, however the run has ended; without one it is no worse."""
+    try:
+        _say(out, f"report {write_report([job.folder.path])}")
+    except Exception as error:  # a page is never a reason for a run to fail
+        _say(out, f"note: no report was written: {type(error).__name__}: {error}")

@@ -1,0 +1,161 @@
+"""Disk usage of runs and prepared data, and their removal. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from meshwright.checkpoint.commit import steps
+from meshwright.errors import ConfigError
+from meshwright.runtime.supervise.elastic import read_word
+from meshwright.runtime.supervise.lock import RunLock, read_holder, refused
+from meshwright.spec.stored import steps_folder
+from meshwright.training.run_folder import RunFolder
+from meshwright.units import counted
+
+# Of a cache folder, what the data's room makes again when it is missing. Measurements are small.
+PREPARED: Final = {"stores": "a prepared corpus", "downloads": "a download"}
+
+
+class DiskEntry(NamedTuple):
+    """A removable folder or file: its bytes on disk, and when it last changed or was read.
+
+    The time is in seconds since 1970. `in_use` names its user; such an entry is never removed.
+    """
+
+    path: Path
+    bytes: int
+    time: float
+    about: str
+    in_use: str = ""
+
+
+def runs_of(root: Path) -> list[DiskEntry]:
+    """Return the runs in a folder, newest first; anything else in it is ignored.
+
+    Raises `ConfigError` if there is no such folder.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such folder of runs; log.dir says where they are")
+    folders = [RunFolder(path) for path in root.iterdir() if not path.is_symlink()]
+    found = [_run(one) for one in folders if one.plan.is_file() and one.config.is_file()]
+    return sorted(found, key=lambda one: -one.time)
+
+
+def _run(folder: RunFolder) -> DiskEntry:
+    checkpoints = steps_folder(folder.path)
+    stay = "" if checkpoints == folder.checkpoints else f"; steps in {checkpoints} stay"
+    count = len(steps(checkpoints))
+    about = f"{counted(count, 'step')} saved{stay}"
+    last = folder.events if folder.events.is_file() else folder.plan
+    return DiskEntry(folder.path, size_of(folder.path), last.stat().st_mtime, about, _user(folder))
+
+
+def _user(folder: RunFolder) -> str:
+    """Say who writes into a run; empty where nobody does."""
+    holder = read_holder(folder.lock)
+    is_elsewhere = holder is not None and holder["host"] != socket.gethostname()
+    if is_elsewhere or _is_locked(folder.lock):
+        return refused(folder.lock, holder).partition(" is ")[2]
+    return ""
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def prepared_in(cache: Path) -> list[DiskEntry]:
+    """Return the prepared stores and downloads in a cache folder, last used first."""
+    folders = [cache / name for name in PREPARED if (cache / name).is_dir()]
+    paths = [path for one in folders for path in one.iterdir() if not path.is_symlink()]
+    mapped = dict(_mapped(paths))
+    found = [_prepared(path, mapped.get(path, "")) for path in paths]
+    return sorted(found, key=lambda one: -one.time)
+
+
+def _prepared(path: Path, user: str) -> DiskEntry:
+    stats = [one.lstat() for one in (path, *path.rglob("*"))]
+    used = max(max(stat.st_mtime, stat.st_atime) for stat in stats[1:] or stats)
+    if not user and _is_locked(path / ".lock"):
+        user = "in use: it is being prepared"
+    return DiskEntry(path, size_of(path), used, PREPARED[path.parent.name], user)
+
+
+def _mapped(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield those of some folders that processes have files of mapped, and which process."""
+    names = {f"{path.resolve()}/": path for path in paths}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        for name, path in names.items():
+            if name in text:
+                yield path, f"in use by process {maps.parent.name}"
+
+
+def size_of(path: Path) -> int:
+    """Return the disk usage of a file or folder in bytes; doesn't follow links."""
+    return sum(one.lstat().st_blocks * 512 for one in (path, *path.rglob("*")))
+
+
+class DiskSelection(NamedTuple):
+    """What to remove: all but the newest `keep`, if older than `age_s`; None: any."""
+
+    keep: int | None = None
+    age_s: float | None = None
+
+    def of(self, entries: Sequence[DiskEntry], now: float | None = None) -> list[DiskEntry]:
+        """Return the entries to remove; none if nothing was selected."""
+        if self.keep is None and self.age_s is None:
+            return []
+        before = (time.time() if now is None else now) - (self.age_s or 0.0)
+        old = entries[self.keep or 0 :]
+        return [one for one in old if not one.in_use and one.time <= before]
+
+
+def remove(entries: Iterable[DiskEntry]) -> Iterator[tuple[DiskEntry, str]]:
+    """Remove entries, and yield each with its error, empty on success."""
+    for entry in entries:
+        problem = ""
+        try:
+            with contextlib.ExitStack() as held:
+                folder = RunFolder(entry.path)
+                if folder.plan.is_file():  # nobody begins to go on with it now
+                    held.enter_context(RunLock(folder.lock))
+                # Renamed first: half of a run must not look like one.
+                gone = entry.path.with_name(f".removed-{entry.path.name}-{uuid.uuid4().hex[:8]}")
+                entry.path.rename(gone)
+                gone.unlink() if gone.is_file() else shutil.rmtree(gone)
+        except (OSError, ConfigError) as error:
+            problem = str(error)
+        yield entry, problem
+
+
+def forget_gone(root: Path) -> None:
+    """Remove references to runs that are gone: `latest`, and records of restarted jobs."""
+    latest = root / "latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink()
+    for note in root.glob(".job-*"):
+        word = read_word(note)
+        if word is not None and not Path(word.folder).exists():
+            note.unlink(missing_ok=True)

@@ -1,0 +1,257 @@
+"""Explains from the ranks' recorders who waits for whom, and in what. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.cost.price import memory
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.machine.interfaces import machine_id
+from meshwright.parallel.machine.processor import processor
+from meshwright.parallel.record.flight_recorder_file import Reading, Record, read_flight_recorder
+from meshwright.parsing import parse_json
+from meshwright.planner.plan import setting_of
+from meshwright.program.events import Events
+from meshwright.training.run_folder import RunFolder, read_job
+from meshwright.units import format_bytes, format_seconds
+
+# The letters of /proc/PID/status.
+_STATES: Final = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in an uninterruptible wait, as for a disk",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "gone",
+    "X": "gone",
+}
+
+
+# What gloo, NCCL and the store say when a peer is gone: a consequence, not a cause.
+_SECOND_HAND: Final = ("DistNetworkError", "DistBackendError", "DistStoreError")
+_SECOND_HAND_WORDS: Final = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+)
+TIMED_OUT: Final = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+# What a rank leaves of its failure: see `worker.record_failure`.
+_FAILURE: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "time": (int, float),
+    "type": str,
+    "message": str,
+    "expected": bool,
+    "exit_code": int,
+    "out_of_memory": bool,
+    "place": str,
+    "traceback": str,
+}
+
+
+def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
+    """Return a rank's record of its failure; None if there is none, or it is damaged."""
+    try:
+        said = parse_json(folder.failure(rank).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(said, dict):
+        return None
+    is_whole = all(isinstance(said.get(key), kind) for key, kind in _FAILURE.items())
+    return said if is_whole else None
+
+
+def lost_a_peer(failure: Mapping[str, Any]) -> bool:
+    """Whether a rank's failure says that another rank was gone before."""
+    return failure["type"] in _SECOND_HAND or any(
+        words in failure["message"] for words in _SECOND_HAND_WORDS
+    )
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A rank seen from outside: its recorder, if it has one, and the state of its process."""
+
+    rank: int
+    reading: Reading | None
+    process: str
+
+    @property
+    def waits_in(self) -> Record | None:
+        """What the rank waits for."""
+        records = () if self.reading is None else self.reading.records
+        return next((record for record in records if record.is_waited_for), None)
+
+    @property
+    def place(self) -> str:
+        """Where the rank is."""
+        return "before its first entry" if self.reading is None else self.reading.place()
+
+
+ELSEWHERE: Final = "on another machine"
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process in words, from /proc; empty where that is not known."""
+    status = Path(f"/proc/{pid}/status")
+    try:
+        found = re.search(r"^State:\s+(\w)", status.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return "gone" if Path("/proc/self").exists() else ""
+    return "" if found is None else _STATES.get(found[1], found[1])
+
+
+def witnesses(folder: RunFolder, world: int, pids: Sequence[int] = ()) -> list[Witness]:
+    """Return what can be seen of each rank; without `pids`, those in the recorders."""
+    found, here = [], machine_id()
+    for rank in range(world):
+        reading = read_flight_recorder(folder.flight_recorder(rank))
+        if reading is not None and reading.machine != here:
+            found.append(Witness(rank, reading, ELSEWHERE))
+            continue
+        pid = pids[rank] if pids else reading.pid if reading else 0
+        found.append(Witness(rank, reading, process_state(pid) if pid else "gone"))
+    return found
+
+
+def explain(found: Sequence[Witness], now: float | None = None) -> str:
+    """Return why ranks do not continue: who is missing, and what the others wait in.
+
+    `now` is of the monotonic clock.
+    """
+    now = time.monotonic() if now is None else now
+    parts = [*_mismatches(found), *_missing(found, now), *_waiting(found)]
+    return "; ".join(parts) if parts else "no rank waits for another"
+
+
+def _missing(found: Sequence[Witness], now: float) -> Iterator[str]:
+    """Yield what is said of each rank that others wait for, or that does nothing."""
+    for one in found:
+        inside = "" if one.waits_in is None else f", inside {one.waits_in}"
+        if one.process.startswith("stopped"):
+            sign = " (SIGSTOP)" if one.process == "stopped" else " by a debugger"
+            yield f"rank {one.rank} is stopped{sign} in {one.place}{inside}"
+        elif one.process == "gone":
+            yield f"rank {one.rank} is gone, last seen in {one.place}{inside}"
+        elif one.reading is None:
+            yield f"rank {one.rank} has not begun"
+        elif one.process == ELSEWHERE:  # its clock is another
+            yield f"rank {one.rank}, {ELSEWHERE}, was last in {one.place}{inside}"
+        elif one.waits_in is None:
+            silent = format_seconds(max(0.0, now - one.reading.at))
+            yield f"rank {one.rank} is silent for {silent} in {one.place} ({one.process})"
+
+
+def _waiting(found: Sequence[Witness]) -> Iterator[str]:
+    """Yield what ranks wait in, those that wait in the same together, and for whom."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for one in found:
+        if one.waits_in is not None and not one.process.startswith(("stopped", "gone")):
+            missing = _not_there(one.waits_in, one.rank, found)
+            whom = f", which {ranks_text(missing)} {_has(missing)} not begun" if missing else ""
+            groups.setdefault((str(one.waits_in), whom), []).append(one.rank)
+    for (text, whom), ranks in groups.items():
+        yield f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {text}{whom}"
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def memory_words(folder: RunFolder, rank: int) -> str:
+    """Return a rank's predicted and last measured peak in brackets; empty if neither is known.
+
+    The prediction is of its tensors; on a CPU, the measurement is of the whole process.
+    """
+    words = []
+    with contextlib.suppress(MeshwrightError, OSError, ValueError):
+        job = read_job(folder.path)
+        setting = setting_of(job.config, local_devices=job.layout.world, processor=processor())
+        place = job.layout.mesh.coordinates(rank)["pp"]
+        found = memory(setting, job.layout, place).allocated
+        words.append(f"predicted {format_bytes(found)} of tensors")
+    with contextlib.suppress(OSError, KeyError, TypeError):
+        steps = [e for e in Events.read(folder.events) if "peak_memory_bytes" in e]
+        if steps:
+            peak = format_bytes(steps[-1]["peak_memory_bytes"][str(rank)])
+            words.append(f"measured {peak} at step {steps[-1]['step']}")
+    return f" ({', '.join(words)})" if words else ""
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return `rank 1` or `ranks 0, 2`."""
+    listed = list(ranks)
+    return f"rank{'' if len(listed) == 1 else 's'} {', '.join(map(str, listed))}"
+
+
+def _not_there(record: Record, rank: int, found: Sequence[Witness]) -> list[int]:
+    """Return the ranks of a record's group that have not begun their part of it."""
+    missing = []
+    for other in found:
+        if other.rank == rank or other.reading is None:
+            continue
+        if record.is_transfer:
+            if other.rank != record.peer:
+                continue
+            kind = "recv" if record.kind == "send" else "send"
+            begun = max(
+                (
+                    r.sequence
+                    for r in other.reading.records
+                    if r.kind == kind and r.peer == rank and r.group.name == record.group.name
+                ),
+                default=0,
+            )
+        elif other.rank in record.group.ranks:
+            begun = other.reading.begun(record.group)
+        else:
+            continue
+        if begun < record.sequence:
+            missing.append(other.rank)
+    return missing
+
+
+def _mismatches(found: Sequence[Witness]) -> Iterator[str]:
+    """Yield the first collective at which the ranks of a group do not do the same."""
+    seen: dict[tuple[str, tuple[int, ...], int], dict[int, Record]] = {}
+    for one in found:
+        for record in () if one.reading is None else one.reading.records:
+            if not record.is_transfer and one.rank in record.group.ranks:
+                key = (record.group.name, record.group.ranks, record.sequence)
+                seen.setdefault(key, {})[one.rank] = record
+    wrong = [
+        records
+        for records in seen.values()
+        if len({(record.kind, _same_for_all(record)) for record in records.values()}) > 1
+    ]
+    if not wrong:
+        return
+    first = min(wrong, key=lambda records: min(record.begun for record in records.values()))
+    sides: dict[str, list[int]] = {}
+    for rank, record in first.items():
+        sides.setdefault(f"{record} in step {record.step}, {record.phase}", []).append(rank)
+    texts = [
+        f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}"
+        for text, ranks in sides.items()
+    ]
+    yield "ranks disagree: " + ", but ".join(texts)
+
+
+def _same_for_all(record: Record) -> int:
+    """Return the bytes of a collective where all its ranks must have as many, else 0.
+
+    Of an all-to-all each rank may hand on as much as it has: tokens for experts, uneven rows.
+    """
+    return 0 if record.kind == "all_to_all" else record.bytes
+
+
+def mismatch(found: Sequence[Witness]) -> str:
+    """Return the first collective at which ranks of a group differ; empty if none does."""
+    return next(_mismatches(found), "")

@@ -1,0 +1,386 @@
+"""The supervisor of local ranks: starts them, watches them, ends all if one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.errors import (
+    EXIT_DONE,
+    EXIT_RANK_FAILED,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    ConfigError,
+    Diverged,
+    RankFailed,
+    refusal,
+)
+from meshwright.files import is_full, open_own
+from meshwright.parallel.machine.secret import VARIABLE
+from meshwright.parallel.record.flight_recorder_file import forget
+from meshwright.runtime.supervise.core_dumps import allow_core_dump, take_core_dump
+from meshwright.runtime.supervise.explain import (
+    TIMED_OUT,
+    explain,
+    lost_a_peer,
+    memory_words,
+    mismatch,
+    ranks_text,
+    read_failure,
+    witnesses,
+)
+from meshwright.runtime.supervise.traces import ask_for_traces
+from meshwright.runtime.supervise.watchdog import Watchdog
+from meshwright.training.run_folder import RunFolder
+
+LOOPBACK = "127.0.0.1"
+# A process that they end prints the stacks of its threads first.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: between looks at the ranks, for others to report after one failed, for ranks that
+    hang to write what NCCL has done: torch looks once a second whether it is asked to."""
+
+    poll_s: float = 0.1
+    settle_s: float = 1.0
+    trace_s: float = 5.0
+
+
+# Reads a core dump into a file, and returns what to say of it.
+ReadCore = Callable[[Path, Path], str]
+
+# What a failure is, for who says what to do about it; a rank that the system killed for want of
+# memory was "killed", as one that somebody else killed.
+FailureKind = Literal["memory", "killed", "hang", "diverged", "other"]
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How a rank ended: its own exception if it left one, else its signal or exit code.
+
+    `can_retry`: another attempt may succeed; false for refusals. `deed` says what failed where, in
+    words that are the same if it happens again: out of memory, or an error that is raised on
+    purpose. It is empty for what may have an outside cause.
+    """
+
+    rank: int
+    cause: str
+    traceback: str = ""
+    raised_at: float = 0.0
+    is_first_hand: bool = True
+    can_retry: bool = True
+    deed: str = ""
+    kind: FailureKind = "other"
+
+
+class RanksFailed(RankFailed):
+    """Ranks failed, or hang; noticed at a time since 1970, at most `detect_s` later."""
+
+    def __init__(self, text: str, first: RankFailure, noticed: float, detect_s: float) -> None:
+        super().__init__(text)
+        self.first, self.noticed, self.detect_s = first, noticed, detect_s
+
+
+def listen_on_loopback(port: int | None) -> socket.socket:
+    """Return a socket that listens on loopback only, on a given port or a free one.
+
+    Raises `ConfigError` with the nearest free ports if the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port or 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        legal = [f"cluster.port = {free}" for free in _free_ports(port or 0)]
+        rule = f"cluster.port = {port} on {LOOPBACK} cannot be listened on: {error.strerror}"
+        raise ConfigError(
+            refusal(rule, legal=legal, hint="Left out, a free port is taken.")
+        ) from None
+    return listener
+
+
+def _free_ports(near: int, count: int = 2) -> list[int]:
+    found = []
+    for port in range(near + 1, min(near + 200, 65536)):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex((LOOPBACK, port)) != 0:
+                with contextlib.suppress(OSError):
+                    probe.bind((LOOPBACK, port))
+                    found.append(port)
+        if len(found) == count:
+            break
+    return found
+
+
+class LocalRanks:
+    """The rank processes of one run on this machine, as a context that leaves none behind."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        world: int,
+        folder: RunFolder,
+        environ: Mapping[str, str],
+        listener: socket.socket,
+        timing: Timing,
+        locks: Sequence[int] = (),
+        *,
+        read_core: ReadCore | None = None,
+    ) -> None:
+        """Prepare them; `locks` are the open files of the run's locks, for them to hold, too.
+
+        A rank that crashes leaves a core dump if there is `read_core`, which reads the C++ stacks
+        of its threads into a file beside its log.
+        """
+        self._command, self._world, self.folder = list(command), world, folder
+        self._environ, self._listener, self._timing = dict(environ), listener, timing
+        self._kept, self._read_core = list(locks), read_core
+        self._began = time.time()
+        # Anyone on this machine reaches loopback; only its own user reads a process's environment.
+        self._secret = secrets.token_hex(32)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lifeline: tuple[int, int] | None = None
+
+    def __enter__(self) -> LocalRanks:
+        read_end, write_end = os.pipe()
+        self._lifeline = (read_end, write_end)
+        for rank in range(self._world):
+            # What an earlier attempt has left says nothing about this one.
+            self.folder.failure(rank).unlink(missing_ok=True)
+            forget(self.folder.flight_recorder(rank))
+            self._processes.append(self._start(rank, read_end))
+            if self._read_core is not None:
+                allow_core_dump(self._processes[-1].pid)
+        self._listener.close()
+        return self
+
+    def _start(self, rank: int, lifeline: int) -> subprocess.Popen[bytes]:
+        environ = self._environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._world),
+            "LOCAL_WORLD_SIZE": str(self._world),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._listener.getsockname()[1]),
+            "MESHWRIGHT_LOCAL": "1",
+            VARIABLE: self._secret,
+            "MESHWRIGHT_PARENT_FD": str(lifeline),
+        }
+        passed = [lifeline, *self._kept]
+        if rank == 0:
+            passed.append(self._listener.fileno())
+            environ["MESHWRIGHT_LISTEN_FD"] = str(self._listener.fileno())
+        log = self.folder.log(rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_own(log, os.O_WRONLY | os.O_APPEND), "ab") as output:
+            return subprocess.Popen(
+                self._command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=passed,
+                start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
+            )
+
+    def codes(self) -> list[int | None]:
+        """Return each rank's exit code, negative for a signal, None while it runs."""
+        return [process.poll() for process in self._processes]
+
+    def pids(self) -> list[int]:
+        """Return each rank's process id."""
+        return [process.pid for process in self._processes]
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to every running rank."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+
+    def ask_for_stacks(self) -> None:
+        """Make every rank that can print its threads' stacks into its log."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+
+    def ask_for_traces(self) -> list[Path]:
+        """Make every rank that can write NCCL's last operations; returns the files."""
+        running = [rank for rank, code in enumerate(self.codes()) if code is None]
+        return ask_for_traces(self._environ, running, self._timing.trace_s)
+
+    def failures(self) -> list[RankFailure]:
+        """Return how the failed ranks have ended, the likeliest root cause first.
+
+        A rank that was killed, or raised its own error, comes before those that only lost a peer.
+        """
+        found = []
+        for rank, code in enumerate(self.codes()):
+            if code not in (None, EXIT_DONE, EXIT_STOPPED):
+                failure = failure_of(self.folder, rank, int(code or 0))
+                found.append(replace(failure, traceback=failure.traceback + self._cpp(rank, code)))
+        return sorted(found, key=lambda f: (not f.is_first_hand, f.raised_at))
+
+    def _cpp(self, rank: int, code: int | None) -> str:
+        """Return what to say of the C++ stacks of a crashed rank, or "" if there are none."""
+        if self._read_core is None or code is None or -code not in _CRASHES:
+            return ""
+        core = take_core_dump(self._processes[rank].pid, Path.cwd(), self._began)
+        if core is None:
+            return ""
+        return f"\n{self._read_core(core, self.folder.cpp_stacks(rank))}"
+
+    def __exit__(self, *_: object) -> None:
+        # Not asked first: whoever had something to report has had time for it, and a save that is
+        # cut short leaves the step before it.
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if self._lifeline is not None:
+            for descriptor in self._lifeline:
+                os.close(descriptor)
+
+
+def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
+    """Return a rank's failure from its own record, or from how the process ended."""
+    said = read_failure(folder, rank)
+    if said is not None:
+        is_lost = lost_a_peer(said)
+        cause = said["message"] if said["expected"] else f"{said['type']}: {said['message']}"
+        return RankFailure(
+            rank,
+            f"rank {rank} raised {cause}",
+            "" if said["expected"] else said["traceback"],
+            said["time"],
+            is_first_hand=not is_lost,
+            can_retry=said["exit_code"] != EXIT_REFUSED,
+            deed="" if is_lost else _deed(said),
+            kind=_kind(said),
+        )
+    place = witnesses(folder, rank + 1)[rank].place
+    where = f"in {place}" if place.startswith("step") else place
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = ""
+        if name == "SIGKILL":
+            hint = f", possibly by the system because memory ran out{memory_words(folder, rank)}"
+        cause = f"rank {rank} was killed by {name}{hint}, {where}"
+        # What it was doing as it crashed stands there: see `worker.tell_stacks`.
+        stacks = _tail(folder.log(rank), 60) if -code in _CRASHES else ""
+        return RankFailure(rank, cause, stacks, kind="killed")
+    cause = f"rank {rank} exited with code {code}, {where}"
+    # It has raised, and could not say what: one that was killed comes before it.
+    is_mute = code == EXIT_RANK_FAILED
+    if is_mute and is_full(folder.path):
+        cause += f"; the disk of {folder.path} is full, so that it could not say why"
+    return RankFailure(rank, cause, _tail(folder.log(rank)), is_first_hand=not is_mute)
+
+
+def _kind(said: Mapping[str, Any]) -> FailureKind:
+    """Return what an exception is that a rank has left."""
+    if said["out_of_memory"]:
+        return "memory"
+    return "diverged" if said["type"] == Diverged.__name__ else "other"
+
+
+def _deed(said: Mapping[str, Any]) -> str:
+    """Return what failed where, without the ranks in it: of a fault that all meet, any may tell."""
+    if said["out_of_memory"]:
+        return f"{said['place']}: out of memory"
+    same = re.sub(r"\brank \d+", "rank", said["message"])
+    return f"{said['place']}: {same}" if said["expected"] else ""
+
+
+def _tail(log: Path, lines: int = 20) -> str:
+    if not log.is_file():
+        return ""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def supervise(
+    ranks: LocalRanks,
+    on_poll: Callable[[], None],
+    timing: Timing,
+    stop: Callable[[], bool],
+    watchdog: Watchdog | None = None,
+) -> int:
+    """Watch started ranks to their end and return the exit code.
+
+    `on_poll` is called at every look. When `stop` turns true, the ranks are asked to save and end;
+    they have time for it as long as they make progress. Raises `RanksFailed` with the first failing
+    rank's own traceback, or with the watchdog's explanation of a hang.
+    """
+    is_asked = False
+    looked_at = time.monotonic()
+    while True:
+        on_poll()
+        codes, now = ranks.codes(), time.monotonic()
+        if any(code not in (None, EXIT_DONE, EXIT_STOPPED) for code in codes):
+            _raise_failure(ranks, timing, now - looked_at)
+        if None not in codes:
+            on_poll()
+            return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
+        looked_at = now
+        if not is_asked and stop():
+            is_asked = True
+            ranks.ask_to_stop()
+        hang = None if watchdog is None else watchdog.look(ranks.pids())
+        if hang is not None:
+            noticed = time.time()
+            ranks.ask_for_stacks()
+            time.sleep(timing.poll_s)
+            cause = hang.cause + _traces_text(ranks.ask_for_traces())
+            text = f"{cause}. Where each rank was: {ranks.folder.log(0).parent}/rank-*.log"
+            raise RanksFailed(text, RankFailure(-1, cause, kind="hang"), noticed, hang.silent_s)
+        time.sleep(timing.poll_s)
+
+
+def _traces_text(traces: Sequence[Path]) -> str:
+    """Say how to read what NCCL has done last."""
+    if not traces:
+        return ""
+    prefix = traces[0].name.rstrip("0123456789")
+    command = shlex.join(["torchfrtrace", "--prefix", prefix, str(traces[0].parent)])
+    return f"; what NCCL has done last, of {len(traces)} ranks: {command}"
+
+
+def _raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:
+    """Let the other ranks report for a moment, then raise what the first one to fail says."""
+    noticed, deadline = time.time(), time.monotonic() + timing.settle_s
+    found = witnesses(ranks.folder, len(ranks.codes()), ranks.pids())
+    while None in ranks.codes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    failures = ranks.failures()
+    first = failures[0]
+    # A rank whose collective took too long says nothing of the one that it waited for.
+    why = explain(found) if TIMED_OUT.search(first.cause) else mismatch(found)
+    if why:
+        first = replace(first, cause=f"{first.cause}\n{why}")
+    text = first.cause
+    if first.traceback:
+        text += f"\n\n{first.traceback.rstrip()}"
+    if len(failures) > 1:
+        text += f"\n\n{ranks_text(sorted(f.rank for f in failures[1:]))} failed after it"
+    raise RanksFailed(text, first, noticed, detect_s)
+
+
+def worker_command(folder: RunFolder) -> list[str]:
+    """Return the command line of a rank process."""
+    return [sys.executable, "-m", "meshwright.runtime.ranks.worker", str(folder.path)]

@@ -1,0 +1,341 @@
+"""The terminal view of a run from its events: live in a terminal, otherwise plain lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, TextIO, cast
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.files import is_full
+from meshwright.layout import Layout
+from meshwright.lines import folded
+from meshwright.parsing import parse_json
+from meshwright.program.events import dropped_share
+from meshwright.report.peaks import name_in_events
+from meshwright.runtime.supervise.trend import Trend
+from meshwright.units import counted, format_bytes, format_count, format_seconds
+
+# Events that are said in a line, by kind, with their fields.
+NOTICES: Final = {
+    "evaluating": "step {step}: evaluating, batches: {batches}",
+    "resume": "resuming after step {step}, from {path}, written by {layout}",
+    "bad_checkpoint": "set aside: {problem}",
+    "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
+    "restart": "{cause}\nnoticed after {detect_s} s; the ranks start again (attempt {attempt}) "
+    "after step {from_step}, steps lost: {lost_steps}",
+    "slow_rank": "rank {rank} is slow: from step {from_step} to {step} all others waited for "
+    "{others_wait} of the time, it for {waits}",
+    "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
+    "stopping": "{text}",
+    "measured": "{says}",
+    "disk_full": "the disk of {path} is full: the run continues without its log, and writes the "
+    "events once there is room",
+}
+# Kinds of events that a quiet view leaves out.
+_CHATTER: Final = ("start", "step", "evaluating", "eval", "save", "experts")
+# Steps whose median is the pace: one that waited for a save says little of those to come.
+_PACED_BY: Final = 20
+
+
+class Lasting:
+    """An output that may disappear during a run, for example when its terminal closes.
+
+    Later writes are dropped, and none raises an error.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self.is_lost = out, False
+
+    def write(self, text: str) -> int:
+        """Write a text, at once."""
+        if not self.is_lost:
+            try:
+                self._out.write(text)
+                self._out.flush()
+            except (OSError, ValueError):
+                self._lose()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: each text was written at once."""
+
+    def _lose(self) -> None:
+        """Let what the stream still holds go nowhere, too: Python writes it as it ends."""
+        self.is_lost = True
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), self._out.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+
+def open_view(out: Lasting, *, quiet: bool = False) -> View:
+    """Return the live view if `out` is a terminal, otherwise one that prints lines.
+
+    A `quiet` one shows only unusual events, and how the run ended.
+    """
+    console = Console(file=cast(TextIO, out), highlight=False)
+    if quiet:
+        return QuietView(console)
+    return LiveView(console) if console.is_terminal else View(console)
+
+
+class View:
+    """Plain lines: one for the run, one for each step event and each other event."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._start: Mapping[str, Any] = {}
+        self._pace: deque[float] = deque(maxlen=_PACED_BY)
+        self._dead = 0
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Show one event."""
+        kind = event["event"]
+        if kind == "step":
+            self._pace.append(event["step_time_s"])
+        if kind == "start":
+            self._start = event
+            self._pace.clear()
+            self._print(start_line(event))
+        elif kind == "step":
+            self._step(event)
+        elif kind == "eval":
+            self._print(
+                f"step {event['step']}: held-out loss {number(event['loss'])} "
+                f"({format_seconds(event['seconds'])})"
+            )
+        elif kind == "save":
+            self._print(
+                f"step {event['step']}: saved {event['path']} in {format_seconds(event['seconds'])}"
+            )
+        elif kind == "experts":
+            self._experts(event)
+        elif kind == "end":
+            self._end(event)
+        elif kind in NOTICES:
+            shown = {k: number(v) if isinstance(v, float) else v for k, v in event.items()}
+            self._print(NOTICES[kind].format(**shown))
+
+    def close(self) -> None:
+        """Release the terminal."""
+
+    def _print(self, text: str) -> None:
+        if self._console.is_terminal:  # a file has a line for each event
+            text = folded(text, self._console.width)
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        self._print(step_line(event, self._start, self._remaining_s(event)))
+
+    def _experts(self, event: Mapping[str, Any]) -> None:
+        """Say what routers did, at the end and where other experts meet no token than before."""
+        dead, is_last = len(event["dead"]), event["step"] == self._start.get("steps")
+        if dead != self._dead or is_last:
+            self._print(experts_line(event))
+        self._dead = dead
+
+    def _remaining_s(self, event: Mapping[str, Any]) -> float:
+        """Return the seconds that the steps left will take at the pace of the last ones."""
+        left = self._start.get("steps", event["step"]) - event["step"]
+        return float(median(self._pace) * left)
+
+    def _end(self, event: Mapping[str, Any]) -> None:
+        if event["stopped"] and event["step"] == self._start.get("from_step"):
+            is_last = event["step"] == self._start.get("steps")
+            when = "after the last step" if is_last else f"before step {event['step'] + 1}"
+            self._print(f"stopped on request {when}")
+            return
+        verb = "stopped on request" if event["stopped"] else "done"
+        text = f"{verb} after {counted(event['step'], 'step')}: loss {number(event['loss'])} nats"
+        entropy = self._start.get("unigram_entropy")
+        if entropy is not None:
+            text += f", unigram entropy of the data {number(entropy)} nats"
+        if early := event.get("early"):
+            text += f". Ended early: {early}"
+        self._print(text)
+
+
+class QuietView(View):
+    """Shows problems, and how the run ended."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Show one event, unless every run has it."""
+        if event["event"] == "start":
+            self._start = event
+        if event["event"] not in _CHATTER:
+            super().write(event)
+
+
+class LiveView(View):
+    """A block that is redrawn with each step, with a progress bar below."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        # Redrawn on events alone: a timer would take time from ranks that share the cores.
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+        self._trend = Trend(is_ascii=console.options.ascii_only)
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Show one event; a restarted run has a new trend."""
+        if event["event"] == "start":
+            self._trend.clear()
+        super().write(event)
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        self._trend.add(event["step"], event["loss"])
+        block = step_block(event, self._start, self._remaining_s(event), self._trend.text)
+        self._live.update(block, refresh=True)
+
+    def _end(self, event: Mapping[str, Any]) -> None:
+        self._live.stop()
+        super()._end(event)
+
+    def close(self) -> None:
+        """Leave the last block on the screen."""
+        self._live.stop()
+
+
+def number(value: float | str) -> str:
+    """Format a loss; events have non-finite numbers as text."""
+    return value if isinstance(value, str) else f"{value:.4f}"
+
+
+def experts_line(event: Mapping[str, Any]) -> str:
+    """Return an `experts` event as a line."""
+    if event.get("routing") == "balanced":
+        return (
+            f"step {event['step']}: experts: tokens met them in turn, by train.routing = balanced"
+        )
+    total = sum(len(row) for row in event["tokens"])
+    dead = len(event["dead"])
+    none = f"{dead} of {counted(total, 'expert')} met no token" if dead else "all met tokens"
+    dropped = dropped_share(event)
+    text = (
+        f"step {event['step']}: experts: {none}, the busiest of a layer met "
+        f"{1 + event['expert_excess']:.2f} times the mean"
+    )
+    return f"{text}, {dropped:.1%} of pairs dropped" if dropped else text
+
+
+def start_line(event: Mapping[str, Any]) -> str:
+    """Return a line that says what runs where."""
+    tokens = event["train_tokens"]
+    held = "a stream" if tokens is None else f"{format_count(tokens)} training tokens"
+    text = (
+        f"{format_count(event['parameters'])} parameters on {counted(event['world'], 'rank')} of "
+        f"{event['device']}: layout {Layout(**event['layout']).label}; {held}"
+    )
+    entropy = event["unigram_entropy"]
+    return text if entropy is None else f"{text}, unigram entropy {number(entropy)} nats"
+
+
+def step_line(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float) -> str:
+    """Return one step as a line."""
+    mfu = "" if event["mfu"] is None else f" mfu {event['mfu']:.1%}"
+    peak = max(event["peak_memory_bytes"].values())
+    return (
+        f"step {event['step']}/{start.get('steps', '?')} loss {number(event['loss'])} "
+        f"norm {number(event['grad_norm'])} lr {event['lr']:.2e} "
+        f"{event['tokens_per_s']:.0f} tok/s ({event['tokens_per_s_per_device']:.0f} per device)"
+        f"{mfu} peak {format_bytes(peak)} eta {format_seconds(left_s)}"
+    )
+
+
+def step_block(
+    event: Mapping[str, Any], start: Mapping[str, Any], left_s: float, trend: str = ""
+) -> Group:
+    """Return one step as a block of at most 80 columns, with the trend of its loss."""
+    steps = start.get("steps", event["step"])
+    table = Table.grid(padding=(0, 2))
+    peak_rank, peak = max(event["peak_memory_bytes"].items(), key=lambda item: item[1])
+    rows = [
+        ("step", f"{event['step']} of {steps}", "loss", number(event["loss"])),
+        ("grad norm", number(event["grad_norm"]), "lr", f"{event['lr']:.2e}"),
+        (
+            "tokens/s",
+            f"{event['tokens_per_s']:,.0f}",
+            "per device",
+            f"{event['tokens_per_s_per_device']:,.0f}",
+        ),
+        (
+            name_in_events(str(start.get("device", ""))),
+            f"{format_bytes(peak)} (rank {peak_rank})",
+            "data wait",
+            f"{event['data_time_share']:.1%}",
+        ),
+        (
+            "step time",
+            format_seconds(event["step_time_s"]),
+            "TFLOP/s per device",
+            f"{event['tflops_per_device']:.3g}",
+        ),
+    ]
+    for row in rows:
+        table.add_row(
+            *(Text(text, "dim" if at % 2 == 0 else "bold") for at, text in enumerate(row))
+        )
+    bar = Table.grid(padding=(0, 1))
+    eta = f"eta {format_seconds(left_s)}"
+    bar.add_row(ProgressBar(total=steps, completed=event["step"], width=50), Text(eta))
+    lines = [Text.assemble(("loss  ", "dim"), trend)] if trend else []
+    if event["mfu"] is not None:  # the device's peak is stated
+        lines.append(Text.assemble(("MFU  ", "dim"), f"{event['mfu']:.1%}"))
+    return Group(table, *lines, bar)
+
+
+class Room:
+    """Detects that the disk of a run folder is full."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._was_full = folder, False
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the event of a full disk, once each time."""
+        was_full, self._was_full = self._was_full, is_full(self._folder)
+        if was_full or not self._was_full:
+            return []
+        return [{"event": "disk_full", "path": str(self._folder)}]
+
+
+class EventTail:
+    """Follows an `events.jsonl` that another process appends to."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        only_new: bool = False,
+        read: Callable[[bytes], dict[str, Any] | None] = parse_json,
+    ) -> None:
+        """Follow a file from its beginning, or with `only_new` from its last whole line on.
+
+        A line of which `read` makes None is left out.
+        """
+        self._path, self._at, self._read = path, 0, read
+        if only_new and path.is_file():
+            self._at = path.read_bytes().rfind(b"\n") + 1
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Yield the events written since the last call; skips an unfinished line."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._at += len(line)
+                if (event := self._read(line)) is not None:
+                    yield event
