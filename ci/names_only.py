@@ -29,10 +29,9 @@ def names_changed(before: str, after: str) -> list[str]:
 def without_docstrings(tree: ast.Module) -> ast.Module:
     """Return the tree with every docstring removed, in place."""
     for node in ast.walk(tree):
-        documented = isinstance(
-            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        )
-        if documented and ast.get_docstring(node, clean=False) is not None:
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return tree
 
