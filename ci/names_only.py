@@ -3,7 +3,8 @@
     python3 -m ci.names_only REVISION [PATH...]     what is checked out, beside a commit
 
 The syntax trees must be equal up to the names of variables and parameters, and in each outermost
-function every old name must have one new name of its own. Callers that pass a renamed parameter by
+function every old name must have one new name of its own; the variables of a comprehension and the
+parameters of a lambda are its own. Callers that pass a renamed parameter by
 keyword differ in a keyword, which is reported as a note for a reader to check.
 """
 
@@ -43,18 +44,36 @@ def _compare(
     if isinstance(old, ast.AST) and type(old) is type(new):
         if isinstance(old, (ast.FunctionDef, ast.AsyncFunctionDef)) and not forth.get(""):
             forth, back = {"": old.name}, {"": old.name}
+        outer_forth, outer_back = forth, back
+        old_variables, new_variables = _own_variables(old), _own_variables(new)
+        if old_variables or new_variables:
+            forth = {name: value for name, value in forth.items() if name not in old_variables}
+            back = {name: value for name, value in back.items() if name not in new_variables}
         for field in old._fields:
             values = getattr(old, field, None), getattr(new, field, None)
             if _is_name(old, field):
                 _match(old, *values, differences, forth, back)
             else:
                 _compare(*values, differences, forth, back)
+        if old_variables or new_variables:
+            outer_forth |= {k: v for k, v in forth.items() if k not in old_variables}
+            outer_back |= {k: v for k, v in back.items() if k not in new_variables}
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for pair in zip(old, new, strict=True):
             _compare(*pair, differences, forth, back)
     elif old != new:
         place = forth.get("", "module")
         differences.append(f"{place}: {_shown(old)} -> {_shown(new)}")
+
+
+def _own_variables(node: ast.AST) -> set[str]:
+    """Return the names that a comprehension or a lambda binds for itself alone."""
+    if isinstance(node, ast.Lambda):
+        return {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+    if not isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        return set()
+    targets = (target for loop in node.generators for target in ast.walk(loop.target))
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _is_name(node: ast.AST, field: str) -> bool:

@@ -43,3 +43,18 @@ def test_names_that_trade_places_are_told():
 def test_a_keyword_of_a_call_is_told_with_its_line():
     (line,) = names_changed("def f():\n    g(a=1)\n", "def f():\n    g(b=1)\n")
     assert line == "f, line 2: keyword a -> b"
+
+
+def test_variables_of_comprehensions_and_lambdas_are_their_own():
+    before = (
+        "def f(a, b):\n    return [one for one in a], [one for one in b], lambda one: one + a\n"
+    )
+    after = "def f(a, b):\n    return [x for x in a], [y for y in b], lambda z: z + a\n"
+    assert names_changed(before, after) == []
+    assert names_changed(before, after.replace("z + a", "z + b")) != []
+
+
+def test_a_variable_of_a_comprehension_hides_no_other():
+    before = "def f(a, b):\n    return [one + b for one in a]\n"
+    assert names_changed(before, "def f(a, b):\n    return [b + b for b in a]\n") != []
+    assert names_changed(before, "def f(a, x):\n    return [x + x for x in a]\n") != []
