@@ -104,8 +104,8 @@ def test_a_loss_that_leaves_is_a_divergence(tmp_path):
 def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path):
     run = ended(tmp_path)
     written = os.stat(run.path / "events.jsonl").st_mtime
-    assert banner(run, now=written + 60) is None
-    found = banner(run, now=written + 600)
+    assert banner(run, unix_time=written + 60) is None
+    found = banner(run, unix_time=written + 600)
     assert found.title == "The run ended without a word"
     assert "nothing was written for 10m00s" in found.cause
 

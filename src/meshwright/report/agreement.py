@@ -35,10 +35,10 @@ class Agreement:
         order = self.difference or "every rank did its actions in the planned order"
         if self.planned is None or self.measured is None or self.points is None:
             return order
-        more = "more" if self.points >= 0 else "less"
+        direction = "more" if self.points >= 0 else "less"
         return (
             f"{order}; the pipeline was idle for {self.measured:.1%} where {self.planned:.1%} was "
-            f"planned, {abs(self.points):.1f} points {more}"
+            f"planned, {abs(self.points):.1f} points {direction}"
         )
 
 
@@ -52,28 +52,42 @@ def agreement(planned: StepProfile, measured: StepProfile) -> Agreement | None:
     for each rank: ranks that share cores delay each other at random times, and a schedule with
     little idle time then shows more of it than planned.
     """
-    places = {one.coordinates.get("pp", 0): done_by(one) for one in planned.ranks}
-    known = [one for one in measured.ranks if done_by(one)]
-    if not known or not any(places.values()):
+    planned_actions = {
+        rank_profile.coordinates.get("pp", 0): done_by(rank_profile)
+        for rank_profile in planned.ranks
+    }
+    measured_ranks = [rank_profile for rank_profile in measured.ranks if done_by(rank_profile)]
+    if not measured_ranks or not any(planned_actions.values()):
         return None
     differences = (
-        _difference(one.rank, places.get(one.coordinates.get("pp", 0), []), done_by(one))
-        for one in known
+        _difference(
+            rank_profile.rank,
+            planned_actions.get(rank_profile.coordinates.get("pp", 0), []),
+            done_by(rank_profile),
+        )
+        for rank_profile in measured_ranks
     )
-    first = next((found for found in differences if found is not None), None)
-    return Agreement(first, planned.idle, measured.idle)
+    first_difference = next(
+        (difference for difference in differences if difference is not None), None
+    )
+    return Agreement(first_difference, planned.idle, measured.idle)
 
 
-def done_by(one: RankProfile) -> list[Done]:
+def done_by(rank_profile: RankProfile) -> list[Done]:
     """Return a rank's computing actions, in the order in which they began."""
-    work = sorted((s for s in one.spans if s.track == "compute"), key=lambda span: span.start)
-    return [(span.name, span.stage, span.microbatch) for span in work]
+    actions = sorted(
+        (span for span in rank_profile.spans if span.track == "compute"),
+        key=lambda span: span.start,
+    )
+    return [(span.name, span.stage, span.microbatch) for span in actions]
 
 
 def _difference(rank: int, planned: list[Done], done: list[Done]) -> str | None:
-    for place, (should, did) in enumerate(zip_longest(planned, done)):
+    for position, (should, did) in enumerate(zip_longest(planned, done)):
         if should != did:
-            return f"rank {rank}, action {place}: {_named(did)} where {_named(should)} was planned"
+            return (
+                f"rank {rank}, action {position}: {_named(did)} where {_named(should)} was planned"
+            )
     return None
 
 

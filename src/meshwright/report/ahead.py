@@ -65,12 +65,12 @@ def simulation_page(
     page = Page(f"Simulation of {layout.world} ranks", f"{_asked(setting)}; {layout.label}")
     worst = simulated.worst
     peak = worst.peak if worst else None
-    said = [
-        (f"Rank {rank}: {text}", "") for rank, found in differences.items() for text in found[:6]
+    difference_notes = [
+        (f"Rank {rank}: {text}", "") for rank, texts in differences.items() for text in texts[:6]
     ]
-    told = (
+    no_difference = (
         ["Every message and every FLOP of the simulated ranks is the program's."]
-        if not said
+        if not difference_notes
         else []
     )
     numbers = [
@@ -81,15 +81,15 @@ def simulation_page(
     if worst is not None and peak is not None:
         limit = simulated.memory_limit
         of_limit = f", {peak.total / limit:.0%} of the limit" if limit else ""
-        beside = f"rank {worst.rank} at {peak.at}{of_limit}"
-        numbers.append((peak_name(peak).capitalize(), format_bytes(peak.total), beside))
+        context = f"rank {worst.rank} at {peak.at}{of_limit}"
+        numbers.append((peak_name(peak).capitalize(), format_bytes(peak.total), context))
     page.section(
         "headline",
         "At a glance",
         facts(numbers),
-        prose(f"Layout: {mesh_words(layout)}.", *told),
+        prose(f"Layout: {mesh_words(layout)}.", *no_difference),
         notices([(text, "") for text in breaches]),
-        notices(said),
+        notices(difference_notes),
         notices(profile_warnings(predicted, simulated)),
     )
     _layout(page, program)
@@ -103,15 +103,15 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
     page = Page(f"{len(rows)} layouts side by side", str(document["machine"]))
     names = [row["layout"] for row in rows]
     unit, scale = time_unit(max(max(r["step_time_s"], r["predicted_step_time_s"]) for r in rows))
-    off = [row["predicted_step_time_s"] / row["step_time_s"] - 1 for row in rows]
+    errors = [row["predicted_step_time_s"] / row["step_time_s"] - 1 for row in rows]
     sides = [
         (
             "predicted",
             PREDICTED,
             [row["predicted_step_time_s"] * scale for row in rows],
             [
-                f"{seconds(row['predicted_step_time_s'])} ({by:+.0%})"
-                for row, by in zip(rows, off, strict=True)
+                f"{seconds(row['predicted_step_time_s'])} ({error:+.0%})"
+                for row, error in zip(rows, errors, strict=True)
             ],
         ),
         (
@@ -129,20 +129,20 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
                 seconds(row["step_time_s"]),
                 f"{seconds(min(row['step_times_s']))} to {seconds(max(row['step_times_s']))}",
                 seconds(row["predicted_step_time_s"]),
-                f"{by:+.0%}",
+                f"{error:+.0%}",
                 format_count(row["tokens_per_s"]),
             )
-            for row, by in zip(rows, off, strict=True)
+            for row, error in zip(rows, errors, strict=True)
         ],
     )
-    worst = max(off, key=abs)
-    times = rows[-1]["step_time_s"] / rows[0]["step_time_s"]
+    worst = max(errors, key=abs)
+    ratio = rows[-1]["step_time_s"] / rows[0]["step_time_s"]
     page.section(
         "headline",
         "At a glance",
         prose(
-            f"Fastest is `{names[0]}`, {times:.2f} times as fast as the slowest. Predictions are "
-            f"off by {sum(map(abs, off)) / len(off):.0%} on average, by {worst:+.0%} at most."
+            f"Fastest is `{names[0]}`, {ratio:.2f} times as fast as the slowest. Predictions are "
+            f"off by {sum(map(abs, errors)) / len(errors):.0%} on average, by {worst:+.0%} at most."
         ),
         page.chart(
             "layouts",
@@ -170,24 +170,29 @@ def _peaks(page: Page, rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     measured = [max(row["peak_bytes"]) for row in known]
     expected = [max(row["predicted_peak_bytes"]) for row in known]
-    unit, size = byte_unit(max(*measured, *expected))
+    unit, unit_bytes = byte_unit(max(*measured, *expected))
     sides = [
-        (name, look, [value / size for value in values], [format_bytes(v) for v in values])
+        (name, look, [value / unit_bytes for value in values], [format_bytes(v) for v in values])
         for name, look, values in (
             ("predicted", PREDICTED, expected),
             ("measured", MEASURED, measured),
         )
     ]
     names = [row["layout"] for row in known]
-    found = [
-        (name, format_bytes(ours), format_bytes(theirs), f"{ours / theirs - 1:+.1%}")
-        for name, ours, theirs in zip(names, expected, measured, strict=True)
+    peak_rows = [
+        (
+            name,
+            format_bytes(predicted_peak),
+            format_bytes(measured_peak),
+            f"{predicted_peak / measured_peak - 1:+.1%}",
+        )
+        for name, predicted_peak, measured_peak in zip(names, expected, measured, strict=True)
     ]
     return page.chart(
         "peaks",
         f"{TENSORS.capitalize()} of the worst rank",
         bars(names, sides, f"peak, {unit}", row=46),
         "Tensors alone, on the rank that needs most.",
-        table(("layout", "predicted", "measured", "off by"), found),
+        table(("layout", "predicted", "measured", "off by"), peak_rows),
         key=key_of([(name, look) for name, look, _, _ in sides]),
     )

@@ -47,11 +47,15 @@ _JOINED: Final[Mapping[str, tuple[str, ...]]] = {
 
 def mean_causes(profile: StepProfile | None) -> dict[str, float]:
     """Return the seconds of each cause, as the mean over ranks with known causes."""
-    known = [one.causes for one in profile.ranks if one.causes] if profile else []
+    causes_by_rank = (
+        [rank_profile.causes for rank_profile in profile.ranks if rank_profile.causes]
+        if profile
+        else []
+    )
     return {
-        cause: sum(each.get(cause, 0.0) for each in known) / len(known)
+        cause: sum(causes.get(cause, 0.0) for causes in causes_by_rank) / len(causes_by_rank)
         for cause in CAUSES
-        if any(each.get(cause) for each in known)
+        if any(causes.get(cause) for causes in causes_by_rank)
     }
 
 
@@ -76,7 +80,7 @@ def bars(
             "orientation": "h",
             "name": escape(name),
             "x": list(values),
-            "y": [at + (number - (count - 1) / 2) * width for at in range(len(names))],
+            "y": [index + (number - (count - 1) / 2) * width for index in range(len(names))],
             "width": width * 0.92,
             "marker": look.marker(),
             "text": list(printed),
@@ -84,7 +88,7 @@ def bars(
             "cliponaxis": False,
             "constraintext": "none",
             "textfont": {"size": 11},
-            "customdata": [escape(one) for one in names],
+            "customdata": [escape(bar_name) for bar_name in names],
             "hovertemplate": f"%{{customdata}}<br>{escape(name)}: %{{text}}<extra></extra>",
         }
         for number, (name, look, values, printed) in enumerate(sides)
@@ -98,7 +102,7 @@ def bars(
         meta={
             "highest": highest,
             "value": max(len(text) for _, _, _, printed in sides for text in printed),
-            "label": max(len(part) for label in labels for part in label),
+            "label": max(len(line) for label in labels for line in label),
         },
         xaxis=axis(title, range=[0, highest * 1.3], fixedrange=True),
         yaxis=axis(
@@ -116,47 +120,47 @@ def causes_chart(
     page: Page, planned: StepProfile | None, happened: StepProfile | None, name: str = "causes"
 ) -> str:
     """Return the chart of the step's time by cause; empty if none is known."""
-    ours, theirs = mean_causes(planned), mean_causes(happened)
-    causes = [cause for cause in CAUSES if cause in ours or cause in theirs]
+    predicted, measured = mean_causes(planned), mean_causes(happened)
+    causes = [cause for cause in CAUSES if cause in predicted or cause in measured]
     if not causes:
         return ""
-    unit, scale = time_unit(max([*ours.values(), *theirs.values()]))
-    word = happened.source if happened else ""
-    sides = [("predicted", PREDICTED, ours)] if ours else []
-    sides += [(word, MEASURED, theirs)] if theirs else []
+    unit, scale = time_unit(max([*predicted.values(), *measured.values()]))
+    source = happened.source if happened else ""
+    sides = [("predicted", PREDICTED, predicted)] if predicted else []
+    sides += [(source, MEASURED, measured)] if measured else []
     drawn = bars(
         [CAUSE_NAMES[cause] for cause in causes],
         [
             (
-                each,
+                side,
                 look,
-                [found.get(cause, 0.0) * scale for cause in causes],
-                [_told(found, cause) for cause in causes],
+                [times.get(cause, 0.0) * scale for cause in causes],
+                [_told(times, cause) for cause in causes],
             )
-            for each, look, found in sides
+            for side, look, times in sides
         ],
         f"time of a step, {unit}",
     )
     rows = [
-        (CAUSE_NAMES[cause], *(_told(found, cause) for _, _, found in sides)) for cause in causes
+        (CAUSE_NAMES[cause], *(_told(times, cause) for _, _, times in sides)) for cause in causes
     ]
-    rows.append(("step", *(seconds(sum(found.values())) for _, _, found in sides)))
-    told = "Mean of the ranks; the share is of the step."
-    if word == "measured":
-        told += " Recomputation is part of compute in what is measured."
+    rows.append(("step", *(seconds(sum(times.values())) for _, _, times in sides)))
+    caption = "Mean of the ranks; the share is of the step."
+    if source == "measured":
+        caption += " Recomputation is part of compute in what is measured."
     return page.chart(
         name,
-        "Step time by cause" + (f", predicted beside {word}" if ours and theirs else ""),
+        "Step time by cause" + (f", predicted beside {source}" if predicted and measured else ""),
         drawn,
-        told,
-        table(("cause", *(each for each, _, _ in sides)), rows),
-        key=key_of([(each, look) for each, look, _ in sides]),
+        caption,
+        table(("cause", *(side for side, _, _ in sides)), rows),
+        key=key_of([(side, look) for side, look, _ in sides]),
     )
 
 
-def _told(found: Mapping[str, float], cause: str) -> str:
-    total = sum(found.values())
-    value = found.get(cause, 0.0)
+def _told(times: Mapping[str, float], cause: str) -> str:
+    total = sum(times.values())
+    value = times.get(cause, 0.0)
     return f"{seconds(value)} ({value / total:.0%})" if total and value else "0"
 
 
@@ -181,24 +185,24 @@ def traffic_chart(
 ) -> str:
     """Return the busiest rank's messages in a step, by axis, kind and link; or nothing."""
     base = happened if happened and _talker(happened) else planned
-    one = _talker(base) if base else None
-    if base is None or one is None:
+    busiest = _talker(base) if base else None
+    if base is None or busiest is None:
         return ""
-    other = _alike(one, planned) if base is not planned else None
-    sums, expected = _sums(one), _sums(other) if other else {}
+    planned_rank = _alike(busiest, planned) if base is not planned else None
+    sums, expected = _sums(busiest), _sums(planned_rank) if planned_rank else {}
     keys = sorted({*sums, *expected}, key=lambda key: -sums.get(key, expected.get(key, _NONE))[0])
     largest = max([sums.get(key, _NONE)[0] for key in keys] + [1])
-    unit, size = byte_unit(largest)
+    unit, unit_bytes = byte_unit(largest)
     labels = [f"{axis_name} · {kind}" for axis_name, kind in keys]
-    found = [sums.get(key, _NONE) for key in keys]
+    values = [sums.get(key, _NONE) for key in keys]
     drawn = bars(
         labels[:12],
         [
             (
                 base.source,
                 PREDICTED if base is planned else MEASURED,
-                [each[0] / size for each in found[:12]],
-                [_said(each) for each in found[:12]],
+                [value[0] / unit_bytes for value in values[:12]],
+                [_said(value) for value in values[:12]],
             )
         ],
         f"bytes in a step, {unit}",
@@ -211,12 +215,12 @@ def traffic_chart(
     ]
     headers = ["axis", "kind", "link", "bytes", "messages", "waited"]
     headers += ["predicted bytes"] if expected else []
-    listed = table(headers, rows, caption=f"Messages of rank {one.rank} in one step")
-    told = (
-        f"What rank {one.rank}, which sends most, sends and receives in one step: bytes, number of "
-        "messages, and how long it waited for them where that is known."
+    listed = table(headers, rows, caption=f"Messages of rank {busiest.rank} in one step")
+    caption = (
+        f"What rank {busiest.rank}, which sends most, sends and receives in one step: bytes, "
+        "number of messages, and how long it waited for them where that is known."
     )
-    return page.chart(name, "Communication by axis and kind", drawn, told, listed)
+    return page.chart(name, "Communication by axis and kind", drawn, caption, listed)
 
 
 _NONE: Final = (0, 0, None)
@@ -226,36 +230,44 @@ _Sums = Mapping[tuple[str, str], _Sum]
 
 def _cells(sums: _Sums, expected: _Sums, key: tuple[str, str]) -> list[Any]:
     """Return what a table says of a kind of message: bytes, number, waited, predicted bytes."""
-    found = sums.get(key, _NONE)
-    waited = seconds(found[2]) if found[2] is not None else None
-    cells = [format_bytes(found[0]), f"{found[1]:,}", waited]
-    theirs = format_bytes(expected[key][0]) if key in expected else None
-    return [*cells, theirs] if expected else cells
+    actual = sums.get(key, _NONE)
+    waited = seconds(actual[2]) if actual[2] is not None else None
+    cells = [format_bytes(actual[0]), f"{actual[1]:,}", waited]
+    expected_bytes = format_bytes(expected[key][0]) if key in expected else None
+    return [*cells, expected_bytes] if expected else cells
 
 
 def _talker(profile: StepProfile) -> RankProfile | None:
-    known = [one for one in profile.ranks if one.traffic]
-    return max(known, key=lambda one: sum(t.bytes * t.times for t in one.traffic), default=None)
+    senders = [rank_profile for rank_profile in profile.ranks if rank_profile.traffic]
+    return max(
+        senders,
+        key=lambda rank_profile: sum(t.bytes * t.times for t in rank_profile.traffic),
+        default=None,
+    )
 
 
-def _alike(one: RankProfile, profile: StepProfile | None) -> RankProfile | None:
-    known = [other for other in profile.ranks if other.traffic] if profile else []
-    same = [other for other in known if other.rank == one.rank]
-    place = one.coordinates.get("pp", 0)
-    return next(iter([*same, *(r for r in known if r.coordinates.get("pp", 0) == place)]), None)
+def _alike(rank_profile: RankProfile, profile: StepProfile | None) -> RankProfile | None:
+    senders = [candidate for candidate in profile.ranks if candidate.traffic] if profile else []
+    same = [candidate for candidate in senders if candidate.rank == rank_profile.rank]
+    pp_rank = rank_profile.coordinates.get("pp", 0)
+    return next(iter([*same, *(r for r in senders if r.coordinates.get("pp", 0) == pp_rank)]), None)
 
 
-def _sums(one: RankProfile) -> dict[tuple[str, str], _Sum]:
+def _sums(rank_profile: RankProfile) -> dict[tuple[str, str], _Sum]:
     """Return bytes, messages and seconds waited of a rank by axis and kind."""
-    found: dict[tuple[str, str], _Sum] = {}
-    for each in one.traffic:
-        held, times, waited = found.get((each.axis, each.kind), _NONE)
-        if each.seconds is not None:
-            waited = (waited or 0.0) + each.seconds
-        found[each.axis, each.kind] = (held + each.bytes * each.times, times + each.times, waited)
-    return found
+    sums: dict[tuple[str, str], _Sum] = {}
+    for entry in rank_profile.traffic:
+        byte_count, times, waited = sums.get((entry.axis, entry.kind), _NONE)
+        if entry.seconds is not None:
+            waited = (waited or 0.0) + entry.seconds
+        sums[entry.axis, entry.kind] = (
+            byte_count + entry.bytes * entry.times,
+            times + entry.times,
+            waited,
+        )
+    return sums
 
 
-def _said(found: _Sum) -> str:
-    messages = "message" if found[1] == 1 else "messages"
-    return f"{format_bytes(found[0])} in {found[1]:,} {messages}"
+def _said(traffic_sum: _Sum) -> str:
+    messages = "message" if traffic_sum[1] == 1 else "messages"
+    return f"{format_bytes(traffic_sum[0])} in {traffic_sum[1]:,} {messages}"

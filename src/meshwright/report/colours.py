@@ -165,5 +165,5 @@ def blend(colour: str, towards: str, share: float) -> str:
 
 
 def _channels(colour: str) -> tuple[int, int, int]:
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return red, green, blue

@@ -36,9 +36,11 @@ def series(events: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], 
     return [step for step, _ in known], [value for _, value in known]
 
 
-def line(name: str, xs: Sequence[float], ys: Sequence[float], colour: str, **more: Any) -> Any:
+def line(
+    name: str, xs: Sequence[float], ys: Sequence[float], colour: str, **properties: Any
+) -> Any:
     """Return a line trace, thinned to the resolution of a screen."""
-    style = {"color": colour, "width": 2, **more.pop("line", {})}
+    style = {"color": colour, "width": 2, **properties.pop("line", {})}
     mode = "lines+markers" if len(xs) <= 24 else "lines"
     return {
         "type": "scatter",
@@ -49,7 +51,7 @@ def line(name: str, xs: Sequence[float], ys: Sequence[float], colour: str, **mor
         "line": style,
         "marker": {"size": 5, "color": style["color"]},
         "hovertemplate": f"{escape(name)}: %{{y:.5g}}<extra></extra>",
-        **more,
+        **properties,
     }
 
 
@@ -57,7 +59,8 @@ def smooth(values: Sequence[float], window: int = _WINDOW) -> list[float]:
     """Return the running median over `window` values, centred except at the ends."""
     half = window // 2
     return [
-        statistics.median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))
+        statistics.median(values[max(0, index - half) : index + half + 1])
+        for index in range(len(values))
     ]
 
 
@@ -70,16 +73,21 @@ def lines(
     **y: Any,
 ) -> Figure:
     """Return a figure of lines with labels at their ends, which keep apart."""
-    low, high = y.pop("range", None) or bounds(v for t in traces for v in t["y"])
-    last = max((t["x"][-1] for t in traces if t["x"]), default=1.0)
-    first = min((t["x"][0] for t in traces if t["x"]), default=0.0)
-    named = [t for t in traces if t["x"] and t.get("hoverinfo") != "skip"] if labels else []
+    low, high = y.pop("range", None) or bounds(v for trace in traces for v in trace["y"])
+    last = max((trace["x"][-1] for trace in traces if trace["x"]), default=1.0)
+    first = min((trace["x"][0] for trace in traces if trace["x"]), default=0.0)
+    named = (
+        [trace for trace in traces if trace["x"] and trace.get("hoverinfo") != "skip"]
+        if labels
+        else []
+    )
     gap = (high - low) * _GAP / (height - 60)
-    ends = spread([min(max(t["y"][-1], low), high) for t in named], gap, low, high)
+    ends = spread([min(max(trace["y"][-1], low), high) for trace in named], gap, low, high)
     notes = [
-        end_label(t["name"], at, t["line"]["color"]) for t, at in zip(named, ends, strict=True)
+        end_label(trace["name"], label_y, trace["line"]["color"])
+        for trace, label_y in zip(named, ends, strict=True)
     ]
-    longest = max((len(t["name"]) for t in named), default=0)
+    longest = max((len(trace["name"]) for trace in named), default=0)
     return figure(
         traces,
         height,
@@ -124,25 +132,27 @@ def _loss_chart(
         traces = [{key: value for key, value in raw.items() if key != "hovertemplate"}]
         ys = smooth(ys)
     traces.append(line("training", xs, ys, INK))
-    held_x, held_y = series(evals, "loss")
-    if held_x:
-        traces.append(line("held out", held_x, held_y, HELD_OUT, mode="lines+markers"))
+    held_out_steps, held_out_losses = series(evals, "loss")
+    if held_out_steps:
+        traces.append(
+            line("held out", held_out_steps, held_out_losses, HELD_OUT, mode="lines+markers")
+        )
     entropy = finite(run.start.get("unigram_entropy"))
-    told = "Nats for each target token."
+    caption = "Nats for each target token."
     if len(traces) > 1 and traces[0]["name"] == "each step":
-        told += f" Grey: each logged step; dark: the median of {_WINDOW}."
+        caption += f" Grey: each logged step; dark: the median of {_WINDOW}."
     if entropy is not None:
-        ends = [xs[0], max([xs[-1], *held_x])]
+        ends = [xs[0], max([xs[-1], *held_out_steps])]
         dashed = {"dash": "dash", "width": 1.5}
         traces.append(line("unigram", ends, [entropy, entropy], SOFT, line=dashed, mode="lines"))
-        told += " Unigram: what a model reaches that only knows how frequent each token is."
-    values = dict(zip(held_x, held_y, strict=True))
+        caption += " Unigram: what a model reaches that only knows how frequent each token is."
+    values = dict(zip(held_out_steps, held_out_losses, strict=True))
     rows = [
         (event["step"], _short(event.get("loss")), _short(values.get(event["step"])))
         for event in thin(steps, 60)
     ]
     drawn = lines(traces, "loss, nats a token", _HIGH)
-    return page.chart("loss", "Loss", drawn, told, table(("step", "training", "held out"), rows))
+    return page.chart("loss", "Loss", drawn, caption, table(("step", "training", "held out"), rows))
 
 
 def _small(
@@ -151,16 +161,16 @@ def _small(
     xs, ys = series(steps, key)
     if not xs:
         return ""
-    more: dict[str, Any] = {}
+    y_options: dict[str, Any] = {}
     if key == "data_time_share":
-        more = {"tickformat": ".0%", "range": [0, max(0.05, *ys) * 1.1]}
+        y_options = {"tickformat": ".0%", "range": [0, max(0.05, *ys) * 1.1]}
     elif key in ("tokens_per_s", "lr"):
-        more = {"range": [0, max(ys) * 1.1 or 1.0]}
-    drawn = lines([line(title, xs, ys, INK)], unit, _LOW, labels=False, **more)
+        y_options = {"range": [0, max(ys) * 1.1 or 1.0]}
+    drawn = lines([line(title, xs, ys, INK)], unit, _LOW, labels=False, **y_options)
     last, usual = ys[-1], statistics.median(ys)
-    told = f"Last {_short(last)}, median {_short(usual)}."
-    rows = [(e["step"], _short(e.get(key))) for e in thin(steps, 60)]
-    return page.chart(name, title, drawn, told, table(("step", unit), rows))
+    caption = f"Last {_short(last)}, median {_short(usual)}."
+    rows = [(event["step"], _short(event.get(key))) for event in thin(steps, 60)]
+    return page.chart(name, title, drawn, caption, table(("step", unit), rows))
 
 
 def _short(value: Any) -> str | None:
@@ -173,8 +183,8 @@ def _short(value: Any) -> str | None:
 def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
     """Return loss by step and by time and throughput of several runs, overlaid."""
     by_step, by_time, speed, rows, looks = [], [], [], [], []
-    for at, (run, name) in enumerate(zip(runs, names, strict=True)):
-        steps, look = run.steps, SERIES[at % len(SERIES)]
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        steps, look = run.steps, SERIES[index % len(SERIES)]
         xs, ys = series(steps, "loss")
         if not xs:
             continue
@@ -191,7 +201,7 @@ def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str])
     numbers = table(("run", "last step", "last loss", "median tokens/s"), rows)
     key = key_of(looks, is_lines=True)
     highest = max((max(t["y"]) for t in speed if t["y"]), default=1.0)
-    told = "Nats per token. Runs that compute the same coincide: only the last one is visible."
+    caption = "Nats per token. Runs that compute the same coincide: only the last one is visible."
     unit = "tokens/s"
     return [
         grid(
@@ -199,7 +209,7 @@ def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str])
                 "loss-step",
                 "Loss by step",
                 lines(by_step, "loss, nats a token", _HIGH, labels=False),
-                told,
+                caption,
                 numbers,
                 key=key,
             ),
@@ -228,13 +238,13 @@ def _run_line(name: str, xs: Sequence[float], ys: Sequence[float], look: Look) -
 
 
 def _elapsed(steps: Sequence[Mapping[str, Any]], wanted: Sequence[float]) -> list[float]:
-    """Return the seconds that all steps up to each of some have taken.
+    """Return the seconds that the steps up to each wanted step have taken together.
 
     A step event has the mean of the steps since the last one.
     """
-    total, before, found = 0.0, 0.0, {}
+    total, last_step, elapsed = 0.0, 0.0, {}
     for event in steps:
-        total += (finite(event.get("step_time_s")) or 0.0) * (event["step"] - before)
-        before = event["step"]
-        found[float(event["step"])] = total
-    return [found[step] for step in wanted]
+        total += (finite(event.get("step_time_s")) or 0.0) * (event["step"] - last_step)
+        last_step = event["step"]
+        elapsed[float(event["step"])] = total
+    return [elapsed[step] for step in wanted]

@@ -54,10 +54,10 @@ class Banner(NamedTuple):
     commands: tuple[str, ...]
 
 
-def banner(run: RunRecord, now: float | None = None) -> Banner | None:
+def banner(run: RunRecord, unix_time: float | None = None) -> Banner | None:
     """Return the banner of a run; None if nothing went wrong, or if it is still running.
 
-    `now` is in seconds since 1970, by default the clock's.
+    `unix_time` is in seconds since 1970, by default the clock's.
     """
     folder = shlex.quote(str(run.path.resolve()))
     resume, doctor = f"meshwright train --resume {folder}", f"meshwright doctor {folder}"
@@ -74,7 +74,7 @@ def banner(run: RunRecord, now: float | None = None) -> Banner | None:
     if diverged is not None:
         todo = "Resume from a step before that with a lower optimizer.lr or another data.seed."
         return Banner("The run diverged", diverged, todo, (resume,))
-    silent = _silent(run, time.time() if now is None else now)
+    silent = _silent(run, time.time() if unix_time is None else unix_time)
     if end is None and silent is not None:
         cause = f"No end is recorded, and nothing was written for {format_seconds(silent)}."
         todo = "If its processes are gone, resume it: training continues after the last saved step."
@@ -93,7 +93,8 @@ def _diverged(steps: Sequence[Any]) -> str | None:
     if len(losses) < 2 * _WINDOW:
         return None
     medians = [
-        statistics.median(losses[at : at + _WINDOW]) for at in range(len(losses) - _WINDOW + 1)
+        statistics.median(losses[start : start + _WINDOW])
+        for start in range(len(losses) - _WINDOW + 1)
     ]
     lowest = min(medians)
     if medians[-1] <= _DIVERGED * lowest:
@@ -102,12 +103,12 @@ def _diverged(steps: Sequence[Any]) -> str | None:
     return f"The loss was {lowest:.3g} at step {since:.0f}, and is {medians[-1]:.3g} at the end."
 
 
-def _silent(run: RunRecord, now: float) -> float | None:
+def _silent(run: RunRecord, unix_time: float) -> float | None:
     """Return for how long a run has written nothing, if that is longer than its steps explain."""
     file = run.path / "events.jsonl"
     times = series(run.steps, "step_time_s")[1]
     if not file.is_file():
         return None
-    found = now - file.stat().st_mtime
+    silence = unix_time - file.stat().st_mtime
     pace = statistics.median(times) if times else 0.0
-    return found if found > max(_SILENT_S, _SILENT_STEPS * pace) else None
+    return silence if silence > max(_SILENT_S, _SILENT_STEPS * pace) else None

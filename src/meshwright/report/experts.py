@@ -45,22 +45,22 @@ def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
             'Balance was forced: with train.routing = "balanced" tokens meet experts in turn, '
             "whatever their scores. Times are those of an even routing; the model is of no use."
         ]
-    found = []
+    sentences = []
     busiest, excess = finite(event.get("expert_excess")), finite(event.get("excess"))
     first, steps = event["step"] - event.get("steps", 1) + 1, event["step"]
     if busiest is not None:
-        found.append(
+        sentences.append(
             f"In steps {first} to {steps} the busiest expert of a layer met {1 + busiest:.2f} "
             "times the mean number of tokens."
         )
     ep = 1 if run.layout is None else run.layout.ep
     if excess is not None and ep > 1:
-        found.append(
+        sentences.append(
             f"The busiest of {ep} ranks that share out the experts computed {excess:.0%} more than "
             f"the mean, for which the others waited{_cost(run.measured)}."
         )
     if share := dropped_share(event):
-        found.append(
+        sentences.append(
             f"{share:.1%} of the pairs of a token and its expert were dropped, since the expert "
             "was full: train.expert_capacity is what it takes of a sequence, in even shares."
         )
@@ -68,14 +68,14 @@ def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
     total = sum(len(row) for row in event["tokens"])
     if dead:
         named = ", ".join(f"{expert} of layer {layer}" for layer, expert in dead[:_NAMED])
-        more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
-        found.append(
-            f"{len(dead)} of {counted(total, 'expert')} met no token: {named}{more}. "
+        suffix = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
+        sentences.append(
+            f"{len(dead)} of {counted(total, 'expert')} met no token: {named}{suffix}. "
             "train.router_aux_loss (0.01, say) has tokens meet all."
         )
     else:
-        found.append(f"Each of {counted(total, 'expert')} met tokens.")
-    return found
+        sentences.append(f"Each of {counted(total, 'expert')} met tokens.")
+    return sentences
 
 
 def _cost(measured: StepProfile | None) -> str:
@@ -90,42 +90,44 @@ def _cost(measured: StepProfile | None) -> str:
 
 def _map(page: Page, event: Mapping[str, Any]) -> str:
     """Return the tokens of each expert of each layer as a map: 1 is an equal share."""
-    rows = event["tokens"]
+    tokens_by_layer = event["tokens"]
     shares = [
-        [count * len(row) / total if (total := sum(row)) else 0.0 for count in row] for row in rows
+        [count * len(counts) / total if (total := sum(counts)) else 0.0 for count in counts]
+        for counts in tokens_by_layer
     ]
-    told = (
+    caption = (
         "Tokens of each expert in the last reported steps, divided by the mean of its layer: 1 is "
         "an equal share, 0 an expert without tokens."
     )
-    headers = ("layer", *(str(expert) for expert in range(len(rows[0]))))
+    headers = ("layer", *(str(expert) for expert in range(len(tokens_by_layer[0]))))
     layers = event["layers"]
-    listed = [(layer, *row) for layer, row in zip(layers, rows, strict=True)]
-    shown = table(headers, thin(listed, 60)) if len(rows[0]) <= 64 else ""
-    heat = _heat(shares, layers, ("layer", "expert"), range(len(rows[0])))
-    return page.chart("experts-map", "Tokens by expert", heat, told, shown)
+    listed = [(layer, *counts) for layer, counts in zip(layers, tokens_by_layer, strict=True)]
+    shown = table(headers, thin(listed, 60)) if len(tokens_by_layer[0]) <= 64 else ""
+    heat = _heat(shares, layers, ("layer", "expert"), range(len(tokens_by_layer[0])))
+    return page.chart("experts-map", "Tokens by expert", heat, caption, shown)
 
 
 def _map_over_time(page: Page, events: Sequence[Mapping[str, Any]]) -> str:
     """Return the same of one layer by step: of the one whose busiest expert met most at last."""
-    some, last = thin(events, 120), events[-1]
-    if len(some) < 2:
+    shown_events, last = thin(events, 120), events[-1]
+    if len(shown_events) < 2:
         return ""
-    most = [max(row) / max(sum(row), 1) for row in last["tokens"]]
-    place = most.index(max(most))
-    layer = last["layers"][place]
-    met = [event["tokens"][place] for event in some]
+    busiest_shares = [max(row) / max(sum(row), 1) for row in last["tokens"]]
+    layer_index = busiest_shares.index(max(busiest_shares))
+    layer = last["layers"][layer_index]
+    tokens_by_step = [event["tokens"][layer_index] for event in shown_events]
     shares = [
-        [row[expert] * len(row) / max(sum(row), 1) for row in met] for expert in range(len(met[0]))
+        [row[expert] * len(row) / max(sum(row), 1) for row in tokens_by_step]
+        for expert in range(len(tokens_by_step[0]))
     ]
-    told = (
+    caption = (
         f"Tokens of each expert of layer {layer}, whose busiest expert met most at last, over "
         "their mean, in the steps up to each event."
     )
-    steps = [event["step"] for event in some]
+    steps = [event["step"] for event in shown_events]
     heat = _heat(shares, range(len(shares)), ("expert", "step"), steps)
     return page.chart(
-        "experts-by-step", f"Tokens by expert of layer {layer}, by step", heat, told, ""
+        "experts-by-step", f"Tokens by expert of layer {layer}, by step", heat, caption, ""
     )
 
 
@@ -137,14 +139,14 @@ def _heat(
 ) -> Figure:
     """Return a map of shares, whose rows and columns have such numbers and are named so."""
     down, along = names
-    most = max(2.0, *(one for row in shares for one in row))
+    highest = max(2.0, *(share for row in shares for share in row))
     side = max(8, min(28, 480 // len(shares)))
     data = {
         "type": "heatmap",
         "x": list(columns),
         "z": [list(row) for row in shares],
         "zmin": 0,
-        "zmax": most,
+        "zmax": highest,
         "colorscale": [[0, TOKENS[0]], [1e-6, TOKENS[1]], [1, TOKENS[2]]],
         "colorbar": {"thickness": 10, "outlinewidth": 0},
         "hovertemplate": f"{along} %{{x}}, {down} %{{customdata}}: %{{z:.2f}} of an equal share"
@@ -162,7 +164,7 @@ def _heat(
             autorange="reversed",
             showgrid=False,
             tickvals=places,
-            ticktext=[str(rows[at]) for at in places],
+            ticktext=[str(rows[row_index]) for row_index in places],
         ),
     )
 
@@ -171,8 +173,8 @@ def _curve(page: Page, events: Sequence[Mapping[str, Any]], key: str, title: str
     xs, ys = series(events, key)
     if not xs:
         return ""
-    more: dict[str, Any] = {"tickformat": ".0%", "range": [0, max(0.1, *ys) * 1.1]}
-    drawn = lines([line(title, xs, ys, INK)], "above the mean", _HIGH, labels=False, **more)
+    y_options: dict[str, Any] = {"tickformat": ".0%", "range": [0, max(0.1, *ys) * 1.1]}
+    drawn = lines([line(title, xs, ys, INK)], "above the mean", _HIGH, labels=False, **y_options)
     rows = [(event["step"], f"{finite(event.get(key)) or 0:.1%}") for event in thin(events, 60)]
-    told = f"Last {ys[-1]:.0%}."
-    return page.chart(name, title, drawn, told, table(("step", "above the mean"), rows))
+    caption = f"Last {ys[-1]:.0%}."
+    return page.chart(name, title, drawn, caption, table(("step", "above the mean"), rows))

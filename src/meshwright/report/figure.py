@@ -19,9 +19,9 @@ FONT: Final = (
 MOST_POINTS: Final = 1200
 
 
-def axis(title: str = "", **more: Any) -> dict[str, Any]:
+def axis(title: str = "", **options: Any) -> dict[str, Any]:
     """Return an axis: a title with its unit, a quiet grid."""
-    found: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "gridcolor": GRID,
         "linecolor": GRID,
         "tickcolor": GRID,
@@ -32,8 +32,8 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
         "automargin": True,
     }
     if title:
-        found["title"] = {"text": title, "font": {"size": 11.5, "color": SOFT}, "standoff": 8}
-    return {**found, **more}
+        defaults["title"] = {"text": title, "font": {"size": 11.5, "color": SOFT}, "standoff": 8}
+    return {**defaults, **options}
 
 
 def figure(data: Sequence[Mapping[str, Any]], height: int, **layout: Any) -> Figure:
@@ -49,46 +49,46 @@ def figure(data: Sequence[Mapping[str, Any]], height: int, **layout: Any) -> Fig
         "hovermode": "closest",
         "hoverlabel": {"align": "left", "font": {"family": FONT, "size": 12}},
     }
-    return {"data": [dict(one) for one in data], "layout": {**shared, **layout}}
+    return {"data": [dict(trace) for trace in data], "layout": {**shared, **layout}}
 
 
-def note(text: str, x: float, y: float, colour: str = INK, **more: Any) -> dict[str, Any]:
-    """Return a text in a figure, at data coordinates unless `more` says otherwise."""
+def note(text: str, x: float, y: float, colour: str = INK, **options: Any) -> dict[str, Any]:
+    """Return a text in a figure, at data coordinates unless `options` say otherwise."""
     font = {"size": 11.5, "color": colour}
-    return {"text": text, "x": x, "y": y, "showarrow": False, "font": font, **more}
+    return {"text": text, "x": x, "y": y, "showarrow": False, "font": font, **options}
 
 
-def end_label(text: str, y: float, colour: str, **more: Any) -> dict[str, Any]:
+def end_label(text: str, y: float, colour: str, **options: Any) -> dict[str, Any]:
     """Return the label of a line, right of its end."""
-    place = {"xref": "paper", "xanchor": "left", "xshift": 6, "align": "left"}
-    return note(text, 1, y, colour, **{**place, **more})
+    anchor = {"xref": "paper", "xanchor": "left", "xshift": 6, "align": "left"}
+    return note(text, 1, y, colour, **{**anchor, **options})
 
 
-def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return places in the same order, moved as little as possible to be `gap` apart.
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return positions in the same order, moved as little as possible to be `gap` apart.
 
     They stay in `low`..`high`. If there is no room for all, they share it evenly.
     """
-    order = sorted(range(len(places)), key=places.__getitem__)
-    gap = min(gap, (high - low) / max(len(places) - 1, 1))
-    found = [0.0] * len(places)
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    gap = min(gap, (high - low) / max(len(positions) - 1, 1))
+    moved = [0.0] * len(positions)
     floor = low
-    for at in order:
-        found[at] = max(places[at], floor)
-        floor = found[at] + gap
+    for index in order:
+        moved[index] = max(positions[index], floor)
+        floor = moved[index] + gap
     roof = high
-    for at in reversed(order):
-        found[at] = min(found[at], roof)
-        roof = found[at] - gap
-    return found
+    for index in reversed(order):
+        moved[index] = min(moved[index], roof)
+        roof = moved[index] - gap
+    return moved
 
 
-def thin(values: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
+def thin(values: Sequence[Any], limit: int = MOST_POINTS) -> list[Any]:
     """Return an evenly spaced selection of values, including the first and the last."""
-    if len(values) <= most:
+    if len(values) <= limit:
         return list(values)
-    steps = (round(k * (len(values) - 1) / (most - 1)) for k in range(most))
-    return [values[at] for at in steps]
+    steps = (round(step * (len(values) - 1) / (limit - 1)) for step in range(limit))
+    return [values[index] for index in steps]
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

@@ -57,36 +57,37 @@ class Page:
 
     def section(self, name: str, title: str, *parts: str) -> None:
         """Add a section, unless it has no parts. Parts that are not `Html` are escaped."""
-        kept = [part for part in parts if part]
-        if kept:
-            self.sections.append(Section(name, title, kept))
+        nonempty = [part for part in parts if part]
+        if nonempty:
+            self.sections.append(Section(name, title, nonempty))
 
     def chart(
         self,
         name: str,
         title: str,
         drawn: Figure | Mapping[str, Figure],
-        told: str,
+        caption: str,
         table: str,
         *,
         key: str = "",
         zoom: bool = False,
         choose: str = "",
     ) -> Html:
-        """Return the HTML of a chart with its title, its message, and its numbers as a table.
+        """Return the HTML of a chart with its title, its caption, and its numbers as a table.
 
         Several figures by name become a choice, labelled `choose`. `key` explains colours next to
         the title; `zoom` adds buttons for the keyboard that do what dragging does.
         """
-        many = {} if "data" in drawn else dict(drawn)
-        first = next(iter(many.values())) if many else dict(drawn)
-        self.figures[name] = list(many.values()) or [first]
+        choices = {} if "data" in drawn else dict(drawn)
+        first = next(iter(choices.values())) if choices else dict(drawn)
+        self.figures[name] = list(choices.values()) or [first]
         height = first["layout"]["height"]
-        tools = _choice(name, choose, list(many)) if len(many) > 1 else Html()
+        tools = _choice(name, choose, list(choices)) if len(choices) > 1 else Html()
         tools += _zoom(name) if zoom else Html()
         return markup(
             '<figure class="chart" aria-labelledby="{name}-caption">'
-            '<figcaption id="{name}-caption"><h3>{title}</h3>{key}<p>{told}</p></figcaption>{bar}'
+            '<figcaption id="{name}-caption"><h3>{title}</h3>{key}<p>{caption}</p></figcaption>'
+            "{bar}"
             '<div class="plot" id="{name}" data-figure="{name}" role="group" '
             'aria-label="{title}. The numbers are in the table that follows." '
             'style="height:{height}px"></div>'
@@ -94,7 +95,7 @@ class Page:
             name=name,
             title=title,
             key=key,
-            told=told,
+            caption=caption,
             bar=markup('<div class="tools">{}</div>', tools) if tools else "",
             height=height,
             table=table,
@@ -105,12 +106,12 @@ class Page:
         links = (markup('<li><a href="#{}">{}</a></li>', s.id, s.title) for s in self.sections)
         script = f"\n{_asset('page.js')}\n"
         plotly, packed = _plotly()
-        words = {
+        fields = {
             "policy": policy(script.encode(), plotly),
             "title": escape(self.title),
             "subtitle": escape(self.subtitle),
             "links": joined(links),
-            "sections": joined((one.html() for one in self.sections), "\n"),
+            "sections": joined((section.html() for section in self.sections), "\n"),
             "css": _asset("page.css"),
             "js": script,
             "dark": json.dumps(dict(DARK)),
@@ -118,7 +119,7 @@ class Page:
             "plotly": packed,
             "version": __version__,
         }
-        return Template(_asset("page.html")).substitute(words)
+        return Template(_asset("page.html")).substitute(fields)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "") -> Html:
@@ -147,11 +148,11 @@ def facts(pairs: Sequence[tuple[str, str, str]]) -> Html:
     return markup('<dl class="facts">{}</dl>', joined(markup(form, *pair) for pair in pairs))
 
 
-def notices(said: Sequence[tuple[str, str]]) -> Html:
+def notices(warnings: Sequence[tuple[str, str]]) -> Html:
     """Return warnings as a list: the problem, and what to do."""
     form = "<li><strong>{}</strong> {}</li>"
-    items = joined(markup(form, _text(what), _text(todo)) for what, todo in said)
-    return markup('<ul class="notices">{}</ul>', items) if said else items
+    items = joined(markup(form, _text(problem), _text(todo)) for problem, todo in warnings)
+    return markup('<ul class="notices">{}</ul>', items) if warnings else items
 
 
 def commands(*lines: str) -> Html:
@@ -172,7 +173,7 @@ def alarm(title: str, cause: str, todo: str, lines: Sequence[str]) -> Html:
 
 def prose(*sentences: str) -> Html:
     """Return sentences as a paragraph."""
-    text = joined((_text(one) for one in sentences if one), " ")
+    text = joined((_text(sentence) for sentence in sentences if sentence), " ")
     return markup("<p>{}</p>", text) if text else text
 
 
@@ -203,8 +204,8 @@ def _dashes(dash: str) -> str:
 
 def grid(*parts: str) -> Html:
     """Return charts side by side if there is room."""
-    kept = [part for part in parts if part]
-    return markup('<div class="grid">{}</div>', joined(kept)) if kept else Html()
+    nonempty = [part for part in parts if part]
+    return markup('<div class="grid">{}</div>', joined(nonempty)) if nonempty else Html()
 
 
 def folded(title: str, html: str) -> Html:
@@ -219,7 +220,7 @@ def titled(title: str, html: str) -> Html:
 
 def _choice(name: str, label: str, names: Sequence[str]) -> Html:
     form = '<option value="{}">{}</option>'
-    options = joined(markup(form, at, one) for at, one in enumerate(names))
+    options = joined(markup(form, index, option) for index, option in enumerate(names))
     return markup('<label>{} <select data-for="{}">{}</select></label>', label, name, options)
 
 
@@ -239,10 +240,10 @@ def policy(*scripts: bytes) -> str:
 
     It requests nothing from elsewhere. Charts set the styles of their elements.
     """
-    hashes = (base64.b64encode(hashlib.sha256(one).digest()).decode() for one in scripts)
+    hashes = (base64.b64encode(hashlib.sha256(script).digest()).decode() for script in scripts)
     rules = {
         "default-src": "'none'",
-        "script-src": " ".join(f"'sha256-{one}'" for one in hashes),
+        "script-src": " ".join(f"'sha256-{digest}'" for digest in hashes),
         "style-src": "'unsafe-inline'",
         "img-src": "data: blob:",
         "base-uri": "'none'",

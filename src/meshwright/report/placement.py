@@ -38,25 +38,29 @@ _LETTERS: Final = {"dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"}
 
 def mesh_words(layout: Layout) -> str:
     """Return a layout in words: `pipeline 4 x tensor 2 = 8 ranks, ...`."""
-    degrees = [f"{_AXIS_NAMES[one]} {n}" for one in AXES if (n := layout.mesh.degree(one)) > 1]
+    degrees = [
+        f"{_AXIS_NAMES[axis_name]} {degree}"
+        for axis_name in AXES
+        if (degree := layout.mesh.degree(axis_name)) > 1
+    ]
     ranks = "1 rank" if layout.world == 1 else f"{layout.world} ranks"
-    words = [f"{' × '.join(degrees)} = {ranks}" if degrees else ranks]
+    phrases = [f"{' × '.join(degrees)} = {ranks}" if degrees else ranks]
     if layout.is_pipelined:
-        words.append(f"schedule {layout.schedule}")
+        phrases.append(f"schedule {layout.schedule}")
     if layout.virtual_stages > 1:
-        words.append(f"{layout.virtual_stages} stages a rank")
+        phrases.append(f"{layout.virtual_stages} stages a rank")
     if layout.zero:
-        words.append(f"ZeRO-{layout.zero}")
+        phrases.append(f"ZeRO-{layout.zero}")
     if layout.sp:
-        words.append("sequence parallel")
+        phrases.append("sequence parallel")
     if layout.cp > 1:
-        words.append(f"{layout.cp_kind} attention")
-    words.append(f"{layout.microbatch} sequence{'s' * (layout.microbatch > 1)} a microbatch")
+        phrases.append(f"{layout.cp_kind} attention")
+    phrases.append(f"{layout.microbatch} sequence{'s' * (layout.microbatch > 1)} a microbatch")
     if layout.recompute != "none":
-        words.append(f"{layout.recompute} recompute")
+        phrases.append(f"{layout.recompute} recompute")
     if layout.offload != "none":
-        words.append(f"{layout.offload} on the host")
-    return ", ".join(words)
+        phrases.append(f"{layout.offload} on the host")
+    return ", ".join(phrases)
 
 
 class _Cell(NamedTuple):
@@ -72,37 +76,46 @@ def mesh_chart(page: Page, program: Program, name: str = "mesh") -> str:
     shown = columns[: _fitting(layout)]
     rows = range(min(layout.pp, MOST_ROWS))
     cells = [[_cell(program, row, column) for column in shown] for row in rows]
-    told = (
+    caption = (
         "Each cell is a rank, each row a place in the pipeline. Ranks of the same colour hold the "
         "same parameters; a darker or lighter shade is another part of them."
     )
     if len(columns) > 1:
-        degrees = ((one, layout.mesh.degree(one)) for one in AXES[1:])
-        words = [f"{_LETTERS[one]} is {_AXIS_NAMES[one]}" for one, degree in degrees if degree > 1]
-        told += f" Above the columns: {', '.join(words)}."
+        degrees = ((axis_name, layout.mesh.degree(axis_name)) for axis_name in AXES[1:])
+        letters = [
+            f"{_LETTERS[axis_name]} is {_AXIS_NAMES[axis_name]}"
+            for axis_name, degree in degrees
+            if degree > 1
+        ]
+        caption += f" Above the columns: {', '.join(letters)}."
     if len(shown) < len(columns):
-        told += (
+        caption += (
             f" Of {len(columns)} columns the first {len(shown)} are drawn, whole groups of "
             f"neighbours; the other {len(columns) - len(shown)} go on alike."
         )
-    kinds = [(place, _stage_words(program, place)) for place in range(layout.pp)]
+    kinds = [(pp_rank, _stage_words(program, pp_rank)) for pp_rank in range(layout.pp)]
     numbers = table(
         ("pipeline place", "stages and layers", "ranks", "parameters of the stages"),
         [
-            (place, words, _ranks(layout, place), format_count(_stage_parameters(program, place)))
-            for place, words in kinds
+            (
+                pp_rank,
+                stages,
+                _ranks(layout, pp_rank),
+                format_count(_stage_parameters(program, pp_rank)),
+            )
+            for pp_rank, stages in kinds
         ],
     )
     return page.chart(
-        name, "Which rank holds which part", _mesh(program, shown, cells), told, numbers
+        name, "Which rank holds which part", _mesh(program, shown, cells), caption, numbers
     )
 
 
 def _columns(layout: Layout) -> Iterator[dict[str, int]]:
     """Yield the coordinates of the ranks of one pipeline place, in the order of the mesh."""
     axes = AXES[1:]
-    for at in product(*(range(layout.mesh.degree(one)) for one in axes)):
-        yield dict(zip(axes, at, strict=True))
+    for position in product(*(range(layout.mesh.degree(axis_name)) for axis_name in axes)):
+        yield dict(zip(axes, position, strict=True))
 
 
 def _fitting(layout: Layout) -> int:
@@ -110,71 +123,77 @@ def _fitting(layout: Layout) -> int:
     count = layout.world // layout.pp
     if count <= MOST_COLUMNS:
         return count
-    whole = 1
+    group_columns = 1
     for axis_name in reversed(AXES[1:]):
         degree = layout.mesh.degree(axis_name)
-        if whole * degree > MOST_COLUMNS:
-            return whole * max(MOST_COLUMNS // whole, 1)
-        whole *= degree
-    return whole
+        if group_columns * degree > MOST_COLUMNS:
+            return group_columns * max(MOST_COLUMNS // group_columns, 1)
+        group_columns *= degree
+    return group_columns
 
 
-def _cell(program: Program, place: int, column: Mapping[str, int]) -> _Cell:
+def _cell(program: Program, pp_rank: int, column: Mapping[str, int]) -> _Cell:
     layout = program.layout
-    at = {"pp": place, **column}
-    rank = layout.mesh.rank(at)
+    coordinates = {"pp": pp_rank, **column}
+    rank = layout.mesh.rank(coordinates)
     part = (
-        at["tp"],
-        data_rank(layout, at) if layout.zero else data_rank(layout, at) % layout.expert_data,
+        coordinates["tp"],
+        data_rank(layout, coordinates)
+        if layout.zero
+        else data_rank(layout, coordinates) % layout.expert_data,
     )
-    where = ", ".join(f"{one} {at[one]}" for one in AXES if layout.mesh.degree(one) > 1)
-    held = _held(program, place, part)
-    lines = [f"<b>rank {rank}</b>", where, _stage_words(program, place)]
-    lines.append(f"weights of {format_count(held)} parameters, trained here")
+    position = ", ".join(
+        f"{axis_name} {coordinates[axis_name]}"
+        for axis_name in AXES
+        if layout.mesh.degree(axis_name) > 1
+    )
+    parameters = _held(program, pp_rank, part)
+    lines = [f"<b>rank {rank}</b>", position, _stage_words(program, pp_rank)]
+    lines.append(f"weights of {format_count(parameters)} parameters, trained here")
     if layout.tp > 1:
-        lines.append(f"tensor part {at['tp'] + 1} of {layout.tp}")
+        lines.append(f"tensor part {coordinates['tp'] + 1} of {layout.tp}")
     if layout.shard_ranks > 1:
         lines.append(f"shard {part[1] + 1} of {layout.shard_ranks}")
     return _Cell(rank, part, "<br>".join(line for line in lines if line))
 
 
-def _held(program: Program, place: int, part: tuple[int, int]) -> int:
+def _held(program: Program, pp_rank: int, part: tuple[int, int]) -> int:
     """Return the parameters whose optimizer states a rank keeps."""
     return sum(
         math.prod(program.shardings[name].shape(*part))
-        for stage in program.held(place)
+        for stage in program.held(pp_rank)
         for name in program.parameters(stage)
     )
 
 
-def _stage_parameters(program: Program, place: int) -> int:
+def _stage_parameters(program: Program, pp_rank: int) -> int:
     return sum(
         program.shardings[name].part.numel
-        for stage in program.held(place)
+        for stage in program.held(pp_rank)
         for name in program.parameters(stage)
     )
 
 
-def _stage_words(program: Program, place: int) -> str:
+def _stage_words(program: Program, pp_rank: int) -> str:
     """Return what the stages of a pipeline place are: `stage 0: embedding, layers 0 to 3`."""
-    words = []
-    for stage in program.held(place):
-        parts = ["embedding"] if stage.is_first else []
+    descriptions = []
+    for stage in program.held(pp_rank):
+        contents = ["embedding"] if stage.is_first else []
         if len(stage.layers) == 1:
-            parts.append(f"layer {stage.first_layer}")
+            contents.append(f"layer {stage.first_layer}")
         elif stage.layers:
-            parts.append(f"layers {stage.first_layer} to {stage.stop_layer - 1}")
-        parts += ["norm and head"] if stage.is_last else []
-        words.append(f"stage {stage.index}: {', '.join(parts)}")
-    if len(words) > 5:
-        words[2:-1] = [f"{len(words) - 3} stages more"]
-    return "; ".join(words)
+            contents.append(f"layers {stage.first_layer} to {stage.stop_layer - 1}")
+        contents += ["norm and head"] if stage.is_last else []
+        descriptions.append(f"stage {stage.index}: {', '.join(contents)}")
+    if len(descriptions) > 5:
+        descriptions[2:-1] = [f"{len(descriptions) - 3} stages more"]
+    return "; ".join(descriptions)
 
 
-def _ranks(layout: Layout, place: int) -> str:
-    size = layout.world // layout.pp
-    first = place * size
-    return str(first) if size == 1 else f"{first} to {first + size - 1}"
+def _ranks(layout: Layout, pp_rank: int) -> str:
+    count = layout.world // layout.pp
+    first = pp_rank * count
+    return str(first) if count == 1 else f"{first} to {first + count - 1}"
 
 
 def _mesh(
@@ -187,16 +206,19 @@ def _mesh(
         for row in range(len(cells))
         for kind in range(len(kinds))
     ]
-    index = {kind: at for at, kind in enumerate(kinds)}
+    number_of_kind = {kind: number for number, kind in enumerate(kinds)}
     last = max(len(colours) - 1, 1)
-    scale = [[at / last, colour] for at, colour in enumerate(colours)]
+    scale = [[number / last, colour] for number, colour in enumerate(colours)]
     if len(colours) == 1:
         scale = [[0, colours[0]], [1, colours[0]]]
     names = [_column_name(layout, column) for column in columns]
     side = max(22, min(44, 560 // max(len(cells), 1)))
     data = {
         "type": "heatmap",
-        "z": [[row * len(kinds) + index[c.part] for c in line] for row, line in enumerate(cells)],
+        "z": [
+            [row * len(kinds) + number_of_kind[c.part] for c in line]
+            for row, line in enumerate(cells)
+        ],
         "zmin": 0,
         "zmax": last,
         "colorscale": scale,
@@ -210,7 +232,7 @@ def _mesh(
         "hovertemplate": "%{customdata}<extra></extra>",
     }
     ticks = _ticks(names)
-    rows = [_row_name(program, place) for place in range(len(cells))]
+    row_names = [_row_name(program, pp_rank) for pp_rank in range(len(cells))]
     return figure(
         [data],
         side * len(cells) + 36,
@@ -221,7 +243,7 @@ def _mesh(
             linecolor="rgba(0,0,0,0)",
             range=[-0.5, max(len(columns), _ROOMY) - 0.5],
             tickvals=ticks,
-            ticktext=[names[at] for at in ticks],
+            ticktext=[names[number] for number in ticks],
             fixedrange=True,
             showgrid=False,
             ticks="",
@@ -230,7 +252,7 @@ def _mesh(
         yaxis=axis(
             range=[len(cells) - 0.5, -0.5],
             tickvals=list(range(len(cells))),
-            ticktext=rows,
+            ticktext=row_names,
             fixedrange=True,
             showgrid=False,
             ticks="",
@@ -242,14 +264,14 @@ def _labels(program: Program, columns: int, rows: int) -> list[dict[str, Any]]:
     """Return what the stages hold, right of the cells where these leave room for it."""
     if columns > _ROOMY // 2:
         return []
-    place = {"xanchor": "left", "xshift": 8}
+    anchor = {"xanchor": "left", "xshift": 8}
     return [
         note(
             f"{format_count(_stage_parameters(program, row))} parameters",
             columns - 0.5,
             row,
             SOFT,
-            **place,
+            **anchor,
         )
         for row in range(rows)
     ]
@@ -257,7 +279,9 @@ def _labels(program: Program, columns: int, rows: int) -> list[dict[str, Any]]:
 
 def _column_name(layout: Layout, column: Mapping[str, int]) -> str:
     return " ".join(
-        f"{letter}{column[one]}" for one, letter in _LETTERS.items() if layout.mesh.degree(one) > 1
+        f"{letter}{column[axis_name]}"
+        for axis_name, letter in _LETTERS.items()
+        if layout.mesh.degree(axis_name) > 1
     )
 
 
@@ -270,8 +294,8 @@ def _ticks(names: Sequence[str]) -> list[int]:
     return list(range(0, len(names), step))
 
 
-def _row_name(program: Program, place: int) -> str:
-    stages = program.held(place)
+def _row_name(program: Program, pp_rank: int) -> str:
+    stages = program.held(pp_rank)
     first, last = stages[0], stages[-1]
     if len(stages) > 3:
         return f"{len(stages)} stages"
@@ -286,9 +310,9 @@ def placement_table(program: Program) -> str:
     """Return the placement of parameters, with one row for those of all layers."""
     layout = program.layout
     groups: dict[str, list[Sharding]] = {}
-    for name, found in program.shardings.items():
-        groups.setdefault(re.sub(r"^layers\.\d+\.", "layers.*.", name), []).append(found)
-    rows = [_placed(name, found, layout) for name, found in groups.items()]
+    for name, sharding in program.shardings.items():
+        groups.setdefault(re.sub(r"^layers\.\d+\.", "layers.*.", name), []).append(sharding)
+    rows = [_placed(name, shardings, layout) for name, shardings in groups.items()]
     headers = ("parameter", "shape", "times", "cut over tp", "cut over data", "on", "a rank holds")
     copies = layout.world // layout.pp
     return prose(
@@ -297,16 +321,16 @@ def placement_table(program: Program) -> str:
     ) + table(headers, rows, caption="Placement of the parameters, by module")
 
 
-def _placed(name: str, found: Sequence[Sharding], layout: Layout) -> tuple[Any, ...]:
-    one = found[0]
-    shape = " × ".join(f"{size:,}" for size in one.part.shape)
+def _placed(name: str, shardings: Sequence[Sharding], layout: Layout) -> tuple[Any, ...]:
+    sharding = shardings[0]
+    shape = " × ".join(f"{size:,}" for size in sharding.part.shape)
     tp = (
-        f"dim {one.tp_dim} ({one.part.axes[one.tp_dim]}) in {one.tp}"
-        if one.tp_dim is not None
+        f"dim {sharding.tp_dim} ({sharding.part.axes[sharding.tp_dim]}) in {sharding.tp}"
+        if sharding.tp_dim is not None
         else "–"
     )
-    data = f"dim 0 in {one.shard_ranks}" if one.shard_ranks > 1 else "–"
-    held = math.prod(one.shape(0, 0)) * _FP32
-    copies = layout.world // layout.pp // one.distinct
-    kept = f"{copies} cop{'y' if copies == 1 else 'ies'}"
-    return name, shape, len(found), tp, data, kept, format_bytes(held)
+    data = f"dim 0 in {sharding.shard_ranks}" if sharding.shard_ranks > 1 else "–"
+    rank_bytes = math.prod(sharding.shape(0, 0)) * _FP32
+    copies = layout.world // layout.pp // sharding.distinct
+    copies_text = f"{copies} cop{'y' if copies == 1 else 'ies'}"
+    return name, shape, len(shardings), tp, data, copies_text, format_bytes(rank_bytes)

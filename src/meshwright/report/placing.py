@@ -30,7 +30,7 @@ class Panel(NamedTuple):
     @property
     def end(self) -> float:
         """The end of its last span, or of the step, in seconds."""
-        last = max(span.end for one in self.ranks for span in one.spans)
+        last = max(span.end for rank_profile in self.ranks for span in rank_profile.spans)
         return max(last, self.profile.step_time_s or 0.0)
 
 
@@ -59,9 +59,12 @@ def as_timed(start: float, end: float) -> tuple[float, float]:
     return start, end
 
 
-def work_of(one: RankProfile) -> list[Span]:
+def work_of(rank_profile: RankProfile) -> list[Span]:
     """Return a rank's computing actions, in order."""
-    return sorted((s for s in one.spans if s.track == "compute"), key=lambda span: span.start)
+    return sorted(
+        (span for span in rank_profile.spans if span.track == "compute"),
+        key=lambda span: span.start,
+    )
 
 
 def fold_of(panels: Sequence[Panel]) -> Fold | None:
@@ -69,7 +72,11 @@ def fold_of(panels: Sequence[Panel]) -> Fold | None:
 
     On each rank, the actions that fill and drain the pipeline remain, and some of those between.
     """
-    edges = [_middle(one) for one in panels if sum(len(r.spans) for r in one.ranks) > MOST_SPANS]
+    edges = [
+        _middle(panel)
+        for panel in panels
+        if sum(len(rank_profile.spans) for rank_profile in panel.ranks) > MOST_SPANS
+    ]
     if not edges:
         return None
     start, stop = max(first for first, _ in edges), min(last for _, last in edges)
@@ -81,13 +88,19 @@ def fold_of(panels: Sequence[Panel]) -> Fold | None:
 
 def _middle(panel: Panel) -> tuple[float, float]:
     """Return when every rank has done its first actions, and when one begins its last ones."""
-    stages = max(len(one.stages) for one in panel.ranks) * len(panel.ranks)
-    room = MOST_SPANS // (2 * _SPANS_OF_ACTION * len(panel.ranks))
-    kept = min(2 * stages + 4, max(room, 1))
-    work = [found for one in panel.ranks if len(found := work_of(one)) > 2 * kept]
+    stages = max(len(rank_profile.stages) for rank_profile in panel.ranks) * len(panel.ranks)
+    fitting = MOST_SPANS // (2 * _SPANS_OF_ACTION * len(panel.ranks))
+    end_actions = min(2 * stages + 4, max(fitting, 1))
+    work = [
+        actions
+        for rank_profile in panel.ranks
+        if len(actions := work_of(rank_profile)) > 2 * end_actions
+    ]
     if not work:
         return panel.end, 0.0
-    return max(one[kept - 1].end for one in work), min(one[-kept].start for one in work)
+    return max(actions[end_actions - 1].end for actions in work), min(
+        actions[-end_actions].start for actions in work
+    )
 
 
 def aligned(panels: Sequence[Panel]) -> list[list[Place]] | None:
@@ -99,34 +112,41 @@ def aligned(panels: Sequence[Panel]) -> list[list[Place]] | None:
     """
     groups: dict[int, list[RankProfile]] = defaultdict(list)
     for panel in panels:
-        for one in panel.ranks:
-            groups[one.coordinates.get("pp", 0)].append(one)
-    is_alike = all(done_by(one) == done_by(each[0]) for each in groups.values() for one in each)
-    if len(panels) < 2 or not is_alike or not all(done_by(each[0]) for each in groups.values()):
+        for rank_profile in panel.ranks:
+            groups[rank_profile.coordinates.get("pp", 0)].append(rank_profile)
+    is_alike = all(
+        done_by(rank_profile) == done_by(group[0])
+        for group in groups.values()
+        for rank_profile in group
+    )
+    if len(panels) < 2 or not is_alike or not all(done_by(group[0]) for group in groups.values()):
         return None
-    places = {place: _slots(each) for place, each in groups.items()}
+    slots = {pp_rank: _slots(group) for pp_rank, group in groups.items()}
     return [
-        [_by_action(one, places[one.coordinates.get("pp", 0)]) for one in panel.ranks]
+        [
+            _by_action(rank_profile, slots[rank_profile.coordinates.get("pp", 0)])
+            for rank_profile in panel.ranks
+        ]
         for panel in panels
     ]
 
 
-def _slots(rows: Sequence[RankProfile]) -> list[float]:
+def _slots(rank_profiles: Sequence[RankProfile]) -> list[float]:
     """Return where the actions of some rows begin, each after the longest one before it."""
-    starts = [[span.start for span in work_of(one)] for one in rows]
-    found = [max(each[0] for each in starts)]
-    pitches = ([after - before for before, after in pairwise(each)] for each in starts)
+    starts = [[span.start for span in work_of(rank_profile)] for rank_profile in rank_profiles]
+    slots = [max(row_starts[0] for row_starts in starts)]
+    pitches = ([after - before for before, after in pairwise(row_starts)] for row_starts in starts)
     for longest in map(max, zip(*pitches, strict=True)):
-        found.append(found[-1] + longest)
-    return found
+        slots.append(slots[-1] + longest)
+    return slots
 
 
-def _by_action(one: RankProfile, slots: Sequence[float]) -> Place:
-    starts = [span.start for span in work_of(one)]
+def _by_action(rank_profile: RankProfile, slots: Sequence[float]) -> Place:
+    starts = [span.start for span in work_of(rank_profile)]
 
     def place(start: float, end: float) -> tuple[float, float]:
-        at = max(bisect_right(starts, start) - 1, 0)
-        begins = slots[at] + start - starts[at]
+        index = max(bisect_right(starts, start) - 1, 0)
+        begins = slots[index] + start - starts[index]
         return begins, begins + end - start
 
     return place

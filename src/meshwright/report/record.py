@@ -77,13 +77,13 @@ class RunRecord:
 
     def last(self, kind: str) -> Mapping[str, Any]:
         """Return the last event of a kind; empty if there is none."""
-        found = self.of(kind)
-        return found[-1] if found else {}
+        events = self.of(kind)
+        return events[-1] if events else {}
 
     def by_step(self, kind: str) -> list[Mapping[str, Any]]:
         """Return the events of a kind by step, the last one of each."""
-        found = {e["step"]: e for e in self.of(kind) if isinstance(e.get("step"), int)}
-        return [found[step] for step in sorted(found)]
+        last_events = {e["step"]: e for e in self.of(kind) if isinstance(e.get("step"), int)}
+        return [last_events[step] for step in sorted(last_events)]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -115,14 +115,14 @@ def read_run(path: Path) -> RunRecord:
 
 def _document(path: Path, missing: list[str], tells: str) -> dict[str, Any]:
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         missing.append(f"{path.name} is not there: it tells {tells}.")
     except (OSError, ValueError) as error:
         missing.append(f"{path.name} cannot be read ({error}): it tells {tells}.")
     else:
-        if isinstance(found, dict):
-            return found
+        if isinstance(document, dict):
+            return document
         missing.append(f"{path.name} is not what it should be: it tells {tells}.")
     return {}
 
@@ -167,32 +167,32 @@ def _cluster(config: Config | None, layout: Layout | None) -> Cluster | None:
 def _events(path: Path, missing: list[str]) -> tuple[Mapping[str, Any], ...]:
     """Return the events; what is left of a line that was cut off is not one."""
     try:
-        found = Events.read(path)
+        events = Events.read(path)
     except OSError:
         missing.append("events.jsonl is not there: the run ended before its first step.")
         return ()
-    if found.bad:
-        lost = "one line" if found.bad == 1 else f"{found.bad} lines"
+    if events.bad:
+        lost = "one line" if events.bad == 1 else f"{events.bad} lines"
         missing.append(f"events.jsonl was cut off or damaged: {lost} cannot be read.")
-    return tuple(found)
+    return tuple(events)
 
 
 def _profiles(path: Path, missing: list[str]) -> tuple[StepProfile, ...]:
-    why = "timeline, memory over a step, causes and messages are not shown"
+    not_shown = "timeline, memory over a step, causes and messages are not shown"
     try:
-        found = from_json(parse_json(path.read_text(encoding="utf-8")))
+        profiles = from_json(parse_json(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         missing.append(
             f"ledger.json is not there: the run recorded no step, or was made by an older version; "
-            f"{why}."
+            f"{not_shown}."
         )
         return ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        missing.append(f"ledger.json cannot be read ({error}): {why}.")
+        missing.append(f"ledger.json cannot be read ({error}): {not_shown}.")
         return ()
-    if of_source(found, "measured") is None:
+    if of_source(profiles, "measured") is None:
         missing.append("No step was recorded: what was predicted is shown alone.")
-    return found
+    return profiles
 
 
 def differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
@@ -201,20 +201,23 @@ def differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     The layout is the resolved one.
     """
     keys: dict[str, None] = {}
-    for one in records:
-        for section, found in _told(one).items():
-            keys |= dict.fromkeys(f"{section}.{key}" for key in found)
+    for record in records:
+        for section, section_values in _told(record).items():
+            keys |= dict.fromkeys(f"{section}.{key}" for key in section_values)
     rows = []
     for name in keys:
         section, _, key = name.partition(".")
-        each = [_told(one).get(section, {}).get(key) for one in records]
-        if any(value != each[0] for value in each) and name not in ("log.name", "log.dir"):
-            rows.append((name, each))
+        run_values = [_told(record).get(section, {}).get(key) for record in records]
+        if any(value != run_values[0] for value in run_values) and name not in (
+            "log.name",
+            "log.dir",
+        ):
+            rows.append((name, run_values))
     return rows
 
 
-def _told(one: RunRecord) -> dict[str, Mapping[str, Any]]:
-    found = dict(one.values)
-    if one.layout is not None:
-        found["layout"] = {**found.get("layout", {}), **one.layout.model_dump(mode="json")}
-    return found
+def _told(record: RunRecord) -> dict[str, Mapping[str, Any]]:
+    values = dict(record.values)
+    if record.layout is not None:
+        values["layout"] = {**values.get("layout", {}), **record.layout.model_dump(mode="json")}
+    return values

@@ -115,8 +115,8 @@ def comparison_page(runs: Sequence[RunRecord]) -> Page:
     """Return the page of several runs side by side."""
     names = _names(runs)
     page = Page(f"{len(runs)} runs side by side", ", ".join(names))
-    said = prose(*winner(runs, names))
-    page.section("headline", "At a glance", said, _overview(runs, names), *_ailing(runs, names))
+    summary = prose(*winner(runs, names))
+    page.section("headline", "At a glance", summary, _overview(runs, names), *_ailing(runs, names))
     rows = [(key, *values) for key, values in differing(runs)]
     page.section(
         "config",
@@ -126,11 +126,11 @@ def comparison_page(runs: Sequence[RunRecord]) -> Page:
     page.section("curves", "Learning", *compared_curves(page, runs, names))
     page.section("time", "Step time", compared_causes(page, _measured(runs), names))
     page.section("memories", "Memory", _peaks(page, runs, names))
-    each = [one for run in runs for one in (run.planned, run.measured) if one]
-    longest = max((one.step_time_s or 0.0 for one in each), default=0.0)
+    profiles = [profile for run in runs for profile in (run.planned, run.measured) if profile]
+    longest = max((profile.step_time_s or 0.0 for profile in profiles), default=0.0)
     charts = [
-        timeline_chart(page, [run.planned, run.measured], f"timeline-{at}", longest)
-        for at, run in enumerate(runs)
+        timeline_chart(page, [run.planned, run.measured], f"timeline-{index}", longest)
+        for index, run in enumerate(runs)
     ]
     each_titled = [titled(name, chart) for name, chart in zip(names, charts, strict=True) if chart]
     page.section("steps", "Timelines", *each_titled)
@@ -149,16 +149,18 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
     if len(set(names)) < len(names):
         names = ["/".join(run.path.resolve().parts[-2:]) for run in runs]
     return (
-        names if len(set(names)) == len(names) else [f"{at + 1}: {n}" for at, n in enumerate(names)]
+        names
+        if len(set(names)) == len(names)
+        else [f"{index + 1}: {name}" for index, name in enumerate(names)]
     )
 
 
 def _overview(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     facts_of = [{name: value for name, value, _ in headline(run)} for run in runs]
-    keys = list(dict.fromkeys(key for found in facts_of for key in found))
+    keys = list(dict.fromkeys(key for run_facts in facts_of for key in run_facts))
     rows: list[tuple[Any, ...]] = [
         ("Layout", *(run.layout.label if run.layout else None for run in runs)),
-        *((key, *(found.get(key) for found in facts_of)) for key in keys),
+        *((key, *(run_facts.get(key) for run_facts in facts_of)) for key in keys),
         ("Idle pipeline", *(_idle(run.measured) for run in runs)),
         ("How it ended", *(verdict(run)[0] for run in runs)),
     ]
@@ -170,12 +172,12 @@ def _idle(profile: StepProfile | None) -> str | None:
 
 
 def _ailing(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
-    said = [
-        (f"{name}: {what}", todo)
+    warnings = [
+        (f"{name}: {problem}", todo)
         for run, name in zip(runs, names, strict=True)
-        for what, todo in [*_banner(run), *run_warnings(run)]
+        for problem, todo in [*_banner(run), *run_warnings(run)]
     ]
-    return [notices(said)]
+    return [notices(warnings)]
 
 
 def _banner(run: RunRecord) -> list[tuple[str, str]]:
@@ -192,28 +194,28 @@ def compared_causes(
 ) -> str:
     """Return the chart of several steps' time by cause; empty if fewer than two are known."""
     known = [
-        (name, found)
-        for name, one in zip(names, profiles, strict=True)
-        if (found := mean_causes(one))
+        (name, means)
+        for name, profile in zip(names, profiles, strict=True)
+        if (means := mean_causes(profile))
     ]
     if len(known) < 2:
         return ""
-    causes = [cause for cause in CAUSES if any(cause in found for _, found in known)]
-    unit, scale = time_unit(max(value for _, found in known for value in found.values()))
+    causes = [cause for cause in CAUSES if any(cause in means for _, means in known)]
+    unit, scale = time_unit(max(value for _, means in known for value in means.values()))
     sides = [
         (
             run,
-            SERIES[at % len(SERIES)],
-            [found.get(cause, 0.0) * scale for cause in causes],
-            [seconds(found.get(cause, 0.0)) for cause in causes],
+            SERIES[index % len(SERIES)],
+            [means.get(cause, 0.0) * scale for cause in causes],
+            [seconds(means.get(cause, 0.0)) for cause in causes],
         )
-        for at, (run, found) in enumerate(known)
+        for index, (run, means) in enumerate(known)
     ]
     rows = [
-        (CAUSE_NAMES[cause], *(seconds(found.get(cause, 0.0)) for _, found in known))
+        (CAUSE_NAMES[cause], *(seconds(means.get(cause, 0.0)) for _, means in known))
         for cause in causes
     ]
-    rows.append(("step", *(seconds(sum(found.values())) for _, found in known)))
+    rows.append(("step", *(seconds(sum(means.values())) for _, means in known)))
     drawn = bars(
         [CAUSE_NAMES[c] for c in causes], sides, f"time of a step, {unit}", row=18 * len(known) + 12
     )
@@ -232,30 +234,34 @@ def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     sides = [("predicted", PREDICTED), ("measured", MEASURED)]
     profiles = [(run.planned, run.measured) for run in runs]
     peaks = [
-        [one.worst.peak if one and one.worst else None for one in each]
-        for each in zip(*profiles, strict=True)
+        [profile.worst.peak if profile and profile.worst else None for profile in side_profiles]
+        for side_profiles in zip(*profiles, strict=True)
     ]
-    values = [[one.total if one else None for one in each] for each in peaks]
-    known = [one for each in peaks for one in each if one]
+    values = [[peak.total if peak else None for peak in side_peaks] for side_peaks in peaks]
+    known = [peak for side_peaks in peaks for peak in side_peaks if peak]
     name = peak_name(known[-1]) if known else ""
     if not known:
-        found = [peak_memory(run) for run in runs]
-        if not any(found):
+        run_peaks = [peak_memory(run) for run in runs]
+        if not any(run_peaks):
             return ""
-        name = next(one[2] for one in found if one)
-        sides, values = sides[1:], [[one[1] if one else None for one in found]]
-    unit, size = byte_unit(max(v for each in values for v in each if v))
+        name = next(run_peak[2] for run_peak in run_peaks if run_peak)
+        sides, values = sides[1:], [[run_peak[1] if run_peak else None for run_peak in run_peaks]]
+    unit, unit_bytes = byte_unit(
+        max(value for side_values in values for value in side_values if value)
+    )
     shown = [
         (
             side,
             look,
-            [value / size if value else None for value in each],
-            [format_bytes(value) if value else "" for value in each],
+            [value / unit_bytes if value else None for value in side_values],
+            [format_bytes(value) if value else "" for value in side_values],
         )
-        for (side, look), each in zip(sides, values, strict=True)
+        for (side, look), side_values in zip(sides, values, strict=True)
     ]
     texts = [printed for _, _, _, printed in shown]
-    rows = [(name, *(each[at] for each in texts)) for at, name in enumerate(names)]
+    rows = [
+        (name, *(side_texts[index] for side_texts in texts)) for index, name in enumerate(names)
+    ]
     return page.chart(
         "peaks",
         f"{name.capitalize()} of the worst rank",

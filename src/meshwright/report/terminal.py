@@ -50,7 +50,7 @@ def summary(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
 
     For a predicted and a measured profile, it says how well they agree.
     """
-    charts = [timeline_chart(one, width) for one in profiles]
+    charts = [timeline_chart(profile, width) for profile in profiles]
     planned, measured = (of_source(profiles, source) for source in ("predicted", "measured"))
     agreed = agreement(planned, measured) if planned and measured else None
     if agreed:
@@ -59,46 +59,49 @@ def summary(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
     return Text("\n\n").join(chart for chart in charts if chart)
 
 
-def timeline_chart(found: StepProfile, width: int = WIDTH) -> Text:
+def timeline_chart(profile: StepProfile, width: int = WIDTH) -> Text:
     """Return each pipeline rank's actions from the first to the end of the last.
 
     A line for each place in the pipeline. A character is the action in the middle of its time
     interval, or a dot if there is none. Empty without spans.
     """
     places: dict[int, RankProfile] = {}
-    for one in found.ranks:
-        if any(span.track == "compute" for span in one.spans):
-            places.setdefault(one.coordinates.get("pp", 0), one)
+    for rank_profile in profile.ranks:
+        if any(span.track == "compute" for span in rank_profile.spans):
+            places.setdefault(rank_profile.coordinates.get("pp", 0), rank_profile)
     if not places:
         return Text()
-    rows = {one.rank: [s for s in one.spans if s.track == "compute"] for one in places.values()}
-    first = min(span.start for spans in rows.values() for span in spans)
-    last = max(span.end for spans in rows.values() for span in spans)
-    label = max(len(f"rank {rank} ") for rank in rows)
+    spans_by_rank = {
+        rank_profile.rank: [span for span in rank_profile.spans if span.track == "compute"]
+        for rank_profile in places.values()
+    }
+    first = min(span.start for spans in spans_by_rank.values() for span in spans)
+    last = max(span.end for spans in spans_by_rank.values() for span in spans)
+    label = max(len(f"rank {rank} ") for rank in spans_by_rank)
     columns = max(width - label, 10)
-    lines = [_title(found, last - first)]
+    lines = [_title(profile, last - first)]
     seen: set[str] = set()
-    for rank in _shown(list(rows)):
+    for rank in _shown(list(spans_by_rank)):
         if rank is None:
             lines.append(Text("..."))
             continue
-        letters = _letters(rows[rank], first, last, columns)
+        letters = _letters(spans_by_rank[rank], first, last, columns)
         seen.update(letters)
         lines.append(Text(f"rank {rank} ".ljust(label)).append_text(_coloured(letters)))
     scale = format_seconds(last - first)
     lines.append(Text(" " * label + "0 s" + scale.rjust(columns - 3), style="dim"))
-    known = [f"{kind} {what}" for kind, what in _MEANINGS.items() if kind in seen]
+    known = [f"{kind} {meaning}" for kind, meaning in _MEANINGS.items() if kind in seen]
     lines.append(Text(" " * label + ", ".join([*known, f"{_IDLE} waiting"]), style="dim"))
     return _lines(lines, width)
 
 
-def _title(found: StepProfile, seconds: float) -> Text:
-    step = "" if found.step is None else f", step {found.step}"
-    idle = "" if found.idle is None else f", idle {found.idle:.1%} of them"
-    whole = ""
-    if found.step_time_s is not None:
-        whole = f" of a step of {format_seconds(found.step_time_s)}"
-    text = f"{NAMES[found.source]}{step}: actions {format_seconds(seconds)}{whole}{idle}"
+def _title(profile: StepProfile, seconds: float) -> Text:
+    step = "" if profile.step is None else f", step {profile.step}"
+    idle = "" if profile.idle is None else f", idle {profile.idle:.1%} of them"
+    of_step = ""
+    if profile.step_time_s is not None:
+        of_step = f" of a step of {format_seconds(profile.step_time_s)}"
+    text = f"{NAMES[profile.source]}{step}: actions {format_seconds(seconds)}{of_step}{idle}"
     return Text(text, style="bold")
 
 
@@ -109,8 +112,8 @@ def _letters(spans: Sequence[Span], first: float, last: float, columns: int) -> 
     letters = []
     for column in range(columns):
         time = first + (column + 0.5) * (last - first) / columns
-        at = spans[max(bisect(starts, time) - 1, 0)]
-        letters.append(at.name[0] if at.start <= time < at.end else _IDLE)
+        latest = spans[max(bisect(starts, time) - 1, 0)]
+        letters.append(latest.name[0] if latest.start <= time < latest.end else _IDLE)
     return "".join(letters)
 
 
@@ -119,36 +122,36 @@ def causes_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
 
     Predicted above measured if there are both. Empty if no profile has causes.
     """
-    known = [(one, _average(one)) for one in profiles]
-    known = [(one, causes) for one, causes in known if causes]
+    known = [(profile, _average(profile)) for profile in profiles]
+    known = [(profile, causes) for profile, causes in known if causes]
     if not known:
         return Text()
-    most = max(max(causes.values()) for _, causes in known)
+    longest = max(max(causes.values()) for _, causes in known)
     lines = [Text("seconds of a step by cause, mean of the ranks", style="bold")]
     for cause in CAUSES:
         shares = [causes.get(cause, 0.0) / sum(causes.values()) for _, causes in known]
         if max(shares) < _LEAST:
             continue
-        for place, (one, causes) in enumerate(known):
+        for index, (profile, causes) in enumerate(known):
             seconds = causes.get(cause, 0.0)
-            said = f"{format_seconds(seconds):>9} {shares[place]:>6.1%}"
-            label = f"{cause if not place else '':<10}{_named(one, len(known) > 1)}"
-            room = max(width - len(label) - len(said) - 1, 5)
-            bar = _bar(seconds / most, room)
+            value_text = f"{format_seconds(seconds):>9} {shares[index]:>6.1%}"
+            label = f"{cause if not index else '':<10}{_named(profile, len(known) > 1)}"
+            bar_width = max(width - len(label) - len(value_text) - 1, 5)
+            bar = _bar(seconds / longest, bar_width)
             style = _COLOURS.get(cause, "yellow")
-            lines.append(Text(label).append(bar, style=style).append(f" {said}"))
+            lines.append(Text(label).append(bar, style=style).append(f" {value_text}"))
     return _lines(lines, width)
 
 
-def _named(one: StepProfile, is_one_of_several: bool) -> str:
-    return f"{NAMES[one.source]:<10}" if is_one_of_several else ""
+def _named(profile: StepProfile, is_one_of_several: bool) -> str:
+    return f"{NAMES[profile.source]:<10}" if is_one_of_several else ""
 
 
-def _average(found: StepProfile) -> dict[str, float]:
+def _average(profile: StepProfile) -> dict[str, float]:
     sums: dict[str, float] = {}
-    known = [one for one in found.ranks if one.causes]
-    for one in known:
-        for cause, seconds in one.causes.items():
+    known = [rank_profile for rank_profile in profile.ranks if rank_profile.causes]
+    for rank_profile in known:
+        for cause, seconds in rank_profile.causes.items():
             sums[cause] = sums.get(cause, 0.0) + seconds / len(known)
     return {cause: seconds for cause, seconds in sums.items() if seconds > 0}
 
@@ -159,41 +162,50 @@ def memory_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
     Predicted above measured if there are both. Empty if no profile has memory.
     """
     rows = [
-        (found, one)
-        for found in profiles
-        for one in found.ranks
-        if one.peak is not None and one.peak.total
+        (profile, rank_profile)
+        for profile in profiles
+        for rank_profile in profile.ranks
+        if rank_profile.peak is not None and rank_profile.peak.total
     ]
     if not rows:
         return Text()
-    limits = [found.memory_limit for found, _ in rows if found.memory_limit]
-    peaks = [one.peak.total for _, one in rows if one.peak]
+    limits = [profile.memory_limit for profile, _ in rows if profile.memory_limit]
+    peaks = [rank_profile.peak.total for _, rank_profile in rows if rank_profile.peak]
     scale = max([*limits, *peaks])
-    several = len({found.source for found, _ in rows}) > 1
-    name = peak_name(max((one.peak for _, one in rows if one.peak), key=lambda peak: peak.total))
+    several = len({profile.source for profile, _ in rows}) > 1
+    name = peak_name(
+        max(
+            (rank_profile.peak for _, rank_profile in rows if rank_profile.peak),
+            key=lambda peak: peak.total,
+        )
+    )
     head = f"{name}; {format_bytes(max(limits))} is the limit" if limits else name
     lines = [Text(head, style="bold")]
-    for rank in _shown(sorted({one.rank for _, one in rows})):
+    for rank in _shown(sorted({rank_profile.rank for _, rank_profile in rows})):
         if rank is None:
             lines.append(Text("..."))
             continue
-        own = [(found, one) for found, one in rows if one.rank == rank]
-        for place, (found, one) in enumerate(own):
-            label = f"{f'rank {rank}' if not place else '':<10}{_named(found, several)}"
-            lines.append(_memory_line(found, one, label, scale, width))
+        rank_rows = [
+            (profile, rank_profile) for profile, rank_profile in rows if rank_profile.rank == rank
+        ]
+        for index, (profile, rank_profile) in enumerate(rank_rows):
+            label = f"{f'rank {rank}' if not index else '':<10}{_named(profile, several)}"
+            lines.append(_memory_line(profile, rank_profile, label, scale, width))
     return _lines(lines, width)
 
 
-def _memory_line(found: StepProfile, one: RankProfile, label: str, scale: int, width: int) -> Text:
-    peak = one.peak
+def _memory_line(
+    profile: StepProfile, rank_profile: RankProfile, label: str, scale: int, width: int
+) -> Text:
+    peak = rank_profile.peak
     assert peak is not None
     largest = max(peak.bytes, key=lambda kind: peak.bytes[kind])
-    said = f"{format_bytes(peak.total):>11}, mostly {largest:<{_LONGEST}}"
-    room = max(width - len(label) - len(said) - 3, 5)
-    bar = _bar(peak.total / scale, room)
-    over = found.memory_limit is not None and peak.total > found.memory_limit
+    value_text = f"{format_bytes(peak.total):>11}, mostly {largest:<{_LONGEST}}"
+    bar_width = max(width - len(label) - len(value_text) - 3, 5)
+    bar = _bar(peak.total / scale, bar_width)
+    over = profile.memory_limit is not None and peak.total > profile.memory_limit
     text = Text(label + "[").append(bar, style="red" if over else "green")
-    return text.append("] " + said, style="red" if over else "")
+    return text.append("] " + value_text, style="red" if over else "")
 
 
 def _bar(share: float, room: int) -> str:

@@ -44,25 +44,28 @@ TITLES: Final = {"predicted": "Planned", "simulated": "Simulated", "measured": "
 class _Row(NamedTuple):
     """A rank of a picture, and where its spans are drawn."""
 
-    one: RankProfile
+    rank_profile: RankProfile
     place: Place
 
 
 def panels(profiles: Sequence[StepProfile | None]) -> list[Panel]:
     """Return the profiles that have spans, with one rank for each place in the pipeline."""
-    found = []
-    for one in profiles:
-        with_spans = [rank for rank in one.ranks if rank.spans] if one else []
-        if one is None or not with_spans:
+    drawn = []
+    for profile in profiles:
+        with_spans = [rank for rank in profile.ranks if rank.spans] if profile else []
+        if profile is None or not with_spans:
             continue
-        most = _MOST_ALIKE
-        if (one.layout.get("pp") or 1) > 1:
-            places: dict[int, RankProfile] = {}
+        limit = _MOST_ALIKE
+        if (profile.layout.get("pp") or 1) > 1:
+            first_by_pp_rank: dict[int, RankProfile] = {}
             for rank in with_spans:
-                places.setdefault(rank.coordinates.get("pp", 0), rank)
-            with_spans, most = [places[place] for place in sorted(places)], _MOST_PLACES
-        found.append(Panel(one, tuple(with_spans[:most])))
-    return found
+                first_by_pp_rank.setdefault(rank.coordinates.get("pp", 0), rank)
+            with_spans, limit = (
+                [first_by_pp_rank[pp_rank] for pp_rank in sorted(first_by_pp_rank)],
+                _MOST_PLACES,
+            )
+        drawn.append(Panel(profile, tuple(with_spans[:limit])))
+    return drawn
 
 
 def timelines(shown: Sequence[Panel], longest: float = 0.0) -> dict[str, Figure]:
@@ -78,18 +81,18 @@ def timelines(shown: Sequence[Panel], longest: float = 0.0) -> dict[str, Figure]
         longest = fold.at(max(panel.end for panel in shown))
     else:
         places = [[as_timed] * len(panel.ranks) for panel in shown]
-    found = {"in time": _picture(shown, places, longest, fold=fold)}
+    figures = {"in time": _picture(shown, places, longest, fold=fold)}
     by_action = aligned(shown) if fold is None else None
     if by_action is not None:
-        ends = [
+        intervals = [
             place(span.start, span.end)
-            for panel, each in zip(shown, by_action, strict=True)
-            for one, place in zip(panel.ranks, each, strict=True)
-            for span in one.spans
+            for panel, row_places in zip(shown, by_action, strict=True)
+            for rank_profile, place in zip(panel.ranks, row_places, strict=True)
+            for span in rank_profile.spans
         ]
-        last = max(end for _, end in (one for one in ends if one is not None))
-        found["the same actions aligned"] = _picture(shown, by_action, last, is_aligned=True)
-    return found
+        last = max(end for _, end in (interval for interval in intervals if interval is not None))
+        figures["the same actions aligned"] = _picture(shown, by_action, last, is_aligned=True)
+    return figures
 
 
 def _picture(
@@ -108,19 +111,22 @@ def _picture(
     layout: dict[str, Any] = {}
     notes, shapes = [], []
     top = total
-    for number, (panel, height, each) in enumerate(zip(shown, heights, places, strict=True)):
+    for number, (panel, height, row_places) in enumerate(zip(shown, heights, places, strict=True)):
         suffix = str(number + 1) if number else ""
         domain = [max((top - height) / total, 0.0), (top - _TITLE) / total]
         top -= height + _GAP
         layout[f"yaxis{suffix}"] = _rows_axis(panel, domain)
         notes.append(_heading(panel, domain[1], total))
-        rows = [_Row(one, place) for one, place in zip(panel.ranks, each, strict=True)]
+        rows = [
+            _Row(rank_profile, place)
+            for rank_profile, place in zip(panel.ranks, row_places, strict=True)
+        ]
         if not is_aligned:
             data += _idle(panel, rows, f"y{suffix}", scale)
             end = panel.profile.step_time_s
             if end:
-                at = fold.at(end) if fold else end
-                shapes.append(_end_of_step(at * scale, domain))
+                end_at = fold.at(end) if fold else end
+                shapes.append(_end_of_step(end_at * scale, domain))
         data += _traces(rows, f"y{suffix}", scale, unit)
         if fold is not None:
             shapes.append(_folded(fold, scale, domain))
@@ -153,7 +159,7 @@ def _rows_axis(panel: Panel, domain: Sequence[float]) -> dict[str, Any]:
         domain=list(domain),
         range=[len(panel.ranks) - 0.45, -0.55],
         tickvals=list(range(len(panel.ranks))),
-        ticktext=[_row_name(one, panel.profile) for one in panel.ranks],
+        ticktext=[_row_name(rank_profile, panel.profile) for rank_profile in panel.ranks],
         fixedrange=True,
         showgrid=False,
         ticks="",
@@ -163,62 +169,62 @@ def _rows_axis(panel: Panel, domain: Sequence[float]) -> dict[str, Any]:
 
 def _ticks(fold: Fold, longest: float, scale: float) -> dict[str, Any]:
     """Return times at both sides of a fold, a round number of units apart."""
-    about = longest * scale / 8
-    power = 10.0 ** math.floor(math.log10(about))
-    step = next(power * times for times in (1, 2, 5, 10) if power * times >= about)
+    wanted_step = longest * scale / 8
+    power = 10.0 ** math.floor(math.log10(wanted_step))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= wanted_step)
     end = (longest - fold.width - fold.start + fold.stop) * scale
-    times = [step * at for at in range(math.floor(end / step) + 1)]
-    kept = [t for t in times if not fold.start < t / scale < fold.stop]
+    times = [step * multiple for multiple in range(math.floor(end / step) + 1)]
+    shown_times = [time for time in times if not fold.start < time / scale < fold.stop]
     return {
-        "tickvals": [fold.at(t / scale) * scale for t in kept],
-        "ticktext": [f"{t:g}" for t in kept],
+        "tickvals": [fold.at(time / scale) * scale for time in shown_times],
+        "ticktext": [f"{time:g}" for time in shown_times],
     }
 
 
 def _folded(fold: Fold, scale: float, domain: Sequence[float]) -> dict[str, Any]:
-    place = {"xref": "x", "yref": "paper", "y0": domain[0], "y1": domain[1]}
+    extent = {"xref": "x", "yref": "paper", "y0": domain[0], "y1": domain[1]}
     ends = {"x0": fold.start * scale, "x1": (fold.start + fold.width) * scale}
     line = {"color": SOFT, "width": 1, "dash": "dot"}
     label = {"text": "folded", "textangle": -90, "font": {"size": 10, "color": SOFT}}
-    return {"type": "rect", "line": line, "fillcolor": PAPER, "label": label, **ends, **place}
+    return {"type": "rect", "line": line, "fillcolor": PAPER, "label": label, **ends, **extent}
 
 
-def _row_name(one: RankProfile, profile: StepProfile) -> str:
-    if not 0 < len(one.stages) <= 3 or (profile.layout.get("pp") or 1) == 1:
-        return f"rank {one.rank}"
-    return f"rank {one.rank} · s{','.join(map(str, one.stages))}"
+def _row_name(rank_profile: RankProfile, profile: StepProfile) -> str:
+    if not 0 < len(rank_profile.stages) <= 3 or (profile.layout.get("pp") or 1) == 1:
+        return f"rank {rank_profile.rank}"
+    return f"rank {rank_profile.rank} · s{','.join(map(str, rank_profile.stages))}"
 
 
 def _heading(panel: Panel, y: float, total: int) -> dict[str, Any]:
     profile = panel.profile
-    words = [f"<b>{TITLES[profile.source]}</b>"]
+    labels = [f"<b>{TITLES[profile.source]}</b>"]
     if profile.step_time_s:
-        words.append(f"step {seconds(profile.step_time_s)}")
+        labels.append(f"step {seconds(profile.step_time_s)}")
     if profile.idle is not None:
-        words.append(f"idle {profile.idle:.1%}")
-    place = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-    return note("   ".join(words), 0, y + 1 / total, **place)
+        labels.append(f"idle {profile.idle:.1%}")
+    anchor = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    return note("   ".join(labels), 0, y + 1 / total, **anchor)
 
 
-def _end_of_step(at: float, domain: Sequence[float]) -> dict[str, Any]:
+def _end_of_step(x: float, domain: Sequence[float]) -> dict[str, Any]:
     line = {"color": SOFT, "width": 1, "dash": "dot"}
-    place = {"xref": "x", "yref": "paper", "y0": domain[0], "y1": domain[1]}
-    return {"type": "line", "x0": at, "x1": at, "line": line, "layer": "below", **place}
+    extent = {"xref": "x", "yref": "paper", "y0": domain[0], "y1": domain[1]}
+    return {"type": "line", "x0": x, "x1": x, "line": line, "layer": "below", **extent}
 
 
 def _traces(rows: Sequence[_Row], y: str, scale: float, unit: str) -> list[dict[str, Any]]:
     """Return the bars of a panel: work, and waits at the foot of each row."""
-    found = []
+    traces = []
     groups: dict[tuple[str, Look, bool], list[tuple[int, Span, tuple[float, float]]]] = {}
-    for at, row in enumerate(rows):
-        for span in row.one.spans:
+    for row_number, row in enumerate(rows):
+        for span in row.rank_profile.spans:
             where = row.place(span.start, span.end)
             is_wait = span.track == "messages"
             name = "wait" if is_wait else span.name
             if where is not None:
-                key = name, _look(span, row.one), is_wait
-                groups.setdefault(key, []).append((at, span, where))
-    for (name, look, is_wait), spans in sorted(groups.items(), key=lambda each: each[0][2]):
+                key = name, _look(span, row.rank_profile), is_wait
+                groups.setdefault(key, []).append((row_number, span, where))
+    for (name, look, is_wait), spans in sorted(groups.items(), key=lambda item: item[0][2]):
         is_action = name in ACTIONS and not is_wait
         trace: dict[str, Any] = {
             "type": "bar",
@@ -227,10 +233,13 @@ def _traces(rows: Sequence[_Row], y: str, scale: float, unit: str) -> list[dict[
             "yaxis": y,
             "base": [start * scale for _, _, (start, _) in spans],
             "x": [max(end - start, 0.0) * scale for _, _, (start, end) in spans],
-            "y": [at + (0.4 if is_wait else -0.05) for at, _, _ in spans],
+            "y": [row_number + (0.4 if is_wait else -0.05) for row_number, _, _ in spans],
             "width": 0.12 if is_wait else 0.74,
             "marker": look.marker(INK, 0.5 if is_action else 0),
-            "hovertext": [_hover(span, rows[at].one, scale, unit) for at, span, _ in spans],
+            "hovertext": [
+                _hover(span, rows[row_number].rank_profile, scale, unit)
+                for row_number, span, _ in spans
+            ],
             "hovertemplate": "%{hovertext}<extra></extra>",
         }
         if is_action:
@@ -238,24 +247,24 @@ def _traces(rows: Sequence[_Row], y: str, scale: float, unit: str) -> list[dict[
             trace |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
             font = {"size": 10, "color": look.text}
             trace |= {"constraintext": "inside", "insidetextfont": font}
-        found.append(trace)
-    return found
+        traces.append(trace)
+    return traces
 
 
 def _idle(panel: Panel, rows: Sequence[_Row], y: str, scale: float) -> list[dict[str, Any]]:
     """Return the stretches between a row's actions, from the first of all to the last."""
     if panel.profile.idle is None:
         return []
-    work = [work_of(row.one) for row in rows]
+    work = [work_of(row.rank_profile) for row in rows]
     first = min(span.start for spans in work for span in spans)
     last = max(span.end for spans in work for span in spans)
     gaps = []
-    for at, (row, spans) in enumerate(zip(rows, work, strict=True)):
+    for row_number, (row, spans) in enumerate(zip(rows, work, strict=True)):
         edges = [(first, first), *((span.start, span.end) for span in spans), (last, last)]
         for (_, end), (start, _) in pairwise(edges):
             where = row.place(end, start)
             if start - end > (last - first) * 1e-4 and where is not None:
-                gaps.append((at, start - end, where))
+                gaps.append((row_number, start - end, where))
     return [
         {
             "type": "bar",
@@ -264,42 +273,45 @@ def _idle(panel: Panel, rows: Sequence[_Row], y: str, scale: float) -> list[dict
             "yaxis": y,
             "base": [start * scale for _, _, (start, _) in gaps],
             "x": [(end - start) * scale for _, _, (start, end) in gaps],
-            "y": [at - 0.05 for at, _, _ in gaps],
+            "y": [row_number - 0.05 for row_number, _, _ in gaps],
             "width": 0.74,
             "marker": IDLE.marker(width=0),
             "hovertext": [
-                f"rank {rows[at].one.rank} is idle for {seconds(whole)} (bubble)"
-                for at, whole, _ in gaps
+                f"rank {rows[row_number].rank_profile.rank} is idle for {seconds(idle_seconds)} "
+                "(bubble)"
+                for row_number, idle_seconds, _ in gaps
             ],
             "hovertemplate": "%{hovertext}<extra></extra>",
         }
     ]
 
 
-def _look(span: Span, one: RankProfile) -> Look:
+def _look(span: Span, rank_profile: RankProfile) -> Look:
     if span.track == "messages":
         return WAIT
     if span.name in ACTIONS:
-        place = one.stages.index(span.stage) if span.stage in one.stages else 0
-        return (OTHER_STAGE if place % 2 else ACTIONS)[span.name]
+        stage_position = (
+            rank_profile.stages.index(span.stage) if span.stage in rank_profile.stages else 0
+        )
+        return (OTHER_STAGE if stage_position % 2 else ACTIONS)[span.name]
     return PHASES.get(span.name, HOST)
 
 
-def _hover(span: Span, one: RankProfile, scale: float, unit: str) -> str:
+def _hover(span: Span, rank_profile: RankProfile, scale: float, unit: str) -> str:
     if span.track == "messages":
         where = f" along {escape(span.axis)}" if span.axis else ""
-        size = f", {format_bytes(span.bytes)}" if span.bytes else ""
-        what = f"waits: {escape(span.name)}{where}{size}"
+        size_text = f", {format_bytes(span.bytes)}" if span.bytes else ""
+        text = f"waits: {escape(span.name)}{where}{size_text}"
     else:
-        what = NAMES.get(span.name, escape(span.name))
+        text = NAMES.get(span.name, escape(span.name))
     if span.name in ACTIONS:
-        what = f"<b>{span.name} {what}</b>"
+        text = f"<b>{span.name} {text}</b>"
     if span.stage >= 0:
-        what += f"<br>stage {span.stage}"
+        text += f"<br>stage {span.stage}"
     if span.microbatch >= 0:
-        what += f", microbatch {span.microbatch}"
+        text += f", microbatch {span.microbatch}"
     times = f"{span.start * scale:.4g} to {span.end * scale:.4g} {unit}"
-    return f"{what}<br>rank {one.rank}: {seconds(span.seconds)}, {times}"
+    return f"{text}<br>rank {rank_profile.rank}: {seconds(span.seconds)}, {times}"
 
 
 def timeline_chart(
@@ -317,49 +329,53 @@ def timeline_chart(
     if len(shown) > 1:
         title += ": " + " above ".join(TITLES[panel.profile.source].lower() for panel in shown)
     rows = [
-        (TITLES[panel.profile.source], one.rank, _order(one))
+        (TITLES[panel.profile.source], rank_profile.rank, _order(rank_profile))
         for panel in shown
-        for one in panel.ranks
+        for rank_profile in panel.ranks
     ]
     numbers = table(("profile", "rank", "actions in order"), rows, caption="Order of actions")
     numbers += folded("Begin and end of each action", _every(shown))
-    told, key = _told(shown, len(drawn) > 1), key_of(_key(shown))
-    return page.chart(name, title, drawn, told, numbers, key=key, zoom=True, choose="Actions")
+    caption, key = _told(shown, len(drawn) > 1), key_of(_key(shown))
+    return page.chart(name, title, drawn, caption, numbers, key=key, zoom=True, choose="Actions")
 
 
 def _told(shown: Sequence[Panel], is_aligned_too: bool) -> str:
     """Return what a timeline shows, and what it leaves out."""
-    told = [
+    sentences = [
         "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
     ]
-    if any(len(p.ranks) < len([one for one in p.profile.ranks if one.spans]) for p in shown):
-        told.append("One rank represents others that do the same.")
+    if any(
+        len(panel.ranks)
+        < len([rank_profile for rank_profile in panel.profile.ranks if rank_profile.spans])
+        for panel in shown
+    ):
+        sentences.append("One rank represents others that do the same.")
     fold = fold_of(shown)
     if fold is not None:
-        told.append(
+        sentences.append(
             f"The middle of the step, from {seconds(fold.start)} to {seconds(fold.stop)}, is "
             "folded: it repeats the same pattern of actions."
         )
     if is_aligned_too:
-        told.append(
+        sentences.append(
             "Aligned, each row has the same action begin at the same place in both, so that what "
             "took longer is wider."
         )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _key(shown: Sequence[Panel]) -> list[tuple[str, Look]]:
     """Return what the looks of a timeline mean."""
-    ranks = [one for panel in shown for one in panel.ranks]
-    spans = [span for one in ranks for span in one.spans]
+    ranks = [rank_profile for panel in shown for rank_profile in panel.ranks]
+    spans = [span for rank_profile in ranks for span in rank_profile.spans]
     used = {span.name for span in spans}
     pairs = [(f"{kind} {NAMES[kind]}", ACTIONS[kind]) for kind in ACTIONS if kind in used]
-    if any(len(one.stages) > 1 for one in ranks):
+    if any(len(rank_profile.stages) > 1 for rank_profile in ranks):
         pairs.append(("a rank's other stage", OTHER_STAGE["F"]))
     pairs += [(NAMES[kind], PHASES[kind]) for kind in PHASES if kind in used]
-    others = sorted({span.name for span in spans if span.track == "host"} - set(PHASES))
-    if others:
-        pairs.append((", ".join(NAMES.get(kind, kind) for kind in others), HOST))
+    host_names = sorted({span.name for span in spans if span.track == "host"} - set(PHASES))
+    if host_names:
+        pairs.append((", ".join(NAMES.get(kind, kind) for kind in host_names), HOST))
     if any(span.track == "messages" for span in spans):
         pairs.append(("waits for a message", WAIT))
     if any(panel.profile.idle is not None for panel in shown):
@@ -367,28 +383,28 @@ def _key(shown: Sequence[Panel]) -> list[tuple[str, Look]]:
     return pairs
 
 
-def _order(one: RankProfile) -> str:
-    words = [
+def _order(rank_profile: RankProfile) -> str:
+    names = [
         f"{span.stage}{span.name}{span.microbatch}" if span.name in ACTIONS else span.name
-        for span in sorted(one.spans, key=lambda s: s.start)
+        for span in sorted(rank_profile.spans, key=lambda span: span.start)
         if span.track != "messages"
     ]
-    shown = words[:60]
-    return " ".join(shown) + (f" … {len(words) - 60} more" if len(words) > 60 else "")
+    shown = names[:60]
+    return " ".join(shown) + (f" … {len(names) - 60} more" if len(names) > 60 else "")
 
 
-def _every(shown: Sequence[Panel], most: int = 300) -> str:
+def _every(shown: Sequence[Panel], limit: int = 300) -> str:
     rows = [
         (
             TITLES[panel.profile.source],
-            one.rank,
+            rank_profile.rank,
             f"{span.stage}{span.name}{span.microbatch}" if span.name in ACTIONS else span.name,
             seconds(span.start),
             seconds(span.end),
         )
         for panel in shown
-        for one in panel.ranks
-        for span in sorted(one.spans, key=lambda s: s.start)
+        for rank_profile in panel.ranks
+        for span in sorted(rank_profile.spans, key=lambda span: span.start)
     ]
-    cut = f"The first {most} of {len(rows)} spans" if len(rows) > most else "All spans"
-    return table(("profile", "rank", "what", "begins", "ends"), rows[:most], caption=cut)
+    cut = f"The first {limit} of {len(rows)} spans" if len(rows) > limit else "All spans"
+    return table(("profile", "rank", "what", "begins", "ends"), rows[:limit], caption=cut)

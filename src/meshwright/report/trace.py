@@ -32,29 +32,29 @@ def chrome_trace(profiles: Iterable[StepProfile]) -> dict[str, Any]:
     bytes by category for each rank. What a profile lacks is left out.
     """
     events: list[dict[str, Any]] = []
-    for process, found in enumerate(profiles, start=1):
-        events += _process(process, found)
+    for process, profile in enumerate(profiles, start=1):
+        events += _process(process, profile)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _process(process: int, found: StepProfile) -> Iterator[dict[str, Any]]:
-    step = "" if found.step is None else f", step {found.step}"
-    name = f"{NAMES[found.source]}: {found.label}{step}"
+def _process(process: int, profile: StepProfile) -> Iterator[dict[str, Any]]:
+    step = "" if profile.step is None else f", step {profile.step}"
+    name = f"{NAMES[profile.source]}: {profile.label}{step}"
     yield _metadata("process_name", process, 0, {"name": name})
     yield _metadata("process_sort_index", process, 0, {"sort_index": process})
-    for one in found.ranks:
+    for rank_profile in profile.ranks:
         for track, kind in enumerate(TRACKS):
-            spans = [span for span in one.spans if span.track == kind]
-            for extra, own in enumerate(_threads(spans)):
-                thread = (one.rank * len(TRACKS) + track) * _THREADS + extra
-                yield from _thread(process, thread, _title(one, kind, extra), own)
-        yield from _counters(process, one)
+            spans = [span for span in rank_profile.spans if span.track == kind]
+            for extra, thread_spans in enumerate(_threads(spans)):
+                thread = (rank_profile.rank * len(TRACKS) + track) * _THREADS + extra
+                yield from _thread(process, thread, _title(rank_profile, kind, extra), thread_spans)
+        yield from _counters(process, rank_profile)
 
 
-def _title(one: RankProfile, track: str, extra: int) -> str:
-    stages = " ".join(map(str, one.stages))
+def _title(rank_profile: RankProfile, track: str, extra: int) -> str:
+    stages = " ".join(map(str, rank_profile.stages))
     of_stage = f", stage {stages}" if stages else ""
-    return f"rank {one.rank}{of_stage}: {track}" + (f" {extra + 1}" if extra else "")
+    return f"rank {rank_profile.rank}{of_stage}: {track}" + (f" {extra + 1}" if extra else "")
 
 
 def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -89,41 +89,42 @@ def name_of(span: Span) -> str:
 
 
 def _arguments(span: Span) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if span.stage >= 0:
-        found |= {"stage": span.stage, "microbatch": span.microbatch}
+        arguments |= {"stage": span.stage, "microbatch": span.microbatch}
     if span.axis:
-        found["axis"] = span.axis
+        arguments["axis"] = span.axis
     if span.bytes:
-        found["bytes"] = span.bytes
-    return found
+        arguments["bytes"] = span.bytes
+    return arguments
 
 
 def _threads(spans: Iterable[Span]) -> list[list[_Timed]]:
     """Return spans spread over threads, each on the first in which it crosses no other."""
     threads: list[list[_Timed]] = []
-    around: list[list[int]] = []  # by thread: ends of the spans that are not over, outermost first
-    timed = [_Timed(round(s.start * 1e9), round(s.end * 1e9), s) for s in spans]
-    for one in sorted(timed, key=lambda each: (each.start, -each.end)):
-        for ends in around:
-            while ends and ends[-1] <= one.start:
+    # By thread: the ends of the spans that are not over, outermost first.
+    open_ends: list[list[int]] = []
+    timed = [_Timed(round(span.start * 1e9), round(span.end * 1e9), span) for span in spans]
+    for span in sorted(timed, key=lambda span: (span.start, -span.end)):
+        for ends in open_ends:
+            while ends and ends[-1] <= span.start:
                 ends.pop()
-        free = (at for at, ends in enumerate(around) if not ends or one.end <= ends[-1])
-        at = next(free, len(threads))
-        if at == len(threads):
+        free = (number for number, ends in enumerate(open_ends) if not ends or span.end <= ends[-1])
+        number = next(free, len(threads))
+        if number == len(threads):
             threads.append([])
-            around.append([])
-        threads[at].append(one)
-        around[at].append(one.end)
+            open_ends.append([])
+        threads[number].append(span)
+        open_ends[number].append(span.end)
     return threads
 
 
-def _counters(process: int, one: RankProfile) -> Iterator[dict[str, Any]]:
-    known = [name for name in MEMORY if any(point.bytes.get(name) for point in one.memory)]
-    for point in one.memory:
+def _counters(process: int, rank_profile: RankProfile) -> Iterator[dict[str, Any]]:
+    known = [name for name in MEMORY if any(point.bytes.get(name) for point in rank_profile.memory)]
+    for point in rank_profile.memory:
         if point.time is not None:
             yield {
-                "name": f"memory of rank {one.rank}",
+                "name": f"memory of rank {rank_profile.rank}",
                 "ph": "C",
                 "pid": process,
                 "tid": 0,

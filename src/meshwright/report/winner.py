@@ -18,29 +18,36 @@ def winner(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
     The lead is over the next one, in medians of logged steps. The reason is the cause on which the
     next one's recorded step spends the most additional time.
     """
-    speeds = [statistics.median(found) if (found := _speeds(run)) else 0.0 for run in runs]
+    speeds = [statistics.median(rates) if (rates := _speeds(run)) else 0.0 for run in runs]
     order = sorted(range(len(runs)), key=speeds.__getitem__, reverse=True)
     if len(runs) < 2 or not speeds[order[1]]:
         return []
     first, second = order[0], order[1]
     lead = speeds[first] / speeds[second] - 1
-    said = [
+    sentences = [
         f"{names[first]} is the fastest: {format_count(speeds[first])} tokens a second, {lead:.0%} "
         f"more than {names[second]}."
     ]
-    one, other = runs[first].measured, runs[second].measured
-    if one is None or other is None:
-        return said
-    causes, others = mean_causes(one), mean_causes(other)
-    more = {key: others.get(key, 0.0) - causes.get(key, 0.0) for key in {*causes, *others}}
-    most = max(more, key=more.__getitem__)
-    if more[most] > 0:
-        here, there = (seconds(found.get(most, 0.0)) for found in (causes, others))
-        named = CAUSE_NAMES[most].lower()
-        said.append(
-            f"The largest difference of their recorded steps is {named}: {here} beside {there}."
+    fastest, runner_up = runs[first].measured, runs[second].measured
+    if fastest is None or runner_up is None:
+        return sentences
+    fastest_causes, runner_up_causes = mean_causes(fastest), mean_causes(runner_up)
+    excess = {
+        key: runner_up_causes.get(key, 0.0) - fastest_causes.get(key, 0.0)
+        for key in {*fastest_causes, *runner_up_causes}
+    }
+    largest = max(excess, key=excess.__getitem__)
+    if excess[largest] > 0:
+        fastest_time, runner_up_time = (
+            seconds(run_causes.get(largest, 0.0))
+            for run_causes in (fastest_causes, runner_up_causes)
         )
-    return said
+        named = CAUSE_NAMES[largest].lower()
+        sentences.append(
+            f"The largest difference of their recorded steps is {named}: {fastest_time} beside "
+            f"{runner_up_time}."
+        )
+    return sentences
 
 
 def _speeds(run: RunRecord) -> list[float]:

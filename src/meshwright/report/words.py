@@ -30,15 +30,15 @@ _SLOWER: Final = 0.10
 
 def verdict(run: RunRecord) -> list[str]:
     """Return how a run went, in sentences."""
-    said = [_ending(run)]
+    sentences = [_ending(run)]
     losses = series(run.steps, "loss")[1]
     entropy = finite(run.start.get("unigram_entropy"))
-    held_x, held = series(run.by_step("eval"), "loss")
-    final = held[-1] if held else losses[-1] if losses else None
+    held_out_steps, held_out_losses = series(run.by_step("eval"), "loss")
+    final = held_out_losses[-1] if held_out_losses else losses[-1] if losses else None
     if final is not None and entropy is not None:
-        kind = "held-out" if held else "training"
+        kind = "held-out" if held_out_losses else "training"
         is_below = final < entropy
-        said.append(
+        sentences.append(
             f"The last {kind} loss is {'below' if is_below else 'not below'} the unigram entropy: "
             + (
                 "the model uses context."
@@ -46,13 +46,13 @@ def verdict(run: RunRecord) -> list[str]:
                 else "the model has not learnt to use context yet."
             )
         )
-    if len(held) > 2 and held[-1] > min(held) * 1.02:
-        best = held_x[held.index(min(held))]
-        said.append(f"The held-out loss was lowest at step {best:.0f} and has risen since.")
+    if len(held_out_losses) > 2 and held_out_losses[-1] > min(held_out_losses) * 1.02:
+        best = held_out_steps[held_out_losses.index(min(held_out_losses))]
+        sentences.append(f"The held-out loss was lowest at step {best:.0f} and has risen since.")
     if not (losses or run.of("failed") or run.of("end")):
-        said.append("No step was finished.")
-    said += [str(event.get("says")) for event in run.of("measured")[-1:]]
-    return [*said, *_compared(run.planned, run.measured)]
+        sentences.append("No step was finished.")
+    sentences += [str(event.get("says")) for event in run.of("measured")[-1:]]
+    return [*sentences, *_compared(run.planned, run.measured)]
 
 
 def _ending(run: RunRecord) -> str:
@@ -75,23 +75,28 @@ def _compared(planned: StepProfile | None, happened: StepProfile | None) -> list
     """Return how far predictions were off: time, memory, bubble."""
     if planned is None or happened is None:
         return []
-    found = []
+    comparisons = []
     if planned.step_time_s and happened.step_time_s:
         off = planned.step_time_s / happened.step_time_s - 1
-        found.append(
+        comparisons.append(
             f"step {seconds(planned.step_time_s)}, {happened.source} "
             f"{seconds(happened.step_time_s)} ({off:+.0%})"
         )
-    ours, theirs = (one.worst.peak if one.worst else None for one in (planned, happened))
-    if ours and theirs and theirs.total:
-        off = ours.total / theirs.total - 1
-        found.append(
-            f"{peak_name(theirs)} {format_bytes(ours.total)}, {happened.source} "
-            f"{format_bytes(theirs.total)} ({off:+.1%})"
+    predicted_peak, measured_peak = (
+        profile.worst.peak if profile.worst else None for profile in (planned, happened)
+    )
+    if predicted_peak and measured_peak and measured_peak.total:
+        off = predicted_peak.total / measured_peak.total - 1
+        comparisons.append(
+            f"{peak_name(measured_peak)} {format_bytes(predicted_peak.total)}, {happened.source} "
+            f"{format_bytes(measured_peak.total)} ({off:+.1%})"
         )
-    went = agreement(planned, happened) if happened.source == "measured" else None
-    order = f"Of the recorded step: {went.words}." if went else ""
-    return [*([f"Predicted: {'; '.join(found)}."] if found else []), *([order] if order else [])]
+    agreed = agreement(planned, happened) if happened.source == "measured" else None
+    order = f"Of the recorded step: {agreed.words}." if agreed else ""
+    return [
+        *([f"Predicted: {'; '.join(comparisons)}."] if comparisons else []),
+        *([order] if order else []),
+    ]
 
 
 def run_warnings(run: RunRecord) -> list[Advice]:
@@ -133,10 +138,10 @@ def _failures(run: RunRecord) -> Iterator[Advice]:
 def _skipped(run: RunRecord) -> Iterator[Advice]:
     spikes = run.of("loss_spike")
     if spikes:
-        places = ", ".join(str(e.get("step")) for e in spikes[:6])
-        more = f" and {len(spikes) - 6} more" if len(spikes) > 6 else ""
+        places = ", ".join(str(event.get("step")) for event in spikes[:6])
+        suffix = f" and {len(spikes) - 6} more" if len(spikes) > 6 else ""
         yield (
-            f"The loss jumped at step {places}{more}.",
+            f"The loss jumped at step {places}{suffix}.",
             "Where it does not come back: a lower optimizer.lr, more warmup_steps, a smaller "
             "train.clip_norm, or resume before it with another data.seed.",
         )
@@ -266,9 +271,9 @@ def _full(base: StepProfile | None) -> Iterator[Advice]:
         return
     share = peak.total / base.memory_limit
     if share > _FULL:
-        what = "does not fit: it needs" if share > 1 else "uses"
+        verb = "does not fit: it needs" if share > 1 else "uses"
         yield (
-            f"Rank {worst.rank} {what} {share:.0%} of its memory, at {peak.at}.",
+            f"Rank {worst.rank} {verb} {share:.0%} of its memory, at {peak.at}.",
             "layout.recompute=full, a higher layout.zero, a smaller layout.microbatch; "
             "`meshwright plan --after-oom RUN` ranks them.",
         )
@@ -277,16 +282,23 @@ def _full(base: StepProfile | None) -> Iterator[Advice]:
 def _off(planned: StepProfile, happened: StepProfile, slowed_by: str | None) -> Iterator[Advice]:
     if planned.step_time_s and happened.step_time_s:
         off = planned.step_time_s / happened.step_time_s - 1
-        measure = "`meshwright bench device --out here.toml` measures this machine for the planner."
+        advice = "`meshwright bench device --out here.toml` measures this machine for the planner."
         if off < 0 and slowed_by is not None:  # the constants may be right: it was slower
-            measure = slowed_by
+            advice = slowed_by
         if abs(off) > _OFF:
-            yield f"The predicted step time is off by {off:+.0%}.", measure
-    ours, theirs = (one.worst.peak if one.worst else None for one in (planned, happened))
-    if ours and theirs and theirs.total and abs(ours.total / theirs.total - 1) > _OFF:
-        off = ours.total / theirs.total - 1
+            yield f"The predicted step time is off by {off:+.0%}.", advice
+    predicted_peak, measured_peak = (
+        profile.worst.peak if profile.worst else None for profile in (planned, happened)
+    )
+    if (
+        predicted_peak
+        and measured_peak
+        and measured_peak.total
+        and abs(predicted_peak.total / measured_peak.total - 1) > _OFF
+    ):
+        off = predicted_peak.total / measured_peak.total - 1
         yield (
-            f"The predicted {peak_name(theirs)} is off by {off:+.0%}.",
+            f"The predicted {peak_name(measured_peak)} is off by {off:+.0%}.",
             "Compare the areas and the line in the chart of memory: that tells which part it is.",
         )
 
@@ -294,34 +306,36 @@ def _off(planned: StepProfile, happened: StepProfile, slowed_by: str | None) -> 
 def headline(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return the run's main numbers: name, value, what it is compared with."""
     steps, start = run.steps, run.start
-    found: list[tuple[str, str, str]] = []
+    key_figures: list[tuple[str, str, str]] = []
     count = finite(start.get("parameters"))
     family = run.values.get("model", {})
     if count:
         shape = f"{family.get('n_layers', '?')} layers of {family.get('dim', '?')}"
-        found.append(("Parameters", format_count(count), f"{family.get('family', '')} {shape}"))
+        key_figures.append(
+            ("Parameters", format_count(count), f"{family.get('family', '')} {shape}")
+        )
     world = start.get("world") or (run.layout.world if run.layout else None)
     if world:
-        found.append(("Ranks", str(world), str(start.get("device", ""))))
-    found += _progress(run)
+        key_figures.append(("Ranks", str(world), str(start.get("device", ""))))
+    key_figures += _progress(run)
     rates = series(steps, "tokens_per_s")[1]
     if rates:
         median = statistics.median(rates)
-        each = f"{format_count(median / int(world or 1))} a rank, median"
-        found.append(("Tokens a second", format_count(median), each))
+        per_rank = f"{format_count(median / int(world or 1))} a rank, median"
+        key_figures.append(("Tokens a second", format_count(median), per_rank))
     if steps:
         utilised = finite(steps[-1].get("mfu"))
-        why = "of the stated peak" if utilised is not None else "cluster.peak_tflops is not set"
-        found.append(("MFU", "–" if utilised is None else f"{utilised:.1%}", why))
+        context = "of the stated peak" if utilised is not None else "cluster.peak_tflops is not set"
+        key_figures.append(("MFU", "–" if utilised is None else f"{utilised:.1%}", context))
     peak = peak_memory(run)
     if peak is not None:
-        found.append(_fact(peak[2], peak[1], peak[0]))
+        key_figures.append(_fact(peak[2], peak[1], peak[0]))
     worst = run.measured.worst if run.measured else None
     if worst is not None and worst.peak is not None:
         name = peak_name(worst.peak)
         if peak is None or name != peak[2]:
-            found.append(_fact(name, worst.peak.total, worst.rank))
-    return found
+            key_figures.append(_fact(name, worst.peak.total, worst.rank))
+    return key_figures
 
 
 def _fact(name: str, size: int, rank: int | str) -> tuple[str, str, str]:
@@ -331,20 +345,20 @@ def _fact(name: str, size: int, rank: int | str) -> tuple[str, str, str]:
 def _progress(run: RunRecord) -> Iterator[tuple[str, str, str]]:
     xs, losses = series(run.steps, "loss")
     if losses:
-        held = series(run.by_step("eval"), "loss")[1]
-        beside = f"held out {held[-1]:.4f}" if held else "training"
-        yield "Final loss", f"{losses[-1]:.4f}", f"nats at step {xs[-1]:.0f}; {beside}"
+        held_out_losses = series(run.by_step("eval"), "loss")[1]
+        context = f"held out {held_out_losses[-1]:.4f}" if held_out_losses else "training"
+        yield "Final loss", f"{losses[-1]:.4f}", f"nats at step {xs[-1]:.0f}; {context}"
 
 
 def peak_memory(run: RunRecord) -> tuple[str, int, str] | None:
     """Return the rank with the highest peak of the run, its bytes, and which peak that is."""
-    held: dict[str, int] = {}
+    peak_by_rank: dict[str, int] = {}
     for event in run.steps:
         peaks: Any = event.get("peak_memory_bytes")
-        for rank, size in (peaks if isinstance(peaks, dict) else {}).items():
-            held[rank] = max(held.get(rank, 0), int(size))
-    if not held:
+        for rank, byte_count in (peaks if isinstance(peaks, dict) else {}).items():
+            peak_by_rank[rank] = max(peak_by_rank.get(rank, 0), int(byte_count))
+    if not peak_by_rank:
         return None
-    worst = max(held, key=lambda rank: held[rank])
+    worst = max(peak_by_rank, key=lambda rank: peak_by_rank[rank])
     device = str(run.start.get("device", "")) or str(run.machine.get("device", ""))
-    return worst, held[worst], name_in_events(device)
+    return worst, peak_by_rank[worst], name_in_events(device)
