@@ -44,7 +44,7 @@ def test_each_choice_has_its_gain_and_what_changes_it(here):
     config = load_config(None, here)
     setting, layout = setting_of(config), Layout.parse("tp2 mb8")
     found = {
-        one.what: one for one in choices(config, setting, layout, CompileChoice(True, "it pays"))
+        one.subject: one for one in choices(config, setting, layout, CompileChoice(True, "it pays"))
     }
     gains = {what: one.gain for what, one in found.items()}
     expected = {"products": 1.25, "blocks": 1.1, "memory": 1.5, "microbatch": 1.2, "messages": 3}
@@ -61,7 +61,7 @@ def told_of(words, layout):
     config = load_config(None, words)
     choice = CompileChoice(False, "as asked for")
     found = choices(config, setting_of(config), Layout.parse(layout), choice)
-    return {one.what: one for one in found}
+    return {one.subject: one for one in found}
 
 
 def test_what_was_not_measured_is_not_told(tmp_path):

@@ -57,8 +57,8 @@ def test_auto_compiles_where_the_run_repays_it(measured):
     assert chosen(measured, f"train.steps={repaid + 1}").compiled
     short = chosen(measured, f"train.steps={repaid}")
     assert not short.compiled
-    assert "1.25 x" in short.why
-    assert "compiling takes 10.0s" in short.why
+    assert "1.25 x" in short.reason
+    assert "compiling takes 10.0s" in short.reason
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_auto_is_off_and_says_why(measured, words, lacks, why):
     words = [measured if word == "MEASURED" else word for word in words]
     found = chosen("train.steps=1000000", *words, lacks=lacks)
     assert not found.compiled
-    assert why in found.why
+    assert why in found.reason
 
 
 def test_what_slows_down_is_left_out(tmp_path):
@@ -83,7 +83,7 @@ def test_what_slows_down_is_left_out(tmp_path):
     path.write_text(as_toml({"cpu": {"compile.gain.fp32": 0.9}}, "", ""))
     found = chosen(f"cluster.calibration={path}")
     assert not found.compiled
-    assert "save nothing" in found.why
+    assert "save nothing" in found.reason
 
 
 def test_the_plan_takes_the_choice_and_a_saved_one_brings_it_along(measured, tmp_path, capsys):

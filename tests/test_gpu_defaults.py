@@ -110,7 +110,7 @@ def test_blocks_are_compiled_where_a_compiler_is(monkeypatch, name):
     assert on_gpus("train.engine=deepspeed").train.compile is False
     cpu = unmeasured(load_config(None, []).train, None, on_gpus=False)
     assert not cpu.compiled
-    assert "bench device" in cpu.why
+    assert "bench device" in cpu.reason
 
 
 def test_a_gain_that_was_measured_decides(monkeypatch, tmp_path):

@@ -69,7 +69,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert [one.recompute for one in found if one.at_speed] == ["none", "selective", "full"]
     assert [one.at_speed for one in found][:3] == [True] * 3
     for one in found:
-        layout = one.found.layout
+        layout = one.prediction.layout
         assert one.sequences == layout.dp * layout.microbatch
         own = with_train(A40S, batch=one.batch)
         assert broken(own.model, own.train, layout) is None
@@ -111,9 +111,9 @@ def test_the_cheapest_token():
     assert costs == sorted(costs)
     assert {one.device for one in found} == {"a40", "h100-sxm"}
     for one in found:
-        hours = 1e6 / one.found.tokens_per_s / 3600
+        hours = 1e6 / one.prediction.tokens_per_s / 3600
         assert one.cost == pytest.approx(hours * one.devices * prices[one.device])
-        assert one.found.layout.world == one.devices
+        assert one.prediction.layout.world == one.devices
     # A price twice as high doubles the cost of that kind alone.
     dearer = {(o.device, o.devices): o.cost for o in cheapest(A40S, {**prices, "a40": 2.0}, 8)}
     for one in found:
@@ -129,27 +129,31 @@ def test_what_can_be_fine_tuned():
     one = with_train(replace(A40S, cluster=on_devices(A40S.cluster, 2)), batch=8)
     whole, adapters, four_bits = fine_tunings(one, 2)
     assert (whole.trained, whole.longest) == ("all weights", None)
-    assert whole.found.layout.offload == "optimizer"
+    assert whole.prediction.layout.offload == "optimizer"
     assert adapters.trained == "adapters of rank 16"
-    assert adapters.found.memory.total <= 0.95 * 48 * 2**30
-    assert adapters.found.layout.offload == "none"
+    assert adapters.prediction.memory.total <= 0.95 * 48 * 2**30
+    assert adapters.prediction.layout.offload == "none"
     assert adapters.longest[0] >= 4096
     assert four_bits.trained == "adapters of rank 16, 4-bit"
-    assert four_bits.found.layout.zero < 3
-    assert four_bits.found.memory.total <= 0.95 * 48 * 2**30
+    assert four_bits.prediction.layout.zero < 3
+    assert four_bits.prediction.memory.total <= 0.95 * 48 * 2**30
     assert four_bits.longest[0] > adapters.longest[0]
     # Those of the model itself, and of what a family stores layer by layer.
     lora = Lora(rank=4, alpha=8.0, targets=("q_proj",))
     adapted = replace(one, model=one.model.model_copy(update={"lora": lora}))
     whole, adapters, _ = fine_tunings(adapted, 2)
     assert adapters.trained == "adapters of rank 4"
-    assert whole.found.memory.total > adapters.found.memory.total
+    assert whole.prediction.memory.total > adapters.prediction.memory.total
     neox = model_spec(family="neox", dim=512, n_layers=2, n_heads=8, vocab_size=512)
     whole, adapters, _ = fine_tunings(replace(one, model=neox), 2)
-    assert (adapters.refused, adapters.found is None) == (None, False)
+    assert (adapters.refused, adapters.prediction is None) == (None, False)
     mixture = model_spec(family="mixtral", dim=512, n_layers=2, n_heads=8, experts=4, top_k=2)
     whole, adapters, _ = fine_tunings(replace(one, model=mixture), 2)
-    assert (whole.found is None, adapters.found is None, adapters.refused) == (False, False, None)
+    assert (whole.prediction is None, adapters.prediction is None, adapters.refused) == (
+        False,
+        False,
+        None,
+    )
 
 
 @pytest.mark.parametrize("label", ["dp8 mb4", "shard8 zero3 mb16", "shard8 zero3 mb2", "tp8 mb64"])
@@ -164,9 +168,9 @@ def test_what_helps_after_an_out_of_memory(label):
     costs = [one.slower for one in found[: len(found) - len(shorter)]]
     assert costs == sorted(costs)
     for one in found:
-        assert one.found.memory.total <= 0.95 * one.found.memory.limit
-        assert one.saved == pytest.approx(own.memory.total - one.found.memory.total)
-        rate = one.found.tokens_per_s / one.found.devices
+        assert one.prediction.memory.total <= 0.95 * one.prediction.memory.limit
+        assert one.saved == pytest.approx(own.memory.total - one.prediction.memory.total)
+        rate = one.prediction.tokens_per_s / one.prediction.devices
         assert one.slower == pytest.approx(own.tokens_per_s / own.devices / rate - 1)
     assert ways_to_fit(A40S, layout) == (now, found)
 
@@ -176,7 +180,7 @@ def test_the_smallest_step_that_fits_is_named():
     sizes = [one for one in found if one.text.startswith("layout.microbatch=")]
     singles = [one for one in sizes if " and " not in one.text]
     (step,) = singles
-    size = step.found.layout.microbatch
+    size = step.prediction.layout.microbatch
     assert fits(A40S, f"shard8 zero3 mb{size} recompute-selective")
     assert not fits(A40S, f"shard8 zero3 mb{2 * size} recompute-selective")
 

@@ -253,7 +253,7 @@ def _layouts(args: argparse.Namespace) -> int:
             processor=processor(),
         )
         config = made.config
-        layouts = [one.layout for one in made.found.ranked]
+        layouts = [one.layout for one in made.ranking.ranked]
     else:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)

@@ -276,7 +276,7 @@ def _parameters(model: ModelSpec) -> str:
 
 
 def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
-    console, setting, found = Console(), made.setting, made.found
+    console, setting, found = Console(), made.setting, made.ranking
     cluster, train = setting.cluster, setting.train
     say(
         f"{_parameters(setting.model)} on {cluster.devices} x {cluster.device.name} "
@@ -310,7 +310,7 @@ def _table(made: Plan) -> Table:
     width = LONGEST_WORD if Console().width < _WIDE else _WIDE
     best = made.best
     assert best is not None
-    for one in made.found.ranked:
+    for one in made.ranking.ranked:
         rows.add_row(
             textwrap.fill(one.layout.label, width, break_on_hyphens=False),
             format_bytes(one.memory.total),
@@ -328,7 +328,7 @@ def _print_winner(made: Plan, best: Prediction) -> None:
     low, high = map(format_seconds, best.interval)
     say(f"step time: {', '.join(_causes(best))}; 80% interval {low} to {high}", "  ")
     for one in made.choices:
-        say(f"{one.what}: {one.text}", "  ")
+        say(f"{one.subject}: {one.text}", "  ")
     ranks = memories(made.setting, best.layout)
     least, most = map(format_bytes, best.memory_interval)
     others = f"80% interval, from the peaks of other systems: {least} to {most}"
@@ -362,7 +362,7 @@ def _memory(held: RankMemory) -> str:
 
 
 def _print_unfit(made: Plan) -> None:
-    held, layout = made.found.unfit, made.found.unfit_layout
+    held, layout = made.ranking.unfit, made.ranking.unfit_layout
     print("no layout fits")
     if held is not None and layout is not None:
         say(f"nearest: {layout.label}", "  ")

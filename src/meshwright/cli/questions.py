@@ -159,7 +159,7 @@ def _largest(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
         rows = table("recompute", "sequences", "batch", "layout", "memory", "tokens/s")
         for one in found:
             policy = one.recompute if one.at_speed else "any speed"
-            rows.add_row(policy, f"{one.sequences}", f"{one.batch}", *_row(one.found))
+            rows.add_row(policy, f"{one.sequences}", f"{one.batch}", *_row(one.prediction))
         Console().print(rows)
 
     return [_batch(one) for one in found], show
@@ -167,7 +167,7 @@ def _largest(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
 
 def _batch(one: LargestBatch) -> dict[str, Any]:
     sizes = {"at_speed": one.at_speed, "sequences_at_once": one.sequences, "batch": one.batch}
-    return {**sizes, **prediction_json(one.found)}
+    return {**sizes, **prediction_json(one.prediction)}
 
 
 def _longest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
@@ -195,8 +195,8 @@ def _fine_tuning(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
                 say(f"{one.trained}: {one.refused}", "  ")
                 continue
             told = "nothing fits"
-            if one.found is not None:
-                told = "{}: {}, {} tokens/s".format(*_row(one.found))
+            if one.prediction is not None:
+                told = "{}: {}, {} tokens/s".format(*_row(one.prediction))
             say(f"{one.trained}: {told}", "  ")
             if one.longest is not None:
                 length, longest = one.longest
@@ -210,7 +210,7 @@ def _way(one: FineTuning) -> dict[str, Any]:
     return {
         "trained": one.trained,
         "refused": one.refused,
-        "fastest": None if one.found is None else prediction_json(one.found),
+        "fastest": None if one.prediction is None else prediction_json(one.prediction),
         "longest": longest and {"seq_len": longest[0], **prediction_json(longest[1])},
     }
 
@@ -227,7 +227,9 @@ def _cheapest(
         say("cost of a million tokens, in the currency of the prices:")
         rows = table("devices", "cost", "layout", "memory", "tokens/s")
         for one in found:
-            rows.add_row(f"{one.devices} {one.device}", format_money(one.cost), *_row(one.found))
+            rows.add_row(
+                f"{one.devices} {one.device}", format_money(one.cost), *_row(one.prediction)
+            )
         Console().print(rows)
 
     return [_offer(one) for one in found], show
@@ -235,7 +237,7 @@ def _cheapest(
 
 def _offer(one: Offer) -> dict[str, Any]:
     of = {"device": one.device, "devices": one.devices, "price_per_hour": one.price_per_hour}
-    return {**of, "cost_of_a_million_tokens": one.cost, **prediction_json(one.found)}
+    return {**of, "cost_of_a_million_tokens": one.cost, **prediction_json(one.prediction)}
 
 
 def print_answers(found: Sequence[Answer]) -> None:
@@ -255,7 +257,7 @@ def ways_to_fit_json(now: Prediction, found: list[WayToFit]) -> dict[str, Any]:
                 "change": one.text,
                 "saved_bytes": round(one.saved),
                 "slower": one.slower,
-                **prediction_json(one.found),
+                **prediction_json(one.prediction),
             }
             for one in found
         ],
@@ -276,6 +278,6 @@ def print_ways_to_fit(now: Prediction, found: list[WayToFit], seconds: float) ->
     say(f"what fits, the cheapest in time first ({seconds:.2f} s):")
     rows = table("change", "saves", "needs", "time a token")
     for one in found:
-        saved, needed = format_bytes(one.saved), format_bytes(one.found.memory.total)
+        saved, needed = format_bytes(one.saved), format_bytes(one.prediction.memory.total)
         rows.add_row(one.text, saved, needed, f"{one.slower:+.1%}")
     Console().print(rows)

@@ -87,7 +87,7 @@ def print_cost(found: Cost, devices: int) -> None:
 
 def print_curve(points: list[Point]) -> None:
     """Print the best layout of each number of devices."""
-    rates = [one.found.tokens_per_s for one in points if one.found is not None]
+    rates = [one.prediction.tokens_per_s for one in points if one.prediction is not None]
     known = next((one.cost for one in points if one.cost is not None), None)
     tokens = format_count(_MILLION if known is None else known.tokens)
     has_price = known is not None and known.money is not None
@@ -95,10 +95,10 @@ def print_curve(points: list[Point]) -> None:
     print(f"by the number of devices; {tokens} tokens take:")
     rows = table("devices", "layout", "memory", "tokens/s", "MFU", "time", *last, "")
     for one in points:
-        if one.found is None or one.cost is None:
+        if one.prediction is None or one.cost is None:
             rows.add_row(f"{one.devices}", "no layout fits", *["-"] * (4 + len(last)), "")
             continue
-        found = one.found
+        found = one.prediction
         cost = [] if one.cost.money is None else [format_money(one.cost.money)]
         bar = "█" * max(1, round(_BAR * found.tokens_per_s / max(rates)))
         rows.add_row(
@@ -143,7 +143,7 @@ def compare_plans(paths: list[Path], *, as_json: bool) -> int:
                 f"  {name}", *map(format_seconds, (before, after)), f"{after - before:+.3g} s"
             )
     Console().print(rows)
-    for text in found.why:
+    for text in found.explanation:
         say(text)
     return EXIT_DONE
 

@@ -71,7 +71,7 @@ def frozen_page(
     `named` are measurements that are not stored; `planned` is the plan's own document.
     """
     stated = read_given(*read_words(args))
-    labels = [one.layout.label for one in made.found.ranked]
+    labels = [one.layout.label for one in made.ranking.ranked]
     found = document(made, args.words, labels, stated, tuple(_flags(args, named)))
     points = planned.get("answers", {}).get("devices", [])
     return page(asked_words(stated), {**found, "points": points})

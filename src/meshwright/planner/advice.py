@@ -20,41 +20,44 @@ _HOST_BYTES = 16
 _NAMED, _SHORT = 0.2, 0.01
 
 
-def lost_by(found: Prediction, winner: Prediction) -> str:
+def lost_by(prediction: Prediction, winner: Prediction) -> str:
     """Return why a layout loses: the difference and its parts, or that the winner is simpler.
 
     The parts add up to the printed difference between the two step times.
     """
-    if found.time.total < winner.time.total:
-        return f"{1 - found.time.total / winner.time.total:.1%} faster, but less simple"
-    theirs, ours = _parts(found), _parts(winner)
-    more = {name: theirs[name] - ours[name] for name in theirs}
-    unit, scale = ("ms", 1e3) if max(map(abs, more.values())) < _SHORT else ("s", 1.0)
-    whole = round((found.time.total - winner.time.total) * scale, 2)
-    least = _NAMED * max(map(abs, more.values()))
-    named = sorted((n for n in more if abs(more[n]) >= least), key=lambda n: -abs(more[n]))
-    parts = {name: round(more[name] * scale, 2) for name in named}
-    parts["the rest"] = round(whole - sum(parts.values()), 2)
-    told = ", ".join(f"{name} {size:+.2f}{unit}" for name, size in parts.items() if size)
-    return f"{whole:.2f}{unit} slower" + (f": {told}" if told else "")
+    if prediction.time.total < winner.time.total:
+        return f"{1 - prediction.time.total / winner.time.total:.1%} faster, but less simple"
+    loser_seconds, winner_seconds = _parts(prediction), _parts(winner)
+    excess = {name: loser_seconds[name] - winner_seconds[name] for name in loser_seconds}
+    unit, scale = ("ms", 1e3) if max(map(abs, excess.values())) < _SHORT else ("s", 1.0)
+    difference = round((prediction.time.total - winner.time.total) * scale, 2)
+    threshold = _NAMED * max(map(abs, excess.values()))
+    named = sorted(
+        (name for name in excess if abs(excess[name]) >= threshold),
+        key=lambda name: -abs(excess[name]),
+    )
+    parts = {name: round(excess[name] * scale, 2) for name in named}
+    parts["the rest"] = round(difference - sum(parts.values()), 2)
+    breakdown = ", ".join(f"{name} {change:+.2f}{unit}" for name, change in parts.items() if change)
+    return f"{difference:.2f}{unit} slower" + (f": {breakdown}" if breakdown else "")
 
 
-def _parts(found: Prediction) -> dict[str, float]:
+def _parts(prediction: Prediction) -> dict[str, float]:
     """Return the seconds of a step by cause, data parallelism's messages in two kinds."""
-    causes, gathers = found.time.causes, found.time.gathers
+    causes, gathers = prediction.time.causes, prediction.time.gathers
     parts = {cause: seconds for cause, seconds in causes.items() if cause != "data"}
     return parts | {"gathers": gathers, "gradients": causes["data"] - gathers}
 
 
-def warnings(found: Prediction, setting: Setting) -> list[str]:
+def warnings(prediction: Prediction, setting: Setting) -> list[str]:
     """Return warnings about a layout, each derived from its numbers."""
-    said = (rule(found, setting) for rule in _RULES)
-    return [text for text in said if text is not None]
+    texts = (rule(prediction, setting) for rule in _RULES)
+    return [text for text in texts if text is not None]
 
 
-def _adam(found: Prediction, setting: Setting) -> str | None:
-    layout, states = found.layout, found.memory.by_category().get("optimizer", 0.0)
-    share = states / found.memory.total
+def _adam(prediction: Prediction, setting: Setting) -> str | None:
+    layout, states = prediction.layout, prediction.memory.by_category().get("optimizer", 0.0)
+    share = states / prediction.memory.total
     if layout.zero or share < _LARGE:
         return None
     ranks = layout.dp * layout.cp
@@ -66,8 +69,8 @@ def _adam(found: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _tp_across_nodes(found: Prediction, setting: Setting) -> str | None:
-    tp, cluster = found.layout.tp, setting.cluster
+def _tp_across_nodes(prediction: Prediction, setting: Setting) -> str | None:
+    tp, cluster = prediction.layout.tp, setting.cluster
     if tp <= cluster.per_node:
         return None
     slower = cluster.inner.bandwidth / cluster.outer.bandwidth
@@ -77,11 +80,11 @@ def _tp_across_nodes(found: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _bubble(found: Prediction, setting: Setting) -> str | None:
-    share = found.time.causes["bubble"] / found.time.total
+def _bubble(prediction: Prediction, setting: Setting) -> str | None:
+    share = prediction.time.causes["bubble"] / prediction.time.total
     if share <= _WASTED:
         return None
-    layout = found.layout
+    layout = prediction.layout
     count = layout.microbatches(setting.train.batch)
     few = "1 microbatch" if count == 1 else f"{count} microbatches"
     helps = ["a larger train.batch"]
@@ -95,14 +98,14 @@ def _bubble(found: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _ulysses(found: Prediction, setting: Setting) -> str | None:
-    layout, heads = found.layout, setting.model.n_kv_heads
+def _ulysses(prediction: Prediction, setting: Setting) -> str | None:
+    layout, heads = prediction.layout, setting.model.n_kv_heads
     if layout.cp == 1 or layout.cp_kind != "ring" or heads % (layout.tp * layout.cp) == 0:
         return None
     return f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide {heads} kv heads"
 
 
-def _tensors(found: Prediction, setting: Setting) -> str | None:
+def _tensors(prediction: Prediction, setting: Setting) -> str | None:
     if setting.cluster.device.kind != "cpu":
         return None
     return (
@@ -111,55 +114,55 @@ def _tensors(found: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _messages(found: Prediction, setting: Setting) -> str | None:
-    causes, total = found.time.causes, found.time.total
+def _messages(prediction: Prediction, setting: Setting) -> str | None:
+    causes, total = prediction.time.causes, prediction.time.total
     waits = {cause: causes[cause] / total for cause in ("tp", "data", "cp", "ep")}
     large = [f"{cause} {share:.0%}" for cause, share in waits.items() if share > _WASTED]
     return f"the step waits for messages: {', '.join(large)}" if large else None
 
 
-def _host(found: Prediction, setting: Setting) -> str | None:
+def _host(prediction: Prediction, setting: Setting) -> str | None:
     """Return what offload asks of the host: weights, gradients and moments in fp32, or moments.
 
     Or what activations take there.
     """
-    layout = found.layout
+    layout = prediction.layout
     if layout.offload == "none":
         return None
     if layout.offload == "activations":
-        size = host_bytes(setting, layout) * min(setting.cluster.per_node, layout.world)
+        byte_count = host_bytes(setting, layout) * min(setting.cluster.per_node, layout.world)
         return (
-            f"offload = activations: each node's host has to hold {format_bytes(size)}, and its "
-            "link copies them twice for each microbatch"
+            f"offload = activations: each node's host has to hold {format_bytes(byte_count)}, and "
+            "its link copies them twice for each microbatch"
         )
     # Experts, too: `ep` and their own sharding divide them by as much.
     parameters = trained_parameter_count(setting.model) / layout.tp / layout.pp / layout.shard_ranks
     on_node = min(setting.cluster.per_node, layout.world)
-    size = parameters * _HOST_BYTES * on_node
+    byte_count = parameters * _HOST_BYTES * on_node
     return (
         f"offload = {layout.offload}: the host's link and memory set the pace, and each node's "
-        f"host has to hold {format_bytes(size)}"
+        f"host has to hold {format_bytes(byte_count)}"
     )
 
 
-def _precision(found: Prediction, setting: Setting) -> str | None:
+def _precision(prediction: Prediction, setting: Setting) -> str | None:
     device = setting.cluster.device
     if device.kind == "cpu":
         return None
     best = "bf16" if device.peaks["bf16"] >= device.peaks["fp16"] else "fp16"
-    mine = setting.peak
-    if mine * 2 > device.peaks[best]:
+    current_peak = setting.peak
+    if current_peak * 2 > device.peaks[best]:
         return None
-    times = device.peaks[best] / mine
-    return f"{device.name} multiplies {times:.0f} times faster in {best}: train.precision={best}"
+    ratio = device.peaks[best] / current_peak
+    return f"{device.name} multiplies {ratio:.0f} times faster in {best}: train.precision={best}"
 
 
-def _context(found: Prediction, setting: Setting) -> str | None:
+def _context(prediction: Prediction, setting: Setting) -> str | None:
     return beyond_context(setting.train.seq_len, setting.model)
 
 
-def _tight(found: Prediction, setting: Setting) -> str | None:
-    free = 1 - found.memory.total / found.memory.limit
+def _tight(prediction: Prediction, setting: Setting) -> str | None:
+    free = 1 - prediction.memory.total / prediction.memory.limit
     if free < 0:
         return f"it does not fit: {-free:.0%} more than there is"
     if free >= MARGIN:

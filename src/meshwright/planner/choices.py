@@ -17,7 +17,7 @@ from meshwright.units import format_bytes
 class Chosen(NamedTuple):
     """One automatic choice: its subject, its value, its measured gain if any, and its key."""
 
-    what: str
+    subject: str
     text: str
     gain: float | None
     key: str
@@ -30,17 +30,17 @@ def choices(
 
     `compiled` is the resolved value of `train.compile`.
     """
-    asked = "auto" if compiled.why != "as asked for" else str(compiled.compiled).lower()
+    asked = "auto" if compiled.reason != "as asked for" else str(compiled.compiled).lower()
     blocks = f"{'compiled' if compiled.compiled else 'not compiled'} (train.compile = {asked})"
-    found = [
+    candidates = [
         _products(setting),
-        Chosen("blocks", f"{blocks}: {compiled.why}", setting.compile_gain, "train.compile"),
+        Chosen("blocks", f"{blocks}: {compiled.reason}", setting.compile_gain, "train.compile"),
         None if config.cluster.memory else _allocator(setting),
         _microbatch(setting, layout.microbatch),
         _channels(setting) if layout.tp > 1 else None,
         _routing(setting, layout) if layout.ep > 1 else None,
     ]
-    return [one for one in found if one is not None]
+    return [choice for choice in candidates if choice is not None]
 
 
 def _products(setting: Setting) -> Chosen | None:
@@ -74,24 +74,25 @@ def rows_of(setting: Setting) -> dict[int, float]:
 
 
 def _microbatch(setting: Setting, count: int) -> Chosen | None:
-    rows = rows_of(setting)
-    if len(rows) < 2 or count not in rows:
+    seconds_by_size = rows_of(setting)
+    if len(seconds_by_size) < 2 or count not in seconds_by_size:
         return None
-    least, best = min(rows), min(rows, key=rows.__getitem__)
-    gain = rows[least] / rows[count]
-    text = f"{count} rows, {gain:.2f} x the speed of blocks with {least}, as measured; fastest "
-    text += f"are {best} of {', '.join(map(str, sorted(rows)))} (layout.microbatch)"
+    smallest, best = min(seconds_by_size), min(seconds_by_size, key=seconds_by_size.__getitem__)
+    gain = seconds_by_size[smallest] / seconds_by_size[count]
+    text = f"{count} rows, {gain:.2f} x the speed of blocks with {smallest}, as measured; fastest "
+    text += f"are {best} of {', '.join(map(str, sorted(seconds_by_size)))} (layout.microbatch)"
     return Chosen("microbatch", text, gain, "layout.microbatch")
 
 
 def _routing(setting: Setting, layout: Layout) -> Chosen | None:
-    train, most = setting.train, setting.imbalance
+    train, busiest_share = setting.train, setting.imbalance
     if train.routing == "balanced":
         return None
-    text = f"the busiest of {layout.ep} ranks gets {most:g} x the mean of tokens, "
+    text = f"the busiest of {layout.ep} ranks gets {busiest_share:g} x the mean of tokens, "
     text += "as given" if train.imbalance else "by runs of others"
-    if train.expert_capacity == most:
-        text = f"the busiest of {layout.ep} ranks gets at most its capacity, {most:g} x the mean"
+    if train.expert_capacity == busiest_share:
+        text = f"the busiest of {layout.ep} ranks gets at most its capacity, "
+        text += f"{busiest_share:g} x the mean"
     return Chosen("experts", f"{text} (train.imbalance)", None, "train.imbalance")
 
 

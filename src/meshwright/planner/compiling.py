@@ -31,7 +31,7 @@ class CompileChoice(NamedTuple):
     """Whether blocks are compiled, and why."""
 
     compiled: bool
-    why: str
+    reason: str
 
 
 NOTHING_FITS: Final = CompileChoice(False, "no layout fits")
@@ -53,13 +53,13 @@ def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> Compil
         for compiles in (False, True)
     )
     saved, needed = train.steps * (plain - compiled), setting.compile_seconds
-    why = f"blocks were measured at {gain:.2f} x their speed: {train.steps} steps "
+    reason = f"blocks were measured at {gain:.2f} x their speed: {train.steps} steps "
     if saved > 0:
-        why += f"of {format_seconds(compiled)} instead of {format_seconds(plain)} save "
-        why += f"{format_seconds(saved)}, compiling takes {format_seconds(needed)}"
+        reason += f"of {format_seconds(compiled)} instead of {format_seconds(plain)} save "
+        reason += f"{format_seconds(saved)}, compiling takes {format_seconds(needed)}"
     else:
-        why += "would save nothing"
-    return CompileChoice(saved > needed, why)
+        reason += "would save nothing"
+    return CompileChoice(saved > needed, reason)
 
 
 def unmeasured(train: TrainSpec, lacks: str | None, *, on_gpus: bool) -> CompileChoice:
@@ -87,5 +87,5 @@ def decided(config: Config, choice: CompileChoice) -> Config:
     if config.train.compile != "auto":
         return config
     train = config.train.model_copy(update={"compile": choice.compiled})
-    origins = {**config.origins, "train.compile": f"auto: {choice.why}"}
+    origins = {**config.origins, "train.compile": f"auto: {choice.reason}"}
     return config.model_copy(update={"train": train, "origins": origins})

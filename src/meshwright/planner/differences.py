@@ -23,7 +23,7 @@ class PlanDifference(NamedTuple):
     """The differences of two plans: config keys, layout keys, and both sizes by cause.
 
     `seconds` and `bytes` map a cause, or a category, to both plans' values, the largest change
-    first; `why` says it in words.
+    first; `explanation` says it in words.
     """
 
     asked: list[ChangedKey]
@@ -31,7 +31,7 @@ class PlanDifference(NamedTuple):
     totals: dict[str, tuple[float, float]]
     seconds: dict[str, tuple[float, float]]
     bytes: dict[str, tuple[float, float]]
-    why: list[str]
+    explanation: list[str]
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -40,12 +40,12 @@ class PlanDifference(NamedTuple):
             return {key: {"before": a, "after": b} for key, (a, b) in values.items()}
 
         return {
-            "asked": [one._asdict() for one in self.asked],
-            "layout": [one._asdict() for one in self.layout],
+            "asked": [change._asdict() for change in self.asked],
+            "layout": [change._asdict() for change in self.layout],
             **both(self.totals),
             "seconds": both(self.seconds),
             "memory_bytes": both(self.bytes),
-            "why": self.why,
+            "why": self.explanation,
         }
 
 
@@ -59,15 +59,17 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> PlanDiffe
     asked += _changes({"calibration": before["calibration"]}, {"calibration": after["calibration"]})
     devices = before["cluster"], after["cluster"]
     asked += [
-        one for one in _changes(*devices, "cluster.") if one.key not in {a.key for a in asked}
+        change
+        for change in _changes(*devices, "cluster.")
+        if change.key not in {a.key for a in asked}
     ]
     layout = _changes(before["layout"], after["layout"], "layout.")
     first, second = before["ledger"], after["ledger"]
     keys = ("step_time_s", "tokens_per_s", "mfu", "peak_memory_bytes")
     totals = {key: (float(first[key]), float(second[key])) for key in keys}
     seconds = _sizes(first["seconds"], second["seconds"])
-    held = _sizes(first["memory_bytes"], second["memory_bytes"])
-    return PlanDifference(asked, layout, totals, seconds, held, _why(totals, seconds, held))
+    memory = _sizes(first["memory_bytes"], second["memory_bytes"])
+    return PlanDifference(asked, layout, totals, seconds, memory, _why(totals, seconds, memory))
 
 
 def _changes(
@@ -88,36 +90,36 @@ def _sizes(
         name: (float(before.get(name, 0.0)), float(after.get(name, 0.0)))
         for name in dict.fromkeys((*before, *after))
     }
-    return dict(sorted(pairs.items(), key=lambda one: -abs(one[1][1] - one[1][0])))
+    return dict(sorted(pairs.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
 
 
 def _why(
     totals: Mapping[str, tuple[float, float]],
     seconds: Mapping[str, tuple[float, float]],
-    held: Mapping[str, tuple[float, float]],
+    memory: Mapping[str, tuple[float, float]],
 ) -> list[str]:
     before, after = totals["step_time_s"]
-    told = []
+    sentences = []
     if before != after:
         word = "faster" if after < before else "slower"
-        told.append(
+        sentences.append(
             f"the step is {abs(after / before - 1):.1%} {word}: {_most(seconds, before, 's')}"
         )
     before, after = totals["peak_memory_bytes"]
     if before != after:
         word = "less" if after < before else "more"
-        told.append(
+        sentences.append(
             f"the largest rank holds {abs(after / before - 1):.1%} {word}: "
-            f"{_most(held, before, 'GiB')}"
+            f"{_most(memory, before, 'GiB')}"
         )
-    return told or ["nothing that is predicted differs"]
+    return sentences or ["nothing that is predicted differs"]
 
 
-def _most(sizes: Mapping[str, tuple[float, float]], whole: float, unit: str) -> str:
+def _most(sizes: Mapping[str, tuple[float, float]], total: float, unit: str) -> str:
     scale = 2**30 if unit == "GiB" else 1
-    told = [
+    changes = [
         f"{name} {(after - before) / scale:+.3g} {unit}"
         for name, (before, after) in sizes.items()
-        if abs(after - before) > _LEAST * whole
+        if abs(after - before) > _LEAST * total
     ]
-    return ", ".join(told[:4]) or "a little of each"
+    return ", ".join(changes[:4]) or "a little of each"

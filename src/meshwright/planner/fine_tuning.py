@@ -20,13 +20,13 @@ RANK: Final = 16
 class FineTuning:
     """One way to fine-tune: what is trained, and which layouts fit.
 
-    `refused` says why the model cannot have adapters. `found` is the fastest layout at
+    `refused` says why the model cannot have adapters. `prediction` is the fastest layout at
     `train.seq_len`, `longest` the longest sequences and the fastest layout for them; None where
     nothing fits.
     """
 
     trained: str
-    found: Prediction | None = None
+    prediction: Prediction | None = None
     longest: tuple[int, Prediction] | None = None
     refused: str | None = None
 
@@ -45,7 +45,7 @@ def fine_tunings(setting: Setting, devices: int, margin: float = MARGIN) -> list
         name: lora.model_copy(update={"base": "precision"}),
         f"{name}, 4-bit": lora.model_copy(update={"base": "nf4"}),
     }
-    return [_way(setting, name, one, devices, margin) for name, one in ways.items()]
+    return [_way(setting, name, adapters, devices, margin) for name, adapters in ways.items()]
 
 
 def _targets(model: ModelSpec) -> tuple[str, ...]:
@@ -60,6 +60,8 @@ def _way(
         check_targets(lora, model.blocks)
     except ValueError as error:
         return FineTuning(trained, refused=str(error))
-    own = replace(setting, model=model.model_copy(update={"lora": lora}))
-    ranked = Search(own, devices, margin).run(1).ranked
-    return FineTuning(trained, ranked[0] if ranked else None, longest_context(own, devices, margin))
+    tuned_setting = replace(setting, model=model.model_copy(update={"lora": lora}))
+    ranked = Search(tuned_setting, devices, margin).run(1).ranked
+    return FineTuning(
+        trained, ranked[0] if ranked else None, longest_context(tuned_setting, devices, margin)
+    )

@@ -25,14 +25,14 @@ _SURE: Final = 0.9
 _WORD = 0.002
 
 
-def preference(found: Prediction) -> float:
+def preference(prediction: Prediction) -> float:
     """Return the ranking value of a layout: its seconds, plus a little for complexity.
 
     Each word of the label and each additional stage per rank counts as complexity.
     """
-    layout = found.layout
+    layout = prediction.layout
     effort = len(layout.label.split()) + layout.virtual_stages - 1
-    return found.time.total * (1 + _WORD * effort)
+    return prediction.time.total * (1 + _WORD * effort)
 
 
 class Fits:
@@ -44,7 +44,7 @@ class Fits:
         self._exact: dict[Layout, RankMemory] = {}
         self._timed: dict[Layout, Prediction] = {}
 
-    def estimate(self, layout: Layout, kept: KeptBytes | None = None) -> RankMemory:
+    def estimate(self, layout: Layout, kept_bytes: KeptBytes | None = None) -> RankMemory:
         """Return the approximate bytes of a layout's largest rank; exact if already priced.
 
         `kept` is the layout's `kept_of`, if the caller knows it.
@@ -52,17 +52,17 @@ class Fits:
         if layout in self._exact:
             return self._exact[layout]
         if layout not in self._estimates:
-            found = worst_estimate(self.setting, layout, kept)
-            if _SURE * self.limit < found.total <= self.limit:
-                found = brief(self.setting, layout, found.rank)
-            self._estimates[layout] = found
+            memory = worst_estimate(self.setting, layout, kept_bytes)
+            if _SURE * self.limit < memory.total <= self.limit:
+                memory = brief(self.setting, layout, memory.rank)
+            self._estimates[layout] = memory
         return self._estimates[layout]
 
     def timed(self, layout: Layout) -> Prediction:
         """Return the price of a layout, with its memory only estimated."""
         if layout not in self._timed:
-            held = self.estimate(layout)
-            self._timed[layout] = price(self.setting, layout, held=held)
+            memory = self.estimate(layout)
+            self._timed[layout] = price(self.setting, layout, held=memory)
         return self._timed[layout]
 
     def priced(self, timed: Prediction) -> Prediction:

@@ -31,7 +31,7 @@ def divisions(setting: Setting, devices: int) -> Iterator[Layout]:
 
 
 def lightest_of(
-    setting: Setting, one: Layout, microbatches: int, offload: Offload = "none"
+    setting: Setting, division: Layout, microbatches: int, offload: Offload = "none"
 ) -> Light | None:
     """Return the layout of a division with the least memory.
 
@@ -39,65 +39,71 @@ def lightest_of(
     schedule that holds the fewest activations. None where no schedule allows so many microbatches.
     """
     layers = setting.model.n_layers
-    legal = [s for s in schedules(one.pp, layers, microbatches) if not dominated(s, layers, one.pp)]
+    legal = [
+        s
+        for s in schedules(division.pp, layers, microbatches)
+        if not dominated(s, layers, division.pp)
+    ]
     if not legal:
         return None
 
     def holds(name: str, virtual: int) -> float:
-        changed = one.model_copy(update={"schedule": name, "virtual_stages": virtual})
+        changed = division.model_copy(update={"schedule": name, "virtual_stages": virtual})
         return in_flight(changed, 0, microbatches) / virtual
 
     schedule = min(legal, key=lambda choice: holds(*choice))
-    one = one.model_copy(update={"schedule": schedule.name, "virtual_stages": schedule.virtual})
-    setting = with_train(setting, batch=microbatches * one.dp * one.microbatch)
-    held, ends = held_by(setting, one), may_hold_most(setting, one)
-    kept = [activations(setting, one, rank) for rank in ends]
+    division = division.model_copy(
+        update={"schedule": schedule.name, "virtual_stages": schedule.virtual}
+    )
+    setting = with_train(setting, batch=microbatches * division.dp * division.microbatch)
+    held_layers, ends = held_by(setting, division), may_hold_most(setting, division)
+    activation_terms = [activations(setting, division, rank) for rank in ends]
     light = None
-    for layout in _sharded(one, offload):
+    for layout in _sharded(division, offload):
         if four_bit_rule(setting.model, layout):
             continue
         needed = 0.0
-        for rank, terms in zip(ends, kept, strict=True):
-            states = model_states(setting, layout, held[rank])
-            size = sum(term.bytes for term in states + terms)
-            device, own = setting.cluster.device, setting.calibration
-            beside = outside(device, layout, setting.system, own, size)
-            needed = max(needed, size + sum(term.bytes for term in beside))
+        for rank, terms in zip(ends, activation_terms, strict=True):
+            states = model_states(setting, layout, held_layers[rank])
+            byte_count = sum(term.bytes for term in states + terms)
+            device, calibration = setting.cluster.device, setting.calibration
+            outside_terms = outside(device, layout, setting.system, calibration, byte_count)
+            needed = max(needed, byte_count + sum(term.bytes for term in outside_terms))
         if light is None or needed < light.bytes:
             light = Light(needed, layout)
     return light
 
 
-def _sharded(one: Layout, offload: Offload) -> Iterator[Layout]:
+def _sharded(division: Layout, offload: Offload) -> Iterator[Layout]:
     """Yield a division with each ZeRO stage over all of its data ranks."""
     if offload != "params":
-        yield one.model_copy(update={"offload": offload})
-    if one.dp * one.cp > 1:
-        shards = {"dp_shard": one.dp, "dp_replicate": 1, "offload": offload}
+        yield division.model_copy(update={"offload": offload})
+    if division.dp * division.cp > 1:
+        shards = {"dp_shard": division.dp, "dp_replicate": 1, "offload": offload}
         for zero in (1, 2, 3):
-            yield one.model_copy(update={**shards, "zero": zero})
+            yield division.model_copy(update={**shards, "zero": zero})
 
 
 def lightest(
     setting: Setting, devices: int, recompute: Recompute = "full", offload: Offload = "none"
 ) -> Light | None:
     """Return the layout of so many devices with the least memory; None if none is legal."""
-    found = [
+    candidates = [
         light
-        for one in divisions(setting, devices)
-        if (light := _of_batch(setting, one, recompute, offload)) is not None
+        for division in divisions(setting, devices)
+        if (light := _of_batch(setting, division, recompute, offload)) is not None
     ]
-    return min(found, key=lambda light: (light.bytes, light.layout.label), default=None)
+    return min(candidates, key=lambda light: (light.bytes, light.layout.label), default=None)
 
 
 def _of_batch(
-    setting: Setting, one: Layout, recompute: Recompute, offload: Offload
+    setting: Setting, division: Layout, recompute: Recompute, offload: Offload
 ) -> Light | None:
     """Return the layout of a division with the least memory for the setting's batch, if any."""
-    if setting.train.batch % one.dp:
+    if setting.train.batch % division.dp:
         return None
-    one = one.model_copy(update={"recompute": recompute})
-    return lightest_of(setting, one, setting.train.batch // one.dp, offload)
+    division = division.model_copy(update={"recompute": recompute})
+    return lightest_of(setting, division, setting.train.batch // division.dp, offload)
 
 
 class Lengths:
@@ -114,18 +120,18 @@ class Lengths:
 
     def fit(self, length: int) -> bool:
         """Return whether any layout fits with sequences of so many tokens."""
-        own = with_train(self._setting, seq_len=length)
-        every = [
-            one
-            for one in divisions(own, self._devices)
-            if self._too_long.get(one, length + 1) > length
+        setting = with_train(self._setting, seq_len=length)
+        candidates = [
+            division
+            for division in divisions(setting, self._devices)
+            if self._too_long.get(division, length + 1) > length
         ]
-        for one in sorted(every, key=lambda one: one != self._last):
-            light = _of_batch(own, one, "full", "none")
+        for division in sorted(candidates, key=lambda division: division != self._last):
+            light = _of_batch(setting, division, "full", "none")
             if light is not None and light.bytes <= self._limit:
-                self._last = one
+                self._last = division
                 return True
-            self._too_long[one] = length
+            self._too_long[division] = length
         return False
 
 

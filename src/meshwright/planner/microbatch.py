@@ -19,7 +19,7 @@ class Microbatch(NamedTuple):
     """A layout with its microbatch, and the reason for this size."""
 
     layout: Layout
-    why: str
+    reason: str
 
 
 def largest(setting: Setting, layout: Layout, memory: int) -> Microbatch | None:
@@ -30,12 +30,12 @@ def largest(setting: Setting, layout: Layout, memory: int) -> Microbatch | None:
     train, limit = setting.train, memory * (1 - MARGIN)
     sizes = [n for n in divisors(train.batch // layout.dp) if n <= layout.microbatch]
     for size in sorted(sizes, reverse=True):
-        one = layout.model_copy(update={"microbatch": size})
-        if broken(setting.model, train, one) is None:
-            held = worst_memory(setting, one).total
-            if held <= limit:
-                why = f"{LARGEST}, with {format_bytes(held)} of {format_bytes(memory)}"
-                return Microbatch(one, f"{why}, as predicted")
+        sized = layout.model_copy(update={"microbatch": size})
+        if broken(setting.model, train, sized) is None:
+            needed_bytes = worst_memory(setting, sized).total
+            if needed_bytes <= limit:
+                reason = f"{LARGEST}, with {format_bytes(needed_bytes)} of {format_bytes(memory)}"
+                return Microbatch(sized, f"{reason}, as predicted")
     return None
 
 
@@ -45,12 +45,12 @@ def fastest(setting: Setting, layout: Layout) -> Microbatch | None:
     fits = Fits(setting, device.memory * (1 - MARGIN))
     sizes = [size for size in divisors(train.batch // layout.dp) if is_worth(size, train, layout)]
     tried = [layout.model_copy(update={"microbatch": size}) for size in sizes]
-    legal = [one for one in tried if broken(setting.model, train, one) is None]
-    light = [one for one in legal if fits.estimate(one).total <= fits.limit]
+    legal = [candidate for candidate in tried if broken(setting.model, train, candidate) is None]
+    light = [candidate for candidate in legal if fits.estimate(candidate).total <= fits.limit]
     for timed in sorted(map(fits.timed, light), key=preference):
-        found = fits.priced(timed)
-        if found.memory.total <= fits.limit:
-            held = format_bytes(found.memory.total)
-            why = f"{FASTEST}, with {held} of {format_bytes(device.memory)}"
-            return Microbatch(found.layout, f"{why}, as predicted")
+        prediction = fits.priced(timed)
+        if prediction.memory.total <= fits.limit:
+            needed = format_bytes(prediction.memory.total)
+            reason = f"{FASTEST}, with {needed} of {format_bytes(device.memory)}"
+            return Microbatch(prediction.layout, f"{reason}, as predicted")
     return None

@@ -53,14 +53,27 @@ class Pace:
 
     def among(self, gathers: Waits) -> tuple[HeldLayers, float]:
         """Return the same where microbatches wait for such messages."""
-        return self._of({held: each + gathers.of(held) for held, each in self.base.items()})
+        return self._of(
+            {
+                held_layers: seconds + gathers.of(held_layers)
+                for held_layers, seconds in self.base.items()
+            }
+        )
 
-    def _of(self, whole: dict[HeldLayers, float]) -> tuple[HeldLayers, float]:
+    def _of(self, seconds_by_layers: dict[HeldLayers, float]) -> tuple[HeldLayers, float]:
         kernels, count = self.kernels, self.count
-        slowest = max(whole, key=whole.__getitem__)
-        busy, total = count * whole[slowest], sum(n * whole[held] for held, n in self.times.items())
+        slowest = max(seconds_by_layers, key=seconds_by_layers.__getitem__)
+        busy, total = (
+            count * seconds_by_layers[slowest],
+            sum(
+                rank_count * seconds_by_layers[held_layers]
+                for held_layers, rank_count in self.times.items()
+            ),
+        )
         order = self.schedule.name, self.layout.pp, self.schedule.virtual, count
-        pipeline = closed_form(*order, whole[slowest], total, self.transfer, kernels.exposed_pp)
+        pipeline = closed_form(
+            *order, seconds_by_layers[slowest], total, self.transfer, kernels.exposed_pp
+        )
         waiting = kernels.idle * (pipeline - busy)
         return slowest, busy + waiting + host_seconds(kernels, count)
 
@@ -80,36 +93,40 @@ class Paces:
 
         They are without a message of data parallelism, and thus the same for each sharding.
         """
-        one, layers, count = core.layout, self._setting.model.n_layers, core.microbatches
-        known = self._known.get(one)
+        layout, layers, count = core.layout, self._setting.model.n_layers, core.microbatches
+        known = self._known.get(layout)
         if known is not None and limit <= known[0]:
             return known[1:]
-        transfer = transfer_seconds(self._prices.kernels, one, work_of(self._setting, one))
+        transfer = transfer_seconds(self._prices.kernels, layout, work_of(self._setting, layout))
         paces, slow = list[Pace](), Counter[str]()
         is_fixed = not self._prices.pins.keys().isdisjoint(OF_SCHEDULE)
         for order in orders:
-            why = None if is_fixed else dominated(order, layers, one.pp)
-            if why is None:
-                pace = self.pace(one, order, count, transfer)
+            reason = None if is_fixed else dominated(order, layers, layout.pp)
+            if reason is None:
+                pace = self.pace(layout, order, count, transfer)
                 if pace.plain[1] < limit:
                     paces.append(pace)
                     continue
-            slow[why or "slower"] += 1
-        self._known[one] = limit, paces, slow
+            slow[reason or "slower"] += 1
+        self._known[layout] = limit, paces, slow
         return paces, slow
 
-    def pace(self, one: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
+    def pace(self, core_layout: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
         """Return the pace of a core in a schedule of so many microbatches."""
         setting, kernels = self._setting, self._prices.kernels
-        layout = with_schedule(one, schedule)
+        layout = with_schedule(core_layout, schedule)
         # One that splits the backward of a cut layer hides fewer messages.
-        parts = self._prices.parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
+        parts = self._prices.parts(
+            layout, core_layout.tp > 1 and SCHEDULES[schedule.name].splits_backward
+        )
         times = Counter(held_by(setting, layout))
         copies = copy_waits(setting, kernels, layout, parts)
         sums = sums_of(setting, kernels, layout)
         base = {
-            held: parts.total(held) + copies.of(held, schedule.virtual) + sums.of(held)
-            for held in times
+            held_layers: parts.total(held_layers)
+            + copies.of(held_layers, schedule.virtual)
+            + sums.of(held_layers)
+            for held_layers in times
         }
         return Pace(schedule, layout, count, parts, times, base, transfer, kernels)
 

@@ -49,14 +49,14 @@ class Plan:
 
     config: Config
     setting: Setting
-    found: Found
+    ranking: Found
     margin: float = MARGIN
     compile: CompileChoice = NOTHING_FITS
 
     @property
     def best(self) -> Prediction | None:
         """The layout to run, or None where none fits."""
-        return self.found.ranked[0] if self.found.ranked else None
+        return self.ranking.ranked[0] if self.ranking.ranked else None
 
     @property
     def removed(self) -> list[RemovedAxis]:
@@ -121,8 +121,8 @@ def setting_of(
     if calibration is None:
         calibration = calibration_named(config.cluster.calibration)
     calibration = calibration.of(config.model, config.train.seq_len)
-    found = resolve_cluster(config.cluster, local_devices, processor)
-    cluster = as_measured(found, calibration)
+    catalogue_cluster = resolve_cluster(config.cluster, local_devices, processor)
+    cluster = as_measured(catalogue_cluster, calibration)
     if slower != 1:
         cluster = replace(cluster, device=slowed(cluster.device, slower))
     return Setting(
@@ -171,16 +171,16 @@ def plan(
     asked = setting
     if lacks is not None and config.train.compile == "auto":
         setting = with_compile(setting, compiles=False)
-    found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
-    if not found.considered:
+    ranking = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
+    if not ranking.considered:
         raise refuse(setting, pins)
-    if not found.ranked:
-        return Plan(config, setting, found, margin)
-    choice = choose(asked, found.ranked[0].layout, lacks)
+    if not ranking.ranked:
+        return Plan(config, setting, ranking, margin)
+    choice = choose(asked, ranking.ranked[0].layout, lacks)
     priced, setting = setting.compiles, with_compile(setting, compiles=choice.compiled)
     if choice.compiled and not priced:
-        found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
-    return Plan(decided(config, choice), setting, found, margin, choice)
+        ranking = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
+    return Plan(decided(config, choice), setting, ranking, margin, choice)
 
 
 def planned(
@@ -194,18 +194,22 @@ def planned(
     Layout keys that were set stay; the others get the origin "plan". `lacks`, `processor` and
     `slower` are those of `plan`. Raises `ConfigError` where no layout is legal or fits.
     """
-    made = plan(config, 1, lacks=lacks, processor=processor, slower=slower)
-    if made.best is None:
-        held = made.found.unfit
-        needs = f"; the nearest needs {format_bytes(held.total)} a rank" if held else ""
+    best_plan = plan(config, 1, lacks=lacks, processor=processor, slower=slower)
+    if best_plan.best is None:
+        nearest_memory = best_plan.ranking.unfit
+        needs = (
+            f"; the nearest needs {format_bytes(nearest_memory.total)} a rank"
+            if nearest_memory
+            else ""
+        )
         raise ConfigError(
-            f"layout.auto = true: no layout of {made.setting.cluster.devices} devices fits"
+            f"layout.auto = true: no layout of {best_plan.setting.cluster.devices} devices fits"
             f"{needs}. `meshwright plan` shows what comes nearest"
         )
-    layout = made.best.layout
+    layout = best_plan.best.layout
     values = {"auto": False, **layout.model_dump()}
     origins = {f"layout.{key}": "plan" for key in values if not is_given(config, key)}
-    config = made.config
+    config = best_plan.config
     return config.model_copy(
         update={
             "layout": LayoutSection(**values),
@@ -217,8 +221,8 @@ def planned(
 def digest(config: Config, layout: Layout) -> str:
     """Return a fingerprint of a program's inputs: model, batch, precision, layout."""
     train = config.train.model_dump(mode="json", include={"batch", "seq_len", "precision"})
-    parts = [config.model.identity(), train, layout.model_dump(mode="json")]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    inputs = [config.model.identity(), train, layout.model_dump(mode="json")]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def on_cluster(setting: Setting, layout: Layout) -> Setting:
@@ -245,33 +249,37 @@ def check_legal(setting: Setting, layout: Layout) -> None:
         raise ConfigError(refusal(f"the layout '{layout.label}': {rule}", legal=legal))
 
 
-def prediction_json(found: Prediction) -> dict[str, Any]:
+def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """Return a prediction as JSON: bytes and seconds by category, rates."""
     return {
-        "layout": found.layout.model_dump(mode="json"),
-        "label": found.layout.label,
-        "fits": found.memory.fits,
-        "peak_memory_bytes": round(found.memory.total),
-        "peak_memory_interval_bytes": [round(bound) for bound in found.memory_interval],
-        "worst_rank": found.memory.rank * (found.layout.world // found.layout.pp),
-        "peak_at": found.memory.at,
-        "memory_bytes": {name: round(size) for name, size in found.memory.by_category().items()},
-        "step_time_s": found.time.total,
-        "step_time_interval_s": list(found.interval),
-        "seconds": found.time.causes,
-        "tokens_per_s": found.tokens_per_s,
-        "tflops_per_device": found.tflops_per_device,
-        "mfu": found.mfu,
+        "layout": prediction.layout.model_dump(mode="json"),
+        "label": prediction.layout.label,
+        "fits": prediction.memory.fits,
+        "peak_memory_bytes": round(prediction.memory.total),
+        "peak_memory_interval_bytes": [round(bound) for bound in prediction.memory_interval],
+        "worst_rank": prediction.memory.rank * (prediction.layout.world // prediction.layout.pp),
+        "peak_at": prediction.memory.at,
+        "memory_bytes": {
+            name: round(byte_count) for name, byte_count in prediction.memory.by_category().items()
+        },
+        "step_time_s": prediction.time.total,
+        "step_time_interval_s": list(prediction.interval),
+        "seconds": prediction.time.causes,
+        "tokens_per_s": prediction.tokens_per_s,
+        "tflops_per_device": prediction.tflops_per_device,
+        "mfu": prediction.mfu,
     }
 
 
-def as_json(made: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON: specs, layout, digest, profile, and why each other layout lost."""
-    best, found = made.best, made.found
-    cluster = made.setting.cluster
+    best, ranking = plan.best, plan.ranking
+    cluster = plan.setting.cluster
     return {
-        "removed_axes": [{**one._asdict(), "nearest": list(one.nearest)} for one in made.removed],
-        "config": portable(made.config).model_dump(mode="json"),
+        "removed_axes": [
+            {**axis._asdict(), "nearest": list(axis.nearest)} for axis in plan.removed
+        ],
+        "config": portable(plan.config).model_dump(mode="json"),
         "cluster": {
             "device": cluster.device.name,
             "devices": cluster.devices,
@@ -279,23 +287,26 @@ def as_json(made: Plan) -> dict[str, Any]:
             "links": [cluster.inner.name, cluster.outer.name],
         },
         "calibration": {
-            "date": made.setting.calibration.date,
-            "source": made.setting.calibration.source,
+            "date": plan.setting.calibration.date,
+            "source": plan.setting.calibration.source,
         },
-        "fixed": given(made.config),
-        "considered": found.considered,
-        "ruled_out": found.reasons,
+        "fixed": given(plan.config),
+        "considered": ranking.considered,
+        "ruled_out": ranking.reasons,
         "layout": best.layout.model_dump(mode="json") if best else None,
-        "digest": digest(made.config, best.layout) if best else None,
-        "compile": made.compile._asdict(),
-        "choices": [one._asdict() for one in made.choices],
+        "digest": digest(plan.config, best.layout) if best else None,
+        "compile": {"compiled": plan.compile.compiled, "why": plan.compile.reason},
+        "choices": [
+            {"what": choice.subject, "text": choice.text, "gain": choice.gain, "key": choice.key}
+            for choice in plan.choices
+        ],
         "ledger": prediction_json(best) if best else None,
-        "warnings": warnings(best, made.setting) if best else [],
+        "warnings": warnings(best, plan.setting) if best else [],
         "ranked": [
             {
-                **prediction_json(one),
-                "why": lost_by(one, best) if best and one is not best else "best",
+                **prediction_json(prediction),
+                "why": lost_by(prediction, best) if best and prediction is not best else "best",
             }
-            for one in found.ranked
+            for prediction in ranking.ranked
         ],
     }

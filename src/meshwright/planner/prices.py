@@ -65,28 +65,29 @@ class KnownPrices:
     def of(self, setting: Setting, pins: Pins) -> Prices:
         """Return the prices of a setting with these fixed keys, for any batch."""
         batch = setting.train.batch
-        for one in self._last:
-            own = one.setting
-            train = own.train.model_copy(update={"batch": batch})
-            if one.pins == pins and replace(own, train=train) == setting:
-                one.shardings.setting = setting  # weights on the host are sent for each microbatch
-                return one
+        for known in self._last:
+            known_setting = known.setting
+            train = known_setting.train.model_copy(update={"batch": batch})
+            if known.pins == pins and replace(known_setting, train=train) == setting:
+                known.shardings.setting = (
+                    setting  # weights on the host are sent for each microbatch
+                )
+                return known
         self._last = [Prices(setting, pins), *self._last[: _MOST - 1]]
         return self._last[0]
 
 
 def shape_of(layout: Layout) -> tuple[object, ...]:
     """Return the choices that determine a microbatch's work."""
-    one = layout
-    moves = one.offload == "activations"
+    moves = layout.offload == "activations"
     return (
-        one.tp,
-        one.sp,
-        one.cp,
-        one.cp_kind,
-        one.ep,
-        one.etp,
-        one.microbatch,
-        one.recompute,
+        layout.tp,
+        layout.sp,
+        layout.cp,
+        layout.cp_kind,
+        layout.ep,
+        layout.etp,
+        layout.microbatch,
+        layout.recompute,
         moves,
     )

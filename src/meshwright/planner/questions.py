@@ -70,7 +70,7 @@ class LargestBatch:
     recompute: Recompute
     sequences: int
     batch: int
-    found: Prediction
+    prediction: Prediction
     at_speed: bool
 
 
@@ -83,74 +83,82 @@ def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> l
     """
     everything = list(divisions(setting, devices))
     limit = _limit(setting, margin)
-    best, every = [], []
+    best, all_batches = [], []
     for policy in RECOMPUTES:
-        found = [
+        batches = [
             batch
-            for one in everything
-            if (batch := _largest_of(setting, one, policy, limit)) is not None
+            for division in everything
+            if (batch := _largest_of(setting, division, policy, limit)) is not None
         ]
-        every += found
-        enough = _AT_SPEED * max((one.found.tokens_per_s for one in found), default=0.0)
-        fast = [one for one in found if one.found.tokens_per_s >= enough]
+        all_batches += batches
+        enough = _AT_SPEED * max((batch.prediction.tokens_per_s for batch in batches), default=0.0)
+        fast = [batch for batch in batches if batch.prediction.tokens_per_s >= enough]
         best += _first_priced(setting, fast, limit)
-    most = _first_priced(setting, every, limit)
-    return best + [replace(one, at_speed=False) for one in most if one not in best]
+    largest = _first_priced(setting, all_batches, limit)
+    return best + [replace(batch, at_speed=False) for batch in largest if batch not in best]
 
 
-def _first_priced(setting: Setting, found: list[LargestBatch], limit: float) -> list[LargestBatch]:
+def _first_priced(
+    setting: Setting, batches: list[LargestBatch], limit: float
+) -> list[LargestBatch]:
     """Return the price of the largest of some batches that are known in closed form, if any.
 
     One that needs more than the limit by its price gives way to a smaller one of its division.
     """
-    left = sorted(found, key=_largest_first)
+    left = sorted(batches, key=_largest_first)
     while left:
-        one, *left = left
-        layout = one.found.layout
-        priced = price(with_train(setting, batch=one.batch), layout)
+        batch, *left = left
+        layout = batch.prediction.layout
+        priced = price(with_train(setting, batch=batch.batch), layout)
         if priced.memory.total <= limit:
-            return [replace(one, found=priced)]
-        size = min(int(layout.microbatch * limit / priced.memory.total), layout.microbatch - 1)
+            return [replace(batch, prediction=priced)]
+        sequences = min(int(layout.microbatch * limit / priced.memory.total), layout.microbatch - 1)
         plain = layout.model_copy(update=_PLAIN)
-        smaller = _of_size(setting, plain, size) if size else None
+        smaller = _of_size(setting, plain, sequences) if sequences else None
         left = sorted([*left, *([] if smaller is None else [smaller])], key=_largest_first)
     return []
 
 
-def _largest_first(one: LargestBatch) -> tuple[int, float]:
-    return -one.sequences, -one.found.tokens_per_s
+def _largest_first(batch: LargestBatch) -> tuple[int, float]:
+    return -batch.sequences, -batch.prediction.tokens_per_s
 
 
 def _largest_of(
-    setting: Setting, one: Layout, recompute: Recompute, limit: float
+    setting: Setting, division: Layout, recompute: Recompute, limit: float
 ) -> LargestBatch | None:
     """Return the largest batch of a division, or None where no sequence fits."""
-    one = one.model_copy(update={"recompute": recompute})
-    size = _most(setting, one, limit)
-    return _of_size(setting, one, size) if size else None
+    division = division.model_copy(update={"recompute": recompute})
+    sequences = _most(setting, division, limit)
+    return _of_size(setting, division, sequences) if sequences else None
 
 
-def _of_size(setting: Setting, one: Layout, size: int) -> LargestBatch | None:
+def _of_size(setting: Setting, division: Layout, sequences: int) -> LargestBatch | None:
     """Return the batch of a division whose microbatch has so many sequences, in closed form."""
-    count = _microbatches(one)
-    own = with_train(setting, batch=size * one.dp * count)
-    light = lightest_of(own, one.model_copy(update={"microbatch": size}), count)
-    if light is None or broken(own.model, own.train, light.layout) is not None:
+    count = _microbatches(division)
+    sized_setting = with_train(setting, batch=sequences * division.dp * count)
+    light = lightest_of(sized_setting, division.model_copy(update={"microbatch": sequences}), count)
+    if light is None or broken(sized_setting.model, sized_setting.train, light.layout) is not None:
         return None
-    found = estimated(own, light.layout)
-    return LargestBatch(one.recompute, size * one.dp, own.train.batch, found, at_speed=True)
+    prediction = estimated(sized_setting, light.layout)
+    return LargestBatch(
+        division.recompute,
+        sequences * division.dp,
+        sized_setting.train.batch,
+        prediction,
+        at_speed=True,
+    )
 
 
-def _microbatches(one: Layout) -> int:
-    return _FILL * one.pp if one.pp > 1 else 1
+def _microbatches(division: Layout) -> int:
+    return _FILL * division.pp if division.pp > 1 else 1
 
 
-def _most(setting: Setting, one: Layout, limit: float) -> int:
+def _most(setting: Setting, division: Layout, limit: float) -> int:
     """Return the largest microbatch of a division that fits, 0 where none does."""
 
-    def fits(size: int) -> bool:
-        layout = one.model_copy(update={"microbatch": size})
-        light = lightest_of(setting, layout, _microbatches(one))
+    def fits(sequences: int) -> bool:
+        layout = division.model_copy(update={"microbatch": sequences})
+        light = lightest_of(setting, layout, _microbatches(division))
         return light is not None and light.bytes <= limit
 
     if not fits(1):
@@ -177,23 +185,23 @@ def longest_context(
     def exactly(length: int) -> Prediction | None:
         if not fits(length):
             return None
-        one = with_train(setting, seq_len=length)
-        found = Search(one, devices, margin, {"offload": "none"}).run(1)
-        return found.ranked[0] if found.ranked else None
+        lengthened = with_train(setting, seq_len=length)
+        result = Search(lengthened, devices, margin, {"offload": "none"}).run(1)
+        return result.ranked[0] if result.ranked else None
 
     octave = 1 << 10
     while octave < _LONGEST and fits(2 * octave):
         octave *= 2
     # The closed form is a few percent off: what it takes for the longest may not fit.
-    while (least := exactly(octave)) is None:
+    while (octave_prediction := exactly(octave)) is None:
         octave //= 2
         if octave < _SHORTEST:
             return None
     step = octave // _OCTAVE
     for length in range(octave + (_OCTAVE - 1) * step, octave, -step):
-        if (found := exactly(length)) is not None:
-            return length, found
-    return octave, least
+        if (prediction := exactly(length)) is not None:
+            return length, prediction
+    return octave, octave_prediction
 
 
 @dataclass(frozen=True)
@@ -202,13 +210,13 @@ class Offer:
 
     device: str
     devices: int
-    found: Prediction
+    prediction: Prediction
     price_per_hour: float
 
     @property
     def cost(self) -> float:
         """Price of a million tokens, in the currency of the price."""
-        return self.price_per_hour * self.devices / 3600 / self.found.tokens_per_s * 1e6
+        return self.price_per_hour * self.devices / 3600 / self.prediction.tokens_per_s * 1e6
 
 
 def cheapest(
@@ -225,17 +233,18 @@ def cheapest(
             "--price h100-sxm=PRICE for each kind to compare"
         )
     offers = []
-    for name, each in prices.items():
-        own = setting.cluster
-        if name != own.device.name:
-            own = cluster_of(find_device(name), find_device(name).per_node)
+    for name, price_per_hour in prices.items():
+        cluster = setting.cluster
+        if name != cluster.device.name:
+            cluster = cluster_of(find_device(name), find_device(name).per_node)
         for count in _by_powers(devices):
-            tried = replace(setting, cluster=on_devices(own, count))
+            tried = replace(setting, cluster=on_devices(cluster, count))
             light = lightest(tried, count)
             if light is None or light.bytes > _limit(tried, margin):
                 continue
             offers += [
-                Offer(name, count, one, each) for one in Search(tried, count, margin).run(1).ranked
+                Offer(name, count, prediction, price_per_hour)
+                for prediction in Search(tried, count, margin).run(1).ranked
             ]
     return sorted(offers, key=lambda offer: (offer.cost, offer.devices))
 

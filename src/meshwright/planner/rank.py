@@ -102,8 +102,8 @@ class Search:
         self.kernels = self.prices.kernels
         self.reasons: Counter[str] = Counter()
         self.nearest: tuple[float, Layout] | None = None
-        whole = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
-        self._kinds = HeldLayers.of(setting.model, whole).kinds
+        stage = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
+        self._kinds = HeldLayers.of(setting.model, stage).kinds
         self._held: dict[tuple[object, ...], float] = {}
         self._bests: dict[tuple[object, ...], _Best] = {}
         self._paces = Paces(setting, self.prices)
@@ -119,17 +119,19 @@ class Search:
         everything = self._cores()
         order = sorted((self._least(core), index) for index, core in enumerate(everything))
         first, moving = self._passes(everything)
-        considered = sum(self._size_of(some, offloaded) for some, offloaded in (*first, *moving))
+        considered = sum(
+            self._size_of(pass_cores, offloaded) for pass_cores, offloaded in (*first, *moving)
+        )
         ranked = self._fitting(first, order, top)
         if not ranked:
             ranked = self._fitting(moving, order, top)
         elif moving:
-            untried = sum(self._size_of(some, offloaded) for some, offloaded in moving)
+            untried = sum(self._size_of(pass_cores, offloaded) for pass_cores, offloaded in moving)
             self.reasons[_ON_REQUEST] += untried
         layout = None if ranked else self._nearest()
-        held = worst_memory(self.setting, layout) if layout else None
-        reasons = {why: count for why, count in self.reasons.most_common() if count}
-        return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
+        memory = worst_memory(self.setting, layout) if layout else None
+        reasons = {reason: count for reason, count in self.reasons.most_common() if count}
+        return Found(self.setting, tuple(ranked), considered, reasons, memory, layout)
 
     def _passes(self, everything: list[Core]) -> tuple[list[_Pass], list[_Pass]]:
         """Return the offloads to choose from, and those for when nothing fits, with their cores.
@@ -141,16 +143,18 @@ class Search:
         moving = [
             core._replace(layout=core.layout.model_copy(update=update)) for core in everything
         ]
-        own = self.pins.get("offload")
+        pinned = self.pins.get("offload")
         first: list[_Pass] = [(everything, ("none",)), (everything, ("optimizer", "params"))]
-        first = [one for one in first if own is None or own in one[1]]
-        last: list[_Pass] = [] if own not in (None, "activations") else [(moving, ("activations",))]
+        first = [search_pass for search_pass in first if pinned is None or pinned in search_pass[1]]
+        last: list[_Pass] = (
+            [] if pinned not in (None, "activations") else [(moving, ("activations",))]
+        )
         return first, last
 
-    def _size_of(self, some: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
+    def _size_of(self, pass_cores: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
         """Return how many layouts some cores stand for: see `size_of`."""
         layers, pins = self.setting.model.n_layers, self.pins
-        return sum(size_of(core, layers, offloaded, pins) for core in some)
+        return sum(size_of(core, layers, offloaded, pins) for core in pass_cores)
 
     def _nearest(self) -> Layout | None:
         """Return the layout that comes nearest to fitting, where none fits."""
@@ -159,9 +163,11 @@ class Search:
             ways = (lightest(self.setting, self.devices, offload=way) for way in get_args(Offload))
             noted += (light.layout for light in ways if light is not None)
         legal = [
-            one for one in noted if broken(self.setting.model, self.setting.train, one) is None
+            candidate
+            for candidate in noted
+            if broken(self.setting.model, self.setting.train, candidate) is None
         ]
-        return min(legal, key=lambda one: self.fits.estimate(one).total, default=None)
+        return min(legal, key=lambda candidate: self.fits.estimate(candidate).total, default=None)
 
     def _fitting(
         self, passes: list[_Pass], order: list[tuple[float, int]], top: int
@@ -170,33 +176,33 @@ class Search:
 
         Where one does not, against its estimate, they are searched once more without it.
         """
-        before = self.reasons.copy()
+        reasons_before = self.reasons.copy()
         while True:
             best: _OfDivisions = {}
-            for some, offloaded in passes:
-                self._pass(some, order, max(top, _COMPARED), offloaded, best)
-            found = heapq.nsmallest(max(top, _COMPARED), best.values(), key=itemgetter(0))
-            timed = sorted((self.fits.timed(layout) for _, layout in found), key=preference)
-            priced = [self.fits.priced(one) for one in timed[:top]]
-            if all(one.memory.total <= self.limit for one in priced):
+            for pass_cores, offloaded in passes:
+                self._pass(pass_cores, order, max(top, _COMPARED), offloaded, best)
+            best_layouts = heapq.nsmallest(max(top, _COMPARED), best.values(), key=itemgetter(0))
+            timed = sorted((self.fits.timed(layout) for _, layout in best_layouts), key=preference)
+            priced = [self.fits.priced(prediction) for prediction in timed[:top]]
+            if all(prediction.memory.total <= self.limit for prediction in priced):
                 return priced
-            self.reasons = before.copy()
+            self.reasons = reasons_before.copy()
 
     def _cores(self) -> list[Core]:
         """Return the legal cores, or those of them that are as the user fixed them."""
-        found = cores(self.setting.model, self.setting.train, self.devices)
+        legal = cores(self.setting.model, self.setting.train, self.devices)
         if not self.pins:
-            return list(found)
-        kept = [core for core in found if obeys(self.pins, core.layout, OF_CORE)]
+            return list(legal)
+        matching = [core for core in legal if obeys(self.pins, core.layout, OF_CORE)]
         sp = self.pins.get("sp")
         if sp is None:
-            return kept
+            return matching
         # Without tp there is no sequence to split: sp = true changes nothing.
         return [
-            core._replace(layout=one.model_copy(update={"sp": bool(sp and one.sp)}))
-            for core in kept
-            for one in [core.layout]
-            if (one.sp or not sp or one.tp == 1) and (sp or one.folds == 1)
+            core._replace(layout=layout.model_copy(update={"sp": bool(sp and layout.sp)}))
+            for core in matching
+            for layout in [core.layout]
+            if (layout.sp or not sp or layout.tp == 1) and (sp or layout.folds == 1)
         ]
 
     def _pass(
@@ -212,8 +218,8 @@ class Search:
         while heap:
             bound, index = heapq.heappop(heap)
             core = everything[index]
-            own = best.get(core.degrees)
-            limit = min(worst, own[0] if own else worst)
+            division_best = best.get(core.degrees)
+            limit = min(worst, division_best[0] if division_best else worst)
             if bound < limit and index not in bounded:
                 bounded.add(index)
                 bound = self._bound(core)
@@ -223,14 +229,14 @@ class Search:
             if bound >= limit:
                 slow = [core]
                 if bound >= worst:  # and so are all that are left
-                    slow += (everything[at] for _, at in heap)
+                    slow += (everything[position] for _, position in heap)
                     heap.clear()
                 size = self._size_of(slow, offloaded)
                 self.reasons["slower by the time of its microbatches alone"] += size
                 continue
-            found = self._best_again(index, core, limit, offloaded)
-            if found is not None:
-                best[core.degrees] = found
+            improved = self._best_again(index, core, limit, offloaded)
+            if improved is not None:
+                best[core.degrees] = improved
                 worst = _worst(best, top)
 
     def _least(self, core: Core) -> float:
@@ -242,18 +248,18 @@ class Search:
 
         Beside these, a pipeline idles at least as long as in the schedule in which it idles least.
         """
-        one, parts = core.layout, self.prices.parts(core.layout)
+        layout, parts = core.layout, self.prices.parts(core.layout)
         layers, first, last = parts.totals
-        if one.offload == "activations":
-            waits = copy_waits(self.setting, self.kernels, one, parts)
+        if layout.offload == "activations":
+            waits = copy_waits(self.setting, self.kernels, layout, parts)
             layers = tuple(map(sum, zip(layers, waits.forward, waits.backward, strict=True)))
         return self._evenly(core, (layers, first, last))
 
     def _evenly(self, core: Core, seconds: tuple[Sequence[float], float, float]) -> float:
         """Return a step of microbatches with such seconds: of each kind of layer, and the ends."""
         count, pp, (layers, first, last) = core.microbatches, core.degrees[0], seconds
-        whole: float = sum(map(mul, layers, self._kinds))
-        microbatches: float = count * (whole + first + last) / pp
+        layer_seconds: float = sum(map(mul, layers, self._kinds))
+        microbatches: float = count * (layer_seconds + first + last) / pp
         if pp > 1:
             idle = least_idle(pp, self.setting.model.n_layers, count)
             # More than all of it is idle where stages differ, and the slowest has less to wait for.
@@ -281,49 +287,55 @@ class Search:
         self, core: Core, limit: float, offloaded: tuple[Offload, ...]
     ) -> tuple[float, Layout] | None:
         """Return the fastest layout of a core that fits, if it beats a limit."""
-        one, setting = core.layout, self.setting
-        layers, count = setting.model.n_layers, one.microbatches(setting.train.batch)
-        least = _LEAST_IN_FLIGHT * self._activations(one, 0)
-        if self._is_too_large(least + self.prices.shardings.least_states(one, offloaded)):
+        core_layout, setting = core.layout, self.setting
+        layers, count = setting.model.n_layers, core_layout.microbatches(setting.train.batch)
+        least_bytes = _LEAST_IN_FLIGHT * self._activations(core_layout, 0)
+        if self._is_too_large(
+            least_bytes + self.prices.shardings.least_states(core_layout, offloaded)
+        ):
             self.reasons["does not fit"] += self._size_of([core], offloaded)
             return None
-        orders = as_fixed(self.pins, one, schedules(one.pp, layers, count))
+        orders = as_fixed(self.pins, core_layout, schedules(core_layout.pp, layers, count))
         paces, slow = self._paces.below(core, orders, limit)
         if not any(pace.plain[1] < limit for pace in paces):
-            each = self._size_of([core], offloaded) // max(len(orders), 1)
-            for why, number in slow.items():
-                self.reasons[why] += number * each
-            self.reasons["slower"] += len(paces) * each
+            layouts_per_order = self._size_of([core], offloaded) // max(len(orders), 1)
+            for reason, number in slow.items():
+                self.reasons[reason] += number * layouts_per_order
+            self.reasons["slower"] += len(paces) * layouts_per_order
             return None
-        choices = self.prices.shardings.of(one, offloaded)
-        for why, number in slow.items():
-            self.reasons[why] += number * len(choices)
+        choices = self.prices.shardings.of(core_layout, offloaded)
+        for reason, number in slow.items():
+            self.reasons[reason] += number * len(choices)
         fast = [pace for pace in paces if pace.plain[1] < limit]
         self.reasons["slower"] += (len(paces) - len(fast)) * len(choices)
-        parts = self.prices.parts(one)
+        parts = self.prices.parts(core_layout)
         units = {choice.unit for choice in choices} if fast else ()
         waits = {unit: unit_waits(self.kernels, unit, parts) for unit in units if not unit.is_none}
         candidates = [
-            found for pace in fast for found in self._of_schedule(one, pace, choices, waits, limit)
+            candidate
+            for pace in fast
+            for candidate in self._of_schedule(core_layout, pace, choices, waits, limit)
         ]
         for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
-            layout = self._with(one, schedule, choice)
-            held = self.fits.estimate(layout, self.prices.kept_of(layout))
-            if held.total <= self.limit:
+            layout = self._with(core_layout, schedule, choice)
+            memory = self.fits.estimate(layout, self.prices.kept_of(layout))
+            if memory.total <= self.limit:
                 # The rules have the last word; the space follows them already.
                 if broken(setting.model, setting.train, layout) is None:
                     return seconds, layout
                 continue
-            self._note_unfit(held.total, one, schedule, choice)
+            self._note_unfit(memory.total, core_layout, schedule, choice)
         return None
 
-    def _is_too_large(self, least: float) -> bool:
+    def _is_too_large(self, least_bytes: float) -> bool:
         """Whether at least so many bytes do not fit, and something else comes as near to it."""
-        return least > self.limit and self.nearest is not None and least >= self.nearest[0]
+        return (
+            least_bytes > self.limit and self.nearest is not None and least_bytes >= self.nearest[0]
+        )
 
     def _of_schedule(
         self,
-        one: Layout,
+        core_layout: Layout,
         pace: Pace,
         choices: list[Choice],
         waits: dict[UnitSeconds, Waits],
@@ -331,47 +343,57 @@ class Search:
     ) -> list[_Candidate]:
         """Return a schedule's layouts that beat the limit and may fit."""
         setting, kernels, schedule = self.setting, self.kernels, pace.schedule
-        first, last = (self._activations(pace.layout, rank) for rank in (0, one.pp - 1))
-        paces, found = dict[UnitSeconds, tuple[HeldLayers, float, float]](), []
+        first, last = (self._activations(pace.layout, rank) for rank in (0, core_layout.pp - 1))
+        paces, candidates = dict[UnitSeconds, tuple[HeldLayers, float, float]](), []
         for index, choice in enumerate(choices):
             states = choice.states
             needed = max(first + states[0], last + states[1])
             if needed > self.limit:
-                self._note_unfit(needed, one, schedule, choice)
+                self._note_unfit(needed, core_layout, schedule, choice)
                 continue
             if choice.unit not in paces:
                 gathers = waits.get(choice.unit)
                 slowest, seconds = pace.plain if gathers is None else pace.among(gathers)
                 paces[choice.unit] = slowest, seconds, pace.parts.room(slowest)
             slowest, seconds, room = paces[choice.unit]
-            sent, update = self.prices.shardings.once(one, choice, slowest)
+            sent, update = self.prices.shardings.once(core_layout, choice, slowest)
             seconds += data_wait(setting, kernels, sent, room) + update
             if seconds < limit:
-                found.append((seconds, index, schedule, choice))
+                candidates.append((seconds, index, schedule, choice))
             else:
                 self.reasons["slower"] += 1
-        return found
+        return candidates
 
     def _activations(self, layout: Layout, rank: int) -> float:
         """Return what a pipeline rank keeps: the same of all shardings of a division."""
-        one = layout
-        key = (*shape_of(one), one.pp, one.dp, one.schedule, one.virtual_stages, rank)
+        key = (
+            *shape_of(layout),
+            layout.pp,
+            layout.dp,
+            layout.schedule,
+            layout.virtual_stages,
+            rank,
+        )
         if key not in self._held:
-            kept = self.prices.kept_of(one)
-            self._held[key] = sum(term.bytes for term in activations(self.setting, one, rank, kept))
+            kept_bytes = self.prices.kept_of(layout)
+            self._held[key] = sum(
+                term.bytes for term in activations(self.setting, layout, rank, kept_bytes)
+            )
         return self._held[key]
 
-    def _with(self, one: Layout, schedule: Schedule | None, choice: Choice | None) -> Layout:
+    def _with(self, layout: Layout, schedule: Schedule | None, choice: Choice | None) -> Layout:
         if schedule is not None:
-            one = with_schedule(one, schedule)
+            layout = with_schedule(layout, schedule)
         if choice is not None:
-            one = with_sharding(one, choice.sharding, choice.offload)
-        return one
+            layout = with_sharding(layout, choice.sharding, choice.offload)
+        return layout
 
-    def _note_unfit(self, needed: float, one: Layout, schedule: Schedule, choice: Choice) -> None:
+    def _note_unfit(
+        self, needed: float, core_layout: Layout, schedule: Schedule, choice: Choice
+    ) -> None:
         self.reasons["does not fit"] += 1
         if self.nearest is None or needed < self.nearest[0]:
-            self.nearest = (needed, self._with(one, schedule, choice))
+            self.nearest = (needed, self._with(core_layout, schedule, choice))
 
 
 def _worst(best: _OfDivisions, top: int) -> float:

@@ -69,5 +69,5 @@ def _removed(setting: Setting, devices: int, axis: str) -> RemovedAxis | None:
 def _layouts(devices: int, axis: str) -> Iterator[Layout]:
     """Yield layouts with each degree of an axis, the smallest first, one sequence a microbatch."""
     for degree in divisors(devices):
-        for others in _AXES[axis][1] if degree > 1 else ():
-            yield Layout(**{axis: degree, **others})
+        for further_keys in _AXES[axis][1] if degree > 1 else ():
+            yield Layout(**{axis: degree, **further_keys})

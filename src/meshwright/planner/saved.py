@@ -39,19 +39,21 @@ def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: 
     sections: dict[str, Mapping[str, Any]] = {"layout": layout, "cluster": planned}
     if config is None:
         sections = {**_without_none(saved["config"]), "layout": layout}
-    found = load_config(config, overrides, plan=sections)
-    values = found.layout.model_dump(exclude={"auto"})
-    now = Layout(**{key: value for key, value in values.items() if value is not None})
-    if digest(found, now) != saved["digest"]:
-        changes = "; ".join(_changes(found, now, saved)) or "its files were written by hand"
+    loaded = load_config(config, overrides, plan=sections)
+    values = loaded.layout.model_dump(exclude={"auto"})
+    resolved_layout = Layout(**{key: value for key, value in values.items() if value is not None})
+    if digest(loaded, resolved_layout) != saved["digest"]:
+        changes = (
+            "; ".join(_changes(loaded, resolved_layout, saved)) or "its files were written by hand"
+        )
         raise ConfigError(
             f"{needed} {plan}: the program is not the one that was planned: {changes}. Plan again "
             "with `meshwright plan --save`, or train without --plan"
         )
     compiles = saved["config"]["train"].get("compile")
-    if found.train.compile == "auto" and isinstance(compiles, bool):
-        found = decided(found, CompileChoice(compiles, f"as {plan} has it"))
-    return found
+    if loaded.train.compile == "auto" and isinstance(compiles, bool):
+        loaded = decided(loaded, CompileChoice(compiles, f"as {plan} has it"))
+    return loaded
 
 
 def read_plan(plan: Path, needed: str) -> dict[str, Any]:
@@ -62,8 +64,8 @@ def read_plan(plan: Path, needed: str) -> dict[str, Any]:
     try:
         saved = parse_json(plan.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{needed} {plan} cannot be read: {why}") from None
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{needed} {plan} cannot be read: {problem}") from None
     keys = ("config", "layout", "digest")
     if not isinstance(saved, dict) or not all(key in saved for key in keys):
         raise ConfigError(f"{needed} {plan} is not a plan of `meshwright plan --save`")
@@ -79,12 +81,12 @@ def _without_none(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[
     }
 
 
-def _changes(found: Config, layout: Layout, saved: Mapping[str, Any]) -> list[str]:
+def _changes(config: Config, layout: Layout, saved: Mapping[str, Any]) -> list[str]:
     """Return what differs from the plan, key by key."""
     pairs = {
-        "model": (found.model.identity(), saved["config"]["model"]),
+        "model": (config.model.identity(), saved["config"]["model"]),
         "train": (
-            found.train.model_dump(mode="json", include=set(_OF_TRAINING)),
+            config.train.model_dump(mode="json", include=set(_OF_TRAINING)),
             saved["config"]["train"],
         ),
         "layout": (layout.model_dump(mode="json"), saved["layout"]),

@@ -27,11 +27,11 @@ class Cost:
     money: float | None
 
     @classmethod
-    def of(cls, found: Prediction, tokens: float, price: float | None) -> Cost:
+    def of(cls, prediction: Prediction, tokens: float, price: float | None) -> Cost:
         """Return the cost of a number of tokens with a layout."""
-        hours = tokens / found.tokens_per_s / 3600
-        each = hours * found.devices
-        return cls(tokens, hours, each, None if price is None else each * price)
+        hours = tokens / prediction.tokens_per_s / 3600
+        device_hours = hours * prediction.devices
+        return cls(tokens, hours, device_hours, None if price is None else device_hours * price)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -45,26 +45,31 @@ class Cost:
 
 @dataclass(frozen=True)
 class Point:
-    """A number of devices with its best layout; `found` is None where no layout fits."""
+    """A number of devices with its best layout; `prediction` is None where no layout fits."""
 
     devices: int
-    found: Prediction | None
+    prediction: Prediction | None
     cost: Cost | None
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON."""
-        found = {} if self.found is None else prediction_json(self.found)
-        each = None if self.cost is None else self.cost.as_json()
-        return {"devices": self.devices, "fits": self.found is not None, **found, "takes": each}
+        prediction_fields = {} if self.prediction is None else prediction_json(self.prediction)
+        cost_fields = None if self.cost is None else self.cost.as_json()
+        return {
+            "devices": self.devices,
+            "fits": self.prediction is not None,
+            **prediction_fields,
+            "takes": cost_fields,
+        }
 
 
 def counts_between(first: int, last: int) -> list[int]:
     """Return numbers of devices from the first to the last, doubling."""
-    found, count = [], first
+    counts, count = [], first
     while count < last:
-        found.append(count)
+        counts.append(count)
         count *= 2
-    return [*found, last]
+    return [*counts, last]
 
 
 def curve(
@@ -90,8 +95,8 @@ def curve(
     return points
 
 
-def best_cost(made: Plan, tokens: float, price: float | None) -> Cost:
+def best_cost(plan: Plan, tokens: float, price: float | None) -> Cost:
     """Return the cost of tokens with a plan's best layout; `ConfigError` if none fits."""
-    if made.best is None:
+    if plan.best is None:
         raise ConfigError("--tokens: no layout fits, so that nothing is trained")
-    return Cost.of(made.best, tokens, price)
+    return Cost.of(plan.best, tokens, price)

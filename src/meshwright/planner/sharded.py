@@ -56,82 +56,114 @@ class Shardings:
         self._states: dict[tuple[object, ...], float] = {}
         self._once: dict[tuple[object, ...], tuple[float, float]] = {}
 
-    def of(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
+    def of(self, division: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
         """Return the ZeRO stages of a division of the devices, each with its costs."""
-        often = self._often(one) if "params" in offloaded else ()
-        key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.etp, offloaded, often)
+        often = self._often(division) if "params" in offloaded else ()
+        key = (
+            division.pp,
+            division.dp_replicate,
+            division.cp,
+            division.tp,
+            division.ep,
+            division.etp,
+            offloaded,
+            often,
+        )
         if key not in self._known:
             self._known[key] = _best_somewhere(
                 [
-                    self._choice(one, layout, sharding, offload)
-                    for sharding in shardings(one.dp_replicate, one.cp, one.expert_data)
+                    self._choice(division, layout, sharding, offload)
+                    for sharding in shardings(
+                        division.dp_replicate, division.cp, division.expert_data
+                    )
                     for offload in offloads(sharding.zero, offloaded)
-                    for layout in [with_sharding(one, sharding, offload)]
+                    for layout in [with_sharding(division, sharding, offload)]
                     if obeys(self.pins, layout, OF_SHARDING)
                 ]
             )
         return self._known[key]
 
-    def least_states(self, one: Layout, offloaded: tuple[Offload, ...]) -> float:
+    def least_states(self, division: Layout, offloaded: tuple[Offload, ...]) -> float:
         """Return the fewest bytes of model states on the first rank of a division's choices.
 
         Infinite where it has no choice.
         """
-        is_summed = one.microbatches(self.setting.train.batch) > 1
-        key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.etp, offloaded, is_summed)
+        is_summed = division.microbatches(self.setting.train.batch) > 1
+        key = (
+            division.pp,
+            division.dp_replicate,
+            division.cp,
+            division.tp,
+            division.ep,
+            division.etp,
+            offloaded,
+            is_summed,
+        )
         if key not in self._least:
             self._least[key] = min(
                 (
-                    sum(term.bytes for term in model_states(self.setting, layout, held[0]))
-                    for sharding in shardings(one.dp_replicate, one.cp, one.expert_data)
+                    sum(term.bytes for term in model_states(self.setting, layout, held_layers[0]))
+                    for sharding in shardings(
+                        division.dp_replicate, division.cp, division.expert_data
+                    )
                     for offload in offloads(sharding.zero, offloaded)
-                    for layout in [with_sharding(one, sharding, offload)]
+                    for layout in [with_sharding(division, sharding, offload)]
                     if obeys(self.pins, layout, OF_SHARDING)
-                    for held in [held_by(self.setting, layout)]
+                    for held_layers in [held_by(self.setting, layout)]
                 ),
                 default=math.inf,
             )
         return self._least[key]
 
     def _choice(
-        self, one: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
+        self, division: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
     ) -> tuple[tuple[float, ...], Choice]:
-        """Return a choice, and before it what it costs in each way."""
-        held, key = held_by(self.setting, layout), self._alike(layout)
-        first, last = (self._states_of(layout, held[rank], key) for rank in (0, one.pp - 1))
+        """Return a tuple of costs, one for each way in which choices differ, and the choice."""
+        held_layers, key = held_by(self.setting, layout), self._alike(layout)
+        first, last = (
+            self._states_of(layout, held_layers[rank], key) for rank in (0, division.pp - 1)
+        )
         unit = self._unit(layout)
         choice = Choice(sharding, offload, unit, (first, last))
-        sent, update = self.once(one, choice, held[0])
+        sent, update = self.once(division, choice, held_layers[0])
         return (sent + update, *unit.largest, first, last), choice
 
-    def _states_of(self, layout: Layout, held: HeldLayers, key: tuple[object, ...]) -> float:
+    def _states_of(self, layout: Layout, held_layers: HeldLayers, key: tuple[object, ...]) -> float:
         """Return the bytes of model states of a rank with such layers; `key` is `_alike`."""
-        key = *key, held
+        key = *key, held_layers
         if key not in self._states:
-            terms = model_states(self.setting, layout, held)
+            terms = model_states(self.setting, layout, held_layers)
             self._states[key] = sum(term.bytes for term in terms)
         return self._states[key]
 
     def _unit(self, layout: Layout) -> UnitSeconds:
         """Return the seconds of a microbatch's messages, which depend on few choices."""
-        one = layout
-        key = (one.zero, one.shard_ranks, one.tp, one.ep, one.etp, one.offload == "params")
+        key = (
+            layout.zero,
+            layout.shard_ranks,
+            layout.tp,
+            layout.ep,
+            layout.etp,
+            layout.offload == "params",
+        )
         if key not in self._units:
-            self._units[key] = unit_messages(self.setting, self.kernels, one)
+            self._units[key] = unit_messages(self.setting, self.kernels, layout)
         return self._units[key]
 
-    def once(self, one: Layout, choice: Choice, held: HeldLayers) -> tuple[float, float]:
+    def once(
+        self, division: Layout, choice: Choice, held_layers: HeldLayers
+    ) -> tuple[float, float]:
         """Return the seconds per step of a pipeline rank's messages and update."""
-        if held not in choice.once:
-            layout = with_sharding(one, choice.sharding, choice.offload)
-            key = *self._alike(layout), held
+        if held_layers not in choice.once:
+            layout = with_sharding(division, choice.sharding, choice.offload)
+            key = *self._alike(layout), held_layers
             if key not in self._once:
                 self._once[key] = (
-                    data_messages(self.setting, self.kernels, layout, held),
-                    optimizer_seconds(self.setting, self.kernels, layout, held),
+                    data_messages(self.setting, self.kernels, layout, held_layers),
+                    optimizer_seconds(self.setting, self.kernels, layout, held_layers),
                 )
-            choice.once[held] = self._once[key]
-        return choice.once[held]
+            choice.once[held_layers] = self._once[key]
+        return choice.once[held_layers]
 
     def _often(self, layout: Layout) -> tuple[int, int]:
         """Return how often weights on the host are sent, anew for each microbatch, and its size."""
@@ -139,21 +171,22 @@ class Shardings:
 
     def _alike(self, layout: Layout) -> tuple[object, ...]:
         """Return what of a 1F1B layout determines a rank's states, and messages once per step."""
-        one = layout
-        often = self._often(one) if one.offload == "params" else ()
-        zero = one.zero, one.shard_ranks, one.replica_ranks
-        return *zero, one.tp, one.ep, one.etp, one.offload, often
+        often = self._often(layout) if layout.offload == "params" else ()
+        zero = layout.zero, layout.shard_ranks, layout.replica_ranks
+        return *zero, layout.tp, layout.ep, layout.etp, layout.offload, often
 
 
-def _best_somewhere(found: Sequence[tuple[tuple[float, ...], Choice]]) -> list[Choice]:
-    """Return the choices that no other is at least as good as everywhere; of equal ones the first.
+def _best_somewhere(candidates: Sequence[tuple[tuple[float, ...], Choice]]) -> list[Choice]:
+    """Return the choices that no other one beats or equals in every cost; of equal ones the first.
 
-    Before each choice stands what it costs, in each way.
+    `candidates` are pairs of a tuple of costs and a choice.
     """
-    firsts = dict(reversed(found))
+    firsts = dict(reversed(candidates))
     return [
         choice
-        for costs, choice in found
+        for costs, choice in candidates
         if firsts[costs] is choice
-        and not any(all(map(ge, costs, other)) for other in firsts if other != costs)
+        and not any(
+            all(map(ge, costs, other_costs)) for other_costs in firsts if other_costs != costs
+        )
     ]

@@ -51,10 +51,10 @@ class Core(NamedTuple):
     expert_data: int
 
     @classmethod
-    def of(cls, one: Layout, train: TrainSpec) -> Core:
+    def of(cls, layout: Layout, train: TrainSpec) -> Core:
         """Return the core with such a layout."""
-        degrees = one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.expert_tp
-        return cls(one, degrees, one.microbatches(train.batch), one.expert_data)
+        degrees = layout.pp, layout.dp_replicate, layout.cp, layout.tp, layout.ep, layout.expert_tp
+        return cls(layout, degrees, layout.microbatches(train.batch), layout.expert_data)
 
 
 class Schedule(NamedTuple):
@@ -97,13 +97,13 @@ def _of_degrees(
             if not is_worth(microbatch, train, plain):
                 break
             changes = {"pp": pp, "microbatch": microbatch}
-            found = [
+            plain_cores = [
                 Core.of(plain.model_copy(update={**changes, "ep": ep, "etp": etp}), train)
                 for ep, etp in shared_out
             ]
-            yield from found
+            yield from plain_cores
             for recompute in RECOMPUTES[1:]:
-                for core in found:
+                for core in plain_cores:
                     layout = core.layout.model_copy(update={"recompute": recompute})
                     yield core._replace(layout=layout)
 
@@ -128,11 +128,13 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
     """Return the legal schedules of a pipeline; a single rank needs none."""
     if pp == 1:
         return (Schedule("1f1b", 1),)
-    most = layers // pp
+    max_stages = layers // pp
     return tuple(
         Schedule(traits.name, virtual)
         for traits in SCHEDULES.values()
-        for virtual in range(traits.min_virtual, min(most, traits.max_virtual or most) + 1)
+        for virtual in range(
+            traits.min_virtual, min(max_stages, traits.max_virtual or max_stages) + 1
+        )
         if microbatch_rule(traits.name, pp, virtual, microbatches) is None
     )
 
@@ -150,14 +152,14 @@ def shardings(dp: int, cp: int, expert_data: int = 1) -> tuple[ZeroSharding, ...
 
     `expert_data` must divide this number: sharding ranks also divide the experts among themselves.
     """
-    found = [ZeroSharding(0, 1)]
+    options = [ZeroSharding(0, 1)]
     stages: tuple[Zero, ...] = (1, 2, 3)
     legal = [
         shards for shards in divisors(dp) if shards * cp > 1 and shards * cp % expert_data == 0
     ]
     for zero in stages:
-        found += (ZeroSharding(zero, shards) for shards in legal)
-    return tuple(found)
+        options += (ZeroSharding(zero, shards) for shards in legal)
+    return tuple(options)
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +169,7 @@ def offloads(zero: int, among: tuple[Offload, ...] | None = None) -> tuple[Offlo
     Without `among`, those that a search always counts: it turns to the offload of activations only
     on request, or where nothing else fits.
     """
-    return tuple(one for one in among or _OFFLOADS if zero or one != "params")
+    return tuple(offload for offload in among or _OFFLOADS if zero or offload != "params")
 
 
 @lru_cache(maxsize=4096)
@@ -177,8 +179,8 @@ def _unpinned(
     offloaded: tuple[Offload, ...] | None,
 ) -> int:
     """Return how many layouts such `schedules` and `shardings` make with such offloads."""
-    kept = sum(len(offloads(choice.zero, offloaded)) for choice in shardings(*data))
-    return len(schedules(*pipeline)) * kept
+    data_choices = sum(len(offloads(choice.zero, offloaded)) for choice in shardings(*data))
+    return len(schedules(*pipeline)) * data_choices
 
 
 def size_of(
@@ -191,19 +193,19 @@ def size_of(
 
     With `pins`, counts only those with these values.
     """
-    one, pipeline = core.layout, (core.degrees[0], layers, core.microbatches)
+    layout, pipeline = core.layout, (core.degrees[0], layers, core.microbatches)
     if pins:
-        kept, orders = _pinned(one, schedules(*pipeline), offloaded, pins)
-        size = kept * orders
+        data_choices, orders = _pinned(layout, schedules(*pipeline), offloaded, pins)
+        size = data_choices * orders
     else:
         _, dp, cp, *_ = core.degrees
         size = _unpinned(pipeline, (dp, cp, core.expert_data), offloaded)
     # With sequence parallelism or without, where there is a choice.
-    return size * (2 if one.sp and one.folds == 1 and "sp" not in (pins or {}) else 1)
+    return size * (2 if layout.sp and layout.folds == 1 and "sp" not in (pins or {}) else 1)
 
 
 def _pinned(
-    one: Layout,
+    layout: Layout,
     chains: tuple[Schedule, ...],
     offloaded: tuple[Offload, ...] | None,
     pins: Pins,
@@ -211,31 +213,31 @@ def _pinned(
     """Return how many shardings and how many schedules of a core are as a user fixed them."""
     if offloaded is None and pins.get("offload") == "activations":
         offloaded = ("activations",)
-    kept = sum(
-        obeys(pins, with_sharding(one, choice, offload), OF_SHARDING)
-        for choice in shardings(one.dp_replicate, one.cp, one.expert_data)
+    data_choices = sum(
+        obeys(pins, with_sharding(layout, choice, offload), OF_SHARDING)
+        for choice in shardings(layout.dp_replicate, layout.cp, layout.expert_data)
         for offload in offloads(choice.zero, offloaded)
     )
-    return kept, len(as_fixed(pins, one, chains))
+    return data_choices, len(as_fixed(pins, layout, chains))
 
 
-def as_fixed(pins: Pins, one: Layout, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+def as_fixed(pins: Pins, layout: Layout, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
     """Return the schedules of a core that match the keys that a user fixed."""
     if pins.keys().isdisjoint(OF_SCHEDULE):
         return chains
     return tuple(
-        one_of for one_of in chains if obeys(pins, with_schedule(one, one_of), OF_SCHEDULE)
+        schedule for schedule in chains if obeys(pins, with_schedule(layout, schedule), OF_SCHEDULE)
     )
 
 
-def with_schedule(one: Layout, schedule: Schedule) -> Layout:
+def with_schedule(layout: Layout, schedule: Schedule) -> Layout:
     """Return a core's layout with a schedule."""
     changes = {"schedule": schedule.name, "virtual_stages": schedule.virtual}
-    return one.model_copy(update=changes)
+    return layout.model_copy(update=changes)
 
 
-def with_sharding(one: Layout, sharding: ZeroSharding, offload: Offload) -> Layout:
+def with_sharding(layout: Layout, sharding: ZeroSharding, offload: Offload) -> Layout:
     """Return a core's layout with a ZeRO stage and an offload instead of replicas."""
     zero, shards = sharding
-    changes = {"zero": zero, "dp_shard": shards, "dp_replicate": one.dp_replicate // shards}
-    return one.model_copy(update={**changes, "offload": offload})
+    changes = {"zero": zero, "dp_shard": shards, "dp_replicate": layout.dp_replicate // shards}
+    return layout.model_copy(update={**changes, "offload": offload})

@@ -37,7 +37,7 @@ class WayToFit:
     """
 
     text: str
-    found: Prediction
+    prediction: Prediction
     saved: float
     slower: float
 
@@ -52,39 +52,44 @@ def ways_to_fit(
     one. If the prediction says that the layout fits, it is too low by an unknown amount, so a
     change must save at least the margin.
     """
-    now, guess = price(setting, layout), estimated(setting, layout)
-    limit = min(now.memory.limit, now.memory.total) * (1 - margin)
+    current, guess = price(setting, layout), estimated(setting, layout)
+    limit = min(current.memory.limit, current.memory.total) * (1 - margin)
     kinds = [list(kind) for kind in _kinds(setting, layout)]
 
     def tried(*changes: Change) -> _Tried | None:
         return _tried(setting, layout, changes, guess, limit)
 
-    def priced(one: _Tried | None) -> WayToFit | None:
-        return None if one is None else _priced(one, now, limit)
+    def priced(attempt: _Tried | None) -> WayToFit | None:
+        return None if attempt is None else _priced(attempt, current, limit)
 
     single = [
-        next((way for one in kind if (way := priced(tried(one))) is not None), None)
+        next((way for change in kind if (way := priced(tried(change))) is not None), None)
         for kind in kinds
     ]
-    found = [way for way in single if way is not None]
-    least = min((one.slower for one in found), default=float("inf"))
+    listed = [way for way in single if way is not None]
+    least_slowdown = min((way.slower for way in listed), default=float("inf"))
     pairs = []
     for first, second in combinations(kinds, 2):
-        both = (
-            tried(one, other)
-            for one in first
-            for other in second
-            if not set(one.layout) & set(other.layout)
+        attempts = (
+            tried(first_change, second_change)
+            for first_change in first
+            for second_change in second
+            if not set(first_change.layout) & set(second_change.layout)
         )
         fits = sorted(
-            (one for one in both if one is not None and one.slower < least), key=lambda one: one[:2]
+            (
+                attempt
+                for attempt in attempts
+                if attempt is not None and attempt.slower < least_slowdown
+            ),
+            key=lambda attempt: attempt[:2],
         )
-        ways = (priced(one) for one in fits)
-        pairs += [way for way in ways if way is not None and way.slower < least][:1]
-    found += sorted(pairs, key=_cheapest_first)[:_PAIRS]
-    shorter = (priced(tried(one)) for one in _shorter(setting))
+        ways = (priced(attempt) for attempt in fits)
+        pairs += [way for way in ways if way is not None and way.slower < least_slowdown][:1]
+    listed += sorted(pairs, key=_cheapest_first)[:_PAIRS]
+    shorter = (priced(tried(change)) for change in _shorter(setting))
     fitting = next((way for way in shorter if way is not None), None)
-    return now, sorted(found, key=_cheapest_first) + ([] if fitting is None else [fitting])
+    return current, sorted(listed, key=_cheapest_first) + ([] if fitting is None else [fitting])
 
 
 def _cheapest_first(way: WayToFit) -> tuple[float, str]:
@@ -101,39 +106,49 @@ class _Tried(NamedTuple):
 
 
 def _tried(
-    setting: Setting, layout: Layout, changes: tuple[Change, ...], now: Prediction, limit: float
+    setting: Setting, layout: Layout, changes: tuple[Change, ...], current: Prediction, limit: float
 ) -> _Tried | None:
     """Return what changes do together, or None where they are not legal or do not fit."""
     values: dict[str, Any] = {}
-    own = setting
+    changed_setting = setting
     for change in changes:
         values |= change.layout
         if change.seq_len is not None:
-            own = with_train(own, seq_len=change.seq_len)
+            changed_setting = with_train(changed_setting, seq_len=change.seq_len)
         if change.devices is not None:
-            own = replace(own, cluster=on_devices(own.cluster, change.devices))
+            changed_setting = replace(
+                changed_setting, cluster=on_devices(changed_setting.cluster, change.devices)
+            )
     changed = layout.model_copy(update=values)
-    if broken(own.model, own.train, changed) is not None or changed.world != own.cluster.devices:
+    if (
+        broken(changed_setting.model, changed_setting.train, changed) is not None
+        or changed.world != changed_setting.cluster.devices
+    ):
         return None
-    found = estimated(own, changed)
-    if found.memory.total > limit:
+    prediction = estimated(changed_setting, changed)
+    if prediction.memory.total > limit:
         return None
-    return _Tried(_slower(found, now), " and ".join(one.text for one in changes), changed, own)
+    return _Tried(
+        _slower(prediction, current),
+        " and ".join(change.text for change in changes),
+        changed,
+        changed_setting,
+    )
 
 
-def _priced(one: _Tried, now: Prediction, limit: float) -> WayToFit | None:
+def _priced(attempt: _Tried, current: Prediction, limit: float) -> WayToFit | None:
     """Return the price of a change, or None where it does not fit by its price."""
-    found = price(one.setting, one.layout)
-    if found.memory.total > limit:
+    prediction = price(attempt.setting, attempt.layout)
+    if prediction.memory.total > limit:
         return None
-    saved = now.memory.total - found.memory.total
-    return WayToFit(one.text, found, saved, _slower(found, now))
+    saved = current.memory.total - prediction.memory.total
+    return WayToFit(attempt.text, prediction, saved, _slower(prediction, current))
 
 
-def _slower(found: Prediction, now: Prediction) -> float:
+def _slower(prediction: Prediction, current: Prediction) -> float:
     """Return by which share a token takes longer on one device."""
-    each = found.tokens_per_s / found.devices
-    return now.tokens_per_s / now.devices / each - 1
+    rate = prediction.tokens_per_s / prediction.devices
+    return current.tokens_per_s / current.devices / rate - 1
 
 
 def _kinds(setting: Setting, layout: Layout) -> Iterator[Iterator[Change]]:

@@ -69,16 +69,16 @@ def document(
         "is_shipped": known is shipped_calibration(),
         "has_run": HAS_RUN,
         "limit": made.setting.cluster.device.memory,
-        "considered": made.found.considered,
-        "ruled_out": made.found.reasons,
+        "considered": made.ranking.considered,
+        "ruled_out": made.ranking.reasons,
         "fixed": {key: str(value) for key, value in given(made.config).items()},
-        "choices": [[one.what, one.text] for one in made.choices],
+        "choices": [[one.subject, one.text] for one in made.choices],
         "ranked": [
             {
                 **prediction_json(one),
                 "why": "best" if one is best or best is None else lost_by(one, best),
             }
-            for one in made.found.ranked
+            for one in made.ranking.ranked
         ],
         "unfit": _unfit(made),
         "shown": [detail(made, label) for label in labels],
@@ -175,7 +175,7 @@ def _asked(setting: Setting) -> str:
 
 
 def _unfit(made: Plan) -> str | None:
-    held, layout = made.found.unfit, made.found.unfit_layout
+    held, layout = made.ranking.unfit, made.ranking.unfit_layout
     if held is None or layout is None:
         return None
     needs = f"{format_bytes(held.total)} of {format_bytes(held.limit)}"

@@ -91,7 +91,7 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
     if found is None:
         return config
     section = config.layout.model_copy(update={"microbatch": found.layout.microbatch})
-    origins = {**config.origins, "layout.microbatch": found.why}
+    origins = {**config.origins, "layout.microbatch": found.reason}
     return config.model_copy(update={"layout": section, "origins": origins})
 
 
