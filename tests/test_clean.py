@@ -148,10 +148,10 @@ def test_json_says_what_went(runs, capsys):
 
 def test_both_choices_have_to_agree(tmp_path):
     made = [DiskEntry(tmp_path / str(days), 1, -days * DAY, "") for days in range(5)]
-    assert DiskSelection(keep=3).of(made, now=0.0) == made[3:]
-    assert DiskSelection(age_s=2 * DAY).of(made, now=0.0) == made[2:]
-    assert DiskSelection(keep=1, age_s=3 * DAY).of(made, now=0.0) == made[3:]
-    assert DiskSelection().of(made, now=0.0) == []
+    assert DiskSelection(keep=3).of(made, unix_time=0.0) == made[3:]
+    assert DiskSelection(age_s=2 * DAY).of(made, unix_time=0.0) == made[2:]
+    assert DiskSelection(keep=1, age_s=3 * DAY).of(made, unix_time=0.0) == made[3:]
+    assert DiskSelection().of(made, unix_time=0.0) == []
 
 
 def test_sizes_and_ages(tmp_path):

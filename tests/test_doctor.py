@@ -221,15 +221,15 @@ def test_a_run_that_is_done_and_one_whose_rank_was_killed(config, tmp_path, caps
     folder = tmp_path / "runs" / "run"
     found = diagnose(folder)
     assert (found.state, found.last_step, found.is_well) == ("failed", 2, False)
-    assert found.why.startswith("rank 1 was killed by SIGKILL, possibly by the system because")
-    assert found.why.endswith("in step 3, backward of microbatch 0 on stage 0")
+    assert found.reason.startswith("rank 1 was killed by SIGKILL, possibly by the system because")
+    assert found.reason.endswith("in step 3, backward of microbatch 0 on stage 0")
     assert found.good == f"step 2, {folder}/checkpoints/step-00000002"
     capsys.readouterr()
     assert main(["doctor", str(folder)]) == 1
     assert "failed. " in capsys.readouterr().out
     events = (folder / "events.jsonl").read_text().splitlines()
     (folder / "events.jsonl").write_text("\n".join(events[:-1]) + "\n")  # no supervisor told of it
-    assert diagnose(folder).why.startswith(
+    assert diagnose(folder).reason.startswith(
         "rank 0 is gone, last seen in step 3, reduce, inside all_reduce #"
     )
     JsonLines(folder / "events.jsonl").write({"event": "end", "step": 4, "stopped": True})
@@ -259,8 +259,8 @@ def test_a_run_that_hangs_is_explained_while_it_does(corpus, tmp_path, monkeypat
         while (found := diagnose(folder)).state == "running" and time.monotonic() < deadline:
             time.sleep(0.1)
         assert found.state == "silent"
-        assert "rank 1 is stopped (SIGSTOP) in step 5, forward" in found.why
-        assert "rank 0 waits in all_reduce #" in found.why
+        assert "rank 1 is stopped (SIGSTOP) in step 5, forward" in found.reason
+        assert "rank 0 waits in all_reduce #" in found.reason
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)

@@ -242,8 +242,10 @@ def test_under_torchrun_doctor_names_who_was_killed_and_not_who_lost_it(corpus, 
     found = diagnose(tmp_path / "runs" / "run")
     assert found.state == "failed"
     assert found.failures[0].startswith("DistError: Connection closed by peer: rank 1, with which")
-    assert "rank 1 is gone, last seen in step 4, backward of microbatch 0 on stage 0" in found.why
-    assert "raised" not in found.why
+    assert (
+        "rank 1 is gone, last seen in step 4, backward of microbatch 0 on stage 0" in found.reason
+    )
+    assert "raised" not in found.reason
 
 
 # --- a full disk, as a whole run meets it (case 7) -------------------------------------------

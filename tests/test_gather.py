@@ -165,7 +165,7 @@ def test_a_crash_on_a_node_with_disks_of_its_own_is_explained_on_the_first(corpu
     assert failure["type"] in (run / "logs" / "rank-1.log").read_text()
     found = diagnose(run)
     assert found.state == "failed"
-    assert f"rank 1 raised {failure['type']}" in found.why
+    assert f"rank 1 raised {failure['type']}" in found.reason
     assert found.witnesses[1].place.startswith("step 3, forward")
 
     shutil.rmtree(tmp_path / "steps")

@@ -31,7 +31,9 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
 def job(**changes):
-    return JobSpec(**{"name": "big", "words": ("run.toml",), "nodes": 2, "per_node": 4, **changes})
+    return JobSpec(
+        **{"name": "big", "arguments": ("run.toml",), "nodes": 2, "per_node": 4, **changes}
+    )
 
 
 def test_a_bundle_is_a_node():

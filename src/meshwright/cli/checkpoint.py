@@ -115,7 +115,9 @@ def _configure_prune(parser: argparse.ArgumentParser) -> None:
 
 def _prune(args: argparse.Namespace) -> int:
     root = checkpoints_of(Path(args.source))
-    with RunLock(root / LOCK, what="checkpoint folder"):  # a run would miss what it counts on
+    with RunLock(
+        root / LOCK, folder_kind="checkpoint folder"
+    ):  # a run would miss what it counts on
         gone = [str(path) for path in prune(root, args.keep)]
     if args.json:
         print_json({"removed": gone, "kept": [str(path) for path in steps(root)]})

@@ -121,8 +121,8 @@ def _examine_run(path: Path, *, as_json: bool) -> int:
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
-    state = "" if found.why.startswith(found.state) else f"{found.state}. "
-    say_line(f"{found.run}: {state}{found.why}")
+    state = "" if found.reason.startswith(found.state) else f"{found.state}. "
+    say_line(f"{found.run}: {state}{found.reason}")
     for one in found.witnesses:
         waits = "" if one.waits_in is None else f", waits in {one.waits_in}"
         say_line(f"rank {one.rank}: {one.process}, last seen: {one.place}{waits}")

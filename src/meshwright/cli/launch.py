@@ -173,7 +173,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     carried = [args.plan, read_words(args)[0]]
     return JobSpec(
         name=args.name,
-        words=tuple(words),
+        arguments=tuple(words),
         files={str(path): path.read_text("utf-8") for path in carried if path is not None},
         nodes=nodes,
         per_node=cluster.per_node,

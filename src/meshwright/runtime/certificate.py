@@ -67,24 +67,24 @@ def certify(
     """
     runs = _Runs(small_config(config, case, folder), folder, environ, show)
     layout = case.layout.model_dump(mode="json")
-    whole = runs.begin("whole")
+    uninterrupted = runs.begin("whole")
 
-    def same(claim: str, run: Run, *at: int) -> Verdict:
-        expected = [_digest(whole.folder, step) for step in at]
-        observed = [_digest(run.folder, step) for step in at]
-        wrong = first_difference(whole.folder, run.folder, at)
+    def same(claim: str, run: Run, *steps: int) -> Verdict:
+        expected = [_digest(uninterrupted.folder, step) for step in steps]
+        observed = [_digest(run.folder, step) for step in steps]
+        wrong = first_difference(uninterrupted.folder, run.folder, steps)
         return Verdict(claim, layout, expected, wrong or observed, None, wrong is None)
 
-    yield same("5 + 5 steps are 10, bit for bit", runs.go_on(whole, 5, "half"), STEPS)
-    once = runs.go_on(whole, 3, "once")
+    yield same("5 + 5 steps are 10, bit for bit", runs.go_on(uninterrupted, 5, "half"), STEPS)
+    once = runs.go_on(uninterrupted, 3, "once")
     twice = runs.go_on(once, 6, "twice")
     yield same("3 + 3 + 4 steps are 10, bit for bit", twice, 6, STEPS)
-    alone = runs.go_on(whole, _FROM, "alone", Layout(microbatch=case.layout.microbatch))
-    yield from on_another(whole, alone, layout, BOUNDS[config.train.precision])
+    alone = runs.go_on(uninterrupted, _FROM, "alone", Layout(microbatch=case.layout.microbatch))
+    yield from on_another(uninterrupted, alone, layout, BOUNDS[config.train.precision])
 
 
 def on_another(
-    whole: Run, other: Run, layout: Mapping[str, Any], bounds: Bounds
+    uninterrupted: Run, other: Run, layout: Mapping[str, Any], bounds: Bounds
 ) -> Iterator[Verdict]:
     """Yield the verdicts on three steps that another layout has taken from the same state.
 
@@ -93,10 +93,10 @@ def on_another(
     """
     last = _FROM + _ON
     steps = f"steps {_FROM + 1} to {last}"
-    told = {"step": f"{steps} have the same losses", "eval": f"step {last} is evaluated the same"}
-    for kind, same in told.items():
+    claims = {"step": f"{steps} have the same losses", "eval": f"step {last} is evaluated the same"}
+    for kind, same in claims.items():
         expected, observed = (
-            _losses(run, kind, range(_FROM + 1, last + 1)) for run in (whole, other)
+            _losses(run, kind, range(_FROM + 1, last + 1)) for run in (uninterrupted, other)
         )
         if kind == "eval" and not expected:  # the config evaluates nothing
             continue
@@ -107,18 +107,18 @@ def on_another(
     def tensors(run: Run, kind: str, step: int) -> Arrays:
         return read_whole(run.folder / "checkpoints" / step_name(step), kind)
 
-    start = tensors(whole, "weights", _FROM)
-    state = [tensors(run, "optimizer", last) for run in (other, whole)]
-    changes = [minus(tensors(run, "weights", last), start) for run in (other, whole)]
+    start = tensors(uninterrupted, "weights", _FROM)
+    state = [tensors(run, "optimizer", last) for run in (other, uninterrupted)]
+    changes = [minus(tensors(run, "weights", last), start) for run in (other, uninterrupted)]
     added = [above_noise(change, state[1], bounds.noise) for change in changes]
     compared: list[tuple[str, list[Arrays], float, Quantity]] = [
         (f"on one rank {steps} add the same to weights", added, bounds.update, "update"),
         (f"on one rank step {last} has the same state", state, bounds.state, "optimizer state"),
     ]
-    for claim, (found, wanted), bound, quantity in compared:
+    for claim, (resumed, wanted), bound, quantity in compared:
         if not wanted:  # SGD without momentum keeps nothing
             continue
-        error, tensor = distance(found, wanted)
+        error, tensor = distance(resumed, wanted)
         where = None
         if error > bound:
             where = Divergence(tensor, 0, 0, None, error, quantity, step=last)
@@ -206,24 +206,24 @@ def _digest(folder: Path, step: int) -> str:
     return f"step {step}: {digest_of([text])[:16]}"
 
 
-def first_difference(whole: Path, resumed: Path, at: tuple[int, ...]) -> str | None:
+def first_difference(uninterrupted: Path, resumed: Path, steps: tuple[int, ...]) -> str | None:
     """Return the first difference between two runs' steps, None if there is none."""
-    for step in at:
-        expected, found = _manifest(whole, step), _manifest(resumed, step)
+    for step in steps:
+        expected, observed = _manifest(uninterrupted, step), _manifest(resumed, step)
         if not any(name.startswith("weights-") for name in expected["files"]):
             return f"step {step} holds no weights"
         for name, file in expected["files"].items():
-            if found["files"].get(name) != file:
+            if observed["files"].get(name) != file:
                 return f"{name} of step {step} differs"
         for fact in _FACTS:
-            if found.get(fact) != expected.get(fact):
-                return f"{fact} of step {step} is {found.get(fact)}, not {expected.get(fact)}"
+            if observed.get(fact) != expected.get(fact):
+                return f"{fact} of step {step} is {observed.get(fact)}, not {expected.get(fact)}"
     return None
 
 
-def _losses(run: Run, kind: str, at: range) -> list[float]:
+def _losses(run: Run, kind: str, steps: range) -> list[float]:
     """Return the losses of some steps, or of evaluations after them; NaN for what is no number."""
-    return [_number(event["loss"]) for event in run.events(kind) if event["step"] in at]
+    return [_number(event["loss"]) for event in run.events(kind) if event["step"] in steps]
 
 
 def _number(value: Any) -> float:

@@ -61,9 +61,9 @@ def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Findi
         "torch", torch or "not installed: pip install 'meshwright[train]'", "ok" if torch else "bad"
     )
     for package, extra in _EXTRAS.items():
-        found = _version(package)
-        text = found or f"not installed: pip install 'meshwright[{extra}]'"
-        yield Finding(package, text, "ok" if found else "note")
+        installed = _version(package)
+        text = installed or f"not installed: pip install 'meshwright[{extra}]'"
+        yield Finding(package, text, "ok" if installed else "note")
     yield Finding("system", platform.platform())
     yield _looked_at("devices", lambda: _devices(environ))
     yield _load()
@@ -97,8 +97,8 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     yield _looked_at("trackers", lambda: _trackers(config))
     if config.cluster.port is not None:
         yield _looked_at("cluster.port", lambda: _port(config.cluster.port))
-    own = config.checkpoint.dir
-    root = Path(config.log.dir if own is None else own)
+    checkpoint_dir = config.checkpoint.dir
+    root = Path(config.log.dir if checkpoint_dir is None else checkpoint_dir)
     yield _looked_at("checkpoints", lambda: _room(config, root))
     for text in config_notes(config):
         yield Finding("config", text, "note")
@@ -133,8 +133,8 @@ def _devices(environ: Mapping[str, str]) -> str:
     check_build(machine.device, find_gpus(environ), torch_build())
     models = set()
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
-        found = re.search(r"Model:\s*(.+)", path.read_text(encoding="utf-8", errors="replace"))
-        models.add(found[1] if found else "NVIDIA GPU")
+        model = re.search(r"Model:\s*(.+)", path.read_text(encoding="utf-8", errors="replace"))
+        models.add(model[1] if model else "NVIDIA GPU")
     return f"{machine.devices} x {' and '.join(sorted(models)) or 'CUDA GPU'}"
 
 
@@ -162,8 +162,8 @@ def _interface() -> Finding:
 
 def _port(port: int | None) -> str:
     with listen_on_loopback(port) as listener:
-        address, found = listener.getsockname()
-    return f"{address}:{found} can be listened on"
+        address, listening_port = listener.getsockname()
+    return f"{address}:{listening_port} can be listened on"
 
 
 def _nearest(path: Path) -> Path:
@@ -173,10 +173,10 @@ def _nearest(path: Path) -> Path:
 
 def _folder(path: Path) -> str:
     """Try in the nearest folder that is there what a run needs of it: files, and locks on them."""
-    there = _nearest(path)
-    with tempfile.TemporaryFile(dir=there) as file:
+    existing = _nearest(path)
+    with tempfile.TemporaryFile(dir=existing) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    usage = shutil.disk_usage(there)
+    usage = shutil.disk_usage(existing)
     free, total = format_bytes(usage.free), format_bytes(usage.total)
     return f"{path} can be written; {free} of {total} free"
 
@@ -196,8 +196,10 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
     samples = config.train.steps * config.train.batch
     tokens = format_count(dataset.tokens("train"))
     if isinstance(sampler, BlendSampler):
-        each = (f"{one['source']} {one['epochs']:.2g}" for one in sampler.passes(samples))
-        return f"{tokens} training tokens; train.steps reads {', '.join(each)} times"
+        passes_text = (
+            f"{source['source']} {source['epochs']:.2g}" for source in sampler.passes(samples)
+        )
+        return f"{tokens} training tokens; train.steps reads {', '.join(passes_text)} times"
     passes = samples / sampler.samples
     return f"{tokens} training tokens, of which train.steps reads {passes:.2g} times all"
 
@@ -218,14 +220,14 @@ def _room(config: Config, root: Path) -> str:
     """Compare what the steps of a run take with what the disk has."""
     states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     trained = trained_parameter_count(config.model)
-    one = 4 * (parameter_count(config.model) + trained * states)
+    step_bytes = 4 * (parameter_count(config.model) + trained * states)
     # The newest is there before the oldest goes.
-    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
-    needed = one * kept
-    there = _nearest(root)
-    free = shutil.disk_usage(there).free
+    kept_steps = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    needed = step_bytes * kept_steps
+    existing = _nearest(root)
+    free = shutil.disk_usage(existing).free
     text = (
-        f"{kept} steps of {format_bytes(one)} need {format_bytes(needed)}; "
+        f"{kept_steps} steps of {format_bytes(step_bytes)} need {format_bytes(needed)}; "
         f"{format_bytes(free)} are free"
     )
     if needed > free:
@@ -240,11 +242,11 @@ def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:
         check_limit(config, layout, machine)
         return check_memory(config, layout, machine)
 
-    found = _looked_at("peak", look)
+    finding = _looked_at("peak", look)
     limit = config.cluster.memory
-    if limit is None or found.state == "bad":
-        return found
+    if limit is None or finding.state == "bad":
+        return finding
     needed = worst_memory(setting_on(config, machine, layout), layout).allocated
     if needed <= limit:
-        return found
-    return Finding("peak", f"{found.text}, but cluster.memory = {format_bytes(limit)}", "bad")
+        return finding
+    return Finding("peak", f"{finding.text}, but cluster.memory = {format_bytes(limit)}", "bad")

@@ -33,37 +33,40 @@ _VERSIONS: Final = ("meshwright", "python", "torch")
 
 
 def preflight(
-    config: Config, environ: Mapping[str, str], at: Rendezvous
+    config: Config, environ: Mapping[str, str], rendezvous: Rendezvous
 ) -> list[tuple[str, Finding]]:
     """Return the findings of all nodes, by node name; the same list on every process.
 
-    A collective of the processes in `at`, one per node. Raises `ConfigError` if their number
-    differs from the config's nodes.
+    A collective of the processes in `rendezvous`, one per node. Raises `ConfigError` if
+    their number differs from the config's nodes.
     """
-    if config.cluster.nodes not in (1, at.size):
-        what = f"cluster.nodes = {config.cluster.nodes}, but {at.size} process(es) examine them"
-        raise ConfigError(refusal(what, legal=[f"cluster.nodes = {at.size}"]))
+    if config.cluster.nodes not in (1, rendezvous.size):
+        problem = (
+            f"cluster.nodes = {config.cluster.nodes}, but {rendezvous.size} process(es) "
+            "examine them"
+        )
+        raise ConfigError(refusal(problem, legal=[f"cluster.nodes = {rendezvous.size}"]))
     config = config.model_copy(
-        update={"cluster": config.cluster.model_copy(update={"nodes": at.size})}
+        update={"cluster": config.cluster.model_copy(update={"nodes": rendezvous.size})}
     )
-    own = [*examine_machine(environ, Path(config.log.dir)), *examine_config(config, environ)]
-    met = meet(at, config.cluster.timeout)
-    at = replace(at, rank=met.rank)
+    findings = [*examine_machine(environ, Path(config.log.dir)), *examine_config(config, environ)]
+    met = meet(rendezvous, config.cluster.timeout)
+    rendezvous = replace(rendezvous, rank=met.rank)
 
     def share(key: str, text: str) -> list[str]:
-        return shared(met.store, at, f"preflight/{key}", text)
+        return shared(met.store, rendezvous, f"preflight/{key}", text)
 
-    facts = facts_of(config, environ, met, own)
+    facts = facts_of(config, environ, met, findings)
     address = met.address or "127.0.0.1"
-    facts["links"] = measure_links(at.rank, at.size, address, share)
+    facts["links"] = measure_links(rendezvous.rank, rendezvous.size, address, share)
     facts["time"] = time.time()  # links were measured together: it is one moment
     texts = share("facts", json.dumps(facts))
-    part(met.store, at)
+    part(met.store, rendezvous)
     return together([json.loads(text) for text in texts])
 
 
 def facts_of(
-    config: Config, environ: Mapping[str, str], met: Meeting, own: Sequence[Finding]
+    config: Config, environ: Mapping[str, str], met: Meeting, findings: Sequence[Finding]
 ) -> dict[str, Any]:
     """Return this node's facts for the comparison with other nodes."""
     try:
@@ -79,48 +82,48 @@ def facts_of(
             zip(_VERSIONS, (__version__, platform.python_version(), torch.__version__), strict=True)
         ),
         "data": data,
-        "findings": [finding.as_dict() for finding in own],
+        "findings": [finding.as_dict() for finding in findings],
     }
 
 
 def together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, Finding]]:
     """Return the findings of each node, and then those of the comparison, as "all"."""
     names = _names(facts)
-    found = [
+    findings = [
         (name, Finding(**finding))
         for name, fact in zip(names, facts, strict=True)
         for finding in fact["findings"]
         if finding["state"] != "ok" or len(facts) == 1
     ]
     for key in _VERSIONS:
-        found.append(("all", _same(key, names, [fact["versions"][key] for fact in facts])))
+        findings.append(("all", _same(key, names, [fact["versions"][key] for fact in facts])))
     data = [json.dumps(fact["data"], sort_keys=True) for fact in facts]
     same = _same("data", names, data)
     if same.state == "ok":
         same = replace(same, text="the same on all nodes")
-    found.append(("all", same))
-    found += [("all", one) for one in (_names_differ(facts), _addresses(names, facts))]
-    found.append(("all", links_finding(names, [fact["links"] for fact in facts])))
+    findings.append(("all", same))
+    findings += [("all", finding) for finding in (_names_differ(facts), _addresses(names, facts))]
+    findings.append(("all", links_finding(names, [fact["links"] for fact in facts])))
     times = [fact["time"] for fact in facts]
-    apart = max(times) - min(times)
-    state: Any = "note" if apart > _APART_S else "ok"
-    found.append(("all", Finding("clocks", f"at most {apart:.2f} s apart", state)))
-    return found
+    skew = max(times) - min(times)
+    state: Any = "note" if skew > _APART_S else "ok"
+    findings.append(("all", Finding("clocks", f"at most {skew:.2f} s apart", state)))
+    return findings
 
 
 def _names(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name for each node; those of the same name get their place, too."""
     hosts = [fact["host"] for fact in facts]
     return [
-        host if hosts.count(host) == 1 else f"{host} ({place})" for place, host in enumerate(hosts)
+        host if hosts.count(host) == 1 else f"{host} ({index})" for index, host in enumerate(hosts)
     ]
 
 
-def _same(what: str, names: Sequence[str], values: Sequence[str]) -> Finding:
+def _same(fact: str, names: Sequence[str], values: Sequence[str]) -> Finding:
     if len(set(values)) == 1:
-        return Finding(what, values[0])
-    each = "; ".join(f"{name} has {value}" for name, value in zip(names, values, strict=True))
-    return Finding(what, f"differs: {each}", "bad")
+        return Finding(fact, values[0])
+    differing = "; ".join(f"{name} has {value}" for name, value in zip(names, values, strict=True))
+    return Finding(fact, f"differs: {differing}", "bad")
 
 
 def _names_differ(facts: Sequence[Mapping[str, Any]]) -> Finding:
@@ -145,5 +148,5 @@ def _addresses(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> Find
 
 
 def _interface(fact: Mapping[str, Any]) -> str:
-    why = "on the way to MASTER_ADDR" if fact["is_chosen"] else "asked for"
-    return f"{fact['interface'] or 'none'} ({fact['address'] or 'no address'}, {why})"
+    reason = "on the way to MASTER_ADDR" if fact["is_chosen"] else "asked for"
+    return f"{fact['interface'] or 'none'} ({fact['address'] or 'no address'}, {reason})"

@@ -34,7 +34,7 @@ def read_whole(folder: Path, kind: str) -> Arrays:
                 chunk = opened.get_tensor(name)
                 chunks.setdefault(name, []).append((places[name]["saved_offsets"], chunk))
     with foreign(f"{folder}/{kind}-*.safetensors", CheckpointError):
-        return {name: _joined(some) for name, some in chunks.items()}
+        return {name: _joined(tensor_chunks) for name, tensor_chunks in chunks.items()}
 
 
 @contextmanager
@@ -47,31 +47,34 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _joined(chunks: list[tuple[list[int], Any]]) -> Any:
-    ends = [[at + n for at, n in zip(start, c.shape, strict=True)] for start, c in chunks]
+    ends = [
+        [offset + length for offset, length in zip(start, chunk.shape, strict=True)]
+        for start, chunk in chunks
+    ]
     shape = [max(along) for along in zip(*ends, strict=True)]
     if math.prod(shape) > _SPARSE * sum(chunk.size for _, chunk in chunks):
         raise ValueError(f"chunks that leave most of {shape} open")
-    whole = np.full(shape, np.nan)
+    joined = np.full(shape, np.nan)
     with np.errstate(invalid="ignore"):  # damaged numbers are compared, not told of one by one
         for (start, chunk), end in zip(chunks, ends, strict=True):
-            whole[tuple(slice(a, b) for a, b in zip(start, end, strict=True))] = chunk
-    return whole
+            joined[tuple(slice(a, b) for a, b in zip(start, end, strict=True))] = chunk
+    return joined
 
 
-def distance(found: Arrays, expected: Arrays) -> tuple[float, str]:
+def distance(observed: Arrays, expected: Arrays) -> tuple[float, str]:
     """Return the largest error of a tensor, relative to its size, and its name.
 
     Infinite if a tensor is missing or has a NaN. The size of a tensor counts as at least 1e-5 of
     the largest one's, because a vanishing tensor has only rounding noise.
     """
-    sizes = {name: float(np.linalg.norm(one)) for name, one in expected.items()}
-    least = 1e-5 * max(sizes.values(), default=0.0)
+    sizes = {name: float(np.linalg.norm(tensor)) for name, tensor in expected.items()}
+    floor = 1e-5 * max(sizes.values(), default=0.0)
     worst = (0.0, "")
-    for name in dict.fromkeys((*expected, *found)):
+    for name in dict.fromkeys((*expected, *observed)):
         off = float("inf")
-        if name in expected and name in found and found[name].shape == expected[name].shape:
-            off = float(np.linalg.norm(found[name] - expected[name]))
-            off = off / max(sizes[name], least, 1e-300) if off == off else float("inf")
+        if name in expected and name in observed and observed[name].shape == expected[name].shape:
+            off = float(np.linalg.norm(observed[name] - expected[name]))
+            off = off / max(sizes[name], floor, 1e-300) if off == off else float("inf")
         if off >= worst[0]:
             worst = (off, name)
     return worst
@@ -79,12 +82,12 @@ def distance(found: Arrays, expected: Arrays) -> tuple[float, str]:
 
 def minus(after: Arrays, before: Arrays) -> Arrays:
     """Return the change of each tensor: NaN if it didn't exist, or had another shape."""
-    return {name: one - _like(one, before.get(name)) for name, one in after.items()}
+    return {name: tensor - _like(tensor, before.get(name)) for name, tensor in after.items()}
 
 
-def _like(one: Any, other: Any) -> Any:
-    is_like = other is not None and other.shape == one.shape
-    return other if is_like else np.full(one.shape, np.nan)
+def _like(tensor: Any, candidate: Any) -> Any:
+    is_like = candidate is not None and candidate.shape == tensor.shape
+    return candidate if is_like else np.full(tensor.shape, np.nan)
 
 
 def above_noise(change: Arrays, state: Arrays, noise: float) -> Arrays:
@@ -95,9 +98,9 @@ def above_noise(change: Arrays, state: Arrays, noise: float) -> Arrays:
     second = {name: state[f"exp_avg_sq.{name}"] for name in change if f"exp_avg_sq.{name}" in state}
     if not second:
         return change
-    count = sum(one.size for one in second.values())
-    least = noise**2 * sum(float(one.sum()) for one in second.values()) / count
+    count = sum(moment.size for moment in second.values())
+    threshold = noise**2 * sum(float(moment.sum()) for moment in second.values()) / count
     return {
-        name: one * (_like(one, second.get(name)) > least) if name in second else one
-        for name, one in change.items()
+        name: update * (_like(update, second.get(name)) > threshold) if name in second else update
+        for name, update in change.items()
     }

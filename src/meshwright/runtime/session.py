@@ -113,13 +113,13 @@ def train(
     environ = dict(os.environ) if environ is None else environ
     if "FAULT" in environ:
         Fault.parse(environ["FAULT"])
-    at = Rendezvous.from_environment(environ)
-    if at is not None:
-        return _train_joined(config, at, environ, resume, quiet=quiet)
+    rendezvous = Rendezvous.from_environment(environ)
+    if rendezvous is not None:
+        return _train_joined(config, rendezvous, environ, resume, quiet=quiet)
     job = prepare_job(config, environ, resume=resume)
     listener, shown = listen_on_loopback(config.cluster.port), Lasting(out)
-    with contextlib.ExitStack() as held, StopSignals() as signals:
-        locks = locked(job, held)
+    with contextlib.ExitStack() as stack, StopSignals() as signals:
+        locks = locked(job, stack)
         notes = list(run_notes(job, environ))  # before a run that goes on gets its new config
         _create(job)
         _say(shown, f"run folder {job.folder.path}")
@@ -145,7 +145,7 @@ def train(
 def prepare_job(
     config: Config,
     environ: Mapping[str, str],
-    at: Rendezvous | None = None,
+    rendezvous: Rendezvous | None = None,
     resume: Resume | None = None,
 ) -> Job:
     """Check everything that can be checked before a process starts, and prepare the data.
@@ -153,7 +153,7 @@ def prepare_job(
     Raises `ConfigError`, `DataError` or `CheckpointError` naming the rule, the value and the
     alternatives.
     """
-    machine = detect(config.cluster, environ, at)
+    machine = detect(config.cluster, environ, rendezvous)
     check_device(config, machine, environ)
     check_tokenizer(config)
     before = None if resume is None else resumed_folder_with_steps(config, resume)
@@ -176,9 +176,9 @@ def prepare_job(
     dataset = open_data(config.data, cache, vocab_size=config.model.vocab_size, progress=say)
     for line in dataset.check(config.train):
         say(line)
-    found = dataset.tokenizer
-    file = None if found.file is None else str(found.file)
-    record = RunTokenizer(found.name, found.eos_token, file, found.bos_ids)
+    tokenizer = dataset.tokenizer
+    file = None if tokenizer.file is None else str(tokenizer.file)
+    record = RunTokenizer(tokenizer.name, tokenizer.eos_token, file, tokenizer.bos_ids)
     job = Job(config, layout, machine, cache, folder, record, run=secrets.token_hex(8))
     if config.checkpoint.dir is not None:  # its own folder is in that of the run
         check_writable("checkpoint folder", job.checkpoints, "checkpoint.dir")
@@ -194,8 +194,8 @@ def _refuse_steps(job: Job) -> None:
         raise ConfigError(_taken(job))
 
 
-def locked(job: Job, held: contextlib.ExitStack) -> list[RunLock]:
-    """Lock the folders that a job writes to while `held` is open: the run's, and that of its steps.
+def locked(job: Job, stack: contextlib.ExitStack) -> list[RunLock]:
+    """Lock the folders that a job writes to while `stack` is open: the run's and the steps'.
 
     Raises `ConfigError` if another run holds one of them, or has saved there meanwhile.
     """
@@ -203,7 +203,7 @@ def locked(job: Job, held: contextlib.ExitStack) -> list[RunLock]:
     if job.checkpoints.resolve() != job.folder.path.resolve():  # else they have one lock
         locks.append(RunLock(job.checkpoints / LOCK, job.run, "checkpoint folder"))
     for lock in locks:
-        held.enter_context(lock)
+        stack.enter_context(lock)
     if not job.resume:
         _refuse_steps(job)
     return locks
@@ -211,16 +211,16 @@ def locked(job: Job, held: contextlib.ExitStack) -> list[RunLock]:
 
 def _taken(job: Job) -> str:
     """Say that a job's folder of steps is another run's, and how to resume that one."""
-    run, more = "RUN, RUN being its run folder", ""
+    run, suffix = "RUN, RUN being its run folder", ""
     for plan in sorted(Path(job.config.log.dir).glob("*/plan.json")):
         with contextlib.suppress(ConfigError, OSError):  # a damaged run, or one without steps
-            other = read_job(plan.parent)
-            if not plan.parent.is_symlink() and other.checkpoints.samefile(job.checkpoints):
+            other_job = read_job(plan.parent)
+            if not plan.parent.is_symlink() and other_job.checkpoints.samefile(job.checkpoints):
                 run, wanted = shlex.quote(str(plan.parent)), job.config.train.steps
-                more = f" train.steps={wanted}" if wanted != other.config.train.steps else ""
+                suffix = f" train.steps={wanted}" if wanted != other_job.config.train.steps else ""
     return (
         f"checkpoint.dir = {job.checkpoints} holds steps of another run. For a new run choose "
-        f"another folder; to resume that one: meshwright train --resume {run}{more}"
+        f"another folder; to resume that one: meshwright train --resume {run}{suffix}"
     )
 
 
@@ -233,15 +233,15 @@ def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
 
 def _train_joined(
     config: Config,
-    at: Rendezvous,
+    rendezvous: Rendezvous,
     environ: Mapping[str, str],
     resume: Resume | None,
     *,
     quiet: bool,
 ) -> Run:
     """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
-    config = on_nodes(config, at)
-    machine = _as_rank(config, at, environ)
+    config = on_nodes(config, rendezvous)
+    machine = _as_rank(config, rendezvous, environ)
     # Only here, where this process is a rank itself: a supervisor never needs torch.
     from meshwright.parallel.transport.world import join
     from meshwright.runtime.ranks.worker import (
@@ -258,102 +258,105 @@ def _train_joined(
     # Before the ranks meet: a layout that is not legal. What else is decided, rank 0 decides.
     plain = config.train.model_copy(update={"compile": False})
     resolve_layout(settled(config.model_copy(update={"train": plain}), machine), machine)
-    world = join(at, machine.device, config.cluster.timeout)
-    at = replace(at, rank=world.rank)  # its number in the mesh from here on
-    with contextlib.ExitStack() as held:
+    world = join(rendezvous, machine.device, config.cluster.timeout)
+    rendezvous = replace(rendezvous, rank=world.rank)  # its number in the mesh from here on
+    with contextlib.ExitStack() as stack:
 
         def prepare() -> str:
-            return hand_over(_taken_up(config, at, environ, resume, held))
+            return hand_over(_taken_up(config, rendezvous, environ, resume, stack))
 
         gathering = one_folder(world, parse_json(world.from_rank_0("meshwright/run", prepare)))
         job = read_job(gathering.folder.path)
-        _check_world(job, at)
-        _take_up_logs(job, at, environ)
-        world = replace(world, recorder=open_flight_recorder(job.folder, at, environ))
+        _check_world(job, rendezvous)
+        _take_up_logs(job, rendezvous, environ)
+        world = replace(world, recorder=open_flight_recorder(job.folder, rendezvous, environ))
         is_failure, out = True, Lasting(sys.stdout)
         try:
-            with logged(job.folder.log(at.rank), stdout=at.rank != 0):
-                view = open_view(out, quiet=quiet) if at.rank == 0 else None
-                code = run_rank(job, world, at.attempt, stop, environ, view=view)
+            with logged(job.folder.log(rendezvous.rank), stdout=rendezvous.rank != 0):
+                view = open_view(out, quiet=quiet) if rendezvous.rank == 0 else None
+                code = run_rank(job, world, rendezvous.attempt, stop, environ, view=view)
             is_failure = False
         except BaseException as error:
-            record_failure(job.folder, at.rank, error, world.recorder)
+            record_failure(job.folder, rendezvous.rank, error, world.recorder)
             raise
         finally:
-            if at.rank in gathering.apart:
-                gathering.send(at.rank)
-            if at.rank == 0:
+            if rendezvous.rank in gathering.apart:
+                gathering.send(rendezvous.rank)
+            if rendezvous.rank == 0:
                 for rank in gathering.collect(is_failure=is_failure):
                     _say(out, f"note: rank {rank} on {world.node(rank)} has sent no log")
                 _write_report(job, out)
-        if at.rank == 0 and code == EXIT_STOPPED:
-            _say(out, going_on(job, at), GOES_ON)
-        if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
-            forget(job, at)
+        if rendezvous.rank == 0 and code == EXIT_STOPPED:
+            _say(out, going_on(job, rendezvous), GOES_ON)
+        if rendezvous.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
+            forget(job, rendezvous)
     return Run(job.folder.path, code)
 
 
-def _as_rank(config: Config, at: Rendezvous, environ: Mapping[str, str]) -> Machine:
+def _as_rank(config: Config, rendezvous: Rendezvous, environ: Mapping[str, str]) -> Machine:
     """Return the machine of this rank, whose environment has what its GPU wants."""
-    machine = detect(config.cluster, environ, at)
+    machine = detect(config.cluster, environ, rendezvous)
     if machine.device == "cuda":  # before torch reads it
-        os.environ.update(gpu_environ(environ, machine.threads(at.local_size)))
+        os.environ.update(gpu_environ(environ, machine.threads(rendezvous.local_size)))
     return machine
 
 
-def _take_up_logs(job: Job, at: Rendezvous, environ: Mapping[str, str]) -> None:
+def _take_up_logs(job: Job, rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
     """Have a rank leave why it ends in the run folder, and on a GPU what NCCL has done.
 
     torch reads the variable for it as it writes, at a time-out.
     """
-    job.folder.failure(at.rank).unlink(missing_ok=True)
+    job.folder.failure(rendezvous.rank).unlink(missing_ok=True)
     if job.machine.device == "cuda":
         os.environ.update(trace_files(job.folder, environ))
 
 
 def _taken_up(
     config: Config,
-    at: Rendezvous,
+    rendezvous: Rendezvous,
     environ: Mapping[str, str],
     resume: Resume | None,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
 ) -> Job:
-    """Return the job of ranks that others have started, its folder locked while `held` is.
+    """Return the job of ranks that others have started, its folder locked while `stack` is open.
 
     An attempt that comes back on more or fewer nodes goes on with its run on another layout.
     """
-    folder = recorded(config, at, lambda text: _say(sys.stdout, text))
+    folder = recorded(config, rendezvous, lambda text: _say(sys.stdout, text))
     before = None if folder is None else read_job(folder)
-    if before is not None and before.layout.world == at.size:
-        locked(replace(before, resume=True), held)
-        append_event(before.folder.events, restarted(before, at))
+    if before is not None and before.layout.world == rendezvous.size:
+        locked(replace(before, resume=True), stack)
+        append_event(before.folder.events, restarted(before, rendezvous))
         return before
-    job = prepare_job(config, environ, at, resume if folder is None else Resume(folder))
-    locked(job, held)
-    unproved = [] if at.secret else [_NO_SECRET]
+    job = prepare_job(config, environ, rendezvous, resume if folder is None else Resume(folder))
+    locked(job, stack)
+    unproved = [] if rendezvous.secret else [_NO_SECRET]
     for text in (*unproved, *run_notes(job, environ)):
         _say(sys.stdout, f"note: {text}")
     _create(job)
-    tell(job, config, at)
+    tell(job, config, rendezvous)
     if before is not None:
-        append_event(job.folder.events, restarted(before, at))
+        append_event(job.folder.events, restarted(before, rendezvous))
     return job
 
 
-def _check_world(job: Job, at: Rendezvous) -> None:
+def _check_world(job: Job, rendezvous: Rendezvous) -> None:
     """Refuse ranks that a layout has no use for."""
-    if job.layout.world != at.size:
-        what = f"the layout {job.layout.label} has {job.layout.world} ranks, and {at.size} started"
-        unused = left_over(job.config, job.layout, at.size)
-        why, legal = (f": {unused.why}", unused.legal) if unused else ("", ("another layout",))
-        raise ConfigError(refusal(what + why, legal=[f"{job.layout.world} ranks", *legal]))
+    if job.layout.world != rendezvous.size:
+        problem = (
+            f"the layout {job.layout.label} has {job.layout.world} ranks, and "
+            f"{rendezvous.size} started"
+        )
+        unused = left_over(job.config, job.layout, rendezvous.size)
+        reason, legal = (f": {unused.why}", unused.legal) if unused else ("", ("another layout",))
+        raise ConfigError(refusal(problem + reason, legal=[f"{job.layout.world} ranks", *legal]))
 
 
 def _create(job: Job) -> None:
     """Make the run folder, with what is predicted of the steps where these are to be recorded."""
     create(job)
-    if job.config.log.trace and (found := predicted(job)) is not None:
-        put_step(job.folder, found)
+    if job.config.log.trace and (prediction := predicted(job)) is not None:
+        put_step(job.folder, prediction)
 
 
 def _say(out: TextIO | Lasting, text: str, joint: str = "") -> None:

@@ -48,8 +48,8 @@ _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vo
 
 def plan_notes(config: Config) -> list[str]:
     """Return notes on what a plan leaves out."""
-    other = preset_note(config)
-    return [] if other is None else [other]
+    note = preset_note(config)
+    return [] if note is None else [note]
 
 
 def preset_note(config: Config) -> str | None:
@@ -87,15 +87,15 @@ def schedule_note(config: Config) -> str | None:
 def tokenizer_note(config: Config) -> str | None:
     """Return a note if a stored model gets a tokenizer other than its own."""
     init_from, given = config.model.init_from, config.data.tokenizer
-    own = None if init_from is None else stored_tokenizer(Path(init_from))
-    if own is None or given == own[0]:
+    stored = None if init_from is None else stored_tokenizer(Path(init_from))
+    if stored is None or given == stored[0]:
         return None
-    file = Path(given) / Path(own[0]).name if Path(given).is_dir() else Path(given)
-    if file.is_file() and Path(own[0]).is_file() and cmp(file, own[0], shallow=False):
+    file = Path(given) / Path(stored[0]).name if Path(given).is_dir() else Path(given)
+    if file.is_file() and Path(stored[0]).is_file() and cmp(file, stored[0], shallow=False):
         return None
     return (
-        f"data.tokenizer = {given!r}, but model.init_from was trained with {own[0]}: its ids mean "
-        "other texts"
+        f"data.tokenizer = {given!r}, but model.init_from was trained with {stored[0]}: its ids "
+        "mean other texts"
     )
 
 
@@ -124,10 +124,10 @@ def layout_notes(config: Config, layout: Layout, machine: Machine) -> Iterator[s
     for text in (None if unused is None else unused.text, unsharded(layout)):
         if text is not None:
             yield text
-    here = layout.world // config.cluster.nodes
-    if machine.device == "cpu" and here > machine.cores:
+    local_ranks = layout.world // config.cluster.nodes
+    if machine.device == "cpu" and local_ranks > machine.cores:
         yield (
-            f"the layout {layout.label} has {here} ranks on this machine, which share "
+            f"the layout {layout.label} has {local_ranks} ranks on this machine, which share "
             f"{machine.cores} cores"
         )
 
@@ -144,27 +144,29 @@ def resume_notes(job: Job) -> Iterator[str]:
             yield text
 
 
-def _change_note(before: Config, now: Config, done: int) -> str | None:
+def _change_note(before: Config, current: Config, done: int) -> str | None:
     """Return what but the learning rate is another after the steps that are done."""
     changed = []
     for section, keys in _OF_STEPS.items():
         for key in keys:
-            old, new = (getattr(getattr(one, section), key) for one in (before, now))
+            old, new = (getattr(getattr(config, section), key) for config in (before, current))
             if old != new:
                 changed.append(f"{section}.{key} was {old}, is {new}")
     return f"from step {done + 1} on: {'; '.join(changed)}" if changed else None
 
 
-def _schedule_note(before: Config, now: Config, done: int) -> str | None:
+def _schedule_note(before: Config, current: Config, done: int) -> str | None:
     """Return how the learning rate of a resumed run departs from its schedule so far."""
     step = done + 1
-    rates = [learning_rate(step, one.train.steps, one.optimizer) for one in (before, now)]
+    rates = [
+        learning_rate(step, config.train.steps, config.optimizer) for config in (before, current)
+    ]
     if abs(rates[1] - rates[0]) <= 1e-6 * rates[0]:
         return None
     last = learning_rate(done, before.train.steps, before.optimizer)
-    pairs = [("train.steps", before.train.steps, now.train.steps)]
+    pairs = [("train.steps", before.train.steps, current.train.steps)]
     pairs += [
-        (f"optimizer.{key}", getattr(before.optimizer, key), getattr(now.optimizer, key))
+        (f"optimizer.{key}", getattr(before.optimizer, key), getattr(current.optimizer, key))
         for key in _OF_SCHEDULE
     ]
     changed = ", ".join(f"{key} was {old}, is {new}" for key, old, new in pairs if old != new)

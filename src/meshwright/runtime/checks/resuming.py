@@ -43,16 +43,16 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
             manifest = read_manifest(step)
             break
     else:
-        what = f"--resume {resume.run}: no step of {job.checkpoints} is readable"
-        raise ConfigError(f"{what}. {anew(job.checkpoints)}")
-    now = identity_of(job.config, dataset.identity)
+        problem = f"--resume {resume.run}: no step of {job.checkpoints} is readable"
+        raise ConfigError(f"{problem}. {anew(job.checkpoints)}")
+    identity = identity_of(job.config, dataset.identity)
     run = read_job(job.folder.path).run
     if "run" in resume.allowed:  # from here on it is the run that wrote the step
         run = str(manifest.get("run", ""))
     before = load_config(job.folder.config)
-    told = "; ".join(_changed_model(before, job.config))
-    _check_shapes(before, job.config, told)
-    refuse_changed(manifest, now, run, resume.allowed, {"model": told})
+    changes = "; ".join(_changed_model(before, job.config))
+    _check_shapes(before, job.config, changes)
+    refuse_changed(manifest, identity, run, resume.allowed, {"model": changes})
     # A run that was killed after its last save has an evaluation and an end to come.
     is_left = manifest["step"] == job.config.train.steps and not _has_ended(job.folder)
     if manifest["step"] >= job.config.train.steps and not is_left:
@@ -63,23 +63,25 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
     return replace(job, resume=True, allowed=resume.allowed, run=run)
 
 
-def _check_shapes(before: Config, now: Config, told: str) -> None:
+def _check_shapes(before: Config, current: Config, changes: str) -> None:
     """Refuse a model whose weights have other names or shapes than the run's, whatever is allowed.
 
-    `told` says how the models differ.
+    `changes` says how the models differ.
     """
-    old, new = ({part.name: part.shape for part in parts(one.model)} for one in (before, now))
+    old, new = (
+        {part.name: part.shape for part in parts(config.model)} for config in (before, current)
+    )
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             was, is_now = (list(shapes.get(name, ())) or "missing" for shapes in (old, new))
-            what = f"the run's weights do not fit this model: {told}"
-            raise CheckpointError(f"{what} ({name} was {was}, is {is_now})")
+            problem = f"the run's weights do not fit this model: {changes}"
+            raise CheckpointError(f"{problem} ({name} was {was}, is {is_now})")
 
 
-def _changed_model(before: Config, now: Config) -> Iterator[str]:
+def _changed_model(before: Config, current: Config) -> Iterator[str]:
     """Yield the keys of the model and its adapters that are not as the run began."""
     for section in ("model", "lora"):
-        old, new = (getattr(one, section).model_dump() for one in (before, now))
+        old, new = (getattr(config, section).model_dump() for config in (before, current))
         for key in KEYS[section]:
             if old[key] != new[key]:
                 yield f"{section}.{key} was {old[key]}, is {new[key]}"

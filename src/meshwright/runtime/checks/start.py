@@ -92,17 +92,21 @@ def check_limit(config: Config, layout: Layout, machine: Machine) -> None:
 
     setting = setting_on(config, machine, layout)
     states = max(
-        sum(each.bytes for each in memory(setting, layout, place).terms if each.category in _STATES)
-        for place in range(layout.pp)
+        sum(
+            term.bytes
+            for term in memory(setting, layout, pp_rank).terms
+            if term.category in _STATES
+        )
+        for pp_rank in range(layout.pp)
     )
-    least = states + _OWN
-    if limit < least:
+    needed = states + _OWN
+    if limit < needed:
         rule = (
             f"cluster.memory = {format_bytes(limit)} is less than a rank needs: "
             f"{format_bytes(states)} for its weights, gradients and optimizer states, and "
             f"{format_bytes(_OWN)} for its threads and messages"
         )
-        raise ConfigError(refusal(rule, legal=[f"cluster.memory={math.ceil(least / MIB)}MiB"]))
+        raise ConfigError(refusal(rule, legal=[f"cluster.memory={math.ceil(needed / MIB)}MiB"]))
 
 
 def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
@@ -116,18 +120,23 @@ def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
         return f"not known: {error}"
     from meshwright.cost.price import memory
 
-    stages = [memory(setting, layout, place).allocated for place in range(layout.pp)]
+    stages = [memory(setting, layout, pp_rank).allocated for pp_rank in range(layout.pp)]
     text = f"predicted {format_bytes(max(stages))} of tensors on the worst rank"
     if machine.device == "cuda":
-        needed, room, told = max(stages), setting.cluster.device.memory, "a device has {}"
+        needed, available, limit_text = (
+            max(stages),
+            setting.cluster.device.memory,
+            "a device has {}",
+        )
     else:
         # Of all ranks that run here; each node runs as many.
         needed = sum(stages) * layout.world / layout.pp / config.cluster.nodes
-        room, told = memory_of_machine()[1], "{} are free"
+        available, limit_text = memory_of_machine()[1], "{} are free"
         if layout.world > config.cluster.nodes:
             text += f", {format_bytes(needed)} on all ranks of this machine"
-    if room and needed > room:
+    if available and needed > available:
         hint = f"`meshwright plan --after-oom '{layout.label}'` lists what would fit"
-        rule = f"the layout {layout.label} does not fit: {text}; {told.format(format_bytes(room))}"
+        limit = limit_text.format(format_bytes(available))
+        rule = f"the layout {layout.label} does not fit: {text}; {limit}"
         raise ConfigError(refusal(rule, hint=hint))
     return text

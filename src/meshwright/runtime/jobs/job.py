@@ -32,19 +32,19 @@ class Expression(str):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job: `words` are the arguments of `meshwright train`, `per_node` the ranks per node.
+    """A job: `arguments` are those of `meshwright train`, `per_node` the ranks per node.
 
     `accelerator` is the device by its cloud name ("H100"), None on CPUs. `time_limit_s` is what the
     scheduler grants; `grace_s` before its end, ranks are asked to save and stop. `setup` runs
     before, on each node; `image` is a container's. `log_dir` is the folder of runs, `steps_dir`
     that of this run's steps, None for its own folder. `files` has the texts of the files that the
-    words name, by path: a Kubernetes job carries them. `volume` is the PersistentVolumeClaim, or
-    the bucket, that keeps data and runs, `wheel` the file of Meshwright's package, `identity` a
+    arguments name, by path: a Kubernetes job carries them. `volume` is the PersistentVolumeClaim,
+    or the bucket, that keeps data and runs, `wheel` the file of Meshwright's package, `identity` a
     random id of this job. Ranks prove that they know `secret`.
     """
 
     name: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     nodes: int
     per_node: int
     device: str
@@ -94,13 +94,13 @@ class JobSpec:
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Yield the names and texts of all fields but the setup script and the files."""
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in ("setup", "files") or value is None:
+        for spec_field in fields(self):
+            value = getattr(self, spec_field.name)
+            if spec_field.name in ("setup", "files") or value is None:
                 continue
             for text in value if isinstance(value, tuple) else (value,):
                 if isinstance(text, str):
-                    yield one.name, text
+                    yield spec_field.name, text
 
     @property
     def world(self) -> int:
@@ -110,7 +110,7 @@ class JobSpec:
     @property
     def train(self) -> list[str]:
         """The command of a rank."""
-        return ["meshwright", "train", *self.words]
+        return ["meshwright", "train", *self.arguments]
 
     @property
     def python(self) -> str:
@@ -147,7 +147,7 @@ class JobSpec:
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
             *("--rdzv-id", f"{self.name}-{self.identity}"),
             *("--max-restarts", str(self.restarts)),
-            *("-m", "meshwright", "train", *self.words),
+            *("-m", "meshwright", "train", *self.arguments),
         ]
 
 
@@ -176,9 +176,12 @@ def torchrun(job: JobSpec) -> str:
     return "\n".join(lines) + "\n"
 
 
-def shell(words: Sequence[str]) -> str:
-    """Return words as a line of a shell; all quoting of jobs is done here."""
-    return " ".join(word if isinstance(word, Expression) else shlex.quote(word) for word in words)
+def shell(arguments: Sequence[str]) -> str:
+    """Return arguments as a line of a shell; all quoting of jobs is done here."""
+    return " ".join(
+        argument if isinstance(argument, Expression) else shlex.quote(argument)
+        for argument in arguments
+    )
 
 
 def environment(job: JobSpec) -> Mapping[str, str]:
@@ -193,9 +196,9 @@ def parse_time(text: str) -> int:
 
     Raises `ConfigError` for anything else.
     """
-    found = re.fullmatch(r"(\d+)([smhd])", text)
-    if found:
-        return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    match = re.fullmatch(r"(\d+)([smhd])", text)
+    if match:
+        return int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
     clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
     if clock:
         hours, minutes, seconds = map(int, clock.groups())
@@ -205,11 +208,11 @@ def parse_time(text: str) -> int:
 
 def clock(seconds: int) -> str:
     """Return seconds as Slurm writes them: `days-hours:minutes:seconds`."""
-    minutes, rest = divmod(seconds, 60)
+    minutes, remaining = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return (
-        f"{days}-{hours:02}:{minutes:02}:{rest:02}"
+        f"{days}-{hours:02}:{minutes:02}:{remaining:02}"
         if days
-        else f"{hours:02}:{minutes:02}:{rest:02}"
+        else f"{hours:02}:{minutes:02}:{remaining:02}"
     )

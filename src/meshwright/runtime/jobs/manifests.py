@@ -103,9 +103,9 @@ def skypilot(job: JobSpec) -> str:
     mounts: dict[str, Any] = {}
     setup = [job.setup] if job.setup else []
     if job.wheel is not None:
-        there = f"{_WHEELS}/{PurePosixPath(job.wheel).name}"
-        mounts[there] = job.wheel
-        setup.append(f"pip install {shell([f'{there}[train]'])}")
+        wheel_path = f"{_WHEELS}/{PurePosixPath(job.wheel).name}"
+        mounts[wheel_path] = job.wheel
+        setup.append(f"pip install {shell([f'{wheel_path}[train]'])}")
     if job.volume is not None:
         mounts[f"{_WORKDIR}/{job.log_dir}"] = {"source": job.volume, "mode": "MOUNT_CACHED"}
     if mounts:
@@ -124,15 +124,15 @@ def _check_skypilot(job: JobSpec) -> None:
                 hint="`pip wheel --no-deps --wheel-dir dist .` in its source makes the file",
             )
         )
-    what = "SkyPilot copies the folder in which the task is written"
-    _check_inside((*job.files, job.log_dir), what, "name it relative to that folder")
+    reason = "SkyPilot copies the folder in which the task is written"
+    _check_inside((*job.files, job.log_dir), reason, "name it relative to that folder")
 
 
-def _check_inside(paths: Iterable[str], what: str, hint: str) -> None:
+def _check_inside(paths: Iterable[str], reason: str, hint: str) -> None:
     """Refuse paths that lead out of the folder that a job has."""
     for path in paths:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ConfigError(f"{what}: {path} lies outside; {hint}")
+            raise ConfigError(f"{reason}: {path} lies outside; {hint}")
 
 
 def jobset(job: JobSpec) -> str:
@@ -203,8 +203,10 @@ def _carrying(job: JobSpec) -> JobSpec:
                 f"a ConfigMap cannot have the file {name!r}: names in it differ, and are made of "
             )
             raise ConfigError(f"{rule}letters, digits, '-', '_' and '.'")
-    words = tuple(_path(word) if word in job.files else word for word in job.words)
-    return replace(job, words=words)
+    arguments = tuple(
+        _path(argument) if argument in job.files else argument for argument in job.arguments
+    )
+    return replace(job, arguments=arguments)
 
 
 def _path(file: str) -> str:
@@ -218,8 +220,8 @@ def _before(job: JobSpec, *, has_secret: bool) -> str:
         data = {PurePosixPath(name).name: text for name, text in job.files.items()}
         documents.append({"kind": "ConfigMap", **_named(f"{job.name}-config"), "data": data})
     if has_secret:
-        told = {VARIABLE: job.secret}
-        documents.append({"kind": "Secret", **_named(_secret_of(job)), "stringData": told})
+        secret_data = {VARIABLE: job.secret}
+        documents.append({"kind": "Secret", **_named(_secret_of(job)), "stringData": secret_data})
     return "".join(f"{_yaml({'apiVersion': 'v1', **document})}---\n" for document in documents)
 
 

@@ -43,7 +43,7 @@ _PASSED: Final = ("NCCL_", "GLOO_", "TORCH_", "PYTHONPATH", "FAULT")
 
 def ray_job(job: JobSpec) -> str:
     """Return the command that submits a job to a Ray cluster, from its folder."""
-    inside = shell(["meshwright", "launch", "ray", *job.words, *_options(job), "--submit"])
+    inside = shell(["meshwright", "launch", "ray", *job.arguments, *_options(job), "--submit"])
     line = f"cd {shlex.quote(str(Path.cwd()))} && {inside}"
     return shell(["ray", "job", "submit", "--no-wait", "--", "sh", "-c", line]) + "\n"
 
@@ -55,10 +55,10 @@ def _options(job: JobSpec) -> list[str]:
 
 def bundles(job: JobSpec) -> list[dict[str, float]]:
     """Return the resources of each node; Ray keeps a bundle on one node."""
-    one = {"CPU": float(job.per_node * (job.cores or 1))}
+    bundle = {"CPU": float(job.per_node * (job.cores or 1))}
     if job.device == "cuda":
-        one["GPU"] = float(job.per_node)
-    return [dict(one) for _ in range(job.nodes)]
+        bundle["GPU"] = float(job.per_node)
+    return [dict(bundle) for _ in range(job.nodes)]
 
 
 def strategy(job: JobSpec) -> str:
@@ -110,13 +110,13 @@ class NodeRanks:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    def start(self, words: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
+    def start(self, arguments: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
         """Start a rank in each environment; raises `OSError` if the folder is missing here."""
         follow = self._lifeline[0]
         for environ in environs:
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "meshwright", "train", *words],
+                    [sys.executable, "-m", "meshwright", "train", *arguments],
                     env={**os.environ, **environ, "MESHWRIGHT_PARENT_FD": str(follow)},
                     cwd=self._folder,
                     stdin=subprocess.DEVNULL,
@@ -173,9 +173,9 @@ def follow(
         nodes = start(attempt)
         try:
             codes = _watch(nodes, grace_s, stop)
-            why = f"ranks ended with codes {codes}"
+            reason = f"ranks ended with codes {codes}"
         except NodeLost as error:
-            codes, why = [], str(error)
+            codes, reason = [], str(error)
         finally:
             nodes.end()
         if codes and all(code in (EXIT_DONE, EXIT_STOPPED) for code in codes):
@@ -184,8 +184,8 @@ def follow(
             return int(final[0] or 0)
         if stop():
             return EXIT_RANK_FAILED
-        print(f"attempt {attempt}: {why}", file=sys.stderr, flush=True)
-    raise RankFailed(f"the ranks failed, also after {restarts} restarts; the last time {why}")
+        print(f"attempt {attempt}: {reason}", file=sys.stderr, flush=True)
+    raise RankFailed(f"the ranks failed, also after {restarts} restarts; the last time {reason}")
 
 
 def _watch(nodes: Nodes, grace_s: float, stop: Callable[[], bool]) -> list[int | None]:
@@ -195,11 +195,11 @@ def _watch(nodes: Nodes, grace_s: float, stop: Callable[[], bool]) -> list[int |
         codes = nodes.codes()
         if None not in codes or any(code not in (None, EXIT_DONE, EXIT_STOPPED) for code in codes):
             return codes
-        now = time.monotonic()
+        clock_s = time.monotonic()
         if stop() and asked_at is None:
-            asked_at = now
+            asked_at = clock_s
             nodes.ask_to_stop()
-        if asked_at is not None and now - asked_at > grace_s:
+        if asked_at is not None and clock_s - asked_at > grace_s:
             raise RankFailed(f"ranks did not stop within {grace_s:.0f} s of being asked to")
         time.sleep(_POLL_S)
 
@@ -219,13 +219,16 @@ class _RayNodes:
         host = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == first)
         try:
             port = ray.get(self._actors[0].port.remote())
-            own = passed(os.environ)
-            told = [
-                [own | one for one in environments(job, number, (host, port), attempt, identity)]
+            passed_environ = passed(os.environ)
+            environs_by_node = [
+                [
+                    passed_environ | rank_environ
+                    for rank_environ in environments(job, number, (host, port), attempt, identity)
+                ]
                 for number in range(job.nodes)
             ]
-            pairs = zip(self._actors, told, strict=True)
-            ray.get([actor.start.remote(job.words, environs) for actor, environs in pairs])
+            pairs = zip(self._actors, environs_by_node, strict=True)
+            ray.get([actor.start.remote(job.arguments, environs) for actor, environs in pairs])
         except ray.exceptions.RayTaskError as error:  # a folder that a node does not see
             self.end()
             raise ConfigError(f"a node could not start its ranks: {error.cause}") from None
@@ -233,10 +236,10 @@ class _RayNodes:
     def codes(self) -> list[int | None]:
         """Return the exit code of every rank."""
         try:
-            found = self._ray.get([actor.codes.remote() for actor in self._actors])
+            codes_by_node = self._ray.get([actor.codes.remote() for actor in self._actors])
         except self._ray.exceptions.RayActorError as error:
             raise NodeLost(f"a node was lost: {error}") from None
-        return [code for codes in found for code in codes]
+        return [code for codes in codes_by_node for code in codes]
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to save and end."""
@@ -297,6 +300,6 @@ def _reserve(ray: Any, job: JobSpec, wait_s: float) -> Any:
 def _no_room(ray: Any, job: JobSpec, wait_s: float) -> str:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has = [{key: node.get(key, 0) for key in bundles(job)[0]} for node in nodes]
-    what = f"{job.nodes} bundle(s) of {bundles(job)[0]} found no room in {wait_s:.0f} s"
+    problem = f"{job.nodes} bundle(s) of {bundles(job)[0]} found no room in {wait_s:.0f} s"
     hint = "--cpus is the cores of each rank, --wait how long to wait for nodes to come"
-    return refusal(f"{what}; Ray's nodes have {has}", hint=hint)
+    return refusal(f"{problem}; Ray's nodes have {has}", hint=hint)

@@ -34,7 +34,7 @@ def slurm(job: JobSpec) -> str:
     # Drawn as the job starts: Slurm shows the script of a job to more than its owner.
     lines.append(f"export {VARIABLE}=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')")
     lines += [job.setup] if job.setup else []
-    train = [job.python, "-m", "meshwright", "train", *job.words]
+    train = [job.python, "-m", "meshwright", "train", *job.arguments]
     cores = f"--cpus-per-task={_cores(job)}"  # srun no longer takes it from the job
     run = ["srun", f"--wait={_LEFT_S}", "--label", cores, *train]
     lines += [

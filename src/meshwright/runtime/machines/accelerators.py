@@ -59,14 +59,14 @@ def torch_build(file: Path | None = None) -> Build | None:
     if not file.is_file():
         return None
     pairs = re.findall(r"^(\w+)[^=\n]*= '([^']*)'", file.read_text(encoding="utf-8"), re.MULTILINE)
-    found = dict(pairs)
-    return Build(found.get("__version__", "?"), found.get("cuda"), found.get("hip"))
+    versions = dict(pairs)
+    return Build(versions.get("__version__", "?"), versions.get("cuda"), versions.get("hip"))
 
 
-def check_torch(what: str) -> None:
+def check_torch(command: str) -> None:
     """Refuse commands that compute if torch is not installed."""
     if torch_build() is None:
-        raise lacks_training(what)
+        raise lacks_training(command)
 
 
 def find_gpus(environ: Mapping[str, str], root: Path = ROOT) -> Gpus | None:
@@ -87,8 +87,8 @@ def find_gpus(environ: Mapping[str, str], root: Path = ROOT) -> Gpus | None:
 
 def count_gpus(environ: Mapping[str, str]) -> int:
     """Return how many GPUs this process may use."""
-    found = find_gpus(environ)
-    return 0 if found is None else found.visible
+    gpus = find_gpus(environ)
+    return 0 if gpus is None else gpus.visible
 
 
 def gpu_memory(root: Path = ROOT, command: Sequence[str] = _SMI) -> int | None:
@@ -110,11 +110,11 @@ def check_build(device: str, gpus: Gpus | None, build: Build | None) -> None:
     if device != "cuda" or gpus is None or build is None or not build.lacks(gpus.vendor):
         return
     needed = "CUDA" if gpus.vendor == "NVIDIA" else "ROCm"
-    what = f"{gpus.visible} {gpus.vendor} GPU{'s' if gpus.visible > 1 else ''}"
+    gpus_text = f"{gpus.visible} {gpus.vendor} GPU{'s' if gpus.visible > 1 else ''}"
     built = (
         f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "CPUs only"
     )
-    rule = f"this machine has {what}, but torch {build.torch} was built for {built}"
+    rule = f"this machine has {gpus_text}, but torch {build.torch} was built for {built}"
     hint = "pytorch.org/get-started has the command that installs the one for this driver"
     legal = [f"a torch that was built for {needed}", "cluster.device = 'cpu'"]
     raise ConfigError(refusal(rule, legal=legal, hint=hint))
@@ -131,10 +131,12 @@ def unused_note(
             f"trains on the CPU: {gpus.hidden_by} hides the {gpus.present} {gpus.vendor} GPU(s) of "
             "this machine; set cluster.device=cpu if you mean this"
         )
-    other = _other(root, system or platform.system())
-    if other is None:
+    other_vendor = _other(root, system or platform.system())
+    if other_vendor is None:
         return None
-    return f"trains on the CPU: {unsupported(other)}; set cluster.device=cpu if you mean this"
+    return (
+        f"trains on the CPU: {unsupported(other_vendor)}; set cluster.device=cpu if you mean this"
+    )
 
 
 def unsupported(name: Literal["Apple", "Intel"]) -> str:
@@ -145,22 +147,22 @@ def unsupported(name: Literal["Apple", "Intel"]) -> str:
 
 def _nvidia(environ: Mapping[str, str], root: Path) -> int:
     folder = root / "proc/driver/nvidia/gpus"
-    found = len(list(folder.iterdir())) if folder.is_dir() else 0
+    count = len(list(folder.iterdir())) if folder.is_dir() else 0
     names = (path.name.removeprefix("nvidia") for path in (root / "dev").glob("nvidia[0-9]*"))
-    found = found or sum(name.isdigit() for name in names)
+    count = count or sum(name.isdigit() for name in names)
     is_wsl = (root / "dev/dxg").exists() and any((root / "usr/lib/wsl/lib").glob("libcuda.so*"))
-    if not found and is_wsl:
+    if not count and is_wsl:
         return max(1, len(_named(environ.get("CUDA_VISIBLE_DEVICES", ""))))
-    return found
+    return count
 
 
 def _amd(root: Path) -> int:
     """Return how many nodes of the compute driver have units of a GPU; CPUs are nodes, too."""
-    found = 0
+    count = 0
     for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         match = re.search(r"^simd_count (\d+)", file.read_text(errors="replace"), re.MULTILINE)
-        found += match is not None and int(match[1]) > 0
-    return found
+        count += match is not None and int(match[1]) > 0
+    return count
 
 
 def _other(root: Path, system: str) -> Literal["Apple", "Intel"] | None:
@@ -174,5 +176,5 @@ def _other(root: Path, system: str) -> Literal["Apple", "Intel"] | None:
     return None
 
 
-def _named(words: str) -> list[str]:
-    return [word for word in words.split(",") if word.strip() not in ("", "-1")]
+def _named(text: str) -> list[str]:
+    return [device for device in text.split(",") if device.strip() not in ("", "-1")]

@@ -30,8 +30,8 @@ def lacks_compiler(device: str, environ: Mapping[str, str]) -> str | None:
         names = [environ[word]]
     path = environ.get("PATH", os.defpath)
     if not any(shutil.which(name, path=path) for name in names):
-        found = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not on the PATH"
-        return f"there is no {language} compiler: {found} ({word} names another)"
+        missing = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not on the PATH"
+        return f"there is no {language} compiler: {missing} ({word} names another)"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         return f"Python's headers are not installed, which the {language} compiler needs"
     return None

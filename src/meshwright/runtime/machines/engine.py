@@ -80,7 +80,7 @@ def check_async_tp(config: Config, layout: Layout, device: str, gpus: Gpus | Non
     """Refuse products in pieces where there is no compiled block, or no memory that ranks share."""
     if not config.train.async_tp:
         return
-    each = config.cluster.devices_per_node or (gpus.visible if gpus is not None else layout.tp)
+    per_node = config.cluster.devices_per_node or (gpus.visible if gpus is not None else layout.tp)
     rule = None
     if device != "cuda" or (gpus is not None and gpus.vendor != "NVIDIA"):
         rule = "it needs GPUs of NVIDIA, whose ranks share memory"
@@ -88,8 +88,8 @@ def check_async_tp(config: Config, layout: Layout, device: str, gpus: Gpus | Non
         rule = f"the compiler does it, and train.compile = {str(config.train.compile).lower()}"
     elif layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
         rule = f"layout.schedule = {layout.schedule} leaves matmuls outside of what is compiled"
-    elif layout.tp > each:
-        rule = f"layout.tp = {layout.tp} ranks share memory on one node, which has {each} GPUs"
+    elif layout.tp > per_node:
+        rule = f"layout.tp = {layout.tp} ranks share memory on one node, which has {per_node} GPUs"
     if rule is not None:
         rule = f"train.async_tp = true: {rule}"
         raise ConfigError(refusal(rule, legal=["train.async_tp = false"]))

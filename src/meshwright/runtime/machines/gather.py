@@ -62,13 +62,13 @@ def hand_over(job: Job) -> str:
     return json.dumps({"folder": str(job.folder.path), "seen": seen, "texts": texts})
 
 
-def sight(told: Mapping[str, Any]) -> list[bool]:
+def sight(announcement: Mapping[str, Any]) -> list[bool]:
     """Return whether this node can access rank 0's run folder, and its checkpoint folder."""
     until = time.monotonic() + _LOOK_S
     while True:
-        found = [_reads(Path(path), text) for path, text in told["seen"].items()]
-        if all(found) or time.monotonic() > until:
-            return [found[0], found[-1]]  # one file where steps are saved into the run folder
+        visible = [_reads(Path(path), text) for path, text in announcement["seen"].items()]
+        if all(visible) or time.monotonic() > until:
+            return [visible[0], visible[-1]]  # one file where steps are saved into the run folder
         time.sleep(0.1)
 
 
@@ -79,24 +79,26 @@ def _reads(path: Path, text: str) -> bool:
         return False
 
 
-def check_sights(told: Mapping[str, Any], sights: Iterable[tuple[str, Sequence[bool]]]) -> None:
+def check_sights(
+    announcement: Mapping[str, Any], sights: Iterable[tuple[str, Sequence[bool]]]
+) -> None:
     """Refuse a run whose steps would be split over folders; `sights` have node names.
 
     Every rank writes its part of a step, and rank 0 commits it, so all need access to one folder.
     """
     blind = sorted({node for node, (_, checkpoints) in sights if not checkpoints})
     if blind:
-        path = Path(list(told["seen"])[-1]).parent
-        what = f"{', '.join(blind)} cannot see {path}, into which rank 0's node saves"
+        path = Path(list(announcement["seen"])[-1]).parent
+        problem = f"{', '.join(blind)} cannot see {path}, into which rank 0's node saves"
         legal = ["log.dir on a file system of all nodes", "checkpoint.dir on one"]
-        raise ConfigError(refusal(what, legal=legal))
+        raise ConfigError(refusal(problem, legal=legal))
 
 
-def make_copy(told: Mapping[str, Any]) -> None:
+def make_copy(announcement: Mapping[str, Any]) -> None:
     """Create a run folder on a node that cannot access rank 0's."""
-    folder = Path(told["folder"])
+    folder = Path(announcement["folder"])
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    for name, text in told["texts"].items():
+    for name, text in announcement["texts"].items():
         write_atomic(folder / name, text.encode())
 
 
@@ -110,7 +112,7 @@ class Gathering:
 
     def send(self, rank: int) -> None:
         """Send the files of this node's rank; ignores a store that is gone with rank 0."""
-        found = {}
+        contents = {}
         for path in (
             self.folder.log(rank),
             self.folder.flight_recorder(rank),
@@ -118,9 +120,9 @@ class Gathering:
         ):
             with contextlib.suppress(OSError):
                 content = path.read_bytes()[-max(_LONGEST, SIZE) :]
-                found[path.name] = base64.b64encode(content).decode()
+                contents[path.name] = base64.b64encode(content).decode()
         with contextlib.suppress(Exception):  # the store is gone with rank 0
-            self.store.set(f"left/{rank}", json.dumps(found))
+            self.store.set(f"left/{rank}", json.dumps(contents))
 
     def collect(self, *, is_failure: bool) -> list[int]:
         """Write received files into this folder; returns the ranks that sent nothing.
@@ -131,7 +133,7 @@ class Gathering:
         until = time.monotonic() + (_FAILED_S if is_failure else _END_S)
         while missing and time.monotonic() < until:
             with contextlib.suppress(Exception):  # the store has been lost, or the disk is full
-                for rank in [one for one in missing if self.store.check([f"left/{one}"])]:
+                for rank in [sender for sender in missing if self.store.check([f"left/{sender}"])]:
                     for name, text in json.loads(self.store.get(f"left/{rank}")).items():
                         write_atomic(self.folder.path / "logs" / name, base64.b64decode(text))
                     missing.remove(rank)
@@ -140,18 +142,22 @@ class Gathering:
         return missing
 
 
-def one_folder(world: World, told: Mapping[str, Any]) -> Gathering:
+def one_folder(world: World, announcement: Mapping[str, Any]) -> Gathering:
     """Return how the ranks share a run folder; a collective.
 
     Raises `ConfigError` on every rank if they have no common folder to save into.
     """
-    own = sight(told)
-    sights = [[bool(seen) for seen in row] for row in world.gather_on_host([float(s) for s in own])]
-    check_sights(told, [(world.node(rank), seen) for rank, seen in enumerate(sights)])
-    if not own[0]:
-        make_copy(told)
+    own_sight = sight(announcement)
+    sights = [
+        [bool(seen) for seen in row] for row in world.gather_on_host([float(s) for s in own_sight])
+    ]
+    check_sights(announcement, [(world.node(rank), seen) for rank, seen in enumerate(sights)])
+    if not own_sight[0]:
+        make_copy(announcement)
     apart = tuple(rank for rank, seen in enumerate(sights) if not seen[0])
-    return Gathering(cast(KeyValueStore, world.store), RunFolder(Path(told["folder"])), apart)
+    return Gathering(
+        cast(KeyValueStore, world.store), RunFolder(Path(announcement["folder"])), apart
+    )
 
 
 class _Tee:

@@ -23,12 +23,12 @@ CPU_RANKS = 2
 
 
 def detect(
-    cluster: ClusterSpec, environ: Mapping[str, str], at: Rendezvous | None = None
+    cluster: ClusterSpec, environ: Mapping[str, str], rendezvous: Rendezvous | None = None
 ) -> Machine:
     """Return this machine as the [cluster] section describes it.
 
-    If another launcher started the ranks, `at` says how many there are on this node. Raises
-    `ConfigError` if CUDA is requested without a GPU, or with fewer GPUs than requested.
+    If another launcher started the ranks, `rendezvous` says how many there are on this node.
+    Raises `ConfigError` if CUDA is requested without a GPU, or with fewer GPUs than requested.
     """
     gpus = count_gpus(environ)
     cores = (
@@ -42,7 +42,7 @@ def detect(
             )
         )
     device: Literal["cpu", "cuda"] = "cuda" if gpus and cluster.device != "cpu" else "cpu"
-    asked = at.local_size if at is not None else cluster.devices_per_node
+    asked = rendezvous.local_size if rendezvous is not None else cluster.devices_per_node
     if device == "cuda":
         count = asked or gpus
         if count > gpus:
@@ -61,43 +61,54 @@ def memory_of_machine() -> tuple[int, int]:
     """Return the bytes of total and available memory, 0 if the system doesn't say."""
     path = Path("/proc/meminfo")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    found = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
-    total, free = (int(match[1]) * 1024 if match else 0 for match in found)
+    matches = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
+    total, free = (int(match[1]) * 1024 if match else 0 for match in matches)
     return total, free
 
 
-def on_nodes(config: Config, at: Rendezvous) -> Config:
+def on_nodes(config: Config, rendezvous: Rendezvous) -> Config:
     """Return a config with the nodes on which its ranks were started.
 
     Raises `ConfigError` if it was written, or planned, for other nodes: its axes would not use the
     links that they were placed on.
     """
-    if at.size % at.local_size:
-        what = f"{at.size} ranks do not divide into nodes of LOCAL_WORLD_SIZE = {at.local_size}"
-        raise ConfigError(refusal(what, legal=nearest_divisors(at.size, at.local_size)))
-    cluster, nodes = config.cluster, at.size // at.local_size
+    if rendezvous.size % rendezvous.local_size:
+        problem = (
+            f"{rendezvous.size} ranks do not divide into nodes of "
+            f"LOCAL_WORLD_SIZE = {rendezvous.local_size}"
+        )
+        raise ConfigError(
+            refusal(problem, legal=nearest_divisors(rendezvous.size, rendezvous.local_size))
+        )
+    cluster, nodes = config.cluster, rendezvous.size // rendezvous.local_size
     if cluster.nodes not in (1, nodes):
-        what = f"cluster.nodes = {cluster.nodes}, but ranks were started on {nodes} node(s)"
-        raise ConfigError(refusal(what, legal=[f"cluster.nodes = {nodes}"]))
+        problem = f"cluster.nodes = {cluster.nodes}, but ranks were started on {nodes} node(s)"
+        raise ConfigError(refusal(problem, legal=[f"cluster.nodes = {nodes}"]))
     planned = cluster.devices_per_node
     if planned is None and cluster.preset != "local":
         # Only here: `train --help` starts without the catalogue.
         from meshwright.cost.catalogue import find_device
 
         planned = find_device(cluster.preset).per_node
-    if nodes > 1 and planned not in (None, at.local_size):
-        what = f"the cluster has {planned} devices a node, but nodes were given {at.local_size}"
-        legal = [f"cluster.devices_per_node = {at.local_size}", f"{planned} ranks on each node"]
-        raise ConfigError(refusal(f"{what} ranks each", legal=legal))
+    if nodes > 1 and planned not in (None, rendezvous.local_size):
+        problem = (
+            f"the cluster has {planned} devices a node, but nodes were given "
+            f"{rendezvous.local_size}"
+        )
+        legal = [
+            f"cluster.devices_per_node = {rendezvous.local_size}",
+            f"{planned} ranks on each node",
+        ]
+        raise ConfigError(refusal(f"{problem} ranks each", legal=legal))
     return config.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
 
 
 def gpu_name(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
     """Return the driver's name of the first GPU, such as "NVIDIA H100 80GB HBM3", if any."""
     for file in sorted(folder.glob("*/information")):
-        found = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
-        if found:
-            return found[1]
+        match = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
+        if match:
+            return match[1]
     return None
 
 

@@ -66,37 +66,37 @@ def measure_links(node: int, nodes: int, address: str, share: Share) -> dict[str
     A turn is the round trip of one byte in seconds, or why it failed; the rate is in bytes/s, while
     all nodes send. A collective of one process per node.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            listener = held.enter_context(_Listener(address))
-            here = {"address": address, "port": listener.port}
+            listener = stack.enter_context(_Listener(address))
+            own_end = {"address": address, "port": listener.port}
         except OSError as error:
-            here = {"address": address, "port": 0, "problem": error.strerror}
-        others = [json.loads(text) for text in share("listen", json.dumps(here))]
+            own_end = {"address": address, "port": 0, "problem": error.strerror}
+        ends = [json.loads(text) for text in share("listen", json.dumps(own_end))]
         turns = {
-            str(other): _turn(others[other])
-            for other in ((node + step) % nodes for step in range(1, nodes))
+            str(peer): _turn(ends[peer])
+            for peer in ((node + step) % nodes for step in range(1, nodes))
         }
         share("turns", "")  # nothing else is on the links while latency is measured
         rate = None
         if nodes > 1 and isinstance(turns[str((node + 1) % nodes)], float):
-            rate = _rate(others[(node + 1) % nodes])
+            rate = _rate(ends[(node + 1) % nodes])
         share("rates", "")  # before anyone stops listening
     return {"turns": turns, "rate": rate}
 
 
-def _connect(other: Mapping[str, Any], kind: bytes) -> socket.socket:
-    if not other["port"]:
-        raise OSError(f"it cannot listen there: {other['problem']}")
-    link = socket.create_connection((other["address"], other["port"]), timeout=_CONNECT_S)
+def _connect(peer: Mapping[str, Any], kind: bytes) -> socket.socket:
+    if not peer["port"]:
+        raise OSError(f"it cannot listen there: {peer['problem']}")
+    link = socket.create_connection((peer["address"], peer["port"]), timeout=_CONNECT_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.sendall(kind)
     return link
 
 
-def _turn(other: Mapping[str, Any]) -> float | str:
+def _turn(peer: Mapping[str, Any]) -> float | str:
     try:
-        with _connect(other, b"t") as link:
+        with _connect(peer, b"t") as link:
             link.sendall(b"x")  # the first is late: the other end starts a thread for it
             link.recv(1)
             started = time.perf_counter()
@@ -105,12 +105,12 @@ def _turn(other: Mapping[str, Any]) -> float | str:
                 link.recv(1)
             return (time.perf_counter() - started) / _TURNS
     except OSError as error:
-        return f"{other['address']}: {error.strerror or error}"
+        return f"{peer['address']}: {error.strerror or error}"
 
 
-def _rate(other: Mapping[str, Any]) -> float | None:
+def _rate(peer: Mapping[str, Any]) -> float | None:
     try:
-        with _connect(other, b"s") as link:
+        with _connect(peer, b"s") as link:
             link.settimeout(60 * _CONNECT_S)
             piece, started = bytes(_PIECE), time.perf_counter()
             for _ in range(_SENT // _PIECE):
@@ -126,11 +126,11 @@ def links_finding(names: Sequence[str], links: Sequence[Mapping[str, Any]]) -> F
     """Return all nodes' findings on links: who does not reach whom, or how fast."""
     lost, turns = [], []
     for name, link in zip(names, links, strict=True):
-        for other, found in link["turns"].items():
-            if isinstance(found, str):
-                lost.append(f"{name} does not reach {names[int(other)]} at {found}")
+        for peer, turn in link["turns"].items():
+            if isinstance(turn, str):
+                lost.append(f"{name} does not reach {names[int(peer)]} at {turn}")
             else:
-                turns.append(found)
+                turns.append(turn)
     if lost:
         hint = (
             "ranks listen on ports that the system gives out: a firewall must let them through; "

@@ -47,8 +47,8 @@ def examine_system(folder: Path) -> Iterator[Finding]:
 def _driver() -> Finding:
     if not _DRIVER.is_file():
         return Finding("driver", "no NVIDIA driver")
-    found = re.search(r"Kernel Module.*?(\d+\.\d+[\d.]*)", _DRIVER.read_text(errors="replace"))
-    return Finding("driver", f"NVIDIA {found[1]}" if found else "NVIDIA, of unknown version")
+    match = re.search(r"Kernel Module.*?(\d+\.\d+[\d.]*)", _DRIVER.read_text(errors="replace"))
+    return Finding("driver", f"NVIDIA {match[1]}" if match else "NVIDIA, of unknown version")
 
 
 def _limits() -> Iterator[Finding]:
@@ -144,14 +144,14 @@ def _turn(near: socket.socket, far: socket.socket, times: int = 200) -> float:
         for _ in range(times):
             far.sendall(far.recv(1))
 
-    other = threading.Thread(target=echo)
-    other.start()
+    echo_thread = threading.Thread(target=echo)
+    echo_thread.start()
     started = time.perf_counter()
     for _ in range(times):
         near.sendall(b"x")
         near.recv(1)
     seconds = (time.perf_counter() - started) / times
-    other.join()
+    echo_thread.join()
     return seconds
 
 

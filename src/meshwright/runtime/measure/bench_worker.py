@@ -35,14 +35,14 @@ def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]
     yield from side_by_side(world, cases, request["rounds"], request["steps"], request["also"])
 
 
-def measure_all(path: Path, at: Rendezvous) -> None:
+def measure_all(path: Path, rendezvous: Rendezvous) -> None:
     """Measure what the request in a folder asks for; rank 0 writes the results."""
     request = json.loads((path / REQUEST).read_text(encoding="utf-8"))
-    world = join(at, request["device"], TIMEOUT_S)
+    world = join(rendezvous, request["device"], TIMEOUT_S)
     lines = JsonLines(path / FOUND) if world.rank == 0 else None
-    for found in measure(request, world):
+    for result in measure(request, world):
         if lines is not None:
-            lines.write(found)
+            lines.write(result)
 
 
 def main() -> None:

@@ -58,8 +58,8 @@ def measure_on_ranks(
         tail = EventTail(folder / FOUND)
 
         def look() -> None:
-            for said in tail.new():
-                show(said)
+            for result in tail.new():
+                show(result)
             if signals.asked:
                 raise StoppedOnRequest("stopped on request")
 

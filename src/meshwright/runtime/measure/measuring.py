@@ -49,10 +49,10 @@ def measured_first(
     left = left_open(config, environ)
     if left is None:
         return config
-    found = find_kept(left, environ)
-    if found is None or not found.calibration.is_quiet:
-        found = _measured(left, environ, say or _to_stderr, measure or _on_ranks) or found
-    return config if found is None else priced_by(config, found)
+    stored = find_kept(left, environ)
+    if stored is None or not stored.calibration.is_quiet:
+        stored = _measured(left, environ, say or _to_stderr, measure or _on_ranks) or stored
+    return config if stored is None else priced_by(config, stored)
 
 
 def _measured(
@@ -73,20 +73,22 @@ def _measured(
     say(f"note: measuring this CPU for predictions, some seconds; {CALIBRATION}={SHIPPED} skips it")
     began = time.monotonic()
     try:
-        found = measure(case, machine.devices, machine.threads(machine.devices), environ)
+        measurement = measure(case, machine.devices, machine.threads(machine.devices), environ)
     except (ConfigError, RankFailed) as error:
         say(f"note: this CPU could not be measured: {_WITHOUT}: {error}")
         return None
     took, date = time.monotonic() - began, datetime.datetime.now(datetime.UTC).date()
-    source = source_of(machine, found, f"a start's measurement in {format_seconds(took)}")
+    source = source_of(machine, measurement, f"a start's measurement in {format_seconds(took)}")
     blocks = blocks_of(config.model, config.train.seq_len)
-    text = as_toml({"cpu": found["constants"]}, date.isoformat(), source, blocks, found["had_core"])
+    text = as_toml(
+        {"cpu": measurement["constants"]}, date.isoformat(), source, blocks, measurement["had_core"]
+    )
     if not keep(text, path):
         say(f"note: {path} cannot be written: {_WITHOUT}")
         return None
-    made = Kept(path, parse_calibration(text))
-    say(f"note: {_told(made, took)}")
-    return made
+    stored = Kept(path, parse_calibration(text))
+    say(f"note: {_told(stored, took)}")
+    return stored
 
 
 def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path | None:
@@ -99,15 +101,15 @@ def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path
     return path if os.access(path.parent, os.W_OK) else None
 
 
-def _told(made: Kept, took: float) -> str:
+def _told(stored: Kept, took: float) -> str:
     """Return what was measured, in a line."""
-    text = f"this CPU was measured in {format_seconds(took)}: {made.path}"
-    if made.calibration.is_quiet:
+    text = f"this CPU was measured in {format_seconds(took)}: {stored.path}"
+    if stored.calibration.is_quiet:
         return text
-    others = f"{1 - made.calibration.had_core:.0%}"
+    other_share = f"{1 - stored.calibration.had_core:.0%}"
     return (
-        f"{text}. Other processes used {others} of its cores, so predictions of messages use the "
-        "shipped constants, and the next start measures again"
+        f"{text}. Other processes used {other_share} of its cores, so predictions of messages "
+        "use the shipped constants, and the next start measures again"
     )
 
 
@@ -121,10 +123,10 @@ def _on_ranks(case: str, ranks: int, threads: int, environ: Mapping[str, str]) -
     # Only here, and only once: most starts need neither the ranks nor their folder for this.
     from meshwright.runtime.measure.benchmark import measure_on_ranks
 
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     request = {"what": "device", "budget_s": None, "case": case, "device": "cpu", "compiles": False}
-    measure_on_ranks(request, ranks, environ, found.append, threads=threads)
-    return found[0]
+    measure_on_ranks(request, ranks, environ, results.append, threads=threads)
+    return results[0]
 
 
 def _to_stderr(text: str) -> None:

@@ -64,22 +64,24 @@ class Task:
         """Return this rank's random tokens of a step, int64 `[local_rows, seq + 1]`."""
         generator = torch.Generator().manual_seed(step)
         shape = (self.sizes.batch, self.sizes.seq + 1)
-        rows = torch.randint(0, self.sizes.vocab, shape, generator=generator)
+        tokens = torch.randint(0, self.sizes.vocab, shape, generator=generator)
         if self.reads_share:
-            rows = rows.chunk(self.ranks)[dist.get_rank()]
-        return rows
+            tokens = tokens.chunk(self.ranks)[dist.get_rank()]
+        return tokens
 
     @property
     def places(self) -> Tensor:
         """The positions of a row's tokens that this rank reads, int64 `[seq or its half]`."""
-        whole = torch.arange(self.sizes.seq)
-        return whole.chunk(RANKS)[dist.get_rank()] if self.mode in CONTEXT else whole
+        positions = torch.arange(self.sizes.seq)
+        return positions.chunk(RANKS)[dist.get_rank()] if self.mode in CONTEXT else positions
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """Return inputs and targets `[microbatch, seq or its half]` of a step."""
-        at = self.places
-        parts = self.rows(step).split(self.microbatch)
-        return [(part[:, at], part[:, at + 1]) for part in parts]
+        positions = self.places
+        microbatches = self.rows(step).split(self.microbatch)
+        return [
+            (microbatch[:, positions], microbatch[:, positions + 1]) for microbatch in microbatches
+        ]
 
 
 class PeerClock:
@@ -93,27 +95,27 @@ class PeerClock:
 
     def mark(self, loss: float = float("nan")) -> None:
         """End a step."""
-        now = (time.perf_counter(), time.process_time())
-        self.seconds.append(now[0] - self._last[0])
-        self.cpu_seconds.append(now[1] - self._last[1])
+        moment = (time.perf_counter(), time.process_time())
+        self.seconds.append(moment[0] - self._last[0])
+        self.cpu_seconds.append(moment[1] - self._last[1])
         self.losses.append(loss)
-        self._last = now
+        self._last = moment
 
     def slowest(self) -> dict[str, Any]:
         """Return each step's times on its slowest rank, the losses, the peak; a collective.
 
         The peak is the resident bytes of the rank that had most.
         """
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of Linux, in KiB
+        own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of Linux, in KiB
         everyone: list[tuple[PeerClock, int] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self, own))
-        found = [one for one in everyone if one is not None]
-        clocks = [clock for clock, _ in found]
+        dist.all_gather_object(everyone, (self, own_peak))
+        gathered = [entry for entry in everyone if entry is not None]
+        clocks = [clock for clock, _ in gathered]
         return {
             "seconds": [max(s) for s in zip(*(c.seconds for c in clocks), strict=True)],
             "cpu_seconds": [max(s) for s in zip(*(c.cpu_seconds for c in clocks), strict=True)],
             "losses": self.losses,
-            "peak_bytes": max(peak for _, peak in found),
+            "peak_bytes": max(peak for _, peak in gathered),
         }
 
 
@@ -141,9 +143,9 @@ def main(peer: str, run: Callable[[Task], PeerClock]) -> None:
     torch.set_num_threads(RANKS // ranks_of(args.mode))
     torch.manual_seed(0)
     sizes = PeerSizes(**{name: getattr(args, name) for name in asdict(PeerSizes())})
-    found = run(Task(args.mode, args.steps, args.microbatch, sizes)).slowest()
+    result = run(Task(args.mode, args.steps, args.microbatch, sizes)).slowest()
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)  # threads of some peers block an ordinary exit
 

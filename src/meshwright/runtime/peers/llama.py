@@ -24,8 +24,8 @@ class LlamaBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = self.norm1(x)
         q, k, v = (
-            part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in (self.q, self.k, self.v)
+            projection(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
         )
         q, k = (t * cos + _half_turned(t) * sin for t in (q, k))
         mixed = self.attend(q, k, v)

@@ -112,9 +112,9 @@ class Bench:
     def sweep(self, entrant: Entrant) -> None:
         """Give a peer the microbatch with its fastest counted step."""
         shares = ranks_of(entrant.mode) if entrant.mode in DATA else 1
-        rows = self.sizes.batch // shares
+        sequences = self.sizes.batch // shares
         failures = []
-        for microbatch in (size for size in SWEEP if rows % size == 0):
+        for microbatch in (size for size in SWEEP if sequences % size == 0):
             try:
                 seconds, _ = self.peer(entrant.system, entrant.mode, microbatch, SWEEP_STEPS)
             except PeerFailure as failure:
@@ -128,21 +128,21 @@ class Bench:
 
     def peer(self, system: str, mode: str, microbatch: int, steps: int) -> tuple[list[float], int]:
         """Return the step times of a peer and its peak of resident bytes."""
-        words = ["--mode", mode, "--steps", str(steps), "--microbatch", str(microbatch)]
+        arguments = ["--mode", mode, "--steps", str(steps), "--microbatch", str(microbatch)]
         for name, value in vars(self.sizes).items():
-            words += [f"--{name}", str(value)]
-        out = _output([self.pythons[system], "-m", adapter(system), *words], self.environ)
+            arguments += [f"--{name}", str(value)]
+        out = _output([self.pythons[system], "-m", adapter(system), *arguments], self.environ)
         lines = [line for line in out.splitlines() if line.startswith('{"seconds"')]
         if not lines:
             raise PeerFailure("it printed no step times")
-        found = json.loads(lines[-1])
-        return found["seconds"], found["peak_bytes"]
+        result = json.loads(lines[-1])
+        return result["seconds"], result["peak_bytes"]
 
     def ours(self, mode: str, steps: int) -> tuple[list[float], int, int]:
         """Return the step times of `meshwright train`, its peak, the microbatch that it chose."""
         sizes = self.sizes
         with tempfile.TemporaryDirectory() as folder:
-            words = {
+            settings = {
                 "model.vocab_size": sizes.vocab,
                 "model.dim": sizes.dim,
                 "model.n_layers": sizes.layers,
@@ -162,7 +162,7 @@ class Bench:
                 "checkpoint.dir": str(Path(folder) / "weights"),
                 **{f"layout.{key}": value for key, value in LAYOUTS[mode].items()},
             }
-            overrides = [f"{key}={value}" for key, value in words.items()]
+            overrides = [f"{key}={value}" for key, value in settings.items()]
             _output([sys.executable, "-m", "meshwright", "train", *overrides], self.environ)
             lines = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines]
@@ -179,9 +179,9 @@ def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
     `PeerFailure` where it fails.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-peer-") as folder:
-        own = command[0] == sys.executable
+        is_ours = command[0] == sys.executable
         Path(folder, "meshwright").symlink_to(Path(meshwright.__file__).parent)
-        paths = os.pathsep.join(filter(None, sys.path)) if own else folder
+        paths = os.pathsep.join(filter(None, sys.path)) if is_ours else folder
         try:
             done = subprocess.run(
                 command,
@@ -194,8 +194,8 @@ def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
         except subprocess.TimeoutExpired:
             raise PeerFailure(f"it ran past {LIMIT_S} s") from None
     if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in said if "Error: " in line] or said[-1:]
+        error_lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in error_lines if "Error: " in line] or error_lines[-1:]
         raise PeerFailure(f"exit code {done.returncode}: {errors[0][:300] if errors else ''}")
     return done.stdout
 
@@ -209,14 +209,14 @@ def random_tokens(folder: Path, sizes: PeerSizes, steps: int) -> Path:
     from tokenizers import Tokenizer, models
 
     vocabulary = {"</s>": 0, **{f"t{n}": n for n in range(1, sizes.vocab)}}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
-    words.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    tokenizer.save(str(folder / "tokenizer.json"))
 
     documents = 64
-    each = (steps + 4) * sizes.batch * sizes.seq // documents + 1
-    tokens = np.random.default_rng(0).integers(0, sizes.vocab, documents * each)
+    tokens_per_document = (steps + 4) * sizes.batch * sizes.seq // documents + 1
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab, documents * tokens_per_document)
     prefix = folder / "random"
-    ends = np.arange(1, documents + 1, dtype=np.int64) * each
+    ends = np.arange(1, documents + 1, dtype=np.int64) * tokens_per_document
     write_megatron(prefix, [Shard(prefix, tokens, ends)], sizes.vocab)
     return prefix.with_suffix(".bin")
 
@@ -227,12 +227,12 @@ def versions(python: str, environ: Mapping[str, str]) -> dict[str, str]:
     Raises `ConfigError` where it is none.
     """
     try:
-        found: dict[str, str] = json.loads(
+        installed: dict[str, str] = json.loads(
             _output([python, "-c", VERSIONS, json.dumps(PEERS)], environ)
         )
     except (OSError, PeerFailure) as failure:
         raise ConfigError(f"--peers-python {python}: {failure}") from None
-    return found
+    return installed
 
 
 def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
@@ -245,8 +245,8 @@ def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
         if not entrant.seconds:
             continue
         mode, system = entrant.mode, entrant.system
-        others = [speed for key, speed in medians.items() if key[0] == mode and key[1] != OURS]
-        is_compared = system == OURS and others
+        peer_speeds = [speed for key, speed in medians.items() if key[0] == mode and key[1] != OURS]
+        is_compared = system == OURS and peer_speeds
         rows.append(
             {
                 "mode": mode,
@@ -258,7 +258,9 @@ def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
                 "microbatch": entrant.microbatch,
                 "peak_bytes": max(entrant.peaks),
                 "sweep_seconds": entrant.sweep,
-                "ratio": round(medians[mode, system] / max(others), 3) if is_compared else None,
+                "ratio": round(medians[mode, system] / max(peer_speeds), 3)
+                if is_compared
+                else None,
             }
         )
     return rows
@@ -296,8 +298,8 @@ def sizes_of(config: Config) -> PeerSizes:
     }
     for key, (legal, value) in plain.items():
         if value != legal:
-            what = f"bench peers trains a plain Llama in every peer: {key} = {value}"
-            raise ConfigError(refusal(what, legal=[legal]))
+            problem = f"bench peers trains a plain Llama in every peer: {key} = {value}"
+            raise ConfigError(refusal(problem, legal=[legal]))
     if train.batch % (2 * RANKS):
         raise ConfigError(
             refusal(
@@ -325,21 +327,21 @@ def measure(
     progress: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """Sweep, then run all in turns; yields the result after each round."""
-    for one in entrants:
-        if one.system != OURS and one.microbatch is None:
-            bench.sweep(one)
-            progress(f"sweep {one.mode} {one.system}: {one.sweep or one.failure}")
+    for entrant in entrants:
+        if entrant.system != OURS and entrant.microbatch is None:
+            bench.sweep(entrant)
+            progress(f"sweep {entrant.mode} {entrant.system}: {entrant.sweep or entrant.failure}")
     for turn in range(1, rounds + 1):
-        for one in entrants:
-            if one.failure is None:
-                bench.run(one, steps)
-                progress(f"round {turn} {one.mode} {one.system} {one.failure or ''}")
+        for entrant in entrants:
+            if entrant.failure is None:
+                bench.run(entrant, steps)
+                progress(f"round {turn} {entrant.mode} {entrant.system} {entrant.failure or ''}")
         yield {
             "rounds": turn,
             "rows": table(entrants, bench.sizes.batch * bench.sizes.seq),
             "failures": [
-                {"mode": one.mode, "system": one.system, "why": one.failure}
-                for one in entrants
-                if one.failure
+                {"mode": entrant.mode, "system": entrant.system, "why": entrant.failure}
+                for entrant in entrants
+                if entrant.failure
             ],
         }

@@ -104,9 +104,9 @@ class TensorParallel:
         parallelize_module(self.net, mesh, ends)
         # Neither the fused AdamW nor the norm takes a mix of DTensors and tensors.
         cut = [p for p in self.net.parameters() if isinstance(p, DTensor)]
-        whole = [p for p in self.net.parameters() if not isinstance(p, DTensor)]
-        self.parts = (cut, whole)
-        self.optimizers = [torch.optim.AdamW(part, **ADAMW) for part in self.parts]
+        uncut = [p for p in self.net.parameters() if not isinstance(p, DTensor)]
+        self.parts = (cut, uncut)
+        self.optimizers = [torch.optim.AdamW(parameters, **ADAMW) for parameters in self.parts]
 
     def step(self, number: int) -> float:
         total = 0.0
@@ -115,10 +115,10 @@ class TensorParallel:
                 loss = mean_loss(self.net(inputs), targets) / self.task.parts
                 loss.backward()
             total += _whole(loss.detach()).item() / RANKS
-        norms = [_whole(get_total_norm([p.grad for p in part])) for part in self.parts]
+        norms = [_whole(get_total_norm([p.grad for p in parameters])) for parameters in self.parts]
         norm = torch.stack(norms).square().sum().sqrt()
-        for part, optimizer in zip(self.parts, self.optimizers, strict=True):
-            clip_grads_with_norm_(part, CLIP_NORM, norm)
+        for parameters, optimizer in zip(self.parts, self.optimizers, strict=True):
+            clip_grads_with_norm_(parameters, CLIP_NORM, norm)
             optimizer.step()
             optimizer.zero_grad()
         return total
@@ -129,19 +129,21 @@ class Pipelined:
 
     def __init__(self, task: Task) -> None:
         self.task, rank = task, dist.get_rank()
-        each = task.sizes.layers // RANKS
-        self.net = Llama(task.sizes, layers=range(rank * each, (rank + 1) * each))
+        layers_per_rank = task.sizes.layers // RANKS
+        self.net = Llama(
+            task.sizes, layers=range(rank * layers_per_rank, (rank + 1) * layers_per_rank)
+        )
         stage = PipelineStage(self.net, rank, RANKS, torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, task.parts, loss_fn=mean_loss)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), **ADAMW)
 
     def step(self, number: int) -> float:
-        rows = self.task.rows(number)
+        tokens = self.task.rows(number)
         losses: list[Tensor] = []
         if dist.get_rank() == 0:
-            self.schedule.step(rows[:, :-1].contiguous())
+            self.schedule.step(tokens[:, :-1].contiguous())
         else:
-            self.schedule.step(target=rows[:, 1:].contiguous(), losses=losses)
+            self.schedule.step(target=tokens[:, 1:].contiguous(), losses=losses)
         clip_over_stages(self.net.parameters())
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -77,9 +77,9 @@ def tensor_parallel(task: Task) -> PeerClock:
     if dist.get_rank() == 0:
         shutil.rmtree(str(folders[0]))
     cut = [p for p in net.parameters() if isinstance(p, DTensor)]
-    whole = [p for p in net.parameters() if not isinstance(p, DTensor)]
-    parts = [part for part in (cut, whole) if part]
-    optimizers = [torch.optim.AdamW(part, **ADAMW) for part in parts]
+    uncut = [p for p in net.parameters() if not isinstance(p, DTensor)]
+    parts = [parameters for parameters in (cut, uncut) if parameters]
+    optimizers = [torch.optim.AdamW(parameters, **ADAMW) for parameters in parts]
 
     def step(number: int) -> float:
         total = 0.0
@@ -87,9 +87,9 @@ def tensor_parallel(task: Task) -> PeerClock:
             loss = mean_loss(net(input_ids=inputs).logits, targets) / task.parts
             loss.backward()
             total += loss.item() / RANKS
-        norm = torch.stack([_norm(part) for part in parts]).square().sum().sqrt()
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            clip_grads_with_norm_(part, CLIP_NORM, norm)
+        norm = torch.stack([_norm(parameters) for parameters in parts]).square().sum().sqrt()
+        for parameters, optimizer in zip(parts, optimizers, strict=True):
+            clip_grads_with_norm_(parameters, CLIP_NORM, norm)
             optimizer.step()
             optimizer.zero_grad()
         return total

@@ -93,8 +93,8 @@ def pipelined(task: Task) -> PeerClock:
         for number in range(task.steps):
             yield from task.microbatches(number)
 
-    rows = endless()
-    return timed(task, lambda _: trainer.train_batch(data_iter=rows).item() / RANKS)
+    microbatches = endless()
+    return timed(task, lambda _: trainer.train_batch(data_iter=microbatches).item() / RANKS)
 
 
 def run(task: Task) -> PeerClock:

@@ -63,9 +63,9 @@ def pretend_cuda() -> None:
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_: self
     kind = torch.Tensor.type
 
-    def cuda_type(self: Tensor, *args: Any, **rest: Any) -> Any:
-        if args or rest:
-            return kind(self, *args, **rest)
+    def cuda_type(self: Tensor, *args: Any, **options: Any) -> Any:
+        if args or options:
+            return kind(self, *args, **options)
         return kind(self).replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = cuda_type
@@ -75,10 +75,10 @@ def pretend_cuda() -> None:
 
 def _on_cpu(make: Any) -> Any:
     @functools.wraps(make)
-    def made(*args: Any, **rest: Any) -> Any:
-        if "cuda" in str(rest.get("device")):
-            rest["device"] = "cpu"
-        return make(*args, **rest)
+    def made(*args: Any, **options: Any) -> Any:
+        if "cuda" in str(options.get("device")):
+            options["device"] = "cpu"
+        return make(*args, **options)
 
     return made
 
@@ -210,12 +210,12 @@ def run(task: Task) -> PeerClock:
     rng.model_parallel_cuda_manual_seed(1)
     net, optimizer = build(task)
     pass_over = get_forward_backward_func()
-    places = torch.arange(task.sizes.seq).expand(task.microbatch, -1)
+    positions = torch.arange(task.sizes.seq).expand(task.microbatch, -1)
     shares = task.parts if pp > 1 else task.parts * RANKS
 
-    def forward(rows: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
-        inputs, targets = next(rows)
-        out = model(input_ids=inputs, position_ids=places, attention_mask=None, labels=targets)
+    def forward(microbatches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
+        inputs, targets = next(microbatches)
+        out = model(input_ids=inputs, position_ids=positions, attention_mask=None, labels=targets)
 
         def loss(out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             mean = out.float().mean()
@@ -226,7 +226,7 @@ def run(task: Task) -> PeerClock:
     def step(number: int) -> float:
         net.zero_grad_buffer()
         optimizer.zero_grad()
-        found = pass_over(
+        outputs = pass_over(
             forward_step_func=forward,
             data_iterator=iter(task.microbatches(number)),
             model=net,
@@ -236,7 +236,7 @@ def run(task: Task) -> PeerClock:
             forward_only=False,
         )
         optimizer.step()
-        return sum(part["loss"].item() for part in found) / shares
+        return sum(output["loss"].item() for output in outputs) / shares
 
     return timed(task, step)
 

@@ -100,7 +100,7 @@ def run(task: Task) -> PeerClock:
         tokens = Path(folder) / "tokens.npy"
         count = (task.steps + 2) * sizes.batch * seq
         np.random.default_rng(0).integers(2, sizes.vocab, count, dtype=np.uint16).tofile(tokens)
-        rows = NumpyFSLDatasetConfig(
+        dataset = NumpyFSLDatasetConfig(
             paths=[str(tokens)],
             sequence_length=seq,
             tokenizer=TokenizerConfig(vocab_size=sizes.vocab, eos_token_id=0, pad_token_id=1),
@@ -109,7 +109,7 @@ def run(task: Task) -> PeerClock:
         ).build()
         loader = NumpyDataLoaderConfig(
             global_batch_size=sizes.batch * seq, seed=0, num_workers=0, work_dir=folder
-        ).build(rows, dp_process_group=module.dp_process_group)
+        ).build(dataset, dp_process_group=module.dp_process_group)
         marks = Marks()
         TrainerConfig(
             save_folder=folder,

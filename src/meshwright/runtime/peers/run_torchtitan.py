@@ -23,9 +23,9 @@ from meshwright.runtime.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, m
 def pretend_accelerator() -> None:
     """Make torch.cpu look like the module of an accelerator; torchtitan asks on import."""
     cpu: Any = torch.cpu
-    others = torch._utils._get_device_module
+    original = torch._utils._get_device_module
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch._utils._get_device_module = lambda kind: cpu if kind == "cpu" else others(kind)
+    torch._utils._get_device_module = lambda kind: cpu if kind == "cpu" else original(kind)
     properties = types.SimpleNamespace(total_memory=24 << 30, name="cpu")
     cpu.get_device_name = lambda *_: "cpu"
     cpu.get_device_properties = lambda *_: properties
@@ -33,7 +33,7 @@ def pretend_accelerator() -> None:
     cpu.memory_stats = lambda *_: {}
     cpu.device_count, cpu.current_device = lambda: 1, lambda: 0
     barrier: Any = dist.barrier
-    dist.barrier = lambda *args, device_ids=None, **rest: barrier(*args, **rest)
+    dist.barrier = lambda *args, device_ids=None, **options: barrier(*args, **options)
     dist.set_timeout = lambda *_, **__: None  # torch 2.13 has none
 
 
@@ -154,9 +154,9 @@ def step_microbatches(schedule: Any) -> None:
     loss_fn = schedule._loss_fn
     if loss_fn is not None:
 
-        def first(out: torch.Tensor, target: torch.Tensor, **rest: Any) -> torch.Tensor:
-            found = loss_fn(out, target, **rest)
-            return found[0] if isinstance(found, tuple) else found
+        def first(out: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+            loss = loss_fn(out, target, **options)
+            return loss[0] if isinstance(loss, tuple) else loss
 
         schedule._loss_fn = first
 
@@ -188,10 +188,10 @@ def run(task: Task) -> PeerClock:
     with tempfile.TemporaryDirectory() as folder:
         trainer = settings(task, folder).build()
     for group in trainer.optimizers:
-        for part in group.param_groups:
-            part.update({key: value for key, value in ADAMW.items() if key in part})
-    for part in trainer.model_parts:
-        for module in part.modules():
+        for param_group in group.param_groups:
+            param_group.update({key: value for key, value in ADAMW.items() if key in param_group})
+    for model_part in trainer.model_parts:
+        for module in model_part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     if task.mode == "pp":
@@ -199,8 +199,8 @@ def run(task: Task) -> PeerClock:
     clock, train_step, losses = PeerClock(), trainer.train_step, [float("nan")]
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
 
-    def step(*args: Any, **rest: Any) -> None:
-        train_step(*args, **rest)
+    def step(*args: Any, **options: Any) -> None:
+        train_step(*args, **options)
         clock.mark(losses[-1])
 
     trainer.train_step = step

@@ -47,6 +47,6 @@ def correcting(job: Job, environ: Mapping[str, str]) -> list[Correcting]:
     is_on_it = job.machine.device == "cuda" and kept_of_cluster(job.config, environ) is not None
     if not is_on_it:
         return []
-    words = [sys.executable, "-m", "meshwright.runtime.pricing.correction", str(job.folder.path)]
+    command = [sys.executable, "-m", "meshwright.runtime.pricing.correction", str(job.folder.path)]
     null = subprocess.DEVNULL
-    return [Correcting(lambda: subprocess.Popen(words, stdin=null, stdout=null, stderr=null))]
+    return [Correcting(lambda: subprocess.Popen(command, stdin=null, stdout=null, stderr=null))]

@@ -41,37 +41,41 @@ def corrected_event(job: Job, environ: Mapping[str, str]) -> Event:
     base = uncorrected(calibration_named(None))
     try:
         measured = measurement_of(job.folder.path, base)
-        found = correct([measured])
+        correction = correct([measured])
     except ConfigError as error:  # no device that is known, or a step that nothing explains
         return {"event": "measured", "says": f"The prediction was not corrected: {error}."}
-    kept = keep_correction(found, job.config, environ, "a run")
-    after = replace(measured.setting, calibration=applied(base, [found]))
-    own = step_time(after, after.kernels(), job.layout).total
-    best = faster(after, job, own)
+    stored_path = keep_correction(correction, job.config, environ, "a run")
+    after = replace(measured.setting, calibration=applied(base, [correction]))
+    own_seconds = step_time(after, after.kernels(), job.layout).total
+    best = faster(after, job, own_seconds)
     return {
         "event": "measured",
         "step_time_s": measured.seconds,
-        "compute": found.compute,
-        "memory": found.memory,
-        "kept": None if kept is None else str(kept),
+        "compute": correction.compute,
+        "memory": correction.memory,
+        "kept": None if stored_path is None else str(stored_path),
         "faster": best,
-        "says": f"Measured: {'; '.join(found.text)}. {_words(best, own)}",
+        "says": f"Measured: {'; '.join(correction.text)}. {_words(best, own_seconds)}",
     }
 
 
-def faster(setting: Setting, job: Job, own: float) -> dict[str, Any] | None:
+def faster(setting: Setting, job: Job, own_seconds: float) -> dict[str, Any] | None:
     """Return a layout that is predicted to be faster than a run's own on its devices, if any."""
     ranked = Search(setting, job.layout.world).run(1).ranked
-    if not ranked or ranked[0].time.total > (1 - _WORTH) * own:
+    if not ranked or ranked[0].time.total > (1 - _WORTH) * own_seconds:
         return None
-    found = price(setting, ranked[0].layout)
-    return {"layout": found.layout.label, "step_time_s": found.time.total, "own_step_time_s": own}
+    prediction = price(setting, ranked[0].layout)
+    return {
+        "layout": prediction.layout.label,
+        "step_time_s": prediction.time.total,
+        "own_step_time_s": own_seconds,
+    }
 
 
-def _words(best: Mapping[str, Any] | None, own: float) -> str:
+def _words(best: Mapping[str, Any] | None, own_seconds: float) -> str:
     if best is None:
         return "With this, no other layout is predicted to be faster."
-    saved = 1 - best["step_time_s"] / own
+    saved = 1 - best["step_time_s"] / own_seconds
     return (
         f"With this, {best['layout']} is predicted to take {format_seconds(best['step_time_s'])} a "
         f"step, {saved:.0%} less than this layout."
@@ -88,47 +92,51 @@ def measurement_of(path: Path, base: Calibration) -> Measurement:
         events = Events.read(RunFolder(path).events)
     except OSError as error:
         raise ConfigError(f"{path}: {error}") from None
-    steps = [one for one in events if one["event"] == "step" and one["step_time_s"] > 0]
+    steps = [event for event in events if event["event"] == "step" and event["step_time_s"] > 0]
     steps = steps[int(_WARM_UP * len(steps)) + (len(steps) > 1) :]
     if not steps:
         raise ConfigError(f"{path}: the run has no step yet")
     setting = on_cluster(setting_of(job.config, base, processor=processor()), job.layout)
-    peaks = [size for one in steps for size in (one.get("peak_memory_bytes") or {}).values()]
+    peaks = [
+        peak_bytes
+        for event in steps
+        for peak_bytes in (event.get("peak_memory_bytes") or {}).values()
+    ]
     is_gpu = not setting.on_cpu  # a CPU rank's peak is its process's
-    size = float(max(peaks)) if peaks and is_gpu else None
-    seconds = statistics.median(float(one["step_time_s"]) for one in steps)
-    return Measurement(setting, job.layout, seconds, size, is_allocated=True, name=str(path))
+    peak_bytes = float(max(peaks)) if peaks and is_gpu else None
+    seconds = statistics.median(float(event["step_time_s"]) for event in steps)
+    return Measurement(setting, job.layout, seconds, peak_bytes, is_allocated=True, name=str(path))
 
 
-def applied(base: Calibration, found: Sequence[Correction]) -> Calibration:
+def applied(base: Calibration, corrections: Sequence[Correction]) -> Calibration:
     """Return a calibration with corrections, which its source names."""
-    for one in found:
-        base = one.applied(base)
+    for correction in corrections:
+        base = correction.applied(base)
     source = "; ".join([base.source, "corrected by what was measured"])
     return replace(base, source=source, date=_today())
 
 
 def uncorrected(calibration: Calibration) -> Calibration:
     """Return a calibration without the factors of earlier measurements."""
-    kept = {
+    constants = {
         name: value
         for name, value in calibration.constants.items()
         if ".measured." not in name or name.startswith("any.")
     }
-    return replace(calibration, constants=kept)
+    return replace(calibration, constants=constants)
 
 
 def keep_correction(
-    found: Correction, config: Config, environ: Mapping[str, str], by: str
+    correction: Correction, config: Config, environ: Mapping[str, str], by: str
 ) -> Path | None:
     """Store a correction for a config's cluster; None if it is this machine, or not writable."""
     path = kept_of_cluster(config, environ)
     if path is None:
         return None
-    system, _, _ = found.kind.partition(".")
+    system, _, _ = correction.kind.partition(".")
     prefix = f"{system}."
-    constants = {name.removeprefix(prefix): value for name, value in found.constants.items()}
-    text = as_toml({system: constants}, _today(), f"{by}: {'; '.join(found.text)}")
+    constants = {name.removeprefix(prefix): value for name, value in correction.constants.items()}
+    text = as_toml({system: constants}, _today(), f"{by}: {'; '.join(correction.text)}")
     return path if keep(text, path) else None
 
 

@@ -51,8 +51,8 @@ def kept_at(machine: Machine, environ: Mapping[str, str], precision: str = "") -
         name = gpu_name() or machine.name
     else:
         name = f"{machine.name} {fingerprint()}"
-    words = re.sub("[^A-Za-z0-9.+]+", "-", f"{name} torch {version('torch')}")
-    return user_cache(environ) / _FOLDER / f"{words}{'.' if precision else ''}{precision}.toml"
+    stem = re.sub("[^A-Za-z0-9.+]+", "-", f"{name} torch {version('torch')}")
+    return user_cache(environ) / _FOLDER / f"{stem}{'.' if precision else ''}{precision}.toml"
 
 
 def keep(text: str, path: Path) -> bool:
@@ -74,8 +74,8 @@ def as_measured_here(config: Config, environ: Mapping[str, str]) -> Config:
     The origin of its `cluster.calibration` has the date and the source of the measurement.
     """
     left = left_open(config, environ)
-    found = _kept_for(config, environ) if left is None else find_kept(left, environ)
-    return config if found is None else priced_by(config, found)
+    stored = _kept_for(config, environ) if left is None else find_kept(left, environ)
+    return config if stored is None else priced_by(config, stored)
 
 
 def kept_of_cluster(config: Config, environ: Mapping[str, str]) -> Path | None:
@@ -89,8 +89,8 @@ def kept_of_cluster(config: Config, environ: Mapping[str, str]) -> Path | None:
     if cluster.preset == "local" or is_named or environ.get(VARIABLE) == SHIPPED:
         return None
     links = "-".join([] if cluster.links is None else list(cluster.links))
-    words = re.sub("[^A-Za-z0-9.+]+", "-", f"{cluster.preset} {links}".strip())
-    return user_cache(environ) / _CLUSTERS / f"{words}.toml"
+    stem = re.sub("[^A-Za-z0-9.+]+", "-", f"{cluster.preset} {links}".strip())
+    return user_cache(environ) / _CLUSTERS / f"{stem}.toml"
 
 
 def _kept_for(config: Config, environ: Mapping[str, str]) -> Kept | None:
@@ -135,10 +135,10 @@ def find_kept(config: Config, environ: Mapping[str, str]) -> Kept | None:
     return None
 
 
-def priced_by(config: Config, kept: Kept) -> Config:
+def priced_by(config: Config, stored: Kept) -> Config:
     """Return a config that is priced by a stored calibration."""
-    about = kept.calibration
-    cluster = config.cluster.model_copy(update={"calibration": str(kept.path)})
+    about = stored.calibration
+    cluster = config.cluster.model_copy(update={"calibration": str(stored.path)})
     origins = {**config.origins, CALIBRATION: f"{MEASURED_HERE}, {about.date}: {about.source}"}
     return config.model_copy(update={"cluster": cluster, "origins": origins})
 
@@ -158,14 +158,14 @@ def calibration_in_use(
     if left is None:
         named = config.cluster.calibration
         return Finding(name, "the shipped constants" if named in (None, SHIPPED) else str(named))
-    found = find_kept(left, environ)
-    if found is None:
+    stored = find_kept(left, environ)
+    if stored is None:
         is_cpu = machine_of(left, environ).device == "cpu"
-        words = "; the first `train` or `plan` measures this CPU" if is_cpu else ""
-        return Finding(name, f"the shipped constants{words}")
-    about = found.calibration
+        advice = "; the first `train` or `plan` measures this CPU" if is_cpu else ""
+        return Finding(name, f"the shipped constants{advice}")
+    about = stored.calibration
     today = datetime.datetime.now(datetime.UTC).date() if today is None else today
-    text = f"{about.source}{_age(about.date, today)}: {found.path}"
+    text = f"{about.source}{_age(about.date, today)}: {stored.path}"
     if about.is_quiet:
         return Finding(name, text)
     busy = f"{1 - about.had_core:.0%}"

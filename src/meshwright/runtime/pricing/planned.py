@@ -35,9 +35,15 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         # Only here and below: `train --help` starts without the planner.
         from meshwright.planner.plan import planned
 
-        here = on_machine(config, machine)
-        found = planned(here, lacks, processor(), slower(here, machine))
-        changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
+        machine_config = on_machine(config, machine)
+        planned_config = planned(
+            machine_config, lacks, processor(), slower(machine_config, machine)
+        )
+        changes = {
+            "layout": planned_config.layout,
+            "train": planned_config.train,
+            "origins": planned_config.origins,
+        }
         return config.model_copy(update=changes)
     on_gpus = machine.device == "cuda"
     if config.train.compile == "auto" and (on_gpus or config.cluster.calibration is not None):
@@ -61,9 +67,9 @@ def in_precision_of(config: Config, machine: Machine) -> Config:
     is_given = config.origins.get("train.precision", "default") != "default"
     if is_given or machine.device != "cuda" or config.cluster.preset != "local":
         return config
-    found = default_precision(gpu_name() or "this GPU")
-    train = config.train.model_copy(update={"precision": found.value})
-    origins = {**config.origins, "train.precision": found.origin}
+    default = default_precision(gpu_name() or "this GPU")
+    train = config.train.model_copy(update={"precision": default.value})
+    origins = {**config.origins, "train.precision": default.origin}
     return config.model_copy(update={"train": train, "origins": origins})
 
 
@@ -79,7 +85,7 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
 
     layout = resolve_layout(config, machine)
     try:
-        found = fastest(setting_on(config, machine, layout), layout)
+        choice = fastest(setting_on(config, machine, layout), layout)
     except ConfigError:  # a run with a layout needs no device that is known
         memory = gpu_memory()
         if memory is None:
@@ -87,11 +93,11 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
         # The bytes of a layout are the same on all GPUs.
         cluster = config.cluster.model_copy(update={"preset": _ANY_GPU})
         alike = config.model_copy(update={"cluster": cluster})
-        found = largest(setting_on(alike, machine, layout), layout, memory)
-    if found is None:
+        choice = largest(setting_on(alike, machine, layout), layout, memory)
+    if choice is None:
         return config
-    section = config.layout.model_copy(update={"microbatch": found.layout.microbatch})
-    origins = {**config.origins, "layout.microbatch": found.reason}
+    section = config.layout.model_copy(update={"microbatch": choice.layout.microbatch})
+    origins = {**config.origins, "layout.microbatch": choice.reason}
     return config.model_copy(update={"layout": section, "origins": origins})
 
 
@@ -99,9 +105,11 @@ def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
     """Return the setting of a layout on this machine; raises `ConfigError` as `on_machine`."""
     from meshwright.planner.plan import on_cluster, setting_of
 
-    each = layout.world // config.cluster.nodes
+    ranks_per_node = layout.world // config.cluster.nodes
     priced = setting_of(
-        on_machine(config, machine), processor=processor(), slower=slower(config, machine, each)
+        on_machine(config, machine),
+        processor=processor(),
+        slower=slower(config, machine, ranks_per_node),
     )
     return on_cluster(priced, layout)
 

@@ -94,9 +94,9 @@ def prove_cases(
     ranks_environ = rank_environ(environ, on_gpus=device == "cuda")
     with StopSignals() as signals:
         while len(outcomes) < len(cases) and not (outcomes and time.monotonic() > deadline):
-            rest = cases[len(outcomes) : len(outcomes) + _MOST_CASES]
+            batch = cases[len(outcomes) : len(outcomes) + _MOST_CASES]
             with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as path:
-                proof = _Proof(ProofFolder(Path(path)), rest, signals, show, deadline)
+                proof = _Proof(ProofFolder(Path(path)), batch, signals, show, deadline)
                 outcomes += proof.run(ranks_environ, timing or Timing(), command)
     return outcomes
 
@@ -107,8 +107,8 @@ def fails_alike(
     """Return a predicate: whether a case, alone on fresh ranks, fails in one of these claims."""
 
     def fails(case: Case) -> bool:
-        (found,) = prove_cases([case], environ, lambda outcome: None, device=device)
-        return not found.failed_claims.isdisjoint(outcome.failed_claims)
+        (retried,) = prove_cases([case], environ, lambda outcome: None, device=device)
+        return not retried.failed_claims.isdisjoint(outcome.failed_claims)
 
     return fails
 
@@ -169,10 +169,10 @@ class _Proof:
 
     def _take(self) -> None:
         """Take what the ranks have found since the last time."""
-        for said in self._tail.new():
-            self._has_begun = "verdicts" not in said
+        for record in self._tail.new():
+            self._has_begun = "verdicts" not in record
             if not self._has_begun:
-                self._add(_outcome(self._cases[said["case"]], said))
+                self._add(_outcome(self._cases[record["case"]], record))
 
     def _add(self, outcome: Outcome) -> None:
         self._found.append(outcome)
@@ -190,9 +190,9 @@ def _crash_text(core: Path, file: Path) -> str:
     return "\n".join(["C++ stack of the crash:", *crash_stack(write_stacks(core, file))])
 
 
-def _outcome(case: Case, said: Mapping[str, Any]) -> Outcome:
-    verdicts = tuple(Verdict.from_dict(values) for values in said["verdicts"])
-    return Outcome(case, verdicts, said["seconds"])
+def _outcome(case: Case, record: Mapping[str, Any]) -> Outcome:
+    verdicts = tuple(Verdict.from_dict(values) for values in record["verdicts"])
+    return Outcome(case, verdicts, record["seconds"])
 
 
 def by_world(cases: Sequence[Case]) -> Iterator[list[Case]]:

@@ -26,15 +26,17 @@ def prove_all(folder: ProofFolder, world: World) -> None:
         started = time.perf_counter()
         verdicts = suite.prove(case)
         if lines is not None:
-            found = [verdict.as_dict() for verdict in verdicts]
+            verdict_dicts = [verdict.as_dict() for verdict in verdicts]
             seconds = time.perf_counter() - started
-            lines.write({"case": index, "seconds": seconds, "verdicts": found})
+            lines.write({"case": index, "seconds": seconds, "verdicts": verdict_dicts})
 
 
 def main() -> None:
     """Run one rank of the proof whose folder is named on the command line."""
     device = sys.argv[2]
-    run_process(lambda path, at: prove_all(ProofFolder(path), join(at, device, TIMEOUT_S)))
+    run_process(
+        lambda path, rendezvous: prove_all(ProofFolder(path), join(rendezvous, device, TIMEOUT_S))
+    )
 
 
 if __name__ == "__main__":

@@ -31,21 +31,21 @@ _DIGITS: Final = 12  # of a digest, or more where these are the same
 Digests = Mapping[str, str]  # by the name of what they are of
 
 
-def refuse_unlike(mine: Digests, world: World) -> None:
+def refuse_unlike(own_digests: Digests, world: World) -> None:
     """Raise `ConfigError` on every rank if digests differ, with files and ranks; a collective.
 
     If they agree, ranks exchange only 64 bytes.
     """
     if world.size == 1:
         return
-    text = json.dumps(mine, sort_keys=True)
+    text = json.dumps(own_digests, sort_keys=True)
     if len(set(exchange(sha256_bytes(text.encode()), dist.group.WORLD))) == 1:
         return
-    everyone = [json.loads(one) for one in exchange(text, dist.group.WORLD)]
-    found = list(differences(everyone))
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    everyone = [json.loads(answer) for answer in exchange(text, dist.group.WORLD)]
+    differing = list(differences(everyone))
+    suffix = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     hint = "All ranks must read the same files, and run the same code"
-    raise ConfigError(f"ranks differ: {'; '.join(found[:_SHOWN])}{more}. {hint}")
+    raise ConfigError(f"ranks differ: {'; '.join(differing[:_SHOWN])}{suffix}. {hint}")
 
 
 def differences(everyone: Sequence[Digests]) -> Iterator[str]:
@@ -56,13 +56,16 @@ def differences(everyone: Sequence[Digests]) -> Iterator[str]:
             ranks.setdefault(digests.get(name, "missing"), []).append(rank)
         if len(ranks) > 1:
             digits = _telling(ranks)
-            which = (f"{value[:digits]} on {ranks_text(some)}" for value, some in ranks.items())
+            which = (
+                f"{value[:digits]} on {ranks_text(ranks_of_value)}"
+                for value, ranks_of_value in ranks.items()
+            )
             yield f"{name} is {', '.join(which)}"
 
 
 def _telling(values: Collection[str]) -> int:
-    """Return how many of their first characters tell values apart, `_DIGITS` at least."""
-    return next(n for n in count(_DIGITS) if len({one[:n] for one in values}) == len(values))
+    """Return how many leading characters distinguish all values, at least `_DIGITS`."""
+    return next(n for n in count(_DIGITS) if len({value[:n] for value in values}) == len(values))
 
 
 def digests_of(
@@ -70,12 +73,12 @@ def digests_of(
 ) -> dict[str, str]:
     """Return digests of a rank's inputs; without `has_weights`, not of the first weights."""
     files = (job.folder.config, job.folder.plan)
-    found = {str(path): sha256_bytes(path.read_bytes()) for path in files}
-    found |= dataset.files or dataset.identity
-    found["the tokenizer"] = dataset.identity["tokenizer"]
+    digests = {str(path): sha256_bytes(path.read_bytes()) for path in files}
+    digests |= dataset.files or dataset.identity
+    digests["the tokenizer"] = dataset.identity["tokenizer"]
     if has_weights and job.config.model.init_from is not None:
-        found |= dict(_weights(Path(job.config.model.init_from)))
-    return found | dict(_code())
+        digests |= dict(_weights(Path(job.config.model.init_from)))
+    return digests | dict(_code())
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, str]]:

@@ -38,11 +38,11 @@ class Fault:
 
         Raises `ConfigError` naming what is wrong.
         """
-        parts = text.split(":")
+        fields = text.split(":")
         form = "FAULT is rank:phase:step:action, with :always at the end for every attempt"
-        if len(parts) not in (4, 5) or (len(parts) == 5 and parts[4] != "always"):
+        if len(fields) not in (4, 5) or (len(fields) == 5 and fields[4] != "always"):
             raise ConfigError(f"FAULT={text}: {form}")
-        rank, phase, step, action = parts[:4]
+        rank, phase, step, action = fields[:4]
         action, _, argument = action.partition("=")
         if not rank.isdigit() or not (step == "*" or step.isdigit()):
             raise ConfigError(f"FAULT={text}: {form}; rank and step are numbers")
@@ -50,5 +50,5 @@ class Fault:
             if word not in known:
                 legal = nearest(word, known, 3) or list(known)
                 raise ConfigError(refusal(f"FAULT={text}: {word!r} is unknown", legal=legal))
-        at = None if step == "*" else int(step)
-        return cls(int(rank), phase, at, action, argument, len(parts) == 5)
+        step_number = None if step == "*" else int(step)
+        return cls(int(rank), phase, step_number, action, argument, len(fields) == 5)

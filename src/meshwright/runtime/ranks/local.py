@@ -100,12 +100,14 @@ class LocalRun:
         on_gpus = self._job.machine.device == "cuda"
         return traced(self._environ, self._job.folder) if on_gpus else nullcontext({})
 
-    def _ranks(self, attempt: int, meet: socket.socket, more: Mapping[str, str]) -> LocalRanks:
+    def _ranks(
+        self, attempt: int, meet: socket.socket, extra_environ: Mapping[str, str]
+    ) -> LocalRanks:
         return LocalRanks(
             self._command,
             self._job.layout.world,
             self._job.folder,
-            {**self._environ, **more, "MESHWRIGHT_ATTEMPT": str(attempt)},
+            {**self._environ, **extra_environ, "MESHWRIGHT_ATTEMPT": str(attempt)},
             meet,
             self._timing,
             [lock.descriptor for lock in self._locks],

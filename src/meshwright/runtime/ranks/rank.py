@@ -29,11 +29,11 @@ def run_process(work: Callable[[Path, Rendezvous], None], threads: int = 1) -> N
     path = Path(sys.argv[1])
     code = EXIT_DONE
     try:
-        at = Rendezvous.from_environment(environ)
-        if at is None:
+        rendezvous = Rendezvous.from_environment(environ)
+        if rendezvous is None:
             raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
         torch.set_num_threads(threads)
-        work(path, at)
+        work(path, rendezvous)
         leave()
     except BaseException as error:
         traceback.print_exc()

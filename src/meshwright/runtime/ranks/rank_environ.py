@@ -39,22 +39,22 @@ def rank_environ(
     `keeps_memory` False leaves the allocator alone, for ranks with a memory limit. Variables that
     are already set stay.
     """
-    found = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    own = environ.get("GLIBC_TUNABLES", "")
+    variables = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    tunables = environ.get("GLIBC_TUNABLES", "")
     if keeps_memory and sets_allocator(environ):
-        found["GLIBC_TUNABLES"] = f"{own}:{ALLOCATOR}" if own else ALLOCATOR
-    return {**found, **gpu_environ(environ, threads)} if on_gpus else found
+        variables["GLIBC_TUNABLES"] = f"{tunables}:{ALLOCATOR}" if tunables else ALLOCATOR
+    return {**variables, **gpu_environ(environ, threads)} if on_gpus else variables
 
 
 def gpu_environ(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     """Return additional environment variables for a rank with a GPU."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for names, value in _ON_GPUS:
         if not any(name in environ for name in names):
-            found.update(dict.fromkeys(names, value))
+            variables.update(dict.fromkeys(names, value))
     if _COMPILERS not in environ:  # torch's compiler would take all cores on each rank
-        found[_COMPILERS] = str(threads)
-    return found
+        variables[_COMPILERS] = str(threads)
+    return variables
 
 
 def sets_allocator(environ: Mapping[str, str]) -> bool:

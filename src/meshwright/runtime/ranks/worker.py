@@ -151,11 +151,13 @@ class MemoryLimit:
         if error is not None and (is_out_of_memory(error) or NO_THREAD in str(error)):
             raise RankFailed(self.refusal(str(error), self.limit)) from error
 
-    def refusal(self, said: str, limit: int) -> str:
-        """Return the message of a rank that exceeded its limit; `said` is the allocator's own."""
-        found = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", said)
-        size = "" if found is None else format_bytes(parse_bytes(found[1] + (found[2] or "")))
-        asked = f"asked for {size}," if size else "asked for"
+    def refusal(self, message: str, limit: int) -> str:
+        """Return the message of a rank that exceeded its limit; `message` is the allocator's."""
+        match = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", message)
+        asked_bytes = (
+            "" if match is None else format_bytes(parse_bytes(match[1] + (match[2] or "")))
+        )
+        asked = f"asked for {asked_bytes}," if asked_bytes else "asked for"
         return (
             f"out of memory: rank {self.rank} {asked} more than was left of "
             f"cluster.memory = {format_bytes(limit)}. What would fit: "
@@ -167,14 +169,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that an allocation was refused."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in REFUSED)
 
 
 def private_memory() -> int:
     """Return this process's bytes that RLIMIT_DATA counts, including malloc's free ones."""
-    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def _set_data_limit(limit: int | None) -> None:
@@ -249,12 +251,12 @@ def run_rank(
 
 
 def open_flight_recorder(
-    folder: RunFolder, at: Rendezvous, environ: Mapping[str, str]
+    folder: RunFolder, rendezvous: Rendezvous, environ: Mapping[str, str]
 ) -> FlightRecorder:
     """Start the flight recorder of this rank, with its injected fault if any."""
-    path = folder.flight_recorder(at.rank)
-    fault = injector(environ.get("FAULT"), at.rank, at.attempt)
-    return FlightRecorder.open(path, at.rank, at.size, at.attempt, fault)
+    path = folder.flight_recorder(rendezvous.rank)
+    fault = injector(environ.get("FAULT"), rendezvous.rank, rendezvous.attempt)
+    return FlightRecorder.open(path, rendezvous.rank, rendezvous.size, rendezvous.attempt, fault)
 
 
 def record_failure(
@@ -289,13 +291,13 @@ def main() -> None:
     recorder: FlightRecorder | None = None
     try:
         job = read_job(folder.path)
-        at = Rendezvous.from_environment(environ)
-        if at is None:
+        rendezvous = Rendezvous.from_environment(environ)
+        if rendezvous is None:
             raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
-        recorder = open_flight_recorder(folder, at, environ)
+        recorder = open_flight_recorder(folder, rendezvous, environ)
         torch.set_num_threads(job.machine.threads(job.layout.world))
-        world = join(at, job.machine.device, job.config.cluster.timeout, recorder)
-        code = run_rank(job, world, at.attempt, stop, environ)
+        world = join(rendezvous, job.machine.device, job.config.cluster.timeout, recorder)
+        code = run_rank(job, world, rendezvous.attempt, stop, environ)
     except BaseException as error:
         record_failure(folder, rank, error, recorder)
         code = EXIT_RANK_FAILED

@@ -53,8 +53,8 @@ def core_dump(pid: int, folder: Path, since: float) -> Path | None:
     if "%p" not in pattern and _APPENDS_PID.read_text().strip() != "0":
         pattern += ".%p"
     name = pattern.replace("%p", str(pid)).replace("%P", str(pid))
-    while (at := name.find("%")) >= 0:  # the name of the program, the signal, the time, ...
-        name = f"{name[:at]}*{name[at + 2 :]}"
+    while (index := name.find("%")) >= 0:  # the name of the program, the signal, the time, ...
+        name = f"{name[:index]}*{name[index + 2 :]}"
     path = folder / name  # an absolute pattern stays as it is
     dumps = [file for file in path.parent.glob(path.name) if _is_dump(file, since)]
     return max(dumps, key=lambda file: file.stat().st_mtime, default=None)
@@ -100,7 +100,7 @@ def _stacks_of(core: Path) -> str:
     gdb = shutil.which("gdb")
     if gdb is None:
         return f"gdb is not installed; it shows the C++ stacks in {core}"
-    words = [
+    command = [
         gdb,
         "-batch",
         "-nx",
@@ -109,10 +109,10 @@ def _stacks_of(core: Path) -> str:
         "-ex",
         "set print frame-arguments none",
     ]
-    words += ["-ex", "backtrace", "-ex", "thread apply all backtrace", sys.executable, str(core)]
+    command += ["-ex", "backtrace", "-ex", "thread apply all backtrace", sys.executable, str(core)]
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=_READ_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=_READ_S, check=False
         )
     except subprocess.TimeoutExpired:
         return f"gdb took more than {_READ_S:.0f} s to read {core}"

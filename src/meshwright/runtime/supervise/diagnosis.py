@@ -39,13 +39,13 @@ class Diagnosis:
     """The state of a run.
 
     `state`: "done", "stopped" on request, "running", "silent" (no activity for a while) or
-    "failed". `why` is in words; `failures` are the ranks' exceptions, by rank. `stacks` are the
+    "failed". `reason` is in words; `failures` are the ranks' exceptions, by rank. `stacks` are the
     files with the C++ stacks of ranks that crashed, in this attempt or an earlier one.
     """
 
     run: Path
     state: str
-    why: str
+    reason: str
     last_step: int
     witnesses: tuple[Witness, ...]
     failures: Mapping[int, str]
@@ -63,19 +63,21 @@ class Diagnosis:
         """Return it as JSON-ready values."""
         ranks = [
             {
-                "rank": one.rank,
-                "process": one.process,
-                "place": one.place,
-                "waits_in": None if one.waits_in is None else str(one.waits_in),
-                "failure": self.failures.get(one.rank),
-                "cpp_stacks": None if one.rank not in self.stacks else str(self.stacks[one.rank]),
+                "rank": witness.rank,
+                "process": witness.process,
+                "place": witness.place,
+                "waits_in": None if witness.waits_in is None else str(witness.waits_in),
+                "failure": self.failures.get(witness.rank),
+                "cpp_stacks": None
+                if witness.rank not in self.stacks
+                else str(self.stacks[witness.rank]),
             }
-            for one in self.witnesses
+            for witness in self.witnesses
         ]
         return {
             "run": str(self.run),
             "state": self.state,
-            "why": self.why,
+            "why": self.reason,
             "last_step": self.last_step,
             "ranks": ranks,
             "restarts": [cost._asdict() for cost in self.costs],
@@ -93,17 +95,17 @@ def diagnose(path: Path) -> Diagnosis:
 
 def _diagnose(path: Path, job: Job) -> Diagnosis:
     folder, world = job.folder, job.layout.world
-    found = tuple(witnesses(folder, world))
+    seen = tuple(witnesses(folder, world))
     events = Events.read(folder.events) if folder.events.is_file() else Events()
-    failures = {rank: said for rank in range(world) if (said := read_failure(folder, rank))}
-    state, why = _state(folder, found, events, failures)
+    failures = {rank: failure for rank in range(world) if (failure := read_failure(folder, rank))}
+    state, reason = _state(folder, seen, events, failures)
     return Diagnosis(
         path,
         state,
-        why,
+        reason,
         max((event["step"] for event in events if event["event"] == "step"), default=0),
-        found,
-        {rank: _raised(said) for rank, said in failures.items()},
+        seen,
+        {rank: _raised(failure) for rank, failure in failures.items()},
         tuple(recoveries(events)),
         tuple(event for event in events if event["event"] == "slow_rank"),
         _good(job),
@@ -111,25 +113,27 @@ def _diagnose(path: Path, job: Job) -> Diagnosis:
     )
 
 
-def _raised(said: Mapping[str, Any]) -> str:
-    return f"{said['type']}: {said['message']}"
+def _raised(failure: Mapping[str, Any]) -> str:
+    return f"{failure['type']}: {failure['message']}"
 
 
 def _state(
     folder: RunFolder,
-    found: tuple[Witness, ...],
+    seen: tuple[Witness, ...],
     events: Sequence[Event],
     failures: Mapping[int, Mapping[str, Any]],
 ) -> tuple[str, str]:
     """Return the state of a run and why it is in it."""
-    if _is_held(folder, found):
-        now = time.monotonic()
-        here = [one for one in found if one.process != ELSEWHERE]
-        moved = [one.reading.at for one in here if one.reading is not None]
-        silent = now - max(moved) if moved else 0.0
+    if _is_held(folder, seen):
+        clock_s = time.monotonic()
+        local = [witness for witness in seen if witness.process != ELSEWHERE]
+        moved = [witness.reading.at for witness in local if witness.reading is not None]
+        silent = clock_s - max(moved) if moved else 0.0
         if silent < SILENT_S:
-            return "running", "; ".join(f"rank {one.rank} is in {one.place}" for one in found)
-        return "silent", f"nothing for {format_seconds(silent)}: {explain(found, now)}"
+            return "running", "; ".join(
+                f"rank {witness.rank} is in {witness.place}" for witness in seen
+            )
+        return "silent", f"nothing for {format_seconds(silent)}: {explain(seen, clock_s)}"
     last = ending(events)
     if last is not None and last["event"] == "end":
         if last["stopped"]:
@@ -139,12 +143,12 @@ def _state(
     if last is not None:
         return "failed", str(last["cause"])
     # No supervisor has told: it was ended itself, or torchrun started the ranks.
-    first = {rank: said for rank, said in failures.items() if not lost_a_peer(said)}
-    parts = [f"rank {rank} raised {_raised(said)}" for rank, said in first.items()]
-    return "failed", "; ".join([mismatch(found), *parts]).strip("; ") or explain(found)
+    first = {rank: failure for rank, failure in failures.items() if not lost_a_peer(failure)}
+    raised = [f"rank {rank} raised {_raised(failure)}" for rank, failure in first.items()]
+    return "failed", "; ".join([mismatch(seen), *raised]).strip("; ") or explain(seen)
 
 
-def _is_held(folder: RunFolder, found: tuple[Witness, ...]) -> bool:
+def _is_held(folder: RunFolder, seen: tuple[Witness, ...]) -> bool:
     """Whether a supervisor or a rank of the run is there; on another machine it is taken for so."""
     holder = read_holder(folder.lock)
     if holder is None:
@@ -152,7 +156,7 @@ def _is_held(folder: RunFolder, found: tuple[Witness, ...]) -> bool:
     if holder["host"] != socket.gethostname():
         return True
     return Path(f"/proc/{holder['pid']}").exists() or any(
-        one.process not in ("gone", ELSEWHERE) for one in found
+        witness.process not in ("gone", ELSEWHERE) for witness in seen
     )
 
 

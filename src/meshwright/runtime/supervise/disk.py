@@ -46,8 +46,10 @@ def runs_of(root: Path) -> list[DiskEntry]:
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder of runs; log.dir says where they are")
     folders = [RunFolder(path) for path in root.iterdir() if not path.is_symlink()]
-    found = [_run(one) for one in folders if one.plan.is_file() and one.config.is_file()]
-    return sorted(found, key=lambda one: -one.time)
+    entries = [
+        _run(folder) for folder in folders if folder.plan.is_file() and folder.config.is_file()
+    ]
+    return sorted(entries, key=lambda entry: -entry.time)
 
 
 def _run(folder: RunFolder) -> DiskEntry:
@@ -85,14 +87,14 @@ def _is_locked(path: Path) -> bool:
 def prepared_in(cache: Path) -> list[DiskEntry]:
     """Return the prepared stores and downloads in a cache folder, last used first."""
     folders = [cache / name for name in PREPARED if (cache / name).is_dir()]
-    paths = [path for one in folders for path in one.iterdir() if not path.is_symlink()]
+    paths = [path for folder in folders for path in folder.iterdir() if not path.is_symlink()]
     mapped = dict(_mapped(paths))
-    found = [_prepared(path, mapped.get(path, "")) for path in paths]
-    return sorted(found, key=lambda one: -one.time)
+    entries = [_prepared(path, mapped.get(path, "")) for path in paths]
+    return sorted(entries, key=lambda entry: -entry.time)
 
 
 def _prepared(path: Path, user: str) -> DiskEntry:
-    stats = [one.lstat() for one in (path, *path.rglob("*"))]
+    stats = [file.lstat() for file in (path, *path.rglob("*"))]
     used = max(max(stat.st_mtime, stat.st_atime) for stat in stats[1:] or stats)
     if not user and _is_locked(path / ".lock"):
         user = "in use: it is being prepared"
@@ -100,7 +102,10 @@ def _prepared(path: Path, user: str) -> DiskEntry:
 
 
 def _mapped(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield those of some folders that processes have files of mapped, and which process."""
+    """Yield (folder, user) for each process that maps a file of one of these folders.
+
+    `user` names the process in words.
+    """
     names = {f"{path.resolve()}/": path for path in paths}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -114,7 +119,7 @@ def _mapped(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
 def size_of(path: Path) -> int:
     """Return the disk usage of a file or folder in bytes; doesn't follow links."""
-    return sum(one.lstat().st_blocks * 512 for one in (path, *path.rglob("*")))
+    return sum(file.lstat().st_blocks * 512 for file in (path, *path.rglob("*")))
 
 
 class DiskSelection(NamedTuple):
@@ -123,13 +128,13 @@ class DiskSelection(NamedTuple):
     keep: int | None = None
     age_s: float | None = None
 
-    def of(self, entries: Sequence[DiskEntry], now: float | None = None) -> list[DiskEntry]:
+    def of(self, entries: Sequence[DiskEntry], unix_time: float | None = None) -> list[DiskEntry]:
         """Return the entries to remove; none if nothing was selected."""
         if self.keep is None and self.age_s is None:
             return []
-        before = (time.time() if now is None else now) - (self.age_s or 0.0)
+        before = (time.time() if unix_time is None else unix_time) - (self.age_s or 0.0)
         old = entries[self.keep or 0 :]
-        return [one for one in old if not one.in_use and one.time <= before]
+        return [entry for entry in old if not entry.in_use and entry.time <= before]
 
 
 def remove(entries: Iterable[DiskEntry]) -> Iterator[tuple[DiskEntry, str]]:
@@ -137,14 +142,14 @@ def remove(entries: Iterable[DiskEntry]) -> Iterator[tuple[DiskEntry, str]]:
     for entry in entries:
         problem = ""
         try:
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as stack:
                 folder = RunFolder(entry.path)
                 if folder.plan.is_file():  # nobody begins to go on with it now
-                    held.enter_context(RunLock(folder.lock))
+                    stack.enter_context(RunLock(folder.lock))
                 # Renamed first: half of a run must not look like one.
-                gone = entry.path.with_name(f".removed-{entry.path.name}-{uuid.uuid4().hex[:8]}")
-                entry.path.rename(gone)
-                gone.unlink() if gone.is_file() else shutil.rmtree(gone)
+                renamed = entry.path.with_name(f".removed-{entry.path.name}-{uuid.uuid4().hex[:8]}")
+                entry.path.rename(renamed)
+                renamed.unlink() if renamed.is_file() else shutil.rmtree(renamed)
         except (OSError, ConfigError) as error:
             problem = str(error)
         yield entry, problem

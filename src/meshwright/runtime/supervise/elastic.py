@@ -27,10 +27,10 @@ from meshwright.spec.loading import Config
 from meshwright.training.run_folder import Job, read_job
 
 
-def _note(config: Config, at: Rendezvous) -> Path:
-    key = at.job or "none"
+def _note(config: Config, rendezvous: Rendezvous) -> Path:
+    key = rendezvous.job or "none"
     if key == "none":  # torchrun's word where it was given no id
-        key = f"{at.host}:{at.port}"
+        key = f"{rendezvous.host}:{rendezvous.port}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return Path(config.log.dir) / f".job-{digest}"
 
@@ -60,48 +60,52 @@ def read_word(note: Path) -> Word | None:
     return word if is_whole and len(word.parent) == 2 else None
 
 
-def recorded(config: Config, at: Rendezvous, say: Callable[[str], None]) -> Path | None:
+def recorded(config: Config, rendezvous: Rendezvous, say: Callable[[str], None]) -> Path | None:
     """Return the run folder of the previous attempt, if there was one.
 
     Removes the record of another job; unless this is a first attempt, `say` receives a line about
     it.
     """
-    note = _note(config, at)
+    note = _note(config, rendezvous)
     word = read_word(note)
     if word is None:
         return None
-    if at.attempt and _is_own(word, config, at):
+    if rendezvous.attempt and _is_own(word, config, rendezvous):
         return Path(word.folder)
     note.unlink(missing_ok=True)
-    if at.attempt:
-        say(f"note: {word.folder} is of another job with the id {at.job}: a new run begins")
+    if rendezvous.attempt:
+        say(f"note: {word.folder} is of another job with the id {rendezvous.job}: a new run begins")
     return None
 
 
-def _is_own(word: Word, config: Config, at: Rendezvous) -> bool:
+def _is_own(word: Word, config: Config, rendezvous: Rendezvous) -> bool:
     """Whether word is of the job that this attempt is one of."""
     with contextlib.suppress(ConfigError):
         if read_job(Path(word.folder)).run == word.run:
-            if starter(at) != "torchrun":  # a scheduler gives no id twice
+            if starter(rendezvous) != "torchrun":  # a scheduler gives no id twice
                 return True
-            if word.agent is not None and word.agent == at.agent:
+            if word.agent is not None and word.agent == rendezvous.agent:
                 return True
             is_here = word.host == _host()
-            if is_here and word.agent != at.agent and _began(word.parent[0]) != word.parent[1]:
+            if (
+                is_here
+                and word.agent != rendezvous.agent
+                and _began(word.parent[0]) != word.parent[1]
+            ):
                 return False  # what started it is gone, and its job with it
             return word.config == _asked(config)
     return False
 
 
-def tell(job: Job, config: Config, at: Rendezvous) -> None:
+def tell(job: Job, config: Config, rendezvous: Rendezvous) -> None:
     """Leave a record of this run for later attempts; `config` is the given one."""
-    note, parent = _note(config, at), os.getppid()
+    note, parent = _note(config, rendezvous), os.getppid()
     word = Word(
         folder=str(job.folder.path.resolve()),
         run=job.run,
         config=_asked(config),
         host=_host(),
-        agent=at.agent,
+        agent=rendezvous.agent,
         parent=[parent, _began(parent)],
     )
     write_atomic(note, json.dumps(word._asdict()).encode())
@@ -126,23 +130,25 @@ def _began(pid: int) -> int:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def forget(job: Job, at: Rendezvous) -> None:
+def forget(job: Job, rendezvous: Rendezvous) -> None:
     """Remove the record, after the run has ended well."""
-    _note(job.config, at).unlink(missing_ok=True)
+    _note(job.config, rendezvous).unlink(missing_ok=True)
 
 
-def starter(at: Rendezvous) -> str:
+def starter(rendezvous: Rendezvous) -> str:
     """Return the name of the launcher of these ranks."""
-    kind = (at.job or "").partition("-")[0]
+    kind = (rendezvous.job or "").partition("-")[0]
     return {"slurm": "Slurm", "ray": "Ray"}.get(kind, "torchrun")
 
 
-def restarted(job: Job, at: Rendezvous) -> dict[str, Any]:
+def restarted(job: Job, rendezvous: Rendezvous) -> dict[str, Any]:
     """Return the event of this attempt; the cause and time of the last end are unknown."""
     causes = []
     for rank in range(job.layout.world):
-        said = read_failure(job.folder, rank)
-        if said is not None:
-            causes.append((said["time"], f"rank {rank} raised {said['type']}: {said['message']}"))
-    cause = min(causes)[1] if causes else f"{starter(at)} started the ranks again"
-    return restart_event(job, at.attempt, cause, time.time(), None)
+        failure = read_failure(job.folder, rank)
+        if failure is not None:
+            causes.append(
+                (failure["time"], f"rank {rank} raised {failure['type']}: {failure['message']}")
+            )
+    cause = min(causes)[1] if causes else f"{starter(rendezvous)} started the ranks again"
+    return restart_event(job, rendezvous.attempt, cause, time.time(), None)

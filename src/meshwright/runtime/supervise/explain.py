@@ -59,19 +59,19 @@ _FAILURE: Final[Mapping[str, type | tuple[type, ...]]] = {
 def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
     """Return a rank's record of its failure; None if there is none, or it is damaged."""
     try:
-        said = parse_json(folder.failure(rank).read_text(encoding="utf-8"))
+        failure = parse_json(folder.failure(rank).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(said, dict):
+    if not isinstance(failure, dict):
         return None
-    is_whole = all(isinstance(said.get(key), kind) for key, kind in _FAILURE.items())
-    return said if is_whole else None
+    is_whole = all(isinstance(failure.get(key), kind) for key, kind in _FAILURE.items())
+    return failure if is_whole else None
 
 
 def lost_a_peer(failure: Mapping[str, Any]) -> bool:
     """Whether a rank's failure says that another rank was gone before."""
     return failure["type"] in _SECOND_HAND or any(
-        words in failure["message"] for words in _SECOND_HAND_WORDS
+        phrase in failure["message"] for phrase in _SECOND_HAND_WORDS
     )
 
 
@@ -102,61 +102,62 @@ def process_state(pid: int) -> str:
     """Return the state of a process in words, from /proc; empty where that is not known."""
     status = Path(f"/proc/{pid}/status")
     try:
-        found = re.search(r"^State:\s+(\w)", status.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^State:\s+(\w)", status.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return "gone" if Path("/proc/self").exists() else ""
-    return "" if found is None else _STATES.get(found[1], found[1])
+    return "" if match is None else _STATES.get(match[1], match[1])
 
 
 def witnesses(folder: RunFolder, world: int, pids: Sequence[int] = ()) -> list[Witness]:
     """Return what can be seen of each rank; without `pids`, those in the recorders."""
-    found, here = [], machine_id()
+    seen, own_machine = [], machine_id()
     for rank in range(world):
         reading = read_flight_recorder(folder.flight_recorder(rank))
-        if reading is not None and reading.machine != here:
-            found.append(Witness(rank, reading, ELSEWHERE))
+        if reading is not None and reading.machine != own_machine:
+            seen.append(Witness(rank, reading, ELSEWHERE))
             continue
         pid = pids[rank] if pids else reading.pid if reading else 0
-        found.append(Witness(rank, reading, process_state(pid) if pid else "gone"))
-    return found
+        seen.append(Witness(rank, reading, process_state(pid) if pid else "gone"))
+    return seen
 
 
-def explain(found: Sequence[Witness], now: float | None = None) -> str:
+def explain(seen: Sequence[Witness], clock_s: float | None = None) -> str:
     """Return why ranks do not continue: who is missing, and what the others wait in.
 
-    `now` is of the monotonic clock.
+    `clock_s` is of the monotonic clock.
     """
-    now = time.monotonic() if now is None else now
-    parts = [*_mismatches(found), *_missing(found, now), *_waiting(found)]
-    return "; ".join(parts) if parts else "no rank waits for another"
+    clock_s = time.monotonic() if clock_s is None else clock_s
+    sentences = [*_mismatches(seen), *_missing(seen, clock_s), *_waiting(seen)]
+    return "; ".join(sentences) if sentences else "no rank waits for another"
 
 
-def _missing(found: Sequence[Witness], now: float) -> Iterator[str]:
+def _missing(seen: Sequence[Witness], clock_s: float) -> Iterator[str]:
     """Yield what is said of each rank that others wait for, or that does nothing."""
-    for one in found:
-        inside = "" if one.waits_in is None else f", inside {one.waits_in}"
-        if one.process.startswith("stopped"):
-            sign = " (SIGSTOP)" if one.process == "stopped" else " by a debugger"
-            yield f"rank {one.rank} is stopped{sign} in {one.place}{inside}"
-        elif one.process == "gone":
-            yield f"rank {one.rank} is gone, last seen in {one.place}{inside}"
-        elif one.reading is None:
-            yield f"rank {one.rank} has not begun"
-        elif one.process == ELSEWHERE:  # its clock is another
-            yield f"rank {one.rank}, {ELSEWHERE}, was last in {one.place}{inside}"
-        elif one.waits_in is None:
-            silent = format_seconds(max(0.0, now - one.reading.at))
-            yield f"rank {one.rank} is silent for {silent} in {one.place} ({one.process})"
+    for witness in seen:
+        inside = "" if witness.waits_in is None else f", inside {witness.waits_in}"
+        if witness.process.startswith("stopped"):
+            sign = " (SIGSTOP)" if witness.process == "stopped" else " by a debugger"
+            yield f"rank {witness.rank} is stopped{sign} in {witness.place}{inside}"
+        elif witness.process == "gone":
+            yield f"rank {witness.rank} is gone, last seen in {witness.place}{inside}"
+        elif witness.reading is None:
+            yield f"rank {witness.rank} has not begun"
+        elif witness.process == ELSEWHERE:  # its clock is another
+            yield f"rank {witness.rank}, {ELSEWHERE}, was last in {witness.place}{inside}"
+        elif witness.waits_in is None:
+            silent = format_seconds(max(0.0, clock_s - witness.reading.at))
+            place = f"{witness.place} ({witness.process})"
+            yield f"rank {witness.rank} is silent for {silent} in {place}"
 
 
-def _waiting(found: Sequence[Witness]) -> Iterator[str]:
+def _waiting(seen: Sequence[Witness]) -> Iterator[str]:
     """Yield what ranks wait in, those that wait in the same together, and for whom."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for one in found:
-        if one.waits_in is not None and not one.process.startswith(("stopped", "gone")):
-            missing = _not_there(one.waits_in, one.rank, found)
+    for witness in seen:
+        if witness.waits_in is not None and not witness.process.startswith(("stopped", "gone")):
+            missing = _not_there(witness.waits_in, witness.rank, seen)
             whom = f", which {ranks_text(missing)} {_has(missing)} not begun" if missing else ""
-            groups.setdefault((str(one.waits_in), whom), []).append(one.rank)
+            groups.setdefault((str(witness.waits_in), whom), []).append(witness.rank)
     for (text, whom), ranks in groups.items():
         yield f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {text}{whom}"
 
@@ -170,19 +171,19 @@ def memory_words(folder: RunFolder, rank: int) -> str:
 
     The prediction is of its tensors; on a CPU, the measurement is of the whole process.
     """
-    words = []
+    peaks = []
     with contextlib.suppress(MeshwrightError, OSError, ValueError):
         job = read_job(folder.path)
         setting = setting_of(job.config, local_devices=job.layout.world, processor=processor())
-        place = job.layout.mesh.coordinates(rank)["pp"]
-        found = memory(setting, job.layout, place).allocated
-        words.append(f"predicted {format_bytes(found)} of tensors")
+        pp_rank = job.layout.mesh.coordinates(rank)["pp"]
+        predicted = memory(setting, job.layout, pp_rank).allocated
+        peaks.append(f"predicted {format_bytes(predicted)} of tensors")
     with contextlib.suppress(OSError, KeyError, TypeError):
         steps = [e for e in Events.read(folder.events) if "peak_memory_bytes" in e]
         if steps:
             peak = format_bytes(steps[-1]["peak_memory_bytes"][str(rank)])
-            words.append(f"measured {peak} at step {steps[-1]['step']}")
-    return f" ({', '.join(words)})" if words else ""
+            peaks.append(f"measured {peak} at step {steps[-1]['step']}")
+    return f" ({', '.join(peaks)})" if peaks else ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -191,44 +192,44 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(listed) == 1 else 's'} {', '.join(map(str, listed))}"
 
 
-def _not_there(record: Record, rank: int, found: Sequence[Witness]) -> list[int]:
+def _not_there(record: Record, rank: int, seen: Sequence[Witness]) -> list[int]:
     """Return the ranks of a record's group that have not begun their part of it."""
     missing = []
-    for other in found:
-        if other.rank == rank or other.reading is None:
+    for witness in seen:
+        if witness.rank == rank or witness.reading is None:
             continue
         if record.is_transfer:
-            if other.rank != record.peer:
+            if witness.rank != record.peer:
                 continue
             kind = "recv" if record.kind == "send" else "send"
             begun = max(
                 (
                     r.sequence
-                    for r in other.reading.records
+                    for r in witness.reading.records
                     if r.kind == kind and r.peer == rank and r.group.name == record.group.name
                 ),
                 default=0,
             )
-        elif other.rank in record.group.ranks:
-            begun = other.reading.begun(record.group)
+        elif witness.rank in record.group.ranks:
+            begun = witness.reading.begun(record.group)
         else:
             continue
         if begun < record.sequence:
-            missing.append(other.rank)
+            missing.append(witness.rank)
     return missing
 
 
-def _mismatches(found: Sequence[Witness]) -> Iterator[str]:
+def _mismatches(seen: Sequence[Witness]) -> Iterator[str]:
     """Yield the first collective at which the ranks of a group do not do the same."""
-    seen: dict[tuple[str, tuple[int, ...], int], dict[int, Record]] = {}
-    for one in found:
-        for record in () if one.reading is None else one.reading.records:
-            if not record.is_transfer and one.rank in record.group.ranks:
+    by_collective: dict[tuple[str, tuple[int, ...], int], dict[int, Record]] = {}
+    for witness in seen:
+        for record in () if witness.reading is None else witness.reading.records:
+            if not record.is_transfer and witness.rank in record.group.ranks:
                 key = (record.group.name, record.group.ranks, record.sequence)
-                seen.setdefault(key, {})[one.rank] = record
+                by_collective.setdefault(key, {})[witness.rank] = record
     wrong = [
         records
-        for records in seen.values()
+        for records in by_collective.values()
         if len({(record.kind, _same_for_all(record)) for record in records.values()}) > 1
     ]
     if not wrong:
@@ -252,6 +253,6 @@ def _same_for_all(record: Record) -> int:
     return 0 if record.kind == "all_to_all" else record.bytes
 
 
-def mismatch(found: Sequence[Witness]) -> str:
+def mismatch(seen: Sequence[Witness]) -> str:
     """Return the first collective at which ranks of a group differ; empty if none does."""
-    return next(_mismatches(found), "")
+    return next(_mismatches(seen), "")

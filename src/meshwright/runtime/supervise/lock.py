@@ -24,8 +24,8 @@ class RunLock:
     supervisor stays locked as long as one of them runs.
     """
 
-    def __init__(self, path: Path, run: str = "", what: str = "run folder") -> None:
-        self._path, self._run, self._what = path, run, what
+    def __init__(self, path: Path, run: str = "", folder_kind: str = "run folder") -> None:
+        self._path, self._run, self._what = path, run, folder_kind
         self.descriptor = -1
         self.left_by: dict[str, Any] | None = None  # who held it last and did not let go of it
 
@@ -45,9 +45,9 @@ class RunLock:
                 raise ConfigError(refused(self._path, holder, self._what)) from None
             raise ConfigError(f"{self._path} cannot be locked: {error.strerror}") from None
         self.left_by = read_holder(self._path)
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
-        mine["run"] = self._run
-        self._write(json.dumps(mine))
+        own_entry = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+        own_entry["run"] = self._run
+        self._write(json.dumps(own_entry))
         return self
 
     def _write(self, text: str) -> None:
@@ -81,20 +81,20 @@ class RunLock:
 def read_holder(path: Path) -> dict[str, Any] | None:
     """Return pid, host and time of a lock's holder, if it was not released."""
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
-        time.localtime(found["time"])
-        return {"pid": int(found["pid"]), "host": str(found["host"]), "time": found["time"]}
+        entry = parse_json(path.read_text(encoding="utf-8"))
+        time.localtime(entry["time"])
+        return {"pid": int(entry["pid"]), "host": str(entry["host"]), "time": entry["time"]}
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError):
         return None
 
 
-def refused(path: Path, holder: dict[str, Any] | None, what: str = "run folder") -> str:
+def refused(path: Path, holder: dict[str, Any] | None, folder_kind: str = "run folder") -> str:
     """Return the refusal of a folder that is in use."""
-    text = f"{what} {path.parent} is in use"
+    text = f"{folder_kind} {path.parent} is in use"
     if holder is None:
         return f"{text} by another process"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["time"]))
-    who = f"process {holder['pid']} on {holder['host']}"
+    process = f"process {holder['pid']} on {holder['host']}"
     if holder["host"] == socket.gethostname() and not Path(f"/proc/{holder['pid']}").exists():
-        return f"{text} by a rank that {who}, gone since, started after {since}"
-    return f"{text} by {who} since {since}"
+        return f"{text} by a rank that {process}, gone since, started after {since}"
+    return f"{text} by {process} since {since}"

@@ -72,10 +72,10 @@ def step_of(path: Path) -> int:
 
 def last_step(job: Job) -> int:
     """Return the last step that any rank finished in the latest attempt, from the recorders."""
-    found = (
+    readings = (
         read_flight_recorder(job.folder.flight_recorder(rank)) for rank in range(job.layout.world)
     )
-    return max((_done(reading) for reading in found if reading is not None), default=0)
+    return max((_done(reading) for reading in readings if reading is not None), default=0)
 
 
 def _done(reading: Reading) -> int:

@@ -14,10 +14,10 @@ _APART_S: Final = 0.5
 
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that ask to stop: not SIGHUP where it is ignored, as under nohup."""
-    found = [signal.SIGINT, signal.SIGTERM]
+    signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        found.append(signal.SIGHUP)
-    return found
+        signals.append(signal.SIGHUP)
+    return signals
 
 
 class StopSignals:
@@ -35,8 +35,8 @@ class StopSignals:
         return self
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        is_apart, self._last = now - self._last >= _APART_S, now
+        clock_s = time.monotonic()
+        is_apart, self._last = clock_s - self._last >= _APART_S, clock_s
         if self.asked and is_apart and signum == signal.SIGINT:
             self.repeats += 1
         self.asked = True

@@ -40,18 +40,18 @@ class Stopping:
         if not signals.asked or (self._is_answered and signals.repeats == self._repeats):
             return
         ranks = range(self._job.layout.world)
-        found = [read_flight_recorder(self._job.folder.flight_recorder(rank)) for rank in ranks]
+        readings = [read_flight_recorder(self._job.folder.flight_recorder(rank)) for rank in ranks]
         if not self._is_answered:
-            if has_done_nothing(found):
+            if has_done_nothing(readings):
                 raise StoppedOnRequest(f"stopped on request {self._kept()}")
             self._is_answered = True
-            under_way = _under_way(found, committed(self._job))
+            under_way = _under_way(readings, committed(self._job))
             self._say(f"stopping: {under_way}; Ctrl-C again ends at once, without saving")
         if signals.repeats > self._repeats:
             self._repeats = signals.repeats
-            if signals.repeats > 1 or not _saving(found):
+            if signals.repeats > 1 or not _saving(readings):
                 raise self._ended()
-            self._say(f"step {_step(found)} is being saved: Ctrl-C once more ends that, too")
+            self._say(f"step {_step(readings)} is being saved: Ctrl-C once more ends that, too")
 
     def _kept(self) -> str:
         saved = committed(self._job)
@@ -72,23 +72,26 @@ class Stopping:
         )
 
 
-def has_done_nothing(found: Sequence[Reading | None]) -> bool:
+def has_done_nothing(readings: Sequence[Reading | None]) -> bool:
     """Whether no rank has finished a step since its start, by their flight recorders."""
-    return all(one is None or (not one.stepped_s and one.phase in _BEFORE) for one in found)
+    return all(
+        reading is None or (not reading.stepped_s and reading.phase in _BEFORE)
+        for reading in readings
+    )
 
 
-def _saving(found: Sequence[Reading | None]) -> bool:
-    return any(one is not None and one.phase == "save" for one in found)
+def _saving(readings: Sequence[Reading | None]) -> bool:
+    return any(reading is not None and reading.phase == "save" for reading in readings)
 
 
-def _step(found: Sequence[Reading | None]) -> int:
-    return max((one.step for one in found if one is not None), default=0)
+def _step(readings: Sequence[Reading | None]) -> int:
+    return max((reading.step for reading in readings if reading is not None), default=0)
 
 
-def _under_way(found: Sequence[Reading | None], saved: int) -> str:
+def _under_way(readings: Sequence[Reading | None], saved: int) -> str:
     """Say what the ranks still do; the newest step that is saved is given."""
-    step = _step(found)
-    phases = {one.phase for one in found if one is not None and one.step == step}
+    step = _step(readings)
+    phases = {reading.phase for reading in readings if reading is not None and reading.step == step}
     if "eval" in phases:
         leaving = "leaving the evaluation"
         return (
@@ -104,17 +107,21 @@ def cut_short(job: Job) -> dict[str, Any]:
     return {"event": "end", "step": committed(job), "loss": math.nan, "stopped": True}
 
 
-def going_on(job: Job, at: Rendezvous | None = None) -> str:
+def going_on(job: Job, rendezvous: Rendezvous | None = None) -> str:
     """Return the command that resumes a run that ended before its last step.
 
-    With `at`, it is for the launcher that has started the ranks.
+    With `rendezvous`, it is for the launcher that has started the ranks.
     """
     saved, run = committed(job), shlex.quote(str(job.folder.path))
     config, launcher = job.config, "meshwright"
-    if at is not None and starter(at) == "torchrun" and at.size == at.local_size:
-        launcher = f"torchrun --nproc-per-node {at.size} -m meshwright"
-    elif at is not None:
-        launcher = f"on the same {at.size} ranks: meshwright"
+    if (
+        rendezvous is not None
+        and starter(rendezvous) == "torchrun"
+        and rendezvous.size == rendezvous.local_size
+    ):
+        launcher = f"torchrun --nproc-per-node {rendezvous.size} -m meshwright"
+    elif rendezvous is not None:
+        launcher = f"on the same {rendezvous.size} ranks: meshwright"
     if saved >= config.train.steps:
         return f"all {saved} steps are saved; to evaluate: meshwright eval {run}"
     if config.train.engine == "deepspeed":

@@ -116,16 +116,16 @@ def listen_on_loopback(port: int | None) -> socket.socket:
 
 
 def _free_ports(near: int, count: int = 2) -> list[int]:
-    found = []
+    ports = []
     for port in range(near + 1, min(near + 200, 65536)):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             if probe.connect_ex((LOOPBACK, port)) != 0:
                 with contextlib.suppress(OSError):
                     probe.bind((LOOPBACK, port))
-                    found.append(port)
-        if len(found) == count:
+                    ports.append(port)
+        if len(ports) == count:
             break
-    return found
+    return ports
 
 
 class LocalRanks:
@@ -229,12 +229,14 @@ class LocalRanks:
 
         A rank that was killed, or raised its own error, comes before those that only lost a peer.
         """
-        found = []
+        failures = []
         for rank, code in enumerate(self.codes()):
             if code not in (None, EXIT_DONE, EXIT_STOPPED):
                 failure = failure_of(self.folder, rank, int(code or 0))
-                found.append(replace(failure, traceback=failure.traceback + self._cpp(rank, code)))
-        return sorted(found, key=lambda f: (not f.is_first_hand, f.raised_at))
+                failures.append(
+                    replace(failure, traceback=failure.traceback + self._cpp(rank, code))
+                )
+        return sorted(failures, key=lambda f: (not f.is_first_hand, f.raised_at))
 
     def _cpp(self, rank: int, code: int | None) -> str:
         """Return what to say of the C++ stacks of a crashed rank, or "" if there are none."""
@@ -260,19 +262,23 @@ class LocalRanks:
 
 def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
     """Return a rank's failure from its own record, or from how the process ended."""
-    said = read_failure(folder, rank)
-    if said is not None:
-        is_lost = lost_a_peer(said)
-        cause = said["message"] if said["expected"] else f"{said['type']}: {said['message']}"
+    failure = read_failure(folder, rank)
+    if failure is not None:
+        is_lost = lost_a_peer(failure)
+        cause = (
+            failure["message"]
+            if failure["expected"]
+            else f"{failure['type']}: {failure['message']}"
+        )
         return RankFailure(
             rank,
             f"rank {rank} raised {cause}",
-            "" if said["expected"] else said["traceback"],
-            said["time"],
+            "" if failure["expected"] else failure["traceback"],
+            failure["time"],
             is_first_hand=not is_lost,
-            can_retry=said["exit_code"] != EXIT_REFUSED,
-            deed="" if is_lost else _deed(said),
-            kind=_kind(said),
+            can_retry=failure["exit_code"] != EXIT_REFUSED,
+            deed="" if is_lost else _deed(failure),
+            kind=_kind(failure),
         )
     place = witnesses(folder, rank + 1)[rank].place
     where = f"in {place}" if place.startswith("step") else place
@@ -293,19 +299,19 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
     return RankFailure(rank, cause, _tail(folder.log(rank)), is_first_hand=not is_mute)
 
 
-def _kind(said: Mapping[str, Any]) -> FailureKind:
+def _kind(failure: Mapping[str, Any]) -> FailureKind:
     """Return what an exception is that a rank has left."""
-    if said["out_of_memory"]:
+    if failure["out_of_memory"]:
         return "memory"
-    return "diverged" if said["type"] == Diverged.__name__ else "other"
+    return "diverged" if failure["type"] == Diverged.__name__ else "other"
 
 
-def _deed(said: Mapping[str, Any]) -> str:
+def _deed(failure: Mapping[str, Any]) -> str:
     """Return what failed where, without the ranks in it: of a fault that all meet, any may tell."""
-    if said["out_of_memory"]:
-        return f"{said['place']}: out of memory"
-    same = re.sub(r"\brank \d+", "rank", said["message"])
-    return f"{said['place']}: {same}" if said["expected"] else ""
+    if failure["out_of_memory"]:
+        return f"{failure['place']}: out of memory"
+    same = re.sub(r"\brank \d+", "rank", failure["message"])
+    return f"{failure['place']}: {same}" if failure["expected"] else ""
 
 
 def _tail(log: Path, lines: int = 20) -> str:
@@ -331,13 +337,13 @@ def supervise(
     looked_at = time.monotonic()
     while True:
         on_poll()
-        codes, now = ranks.codes(), time.monotonic()
+        codes, clock_s = ranks.codes(), time.monotonic()
         if any(code not in (None, EXIT_DONE, EXIT_STOPPED) for code in codes):
-            _raise_failure(ranks, timing, now - looked_at)
+            _raise_failure(ranks, timing, clock_s - looked_at)
         if None not in codes:
             on_poll()
             return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
-        looked_at = now
+        looked_at = clock_s
         if not is_asked and stop():
             is_asked = True
             ranks.ask_to_stop()
@@ -364,15 +370,15 @@ def _traces_text(traces: Sequence[Path]) -> str:
 def _raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:
     """Let the other ranks report for a moment, then raise what the first one to fail says."""
     noticed, deadline = time.time(), time.monotonic() + timing.settle_s
-    found = witnesses(ranks.folder, len(ranks.codes()), ranks.pids())
+    seen = witnesses(ranks.folder, len(ranks.codes()), ranks.pids())
     while None in ranks.codes() and time.monotonic() < deadline:
         time.sleep(0.02)
     failures = ranks.failures()
     first = failures[0]
     # A rank whose collective took too long says nothing of the one that it waited for.
-    why = explain(found) if TIMED_OUT.search(first.cause) else mismatch(found)
-    if why:
-        first = replace(first, cause=f"{first.cause}\n{why}")
+    explanation = explain(seen) if TIMED_OUT.search(first.cause) else mismatch(seen)
+    if explanation:
+        first = replace(first, cause=f"{first.cause}\n{explanation}")
     text = first.cause
     if first.traceback:
         text += f"\n\n{first.traceback.rstrip()}"

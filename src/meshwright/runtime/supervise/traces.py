@@ -87,5 +87,5 @@ def _write(pipe: Path) -> bool:
 
 def _sizes(paths: Iterator[Path]) -> dict[Path, int]:
     """Return the bytes of those files that have any."""
-    found = {path: path.stat().st_size for path in paths if path.is_file()}
-    return {path: size for path, size in found.items() if size}
+    sizes = {path: path.stat().st_size for path in paths if path.is_file()}
+    return {path: size for path, size in sizes.items() if size}

@@ -41,7 +41,7 @@ class Trend:
 
     def _line(self, losses: tuple[float, ...]) -> str:
         count = min(len(losses), _COLUMNS)
-        ends = [len(losses) * at // count for at in range(count + 1)]
+        ends = [len(losses) * column // count for column in range(count + 1)]
         means = [fmean(losses[a:b]) for a, b in pairwise(ends)]
         low, high = min(means), max(means)
         scale = (len(self._marks) - 1) / (high - low) if high > low else 0.0

@@ -232,10 +232,10 @@ def experts_line(event: Mapping[str, Any]) -> str:
 def start_line(event: Mapping[str, Any]) -> str:
     """Return a line that says what runs where."""
     tokens = event["train_tokens"]
-    held = "a stream" if tokens is None else f"{format_count(tokens)} training tokens"
+    tokens_text = "a stream" if tokens is None else f"{format_count(tokens)} training tokens"
     text = (
         f"{format_count(event['parameters'])} parameters on {counted(event['world'], 'rank')} of "
-        f"{event['device']}: layout {Layout(**event['layout']).label}; {held}"
+        f"{event['device']}: layout {Layout(**event['layout']).label}; {tokens_text}"
     )
     entropy = event["unigram_entropy"]
     return text if entropy is None else f"{text}, unigram entropy {number(entropy)} nats"
@@ -284,7 +284,7 @@ def step_block(
     ]
     for row in rows:
         table.add_row(
-            *(Text(text, "dim" if at % 2 == 0 else "bold") for at, text in enumerate(row))
+            *(Text(text, "dim" if index % 2 == 0 else "bold") for index, text in enumerate(row))
         )
     bar = Table.grid(padding=(0, 1))
     eta = f"eta {format_seconds(left_s)}"

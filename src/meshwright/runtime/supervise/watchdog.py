@@ -53,16 +53,18 @@ class Watchdog:
         """Read the flight recorders; returns why the ranks hang, if they do."""
         self._map()
         moves = [self._files[r].moves if r in self._files else 0 for r in range(self._world)]
-        now = self._clock()
+        clock_s = self._clock()
         if moves != self._moves:
-            self._moves, self._moved_at = moves, now
-        silent = now - self._moved_at
+            self._moves, self._moved_at = moves, clock_s
+        silent = clock_s - self._moved_at
         has_begun = len(self._files) == self._world
         limit = self._hang_s if has_begun else max(self._hang_s, _BEGIN_S)
         if not self._hang_s or silent < limit:
             return None
-        why = explain(witnesses(self._folder, self._world, pids), now)
-        return Hang(f"no rank has done anything for {format_seconds(silent)}: {why}", silent)
+        explanation = explain(witnesses(self._folder, self._world, pids), clock_s)
+        return Hang(
+            f"no rank has done anything for {format_seconds(silent)}: {explanation}", silent
+        )
 
     def _map(self) -> None:
         for rank in range(self._world):
@@ -76,33 +78,33 @@ class Watchdog:
         """Return the event of a rank for which all others waited over the last steps, if any."""
         if len(self._files) < self._world or self._world < 2:
             return None
-        now = [self._files[rank].pace() for rank in range(self._world)]
-        if min(pace.step for pace in now) < 2:  # the first one begins when all have loaded
+        paces = [self._files[rank].pace() for rank in range(self._world)]
+        if min(pace.step for pace in paces) < 2:  # the first one begins when all have loaded
             return None
         if self._before is None:
-            self._before = now
+            self._before = paces
         before = self._before
-        if min(p.step for p in now) - min(p.step for p in before) < WINDOW:
+        if min(p.step for p in paces) - min(p.step for p in before) < WINDOW:
             return None
-        self._before = now
-        return _slow_event(before, now)
+        self._before = paces
+        return _slow_event(before, paces)
 
 
-def _slow_event(before: Sequence[RankPace], now: Sequence[RankPace]) -> dict[str, Any] | None:
+def _slow_event(before: Sequence[RankPace], latest: Sequence[RankPace]) -> dict[str, Any] | None:
     shares = []
-    for old, new in zip(before, now, strict=True):
+    for old, new in zip(before, latest, strict=True):
         seconds = new.stepped_s - old.stepped_s
         shares.append((new.waited_s - old.waited_s) / seconds if seconds > 0 else 0.0)
     rank = min(range(len(shares)), key=shares.__getitem__)
-    others = min(share for at, share in enumerate(shares) if at != rank)
-    if others < _WAITED_FOR or shares[rank] > others / 2:
+    least_wait = min(share for other_rank, share in enumerate(shares) if other_rank != rank)
+    if least_wait < _WAITED_FOR or shares[rank] > least_wait / 2:
         return None
     return {
         "event": "slow_rank",
         "time": time.time(),
         "rank": rank,
         "from_step": before[rank].step,
-        "step": now[rank].step,
-        "others_wait": others,
+        "step": latest[rank].step,
+        "others_wait": least_wait,
         "waits": shares[rank],
     }
