@@ -104,10 +104,10 @@ def _device(args: argparse.Namespace) -> int:
         "case": case.as_json(),
         "compiles": _compiles(config, machine),
     }
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     threads = machine.threads(machine.devices)
-    measure_on_ranks(request, machine.devices, os.environ, found.append, threads=threads)
-    (measured,) = found
+    measure_on_ranks(request, machine.devices, os.environ, results.append, threads=threads)
+    (measured,) = results
     gain = _allocator_gain(request, machine) if measured["is_own"] else None
     if gain is not None:
         measured["constants"][f"blocks.allocator.{config.train.precision}"] = gain
@@ -174,7 +174,7 @@ def _allocator_gain(request: Mapping[str, Any], machine: Machine) -> float | Non
             {**request, "what": "blocks"},
             machine.devices,
             os.environ,
-            lambda said, keeps=keeps: seconds[keeps].append(said["seconds"]),  # type: ignore[misc]
+            lambda result, keeps=keeps: seconds[keeps].append(result["seconds"]),  # type: ignore[misc]
             threads=machine.threads(machine.devices),
             keeps_memory=keeps,
         )
@@ -188,7 +188,7 @@ def _print_device(constants: Mapping[str, float], source: str) -> None:
             print(f"  {name:28} {value / 1e9:10.1f} GFLOP/s")
         elif name == "bandwidth" or ".rate" in name:
             print(f"  {name:28} {value / 1e9:10.2f} GB/s")
-        elif any(part in name for part in ("latency", "overhead", "blocks.sum")):
+        elif any(word in name for word in ("latency", "overhead", "blocks.sum")):
             print(f"  {name:28} {value * 1e6:10.1f} us")
         elif name.startswith("blocks.rows."):
             print(f"  {name:28} {value * 1e6:10.3f} us a token")
@@ -244,7 +244,7 @@ def _layouts(args: argparse.Namespace) -> int:
     if not is_cpu:
         config = on_machine(config, machine)
     if args.top:
-        made = plan(
+        planned = plan(
             config,
             args.top,
             calibration,
@@ -252,8 +252,8 @@ def _layouts(args: argparse.Namespace) -> int:
             lacks=lacks,
             processor=processor(),
         )
-        config = made.config
-        layouts = [one.layout for one in made.ranking.ranked]
+        config = planned.config
+        layouts = [prediction.layout for prediction in planned.ranking.ranked]
     else:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)
@@ -267,14 +267,14 @@ def _layouts(args: argparse.Namespace) -> int:
         "cases": [Case(config.model, config.train, layout).as_json() for layout in layouts],
         "rounds": args.rounds,
         "steps": args.steps,
-        "also": [what for what in ("memory", "shares") if getattr(args, what)],
+        "also": [option for option in ("memory", "shares") if getattr(args, option)],
     }
 
-    def take(said: Mapping[str, Any]) -> None:
-        row = rows[said["case"]]
-        row.seconds += said.get("seconds", [])
-        row.peak_bytes = said.get("peak_bytes", row.peak_bytes)
-        row.shares = said.get("shares", row.shares)
+    def take(result: Mapping[str, Any]) -> None:
+        row = rows[result["case"]]
+        row.seconds += result.get("seconds", [])
+        row.peak_bytes = result.get("peak_bytes", row.peak_bytes)
+        row.shares = result.get("shares", row.shares)
 
     world = layouts[0].world
     measure_on_ranks(request, world, os.environ, take, threads=machine.threads(world))
@@ -301,9 +301,9 @@ def _shares(rows: Sequence[LayoutRow]) -> Table:
     for row in rows:
         table.add_column(row.layout.label, justify="right")
     for kind in slowest[0]:
-        each = [share[kind] / sum(share.values()) for share in slowest]
-        if max(each) >= 0.0005:
-            table.add_row(kind, *(f"{part:.1%}" for part in each))
+        fractions = [share[kind] / sum(share.values()) for share in slowest]
+        if max(fractions) >= 0.0005:
+            table.add_row(kind, *(f"{fraction:.1%}" for fraction in fractions))
     return table
 
 

@@ -92,18 +92,19 @@ def _verify(args: argparse.Namespace) -> int:
     return _say_steps(inspect(Path(args.source), verified=True), args.json)
 
 
-def _say_steps(found: list[StepFacts], as_json: bool) -> int:
+def _say_steps(steps: list[StepFacts], as_json: bool) -> int:
     if as_json:
-        print_json({"steps": [one.as_dict() for one in found]})
-    for one in () if as_json else found:
-        if one.problem is not None:
-            print(f"BAD  step {one.step}: {one.problem}")
+        print_json({"steps": [facts.as_dict() for facts in steps]})
+    for facts in () if as_json else steps:
+        if facts.problem is not None:
+            print(f"BAD  step {facts.step}: {facts.problem}")
             continue
-        seen = f", {format_count(one.tokens)} tokens" if one.tokens is not None else ""
-        by = f", {one.layout} on {one.world} ranks" if one.layout else ", weights only"
-        word = "good" if one.is_verified else "    "
-        print(f"{word} step {one.step}: {format_bytes(one.bytes)} in {one.files} files{by}{seen}")
-    return EXIT_CHECK_FAILED if any(one.problem for one in found) else EXIT_DONE
+        seen = f", {format_count(facts.tokens)} tokens" if facts.tokens is not None else ""
+        by = f", {facts.layout} on {facts.world} ranks" if facts.layout else ", weights only"
+        word = "good" if facts.is_verified else "    "
+        size = f"{format_bytes(facts.bytes)} in {facts.files} files"
+        print(f"{word} step {facts.step}: {size}{by}{seen}")
+    return EXIT_CHECK_FAILED if any(facts.problem for facts in steps) else EXIT_DONE
 
 
 def _configure_prune(parser: argparse.ArgumentParser) -> None:
@@ -187,8 +188,8 @@ def _import(args: argparse.Namespace) -> int:
 def _tokenizer(source: Path, asked: str | None) -> tuple[Tokenizer | None, DataFormat]:
     if asked == "none":
         return None, "text"
-    found = tokenizer_of(source) if asked is None else StoredTokenizer(asked)
-    return load_tokenizer(found.name, found.eos, found.bos), found.form
+    stored = tokenizer_of(source) if asked is None else StoredTokenizer(asked)
+    return load_tokenizer(stored.name, stored.eos, stored.bos), stored.form
 
 
 def _size(text: str) -> int:
@@ -215,10 +216,10 @@ def _report(verb: str, done: Exchanged, as_json: bool) -> int:
 def _lines(verb: str, done: Exchanged) -> list[str]:
     lines = []
     for check in done.checks:
-        word, found = ("passed", "") if check.passed else ("FAILED", f" ({_found(check)})")
+        word, detail = ("passed", "") if check.passed else ("FAILED", f" ({_found(check)})")
         if check.passed and check.tolerance:
-            found = f" (off by {check.observed:.1e} of the largest, at most {check.tolerance:.0e})"
-        lines.append(f"{word}  {check.claim}{found}")
+            detail = f" (off by {check.observed:.1e} of the largest, at most {check.tolerance:.0e})"
+        lines.append(f"{word}  {check.claim}{detail}")
     if done.not_checked:
         lines.append(f"not checked by transformers: {done.not_checked}")
     if done.rounding is not None:

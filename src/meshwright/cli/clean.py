@@ -73,31 +73,31 @@ def run(args: argparse.Namespace) -> int:
     else:
         for path, problem in problems.items():
             print(f"not removed: {path}: {problem}")
-        gone = [one for one in goes if one.path not in problems]
+        gone = [entry for entry in goes if entry.path not in problems]
         print(_summary(entries, gone, chosen=choice != DiskSelection(), is_done=args.delete))
     return EXIT_CHECK_FAILED if problems else EXIT_DONE
 
 
 def _list(entries: Sequence[DiskEntry], goes: Sequence[DiskEntry]) -> None:
-    for one in entries:
-        fate = "in use" if one.in_use else "remove" if one in goes else "keep"
-        why = f"; {one.in_use}" if one.in_use else ""
-        size, age = format_bytes(one.bytes), format_age(time.time() - one.time)
-        print(f"{fate:6}  {size:>10}  {age:>4}  {one.path}  {one.about}{why}")
+    for entry in entries:
+        fate = "in use" if entry.in_use else "remove" if entry in goes else "keep"
+        user = f"; {entry.in_use}" if entry.in_use else ""
+        size, age = format_bytes(entry.bytes), format_age(time.time() - entry.time)
+        print(f"{fate:6}  {size:>10}  {age:>4}  {entry.path}  {entry.about}{user}")
 
 
 def _summary(
     entries: Sequence[DiskEntry], goes: Sequence[DiskEntry], *, chosen: bool, is_done: bool
 ) -> str:
-    total = format_bytes(sum(one.bytes for one in entries))
+    total = format_bytes(sum(entry.bytes for entry in entries))
     if not chosen:
         return (
             f"{len(entries)} in all, {total}; --keep N or --older-than AGE selects what to remove"
         )
-    what = f"{len(goes)} of {len(entries)}, {format_bytes(sum(one.bytes for one in goes))}"
+    selection = f"{len(goes)} of {len(entries)}, {format_bytes(sum(entry.bytes for entry in goes))}"
     if is_done:
-        return f"removed {what}"
-    return f"would remove {what} of {total}; with --delete it does"
+        return f"removed {selection}"
+    return f"would remove {selection} of {total}; with --delete it does"
 
 
 def _as_json(
@@ -109,7 +109,8 @@ def _as_json(
 ) -> dict[str, Any]:
     return {
         "entries": [
-            {**one._asdict(), "path": str(one.path), "chosen": one in goes} for one in entries
+            {**entry._asdict(), "path": str(entry.path), "chosen": entry in goes}
+            for entry in entries
         ],
         "removed": [str(o.path) for o in goes if is_done and o.path not in problems],
         "problems": {str(path): problem for path, problem in problems.items()},
@@ -125,10 +126,10 @@ def format_age(seconds: float) -> str:
 
 
 def _age(text: str) -> float:
-    found = re.fullmatch(r"(\d{1,6})([mhdw])", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text} is no age: 90m, 12h, 30d or 8w")
-    return int(found[1]) * _SECONDS[found[2]]
+    return int(match[1]) * _SECONDS[match[2]]
 
 
 def _count(text: str) -> int:

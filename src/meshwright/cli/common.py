@@ -46,9 +46,9 @@ def read_config(args: argparse.Namespace, default: Path | None = None) -> Config
     return as_measured_here(load_config(file or default, overrides), os.environ)
 
 
-def moment(at: str) -> str:
+def moment(text: str) -> str:
     """Return a moment of a timeline, such as "B 0 1, loss", with its action named as in "0B1"."""
-    return re.sub(r"^([A-Z]+(?:_[FB])?) (\d+) (\d+)", r"\2\1\3", at)
+    return re.sub(r"^([A-Z]+(?:_[FB])?) (\d+) (\d+)", r"\2\1\3", text)
 
 
 def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
@@ -87,11 +87,11 @@ def say_command(command: str, indent: str = "  ") -> None:
 
 def table(*columns: str, wraps: Collection[str] = ("layout", "change", "why not")) -> Table:
     """Return a table that fits the terminal: the columns `wraps` are wrapped."""
-    made = Table(box=None, pad_edge=False)
+    printed = Table(box=None, pad_edge=False)
     for name in columns:
-        least = LONGEST_WORD if name == "layout" else None
-        made.add_column(name, overflow="fold", no_wrap=name not in wraps, min_width=least)
-    return made
+        min_width = LONGEST_WORD if name == "layout" else None
+        printed.add_column(name, overflow="fold", no_wrap=name not in wraps, min_width=min_width)
+    return printed
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -122,8 +122,8 @@ def read_rows(path: Path, needed: str) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{needed} {path} cannot be read: {why}") from None
+        problem = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{needed} {path} cannot be read: {problem}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

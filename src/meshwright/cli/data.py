@@ -168,7 +168,7 @@ def _sources(args: argparse.Namespace, report: Report) -> list[Source]:
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Report]:
+def _bar(description: str) -> Iterator[Report]:
     """Show a progress bar on stderr where that is a terminal."""
     console = Console(stderr=True)
     columns = (
@@ -178,7 +178,7 @@ def _bar(what: str) -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
@@ -202,13 +202,13 @@ def _prepare(args: argparse.Namespace) -> int:
         )
     seconds = time.perf_counter() - started
     form, size = store.manifest.form, store.manifest.vocab_size
-    train, held = split(store.shards, args.validation, size, divides=form == "text")
+    train, validation = split(store.shards, args.validation, size, divides=form == "text")
     facts = store_facts(store) | {
         "seconds": seconds,
         "validation": {
             "share": args.validation,
-            "documents": held.documents,
-            "tokens": len(held),
+            "documents": validation.documents,
+            "tokens": len(validation),
             "train_documents": train.documents,
             "train_tokens": len(train),
         },
@@ -217,8 +217,8 @@ def _prepare(args: argparse.Namespace) -> int:
         print_json(facts)
         return EXIT_DONE
     print_table(store)
-    share = f"{args.validation:g} held out: {format_count(len(held))} tokens"
-    print(f"{share} of {held.documents} documents; took {format_seconds(seconds)}")
+    share = f"{args.validation:g} held out: {format_count(len(validation))} tokens"
+    print(f"{share} of {validation.documents} documents; took {format_seconds(seconds)}")
     return EXIT_DONE
 
 
@@ -239,25 +239,25 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     with _bar("verifying") as report:
-        found = verify(Path(args.store), report)
+        result = verify(Path(args.store), report)
     seconds = time.perf_counter() - started
-    passed = not found.problems
+    passed = not result.problems
     if args.json:
         print_json(
             {
                 "store": args.store,
                 "passed": passed,
-                "problems": list(found.problems),
-                "files": found.files,
-                "bytes": found.bytes,
+                "problems": list(result.problems),
+                "files": result.files,
+                "bytes": result.bytes,
                 "seconds": seconds,
             }
         )
     elif passed:
-        size = f"{found.files} files, {format_bytes(found.bytes)}"
+        size = f"{result.files} files, {format_bytes(result.bytes)}"
         print(f"{args.store} is intact: {size}, {format_seconds(seconds)}")
     else:
-        for problem in found.problems:
+        for problem in result.problems:
             print(f"{args.store}: {problem}")
     return EXIT_DONE if passed else EXIT_CHECK_FAILED
 

@@ -56,86 +56,88 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"a run folder stands alone: {' '.join(args.words)}")
         return _examine_run(Path(folders[0]), as_json=args.json)
     config = read_config(args)
-    at = Rendezvous.from_environment(os.environ)
-    if at is not None:
-        return _examine_nodes(config, at, as_json=args.json)
-    found = list(examine_machine(os.environ, Path(config.log.dir)))
-    found.append(calibration_in_use(config, os.environ))
+    rendezvous = Rendezvous.from_environment(os.environ)
+    if rendezvous is not None:
+        return _examine_nodes(config, rendezvous, as_json=args.json)
+    findings = list(examine_machine(os.environ, Path(config.log.dir)))
+    findings.append(calibration_in_use(config, os.environ))
     if args.words:
-        found += examine_config(config, os.environ)
-    is_well = all(finding.state != "bad" for finding in found)
+        findings += examine_config(config, os.environ)
+    is_well = all(finding.state != "bad" for finding in findings)
     if args.json:
-        print_json({"ok": is_well, "findings": [finding.as_dict() for finding in found]})
+        print_json({"ok": is_well, "findings": [finding.as_dict() for finding in findings]})
     else:
-        _print_findings(found, config if args.words else None)
+        _print_findings(findings, config if args.words else None)
     return EXIT_DONE if is_well else EXIT_CHECK_FAILED
 
 
-def _examine_nodes(config: Config, at: Rendezvous, *, as_json: bool) -> int:
+def _examine_nodes(config: Config, rendezvous: Rendezvous, *, as_json: bool) -> int:
     """Examine all nodes, each by its own process; the one of rank 0 prints."""
     from meshwright.runtime.preflight import preflight  # only here: it needs torch
 
-    found = preflight(config, os.environ, at)
-    is_well = all(finding.state != "bad" for _, finding in found)
-    if at.rank == 0 and as_json:
-        findings = [{"node": node, **finding.as_dict()} for node, finding in found]
+    node_findings = preflight(config, os.environ, rendezvous)
+    is_well = all(finding.state != "bad" for _, finding in node_findings)
+    if rendezvous.rank == 0 and as_json:
+        findings = [{"node": node, **finding.as_dict()} for node, finding in node_findings]
         print_json({"ok": is_well, "findings": findings})
-    elif at.rank == 0:
-        _print_nodes(found)
+    elif rendezvous.rank == 0:
+        _print_nodes(node_findings)
     return EXIT_DONE if is_well else EXIT_CHECK_FAILED
 
 
-def _print_nodes(found: Sequence[tuple[str, Finding]]) -> None:
+def _print_nodes(node_findings: Sequence[tuple[str, Finding]]) -> None:
     table = Table("", "node", "", "", box=None, pad_edge=False, show_header=False)
-    for node, finding in found:
+    for node, finding in node_findings:
         state = Text(finding.state, _STYLES[finding.state])
         table.add_row(state, node, finding.name, Text(finding.text))
     Console().print(table)
-    bad = sorted({f"{finding.name} on {node}" for node, finding in found if finding.state == "bad"})
+    bad = sorted(
+        {f"{finding.name} on {node}" for node, finding in node_findings if finding.state == "bad"}
+    )
     if bad:
         say_line(f"meshwright doctor: problems that prevent a run: {', '.join(bad)}", sys.stderr)
     else:
         say_line("this config can start on these nodes")
 
 
-def _print_findings(found: Sequence[Finding], config: Config | None) -> None:
+def _print_findings(findings: Sequence[Finding], config: Config | None) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
-    for finding in found:
+    for finding in findings:
         table.add_row(Text(finding.state, _STYLES[finding.state]), finding.name, Text(finding.text))
     Console().print(table)
-    bad = [finding.name for finding in found if finding.state == "bad"]
-    what = "this machine can train" if config is None else "this config can start here"
+    bad = [finding.name for finding in findings if finding.state == "bad"]
+    verdict = "this machine can train" if config is None else "this config can start here"
     if bad:
         say_line(f"meshwright doctor: problems that prevent a run: {', '.join(bad)}", sys.stderr)
     else:
-        say_line(what)
+        say_line(verdict)
 
 
 def _examine_run(path: Path, *, as_json: bool) -> int:
-    found = diagnose(path)
+    diagnosis = diagnose(path)
     if as_json:
-        print_json(found.as_dict())
+        print_json(diagnosis.as_dict())
     else:
-        _print_diagnosis(found)
-    return EXIT_DONE if found.is_well else EXIT_CHECK_FAILED
+        _print_diagnosis(diagnosis)
+    return EXIT_DONE if diagnosis.is_well else EXIT_CHECK_FAILED
 
 
-def _print_diagnosis(found: Diagnosis) -> None:
-    state = "" if found.reason.startswith(found.state) else f"{found.state}. "
-    say_line(f"{found.run}: {state}{found.reason}")
-    for one in found.witnesses:
-        waits = "" if one.waits_in is None else f", waits in {one.waits_in}"
-        say_line(f"rank {one.rank}: {one.process}, last seen: {one.place}{waits}")
-    for rank, file in found.stacks.items():
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    state = "" if diagnosis.reason.startswith(diagnosis.state) else f"{diagnosis.state}. "
+    say_line(f"{diagnosis.run}: {state}{diagnosis.reason}")
+    for witness in diagnosis.witnesses:
+        waits = "" if witness.waits_in is None else f", waits in {witness.waits_in}"
+        say_line(f"rank {witness.rank}: {witness.process}, last seen: {witness.place}{waits}")
+    for rank, file in diagnosis.stacks.items():
         say_line(f"rank {rank} crashed; the C++ stacks of its threads are in {file}:")
         for frame in crash_stack(file.read_text("utf-8", "replace")):
             print(f"  {frame}")
-    for event in found.slow:
+    for event in diagnosis.slow:
         say_line(f"rank {event['rank']} was slow from step {event['from_step']} to {event['step']}")
-    for cost in found.costs:
+    for cost in diagnosis.costs:
         known = {"noticed": cost.detect_s, "ready again": cost.restart_s, "done again": cost.lost_s}
-        parts = [f"{name} {format_seconds(s)}" for name, s in known.items() if s is not None]
-        say_line(f"restart {cost.attempt}: {cost.cause} ({', '.join(parts)})")
-    say_line(f"last step {found.last_step}; newest checkpoint: {found.good}")
-    if not found.is_well:
-        say_line(f"what the ranks printed is in {found.run}/logs/rank-*.log")
+        durations = [f"{name} {format_seconds(s)}" for name, s in known.items() if s is not None]
+        say_line(f"restart {cost.attempt}: {cost.cause} ({', '.join(durations)})")
+    say_line(f"last step {diagnosis.last_step}; newest checkpoint: {diagnosis.good}")
+    if not diagnosis.is_well:
+        say_line(f"what the ranks printed is in {diagnosis.run}/logs/rank-*.log")

@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
     of_tasks = ("include_path", "num_fewshot")
     for name in ("source", "stride", "packing", "format") if args.tasks else of_tasks:
         if getattr(args, name) is not None:
-            told = "is not for --tasks" if args.tasks else "is for --tasks"
-            raise ConfigError(f"--{name.replace('_', '-')} {told}")
+            problem = "is not for --tasks" if args.tasks else "is for --tasks"
+            raise ConfigError(f"--{name.replace('_', '-')} {problem}")
     measured = _tasks if args.tasks else _perplexity
     return measured(args, folder, spec, device)
 
@@ -108,15 +108,15 @@ def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device:
     context = spec.context - len(text.begin)
     seq_len = min(context, SEQ_LEN) if seq_len is None else seq_len
     windows = _windows(args, text, seq_len, context)
-    rows = min(len(windows), args.limit or len(windows))
-    if rows == 0:
-        raise ConfigError(f"{text.what} has {len(text.view)} tokens: there is none to predict")
+    row_count = min(len(windows), args.limit or len(windows))
+    if row_count == 0:
+        raise ConfigError(f"{text.name} has {len(text.view)} tokens: there is none to predict")
     model = _load(folder, device, args.precision)
     started = time.perf_counter()
     batch = args.batch or max(1, BATCH_TOKENS[device] // seq_len)
-    found = measure(model, windows, text.tokenizer, rows, batch, _progress())
+    perplexity = measure(model, windows, text.tokenizer, row_count, batch, _progress())
     seconds = time.perf_counter() - started
-    facts = _facts(folder, text, windows, found) | {
+    facts = _facts(folder, text, windows, perplexity) | {
         "device": device,
         "precision": args.precision,
         "seconds": seconds,
@@ -165,21 +165,23 @@ def _tasks(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str)
     model, ends = _load(folder, device, args.precision), ends_of(tokenizer, stored.form)
     lm = MeshwrightLM(model, tokenizer, max_length, batch_tokens, ends)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    found = run_tasks(lm, names, args.include_path, args.num_fewshot, args.limit)
+    results = run_tasks(lm, names, args.include_path, args.num_fewshot, args.limit)
     if args.json:
-        kept = ("results", "groups", "versions", "n-shot", "n-samples")
-        print_json({"model": str(folder), **{key: found[key] for key in kept if key in found}})
+        json_keys = ("results", "groups", "versions", "n-shot", "n-samples")
+        print_json(
+            {"model": str(folder), **{key: results[key] for key in json_keys if key in results}}
+        )
         return EXIT_DONE
-    rows = table("task", "metric", "value", "standard error")
-    for task, values in found["results"].items():
+    printed = table("task", "metric", "value", "standard error")
+    for task, values in results["results"].items():
         for key, value in values.items():
             metric, _, how = key.partition(",")
             if isinstance(value, int | float) and how and not metric.endswith("_stderr"):
                 error = values.get(f"{metric}_stderr,{how}")
                 spread = f"{error:.4f}" if isinstance(error, int | float) else "-"
-                told = metric if how == "none" else f"{metric} ({how})"
-                rows.add_row(task, told, f"{value:.4f}", spread)
-    Console().print(rows)
+                metric_name = metric if how == "none" else f"{metric} ({how})"
+                printed.add_row(task, metric_name, f"{value:.4f}", spread)
+    Console().print(printed)
     return EXIT_DONE
 
 
@@ -234,40 +236,40 @@ def _progress() -> Any:
 
 
 def _facts(
-    folder: Path, text: Text, windows: Windows | Conversations, found: Perplexity
+    folder: Path, text: Text, windows: Windows | Conversations, perplexity: Perplexity
 ) -> dict[str, Any]:
     step = find_step(folder)
     return {
         "model": str(folder if step is None else step),
-        "text": text.what,
+        "text": text.name,
         "seq_len": windows.seq_len,
         "stride": windows.stride,
         "packing": windows.packing,
-        "rows": found.rows,
+        "rows": perplexity.rows,
         "rows_in_all": len(windows),
-        "tokens": found.tokens,
-        "bytes": found.bytes,
-        "nats_per_token": found.nats_per_token,
-        "stderr": found.stderr,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
+        "tokens": perplexity.tokens,
+        "bytes": perplexity.bytes,
+        "nats_per_token": perplexity.nats_per_token,
+        "stderr": perplexity.stderr,
+        "perplexity": perplexity.perplexity,
+        "bits_per_byte": perplexity.bits_per_byte,
     }
 
 
 def _print(facts: dict[str, Any]) -> None:
     nats, stderr, bits = facts["nats_per_token"], facts["stderr"], facts["bits_per_byte"]
-    rows = table("", "measured", "standard error")
+    printed = table("", "measured", "standard error")
     spread = "-" if stderr is None else f"{stderr:.4f}"
-    rows.add_row("nats per token", f"{nats:.4f}", spread)
+    printed.add_row("nats per token", f"{nats:.4f}", spread)
     around = "-" if stderr is None else f"{facts['perplexity'] * stderr:.4g}"
-    rows.add_row("perplexity", f"{facts['perplexity']:.5g}", around)
+    printed.add_row("perplexity", f"{facts['perplexity']:.5g}", around)
     if bits is not None:
-        each = "-" if stderr is None else f"{bits * stderr / nats:.4f}"
-        rows.add_row("bits per byte", f"{bits:.4f}", each)
+        bits_spread = "-" if stderr is None else f"{bits * stderr / nats:.4f}"
+        printed.add_row("bits per byte", f"{bits:.4f}", bits_spread)
     say(f"{facts['model']} on {facts['text']}")
-    Console().print(rows)
-    some = facts["rows"] < facts["rows_in_all"]
-    of_all = f" of {facts['rows_in_all']}" if some else ""
+    Console().print(printed)
+    is_subset = facts["rows"] < facts["rows_in_all"]
+    of_all = f" of {facts['rows_in_all']}" if is_subset else ""
     tokens, seconds = facts["tokens"], facts["seconds"]
     say(
         f"{tokens} tokens, {facts['bytes']} bytes of text, in {facts['rows']}{of_all} rows of "

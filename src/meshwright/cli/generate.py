@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
             shown = text
     seconds = time.perf_counter() - started
     if args.json:
-        said = new[:-1] if args.chat and new and new[-1] in ends else new
-        text = tokenizer.decode([*before, *said])
+        answer_ids = new[:-1] if args.chat and new and new[-1] in ends else new
+        text = tokenizer.decode([*before, *answer_ids])
         print_json({"prompt": args.prompt, "text": text, "tokens": len(new)})
         return EXIT_DONE
     print()

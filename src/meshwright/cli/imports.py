@@ -35,7 +35,7 @@ _STYLES: Mapping[str, str] = {
 
 def import_config(
     paths: list[Path],
-    words: list[str],
+    overrides: list[str],
     *,
     base: Path | None,
     accept: str = "",
@@ -49,19 +49,19 @@ def import_config(
         paths,
         system=system,
         base=base,
-        overrides=words,
-        devices=devices or _devices(base, words),
+        overrides=overrides,
+        devices=devices or _devices(base, overrides),
         is_fixed=devices is not None or "WORLD_SIZE" in os.environ,
         accepted=[key for key in accept.split(",") if key],
     )
 
 
-def _devices(base: Path | None, words: list[str]) -> int:
+def _devices(base: Path | None, overrides: list[str]) -> int:
     """Return how many ranks a run would have: torchrun's, or the devices of the cluster."""
     given = os.environ.get("WORLD_SIZE", "")
     if given.isdigit():
         return int(given)
-    cluster = [word for word in words if word.startswith("cluster.")]
+    cluster = [override for override in overrides if override.startswith("cluster.")]
     stated = read_given(base, cluster)
     only: dict[str, Values] = {section: {} for section in stated}
     config = build_config(only | {"cluster": stated["cluster"]})
@@ -84,10 +84,10 @@ def train_config(args: argparse.Namespace, default: Path | None, out: TextIO) ->
     files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"one config file at most, but there are {len(files)}: {' '.join(files)}")
-    words = [word for word in args.words if "=" in word]
+    overrides = [word for word in args.words if "=" in word]
     base = Path(files[0]) if files else default
     imported = import_config(
-        [args.deepspeed], words, base=base, accept=args.accept, system="deepspeed"
+        [args.deepspeed], overrides, base=base, accept=args.accept, system="deepspeed"
     )
     config = settle(imported)
     if os.environ.get("RANK", "0") == "0":
@@ -118,17 +118,17 @@ def print_report(report: Report, out: TextIO) -> None:
         value = f"({_short(entry.value)})" if entry.is_default else _short(entry.value)
         verdict = Text(f"{entry.verdict}{mark}", _STYLES[entry.verdict])
         texts = (entry.key, value, _here(entry))
-        key, value, here = map(_folded, texts, (widths[0], widths[1], widths[3]))
-        table.add_row(Text(key), Text(value), verdict, Text(here))
+        key, value, effect = map(_folded, texts, (widths[0], widths[1], widths[3]))
+        table.add_row(Text(key), Text(value), verdict, Text(effect))
     console.print(table)
     if report.filled:
         console.print("\nfollows from what the file leaves out:")
-        rest = Table(box=None, pad_edge=False, show_header=False)
-        rest.add_column(overflow="fold")
-        rest.add_column(overflow="fold")
+        defaults_table = Table(box=None, pad_edge=False, show_header=False)
+        defaults_table.add_column(overflow="fold")
+        defaults_table.add_column(overflow="fold")
         for filled in report.filled:
-            rest.add_row(Text(f"{filled.key} = {_short(filled.value)}"), Text(filled.why))
-        console.print(rest)
+            defaults_table.add_row(Text(f"{filled.key} = {_short(filled.value)}"), Text(filled.why))
+        console.print(defaults_table)
     console.print(f"\n{summary(report)}", soft_wrap=True)
     taken = report.count("honoured") + report.count("translated")
     console.print(f"{taken} of the {report.keys} keys take effect")
@@ -147,8 +147,8 @@ def _folded(text: str, width: int) -> str:
     lines = [""]
     for word in text.split():
         parts = re.findall(rf"[^_./]{{1,{width - 1}}}[_./]?|[_./]", word)
-        for place, part in enumerate([word] if len(word) <= width else parts):
-            joined = f"{lines[-1]}{' ' if lines[-1] and place == 0 else ''}{part}"
+        for index, part in enumerate([word] if len(word) <= width else parts):
+            joined = f"{lines[-1]}{' ' if lines[-1] and index == 0 else ''}{part}"
             if len(joined) <= width:
                 lines[-1] = joined
             else:

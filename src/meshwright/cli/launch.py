@@ -154,14 +154,14 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     machine = Machine(device, cluster.per_node, 1, cluster.device.name, is_fixed=True)
     layout = resolve_layout(config, machine)
     if (unused := left_over(config, layout, cluster.devices)) is not None:
-        what = f"the layout has {layout.world} ranks, and {nodes} node(s) have {cluster.devices}"
+        problem = f"the layout has {layout.world} ranks, and {nodes} node(s) have {cluster.devices}"
         fewer = "fewer devices by cluster.devices_per_node or --nodes"
-        raise ConfigError(refusal(f"{what}: {unused.why}", legal=[*unused.legal, fewer]))
-    words = [str(word) for word in args.words]
+        raise ConfigError(refusal(f"{problem}: {unused.why}", legal=[*unused.legal, fewer]))
+    arguments = [str(argument) for argument in args.words]
     if args.plan is not None:
-        words += ["--plan", str(args.plan)]
+        arguments += ["--plan", str(args.plan)]
     if _option(args, "nodes"):
-        words.append(f"cluster.nodes={nodes}")
+        arguments.append(f"cluster.nodes={nodes}")
     given = {
         "accelerator": _option(args, "accelerator") or _CLOUDS.get(config.cluster.preset),
         "cores": _option(args, "cpus"),
@@ -173,7 +173,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     carried = [args.plan, read_words(args)[0]]
     return JobSpec(
         name=args.name,
-        arguments=tuple(words),
+        arguments=tuple(arguments),
         files={str(path): path.read_text("utf-8") for path in carried if path is not None},
         nodes=nodes,
         per_node=cluster.per_node,

@@ -74,10 +74,10 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; the message of an error goes to stderr."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    command = words[0] if words else ""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else ""
     try:
-        return _run(words)
+        return _run(arguments)
     except MeshwrightError as error:
         _complain(command, str(error))
         return error.exit_code
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
 
 
-def _run(words: Sequence[str]) -> int:
+def _run(arguments: Sequence[str]) -> int:
     """Parse a command line and run its command."""
     parser = argparse.ArgumentParser(
         prog="meshwright",
@@ -114,19 +114,19 @@ def _run(words: Sequence[str]) -> int:
         command = commands.add_parser(
             name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        if words and words[0] == name:
+        if arguments and arguments[0] == name:
             module = cast(Command, importlib.import_module(f"meshwright.cli.{name}"))
             module.configure(command)
             command.set_defaults(module=module)
-    args, more = parser.parse_known_args(words)
-    if more:
+    args, unparsed = parser.parse_known_args(arguments)
+    if unparsed:
         # argparse takes overrides from one place only; people add them at the end, after options.
-        if not hasattr(args, "words") or any(word.startswith("-") for word in more):
-            hint = _override_instead_of(more[0])
-            own = commands.choices[args.command]
-            own.error(f"unrecognized arguments: {' '.join(more)}{hint}")
-        args.words += more
-    if any("\0" in word for word in words):  # from Python: a shell's words have none
+        if not hasattr(args, "words") or any(argument.startswith("-") for argument in unparsed):
+            hint = _override_instead_of(unparsed[0])
+            subparser = commands.choices[args.command]
+            subparser.error(f"unrecognized arguments: {' '.join(unparsed)}{hint}")
+        args.words += unparsed
+    if any("\0" in argument for argument in arguments):  # from Python: a shell's words have none
         parser.error("an argument has a NUL character, which no file's name may have")
     return cast(Command, args.module).run(args)
 

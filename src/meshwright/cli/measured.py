@@ -34,35 +34,35 @@ class Corrected(NamedTuple):
 
     calibration: Calibration
     corrections: tuple[Correction, ...]
-    kept: Path | None = None
+    file: Path | None = None
 
     @property
     def document(self) -> list[dict[str, Any]]:
         """The correction as JSON."""
         return [
             {
-                "of": one.kind,
-                "compute": one.compute,
-                "links": one.links,
-                "memory": one.memory,
-                "says": list(one.text),
-                "kept": None if self.kept is None else str(self.kept),
+                "of": correction.kind,
+                "compute": correction.compute,
+                "links": correction.links,
+                "memory": correction.memory,
+                "says": list(correction.text),
+                "kept": None if self.file is None else str(self.file),
             }
-            for one in self.corrections
+            for correction in self.corrections
         ]
 
     def print(self) -> None:
         """Print the conclusion."""
-        for one in self.corrections:
-            for text in one.text:
+        for correction in self.corrections:
+            for text in correction.text:
                 say(f"measured: {text}")
-        if self.kept is not None:
-            say(f"kept for this cluster: {self.kept}; --no-keep leaves it out, deleting it forgets")
+        if self.file is not None:
+            say(f"kept for this cluster: {self.file}; --no-keep leaves it out, deleting it forgets")
 
 
-def add_measured(parser: argparse.ArgumentParser, what: str, *, keeps: bool = True) -> None:
+def add_measured(parser: argparse.ArgumentParser, metavar: str, *, keeps: bool = True) -> None:
     """Add `--measured`, and `--no-keep` if the result is stored."""
-    parser.add_argument("--measured", action="append", nargs="+", default=[], metavar=what)
+    parser.add_argument("--measured", action="append", nargs="+", default=[], metavar=metavar)
     if keeps:
         parser.add_argument(
             "--no-keep", action="store_true", help="correct by --measured this time only"
@@ -74,25 +74,25 @@ def take_measured(args: argparse.Namespace) -> list[str]:
 
     `layout=tp8 mb1 step=13.9s` may be typed with or without quotes.
     """
-    found: list[str] = []
-    for words in args.measured:
+    measurements: list[str] = []
+    for group in args.measured:
         typed = False  # a layout is being said, whose label has several words
-        for at, word in enumerate(words):
+        for index, word in enumerate(group):
             key, has_value, _ = word.partition("=")
             if has_value and key in _TYPED:
-                if key == "layout" or at == 0:
-                    found.append(word)
+                if key == "layout" or index == 0:
+                    measurements.append(word)
                 else:
-                    found[-1] += f" {word}"
+                    measurements[-1] += f" {word}"
                 typed = key == "layout" and " " not in word
-            elif at == 0 or (not has_value and Path(word).suffix in (".json", ".jsonl")):
-                found.append(word)
+            elif index == 0 or (not has_value and Path(word).suffix in (".json", ".jsonl")):
+                measurements.append(word)
             elif typed and not has_value and not Path(word).exists():
-                found[-1] += f" {word}"
+                measurements[-1] += f" {word}"
             else:
                 args.words.append(word)
                 typed = False
-    return found
+    return measurements
 
 
 def measured_for(
@@ -113,20 +113,20 @@ def measured_for(
     base = calibration or calibration_named(config.cluster.calibration)
     base = uncorrected(base)
     setting = setting_of(config, base, processor=processor())
-    own: list[Measurement] = []
+    measurements: list[Measurement] = []
     for text in named:
-        for one in _read(text, config, base):
-            if kind_of(one.setting) != kind_of(setting):
+        for measurement in _read(text, config, base):
+            if kind_of(measurement.setting) != kind_of(setting):
                 raise ConfigError(
-                    f"--measured {text}: {one.name or 'it'} is of {kind_of(one.setting)}, but the "
-                    f"plan is for {kind_of(setting)}"
+                    f"--measured {text}: {measurement.name or 'it'} is of "
+                    f"{kind_of(measurement.setting)}, but the plan is for {kind_of(setting)}"
                 )
-            own.append(one)
-    found = correct(own)
+            measurements.append(measurement)
+    correction = correct(measurements)
     path = None
     if keeps and not is_named:
-        path = keep_correction(found, config, environ, "plan --measured")
-    return Corrected(applied(base, [found]), (found,), path)
+        path = keep_correction(correction, config, environ, "plan --measured")
+    return Corrected(applied(base, [correction]), (correction,), path)
 
 
 def measured_rows(named: list[str], calibration: Calibration) -> Corrected | None:
@@ -134,8 +134,10 @@ def measured_rows(named: list[str], calibration: Calibration) -> Corrected | Non
     if not named:
         return None
     base = uncorrected(calibration)
-    found = corrected((one for text in named for one in _read(text, None, base)), base)
-    return Corrected(applied(base, found), tuple(found))
+    corrections = corrected(
+        (measurement for text in named for measurement in _read(text, None, base)), base
+    )
+    return Corrected(applied(base, corrections), tuple(corrections))
 
 
 def _read(text: str, config: Config | None, base: Calibration) -> Iterator[Measurement]:
@@ -157,8 +159,8 @@ def _read(text: str, config: Config | None, base: Calibration) -> Iterator[Measu
 
 def _typed(text: str, config: Config, base: Calibration) -> Measurement:
     values = {
-        found[1]: found[2].strip()
-        for found in re.finditer(r"(\w+)=(.*?)(?=\s+\w+=|$)", text.replace(",", " "))
+        match[1]: match[2].strip()
+        for match in re.finditer(r"(\w+)=(.*?)(?=\s+\w+=|$)", text.replace(",", " "))
     }
     if "layout" not in values or not values.keys() & {"step", "memory"}:
         raise ConfigError(f"--measured {text}: it needs a layout, and step, memory or both")

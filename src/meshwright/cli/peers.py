@@ -57,21 +57,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, and print the table; the exit code is 1 if a system failed."""
     if args.steps <= NOT_COUNTED or args.rounds < 1:
-        what = f"--steps {args.steps} --rounds {args.rounds}"
-        raise ConfigError(refusal(what, legal=[f"--steps {NOT_COUNTED + 1} --rounds 1 and above"]))
+        problem = f"--steps {args.steps} --rounds {args.rounds}"
+        raise ConfigError(
+            refusal(problem, legal=[f"--steps {NOT_COUNTED + 1} --rounds 1 and above"])
+        )
     sizes = sizes_of(read_config(args)) if args.words else PeerSizes()
     environ = dict(os.environ)
-    found, pythons = _interpreters(args.peers_python, environ)
+    peer_versions, pythons = _interpreters(args.peers_python, environ)
     entrants = line_up(
-        args.modes, [name for name in args.systems if name in (OURS, *found)], args.microbatches
+        args.modes,
+        [name for name in args.systems if name in (OURS, *peer_versions)],
+        args.microbatches,
     )
-    missing = [name for name in args.systems if name not in (OURS, *found)]
+    missing = [name for name in args.systems if name not in (OURS, *peer_versions)]
     document: dict[str, Any] = {
         "command": shlex.join(["meshwright", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": detect(ClusterSpec(device="cpu"), environ).name,
         "load_at_start": os.getloadavg()[0],
-        "versions": found,
+        "versions": peer_versions,
         "not_installed": missing,
         "sizes": vars(sizes),
         "ranks": RANKS,
@@ -91,19 +95,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _interpreters(
-    other: str | None, environ: Mapping[str, str]
+    peers_python: str | None, environ: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the version and the interpreter of each peer that can be imported."""
-    found: dict[str, str] = {}
+    peer_versions: dict[str, str] = {}
     pythons: dict[str, str] = {}
-    for python in filter(None, (other, sys.executable)):
+    for python in filter(None, (peers_python, sys.executable)):
         known = versions(python, environ)
-        if python == other:  # PyTorch's own wrappers run beside us, on our torch
+        if python == peers_python:  # PyTorch's own wrappers run beside us, on our torch
             known.pop(_NATIVE, None)
-        new = {name: version for name, version in known.items() if name not in found}
-        found |= new
+        new = {name: version for name, version in known.items() if name not in peer_versions}
+        peer_versions |= new
         pythons |= dict.fromkeys(new, python)
-    return found, pythons
+    return peer_versions, pythons
 
 
 def _progress(line: str) -> None:
@@ -129,7 +133,7 @@ def _print(
         box=None,
         pad_edge=False,
     )
-    order = {mode: place for place, mode in enumerate(MODES)}
+    order = {mode: index for index, mode in enumerate(MODES)}
     for row in sorted(rows, key=lambda row: (order[row["mode"]], -row["tokens_per_s"])):
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         speeds = [f"{row[key]:,.0f}" for key in ("tokens_per_s", "slowest", "fastest")]
@@ -137,8 +141,8 @@ def _print(
         cells = [*speeds, str(row["steps"]), str(row["microbatch"]), peak, ratio]
         table.add_row(row["mode"], row["system"], *cells)
     Console().print(table)
-    for one in entrants:
-        if one.failure is not None:
-            print(f"{one.mode} {one.system} failed: {one.failure}")
+    for entrant in entrants:
+        if entrant.failure is not None:
+            print(f"{entrant.mode} {entrant.system} failed: {entrant.failure}")
     if missing:
         print(f"not installed: {', '.join(missing)}")

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         setting = setting_of(config, calibration, processor=processor())
         return _after_oom(setting, layout, args)
     started = time.perf_counter()
-    made = plan(
+    planned = plan(
         config,
         args.top,
         calibration,
@@ -155,21 +155,21 @@ def run(args: argparse.Namespace) -> int:
         slower=shared,
     )
     seconds = time.perf_counter() - started
-    command = training_command(args.words, made, other_name(config))
-    document = {**as_json(made), "command": command}
+    command = training_command(args.words, planned, other_name(config))
+    document = {**as_json(planned), "command": command}
     if measured is not None:
         document["measured"] = measured.document
-    more = answers(args, made)
-    if more:
-        document["answers"] = {one.name: one.document for one in more}
-    _write(args, made, document, named if measured is not None and measured.kept is None else [])
+    extra_answers = answers(args, planned)
+    if extra_answers:
+        document["answers"] = {answer.name: answer.document for answer in extra_answers}
+    _write(args, planned, document, named if measured is not None and measured.file is None else [])
     if not args.json:
-        _print_plan(made, seconds, machine)
-        print_answers(more)
+        _print_plan(planned, seconds, machine)
+        print_answers(extra_answers)
         if command is not None:
             print("\nto train the best:")
             say_command(command)
-    return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+    return EXIT_DONE if planned.best else EXIT_CHECK_FAILED
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -182,7 +182,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _write(
-    args: argparse.Namespace, made: Plan, document: dict[str, Any], named: list[str]
+    args: argparse.Namespace, plan: Plan, document: dict[str, Any], named: list[str]
 ) -> None:
     """Write the files that are asked for, and the document on stdout with `--json`.
 
@@ -191,7 +191,7 @@ def _write(
     if args.save:
         write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
     if args.html:
-        write_atomic(args.html, frozen_page(args, named, made, document).encode())
+        write_atomic(args.html, frozen_page(args, named, plan, document).encode())
     if args.json:
         print_json(document)
 
@@ -199,34 +199,36 @@ def _write(
 def _explain(config: Config, setting: Setting, args: argparse.Namespace) -> int:
     """Print each term of a layout's peak and time."""
     layout = Layout.parse(args.explain)
-    found, notes = explain(setting, layout), _notes(config, setting, layout)
+    prediction, notes = explain(setting, layout), _notes(config, setting, layout)
     if args.json:
-        terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
-        print_json({**prediction_json(found), "terms": terms, "notes": notes})
+        terms = [(t.category, t.bytes, t.formula) for t in prediction.memory.terms]
+        print_json({**prediction_json(prediction), "terms": terms, "notes": notes})
         return EXIT_DONE
-    _print_terms(found)
+    _print_terms(prediction)
     for note in notes:
         say(f"note: {note}")
-    _print_charts(setting, found.layout)
+    _print_charts(setting, prediction.layout)
     return EXIT_DONE
 
 
 def _notes(config: Config, setting: Setting, layout: Layout) -> list[str]:
     """Return where the layout that `--explain` prices differs from the config."""
-    found = []
+    notes = []
     devices = setting.cluster.devices
     if layout.world != devices:
         ranks = "rank" if layout.world == 1 else "ranks"
-        found.append(
+        notes.append(
             f"this prices {layout.world} {ranks}, each on a device of its own; the cluster has "
             f"{devices} devices"
         )
     if (idle := unsharded(layout)) is not None:
-        found.append(idle)
-    others = {key: value for key, value in given(config).items() if getattr(layout, key) != value}
-    if others:
-        found.append(f"this layout does not have the config's {words(others)}")
-    return found
+        notes.append(idle)
+    differing = {
+        key: value for key, value in given(config).items() if getattr(layout, key) != value
+    }
+    if differing:
+        notes.append(f"this layout does not have the config's {words(differing)}")
+    return notes
 
 
 def _run_folder(named: str | None) -> RunFolder | None:
@@ -244,26 +246,26 @@ def _after_oom(setting: Setting, layout: Layout, args: argparse.Namespace) -> in
     check_legal(setting, layout)
     setting = on_cluster(setting, layout)
     started = time.perf_counter()
-    now, found = ways_to_fit(setting, layout, args.margin)
+    current, ways = ways_to_fit(setting, layout, args.margin)
     if args.json:
-        print_json(ways_to_fit_json(now, found))
+        print_json(ways_to_fit_json(current, ways))
     else:
-        print_ways_to_fit(now, found, time.perf_counter() - started)
-    return EXIT_DONE if found else EXIT_CHECK_FAILED
+        print_ways_to_fit(current, ways, time.perf_counter() - started)
+    return EXIT_DONE if ways else EXIT_CHECK_FAILED
 
 
 def _defaults(config: Config) -> list[str]:
     """Return notes on a batch, a length and a precision that nobody has given."""
     origins = {key: config.origins[f"train.{key}"] for key in ("batch", "seq_len", "precision")}
-    found = [
+    notes = [
         f"train.{key} = {getattr(config.train, key)}, {where}"
         for key, where in origins.items()
         if where.startswith("derived")
     ]
     plain = [f"train.{key}" for key, where in origins.items() if where == "default"]
     if plain and config.model.preset is not None:
-        found.append(f"{', '.join(plain)}: defaults for a first look; set them for a real run")
-    return found
+        notes.append(f"{', '.join(plain)}: defaults for a first look; set them for a real run")
+    return notes
 
 
 def _parameters(model: ModelSpec) -> str:
@@ -275,117 +277,119 @@ def _parameters(model: ModelSpec) -> str:
     return f"{count}, {trained} of them in adapters of rank {model.lora.rank}, the others frozen,"
 
 
-def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
-    console, setting, found = Console(), made.setting, made.ranking
+def _print_plan(plan: Plan, seconds: float, machine: Machine | None) -> None:
+    console, setting, ranking = Console(), plan.setting, plan.ranking
     cluster, train = setting.cluster, setting.train
     say(
         f"{_parameters(setting.model)} on {cluster.devices} x {cluster.device.name} "
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
-    for text in [*map(str, made.removed), *plan_notes(made.config), *_defaults(made.config)]:
+    for text in [*map(str, plan.removed), *plan_notes(plan.config), *_defaults(plan.config)]:
         say(f"note: {text}")
     known = setting.calibration
     if known is not shipped_calibration():
-        told = ", ".join(text for text in (known.source, known.date) if text)
-        say(f"calibration: {told or 'a file that states neither source nor date'}")
-    say(f"{found.considered:,} legal layouts considered in {seconds:.2f} s")
-    if pins := given(made.config):
+        source = ", ".join(text for text in (known.source, known.date) if text)
+        say(f"calibration: {source or 'a file that states neither source nor date'}")
+    say(f"{ranking.considered:,} legal layouts considered in {seconds:.2f} s")
+    if pins := given(plan.config):
         say(f"fixed by the config: {words(pins)}")
-    if made.best is None:
-        _print_unfit(made)
+    if plan.best is None:
+        _print_unfit(plan)
     else:
-        console.print(_table(made))
-        _print_winner(made, made.best)
-        for text in () if machine is None else layout_notes(made.config, made.best.layout, machine):
+        console.print(_table(plan))
+        _print_winner(plan, plan.best)
+        for text in () if machine is None else layout_notes(plan.config, plan.best.layout, machine):
             say(f"note: {text}", "  ")
     print("ruled out:")
-    for reason, count in found.reasons.items():
+    for reason, count in ranking.reasons.items():
         say(f"{count:>12,}  {reason}", "  ")
 
 
-def _table(made: Plan) -> Table:
+def _table(plan: Plan) -> Table:
     # Where two columns wrap, rich cuts the words of one of them. So labels are wrapped here.
-    rows = table("layout", "memory", "step", "tokens/s", "MFU", "why not", wraps=("why not",))
+    printed = table("layout", "memory", "step", "tokens/s", "MFU", "why not", wraps=("why not",))
     width = LONGEST_WORD if Console().width < _WIDE else _WIDE
-    best = made.best
+    best = plan.best
     assert best is not None
-    for one in made.ranking.ranked:
-        rows.add_row(
-            textwrap.fill(one.layout.label, width, break_on_hyphens=False),
-            format_bytes(one.memory.total),
-            format_seconds(one.time.total),
-            format_count(one.tokens_per_s),
-            f"{one.mfu:.1%}",
-            "best" if one is best else lost_by(one, best),
+    for prediction in plan.ranking.ranked:
+        printed.add_row(
+            textwrap.fill(prediction.layout.label, width, break_on_hyphens=False),
+            format_bytes(prediction.memory.total),
+            format_seconds(prediction.time.total),
+            format_count(prediction.tokens_per_s),
+            f"{prediction.mfu:.1%}",
+            "best" if prediction is best else lost_by(prediction, best),
         )
-    return rows
+    return printed
 
 
-def _print_winner(made: Plan, best: Prediction) -> None:
+def _print_winner(plan: Plan, best: Prediction) -> None:
     print()
     say(f"best: {best.layout.label}")
     low, high = map(format_seconds, best.interval)
     say(f"step time: {', '.join(_causes(best))}; 80% interval {low} to {high}", "  ")
-    for one in made.choices:
-        say(f"{one.subject}: {one.text}", "  ")
-    ranks = memories(made.setting, best.layout)
-    least, most = map(format_bytes, best.memory_interval)
-    others = f"80% interval, from the peaks of other systems: {least} to {most}"
-    say(f"pipeline rank {best.memory.rank}: {_memory(best.memory)}; {others}", "  ")
+    for choice in plan.choices:
+        say(f"{choice.subject}: {choice.text}", "  ")
+    ranks = memories(plan.setting, best.layout)
+    smallest, largest = map(format_bytes, best.memory_interval)
+    interval = f"80% interval, from the peaks of other systems: {smallest} to {largest}"
+    say(f"pipeline rank {best.memory.rank}: {_memory(best.memory)}; {interval}", "  ")
     if len(ranks) > 1:
         alike: dict[str, list[str]] = {}
-        for held in ranks:
-            alike.setdefault(format_bytes(held.total), []).append(str(held.rank))
-        each = (f"{size} on {', '.join(places)}" for size, places in alike.items())
-        say(f"pipeline ranks: {'; '.join(each)}", "  ")
-    for warning in warnings(best, made.setting):
+        for rank_memory in ranks:
+            alike.setdefault(format_bytes(rank_memory.total), []).append(str(rank_memory.rank))
+        ranks_text = (f"{size} on {', '.join(places)}" for size, places in alike.items())
+        say(f"pipeline ranks: {'; '.join(ranks_text)}", "  ")
+    for warning in warnings(best, plan.setting):
         say(f"note: {warning}", "  ")
 
 
-def _causes(found: Prediction) -> list[str]:
-    total = found.time.total
+def _causes(prediction: Prediction) -> list[str]:
+    total = prediction.time.total
     return [
         f"{cause} {format_seconds(seconds)} ({seconds / total:.0%})"
-        for cause, seconds in found.time.causes.items()
+        for cause, seconds in prediction.time.causes.items()
         if seconds > _LEAST * total
     ]
 
 
-def _memory(held: RankMemory) -> str:
-    parts = ", ".join(
+def _memory(memory: RankMemory) -> str:
+    categories = ", ".join(
         f"{name} {format_bytes(size)}"
-        for name, size in held.by_category().items()
-        if size > _LEAST * held.total
+        for name, size in memory.by_category().items()
+        if size > _LEAST * memory.total
     )
-    return f"{format_bytes(held.total)} of {format_bytes(held.limit)}: {parts}"
+    return f"{format_bytes(memory.total)} of {format_bytes(memory.limit)}: {categories}"
 
 
-def _print_unfit(made: Plan) -> None:
-    held, layout = made.ranking.unfit, made.ranking.unfit_layout
+def _print_unfit(plan: Plan) -> None:
+    memory, layout = plan.ranking.unfit, plan.ranking.unfit_layout
     print("no layout fits")
-    if held is not None and layout is not None:
+    if memory is not None and layout is not None:
         say(f"nearest: {layout.label}", "  ")
-        say(f"pipeline rank {held.rank}: {_memory(held)}", "  ")
+        say(f"pipeline rank {memory.rank}: {_memory(memory)}", "  ")
 
 
-def _print_terms(found: Prediction) -> None:
-    held = found.memory
-    verdict = "fits" if held.fits else "does not fit"
-    at = f", which holds most at {moment(held.at)}" if held.at else ""
-    say(f"{found.layout.label}: {verdict}; pipeline rank {held.rank}{at}")
-    rows = table("memory", "size", "formula", wraps=("memory", "formula"))
-    for term in held.terms:
-        rows.add_row(term.category, format_bytes(term.bytes), term.formula)
-    rows.add_row("total", format_bytes(held.total), f"of {format_bytes(held.limit)}")
-    Console().print(rows)
+def _print_terms(prediction: Prediction) -> None:
+    memory = prediction.memory
+    verdict = "fits" if memory.fits else "does not fit"
+    moment_text = f", which holds most at {moment(memory.at)}" if memory.at else ""
+    say(f"{prediction.layout.label}: {verdict}; pipeline rank {memory.rank}{moment_text}")
+    printed = table("memory", "size", "formula", wraps=("memory", "formula"))
+    for term in memory.terms:
+        printed.add_row(term.category, format_bytes(term.bytes), term.formula)
+    printed.add_row("total", format_bytes(memory.total), f"of {format_bytes(memory.limit)}")
+    Console().print(printed)
     times = table("time", "seconds", "share")
-    for cause, seconds in found.time.causes.items():
-        times.add_row(cause, f"{seconds:.4f}", f"{seconds / found.time.total:.1%}")
+    for cause, seconds in prediction.time.causes.items():
+        times.add_row(cause, f"{seconds:.4f}", f"{seconds / prediction.time.total:.1%}")
         if cause == "data":
-            share = found.time.gathers / found.time.total
-            times.add_row("  of it gathers", f"{found.time.gathers:.4f}", f"{share:.1%}")
-    times.add_row("step", f"{found.time.total:.4f}", f"{found.tokens_per_s:,.0f} tokens/s")
+            share = prediction.time.gathers / prediction.time.total
+            times.add_row("  of it gathers", f"{prediction.time.gathers:.4f}", f"{share:.1%}")
+    times.add_row(
+        "step", f"{prediction.time.total:.4f}", f"{prediction.tokens_per_s:,.0f} tokens/s"
+    )
     Console().print(times)
 
 

@@ -46,17 +46,23 @@ def run(args: argparse.Namespace) -> int:
     if args.words:
         raise ConfigError(f"--measured: what is {args.words[0]}?")
     calibration = calibration if measured is None else measured.calibration
-    found = [predict_row(row, calibration) for row in read_rows(args.rows, "--rows")]
-    write_atomic(args.out, "".join(json.dumps(one) + "\n" for one in found).encode())
-    refused = sum("refused" in one for one in found)
+    predictions = [predict_row(row, calibration) for row in read_rows(args.rows, "--rows")]
+    write_atomic(
+        args.out, "".join(json.dumps(prediction) + "\n" for prediction in predictions).encode()
+    )
+    refused = sum("refused" in prediction for prediction in predictions)
     if args.json:
-        document = {"rows": len(found), "refused": refused, "out": str(args.out)}
+        document = {"rows": len(predictions), "refused": refused, "out": str(args.out)}
         print_json(document if measured is None else {**document, "measured": measured.document})
     else:
         if measured is not None:
             measured.print()
-        print(f"{counted(len(found), 'row')}, {refused} of them refused: {args.out}")
-        reasons = ((row, one["refused"]) for row, one in enumerate(found, 1) if "refused" in one)
+        print(f"{counted(len(predictions), 'row')}, {refused} of them refused: {args.out}")
+        reasons = (
+            (row, prediction["refused"])
+            for row, prediction in enumerate(predictions, 1)
+            if "refused" in prediction
+        )
         for row, reason in itertools.islice(reasons, _SHOWN):
             print(f"row {row} refused: {reason}")
     return EXIT_DONE

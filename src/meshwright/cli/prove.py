@@ -52,16 +52,16 @@ def run(args: argparse.Namespace) -> int:
     out = sys.stderr if args.json else sys.stdout
     started = time.perf_counter()
     refusals: list[Refusal] = []
-    more: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     refuse_mixed(args)
     if args.matrix:
         cases, refusals = _of_table(args, out)
     elif args.random is not None:
-        cases, more = _by_chance(args, out)
+        cases, extra = _by_chance(args, out)
     elif args.case is not None:
         cases = [case_of_json(args.case)]
     else:
-        cases, more = _of_config(args, out)
+        cases, extra = _of_config(args, out)
     if args.minutes is not None:
         cases = drawn(cases, len(cases), args.seed or 0)
     if args.device == "cuda":
@@ -77,23 +77,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         seconds = math.inf if args.minutes is None else 60 * args.minutes
         also: tuple[Verdict, ...] = ()
-        if "asked" in more:
+        if "asked" in extra:
             config = read_config(args)
             also = (prove_rates(config.train.steps, config.optimizer),)
         outcomes = _proven(cases, out, args.device, seconds, also)
     if args.random is not None:
-        more["smallest"] = [_smallest(outcome, args, out) for outcome in _failed(outcomes, out)]
-    for told in refusals:
-        say_line(refusal_line(told), out)
+        extra["smallest"] = [_smallest(outcome, args, out) for outcome in _failed(outcomes, out)]
+    for refused in refusals:
+        say_line(refusal_line(refused), out)
     seconds = time.perf_counter() - started
     world = max((case.layout.world for case in cases), default=args.world or 0)
-    found = document(world, outcomes, refusals, seconds) | more
+    summary = document(world, outcomes, refusals, seconds) | extra
     if args.minutes is not None:
-        found["left_out"] = len(cases) - len(outcomes)
+        summary["left_out"] = len(cases) - len(outcomes)
     if args.json:
-        print_json(found)
-    say_line(_summary(found, len(refusals)), out)
-    return EXIT_CHECK_FAILED if found["failed"] else EXIT_DONE
+        print_json(summary)
+    say_line(_summary(summary, len(refusals)), out)
+    return EXIT_CHECK_FAILED if summary["failed"] else EXIT_DONE
 
 
 def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[Refusal]]:
@@ -129,8 +129,8 @@ def case_of_json(text: str) -> Case:
     try:
         case = Case.from_json(text)
     except KeyError as error:
-        what = f"--case lacks {error}: it takes what a failure of --random has printed"
-        raise ConfigError(what) from None
+        problem = f"--case lacks {error}: it takes what a failure of --random has printed"
+        raise ConfigError(problem) from None
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"--case takes what a failure of --random has printed: {error}") from None
     specs = case.model, case.train, case.layout
@@ -163,8 +163,8 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
         size = format_count(parameter_count(case.model))
         ranks = f"{case.layout.world} local {'GPU' if args.device == 'cuda' else 'CPU'} ranks"
         say_line(f"run:   {case.label} on {ranks}, {size} parameters", out)
-    whole = Case(*specs, packed, config.train.steps, config.optimizer, chat=chat)
-    lost = sorted({name for case in cases for name in not_kept(whole, case)})
+    full_case = Case(*specs, packed, config.train.steps, config.optimizer, chat=chat)
+    lost = sorted({name for case in cases for name in not_kept(full_case, case)})
     unused = not_proven(config)
     if lost:
         say_line(f"not in the small case: {', '.join(lost)}", out)
@@ -211,11 +211,14 @@ def _certified(config: Config, cases: Sequence[Case], out: TextIO) -> list[Outco
 
 def _refuse_without_gpus(cases: Sequence[Case]) -> None:
     check_build("cuda", find_gpus(os.environ), torch_build())
-    most, gpus = max((case.layout.world for case in cases), default=0), count_gpus(os.environ)
-    if most > gpus:
+    ranks_needed, gpus = (
+        max((case.layout.world for case in cases), default=0),
+        count_gpus(os.environ),
+    )
+    if ranks_needed > gpus:
         raise ConfigError(
-            f"--device cuda needs a GPU for each of {most} ranks, and there are {gpus}; nearest: "
-            "--device cpu, where ranks are processes"
+            f"--device cuda needs a GPU for each of {ranks_needed} ranks, and there are {gpus}; "
+            "nearest: --device cpu, where ranks are processes"
         )
 
 
@@ -236,18 +239,18 @@ def _proven(
         return replace(outcome, verdicts=(*outcome.verdicts, *also))
 
     ends = time.monotonic() + seconds
-    rest = sum(case.layout.world for case in cases)
-    for some in by_world(cases):
-        ranks = sum(case.layout.world for case in some)
+    remaining_ranks = sum(case.layout.world for case in cases)
+    for same_world in by_world(cases):
+        ranks = sum(case.layout.world for case in same_world)
         proven = prove_cases(
-            some,
+            same_world,
             os.environ,
             lambda outcome: _show(whole(outcome), out),
             device=device,
-            seconds=(ends - time.monotonic()) * ranks / rest,
+            seconds=(ends - time.monotonic()) * ranks / remaining_ranks,
         )
         outcomes += map(whole, proven)
-        rest -= ranks
+        remaining_ranks -= ranks
     return outcomes
 
 
@@ -273,10 +276,10 @@ def _smallest(outcome: Outcome, args: argparse.Namespace, out: TextIO) -> dict[s
     if not fails(case):
         say_line("  it does not fail alone: the failure depends on the cases before it", out)
         return {"of": case.label, "case": None, "repeat": None}
-    found = smallest(case, fails)
-    say_line(f"  smallest: {found.label}", out)
-    _say_repeat(out, _command(found))
-    return {"of": case.label, "case": found.label, "repeat": _command(found)}
+    smallest_case = smallest(case, fails)
+    say_line(f"  smallest: {smallest_case.label}", out)
+    _say_repeat(out, _command(smallest_case))
+    return {"of": case.label, "case": smallest_case.label, "repeat": _command(smallest_case)}
 
 
 def _show(outcome: Outcome, out: TextIO) -> None:
@@ -284,16 +287,16 @@ def _show(outcome: Outcome, out: TextIO) -> None:
         say_line(line, out)
 
 
-def _summary(found: dict[str, Any], refusals: int) -> str:
-    text = f"{found['passed']} of {found['layouts']} layouts passed"
+def _summary(summary: dict[str, Any], refusals: int) -> str:
+    text = f"{summary['passed']} of {summary['layouts']} layouts passed"
     if refusals:
         text += f", {refusals} were to be refused"
-    if found["failed"]:
-        text += f", {found['failed']} FAILED"
-    if found.get("left_out"):
-        text += f", {found['left_out']} left out: the time was up"
-    text += f", in {format_seconds(found['seconds'])}"
-    has_errors = any(one["tolerance"] for one in found["verdicts"])
+    if summary["failed"]:
+        text += f", {summary['failed']} FAILED"
+    if summary.get("left_out"):
+        text += f", {summary['left_out']} left out: the time was up"
+    text += f", in {format_seconds(summary['seconds'])}"
+    has_errors = any(verdict["tolerance"] for verdict in summary["verdicts"])
     return f"{text}; (%): the error as a share of what is tolerated" if has_errors else text
 
 

@@ -102,8 +102,8 @@ def refuse_mixed(args: argparse.Namespace) -> None:
     elif source != "--random" and args.draw is None and args.seed is not None:
         raise ConfigError("--seed needs --random N, --matrix --draw N, or --minutes M")
     if args.resume and (source is not None or args.check_order):
-        other = source or "--check-order"
-        raise ConfigError(f"--resume certifies a config: leave out {other}")
+        conflicting = source or "--check-order"
+        raise ConfigError(f"--resume certifies a config: leave out {conflicting}")
 
 
 def _refuse_minutes(minutes: float, source: str | None, only_order: bool) -> None:

@@ -67,54 +67,54 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def answers(args: argparse.Namespace, made: Plan) -> list[Answer]:
+def answers(args: argparse.Namespace, plan: Plan) -> list[Answer]:
     """Return the answers to the questions in the arguments; raises `ConfigError`."""
     asked: list[tuple[str, Callable[[], tuple[Any, Callable[[], None]]]]] = []
     if args.fewest:
-        asked.append(("fewest_devices", lambda: _fewest(made)))
+        asked.append(("fewest_devices", lambda: _fewest(plan)))
     if args.largest_batch:
-        asked.append(("largest_batch", lambda: _largest(made)))
+        asked.append(("largest_batch", lambda: _largest(plan)))
     if args.longest_context:
-        asked.append(("longest_context", lambda: _longest(made)))
+        asked.append(("longest_context", lambda: _longest(plan)))
     if args.fine_tune:
-        asked.append(("fine_tuning", lambda: _fine_tuning(made)))
+        asked.append(("fine_tuning", lambda: _fine_tuning(plan)))
     if args.cheapest:
-        prices = _prices(args.price, made)
-        asked.append(("cheapest", lambda: _cheapest(made, prices)))
+        prices = _prices(args.price, plan)
+        asked.append(("cheapest", lambda: _cheapest(plan, prices)))
     elif args.price and not (args.tokens or args.devices):
         raise ConfigError("--price is for --cheapest, --tokens and --devices")
     price = None
     if args.tokens or args.devices:
-        price = _prices(args.price, made).get(made.setting.cluster.device.name)
+        price = _prices(args.price, plan).get(plan.setting.cluster.device.name)
     if args.tokens:
-        asked.append(("tokens", lambda: _tokens(args.tokens, made, price)))
+        asked.append(("tokens", lambda: _tokens(args.tokens, plan, price)))
     if args.devices:
-        asked.append(("devices", lambda: _curve(args, made, price)))
-    found = []
+        asked.append(("devices", lambda: _curve(args, plan, price)))
+    answered = []
     for name, answer in asked:
         started = time.perf_counter()
         document, show = answer()
-        found.append(Answer(name, document, show, time.perf_counter() - started))
-    return found
+        answered.append(Answer(name, document, show, time.perf_counter() - started))
+    return answered
 
 
-def _tokens(text: str, made: Plan, price: float | None) -> tuple[Any, Callable[[], None]]:
-    found = asked_tokens(text, made, price)
-    return found.as_json(), lambda: print_cost(found, made.setting.cluster.devices)
+def _tokens(text: str, plan: Plan, price: float | None) -> tuple[Any, Callable[[], None]]:
+    cost = asked_tokens(text, plan, price)
+    return cost.as_json(), lambda: print_cost(cost, plan.setting.cluster.devices)
 
 
 def _curve(
-    args: argparse.Namespace, made: Plan, price: float | None
+    args: argparse.Namespace, plan: Plan, price: float | None
 ) -> tuple[Any, Callable[[], None]]:
-    found = asked_curve(args.devices, args.tokens, made, price)
-    return [one.as_json() for one in found], lambda: print_curve(found)
+    points = asked_curve(args.devices, args.tokens, plan, price)
+    return [point.as_json() for point in points], lambda: print_curve(points)
 
 
-def _prices(words: list[str], made: Plan) -> Mapping[str, float]:
+def _prices(given: list[str], plan: Plan) -> Mapping[str, float]:
     prices = {}
-    if made.config.cluster.price is not None:
-        prices[made.setting.cluster.device.name] = made.config.cluster.price
-    for word in words:
+    if plan.config.cluster.price is not None:
+        prices[plan.setting.cluster.device.name] = plan.config.cluster.price
+    for word in given:
         name, equals, number = word.partition("=")
         try:
             prices[name] = float(number)
@@ -125,159 +125,163 @@ def _prices(words: list[str], made: Plan) -> Mapping[str, float]:
     return prices
 
 
-def _fewest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
-    found, devices = made.fewest_devices(), made.setting.cluster.devices
+def _fewest(plan: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
+    fewest, devices = plan.fewest_devices(), plan.setting.cluster.devices
 
     def show() -> None:
-        text = f"more than {devices}" if found is None else str(found[0])
+        text = f"more than {devices}" if fewest is None else str(fewest[0])
         say(f"fewest devices that fit without offload: {text}")
-        if found is not None:
-            label, memory, rate = _row(found[1])
-            step = format_seconds(found[1].time.total)
-            say(f"{label}: {memory}, {step} a step, {rate} tokens/s, {found[1].mfu:.1%} MFU", "  ")
+        if fewest is not None:
+            label, memory, rate = _row(fewest[1])
+            step = format_seconds(fewest[1].time.total)
+            say(f"{label}: {memory}, {step} a step, {rate} tokens/s, {fewest[1].mfu:.1%} MFU", "  ")
 
-    return None if found is None else {"devices": found[0], **prediction_json(found[1])}, show
-
-
-def _row(found: Prediction) -> tuple[str, str, str]:
-    rate = format_count(found.tokens_per_s)
-    return found.layout.label, format_bytes(found.memory.total), rate
+    return None if fewest is None else {"devices": fewest[0], **prediction_json(fewest[1])}, show
 
 
-def _largest(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
-    found = made.largest_batches()
+def _row(prediction: Prediction) -> tuple[str, str, str]:
+    rate = format_count(prediction.tokens_per_s)
+    return prediction.layout.label, format_bytes(prediction.memory.total), rate
+
+
+def _largest(plan: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
+    batches = plan.largest_batches()
 
     def show() -> None:
-        if not found:
-            length = made.setting.train.seq_len
+        if not batches:
+            length = plan.setting.train.seq_len
             say(f"largest batch: not even one sequence of {length} tokens fits")
             return
         say(
             "largest batch at once, by what is recomputed; larger ones accumulate these without "
             "more memory:"
         )
-        rows = table("recompute", "sequences", "batch", "layout", "memory", "tokens/s")
-        for one in found:
-            policy = one.recompute if one.at_speed else "any speed"
-            rows.add_row(policy, f"{one.sequences}", f"{one.batch}", *_row(one.prediction))
-        Console().print(rows)
+        printed = table("recompute", "sequences", "batch", "layout", "memory", "tokens/s")
+        for batch in batches:
+            policy = batch.recompute if batch.at_speed else "any speed"
+            printed.add_row(policy, f"{batch.sequences}", f"{batch.batch}", *_row(batch.prediction))
+        Console().print(printed)
 
-    return [_batch(one) for one in found], show
-
-
-def _batch(one: LargestBatch) -> dict[str, Any]:
-    sizes = {"at_speed": one.at_speed, "sequences_at_once": one.sequences, "batch": one.batch}
-    return {**sizes, **prediction_json(one.prediction)}
+    return [_batch(batch) for batch in batches], show
 
 
-def _longest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
-    found = made.longest_context()
+def _batch(batch: LargestBatch) -> dict[str, Any]:
+    sizes = {"at_speed": batch.at_speed, "sequences_at_once": batch.sequences, "batch": batch.batch}
+    return {**sizes, **prediction_json(batch.prediction)}
+
+
+def _longest(plan: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
+    longest = plan.longest_context()
 
     def show() -> None:
-        if found is None:
+        if longest is None:
             say("longest context: not even the shortest sequences fit")
             return
-        label, memory, rate = _row(found[1])
-        say(f"longest context with train.batch = {made.setting.train.batch}: {found[0]:,} tokens")
+        label, memory, rate = _row(longest[1])
+        say(f"longest context with train.batch = {plan.setting.train.batch}: {longest[0]:,} tokens")
         say(f"{label}: {memory}, {rate} tokens/s", "  ")
 
-    return None if found is None else {"seq_len": found[0], **prediction_json(found[1])}, show
+    return None if longest is None else {"seq_len": longest[0], **prediction_json(longest[1])}, show
 
 
-def _fine_tuning(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
-    found = made.fine_tunings()
+def _fine_tuning(plan: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
+    ways = plan.fine_tunings()
 
     def show() -> None:
-        train = made.setting.train
+        train = plan.setting.train
         say(f"fine-tuning {train.batch} sequences of {train.seq_len} tokens, and the longest ones:")
-        for one in found:
-            if one.refused is not None:
-                say(f"{one.trained}: {one.refused}", "  ")
+        for way in ways:
+            if way.refused is not None:
+                say(f"{way.trained}: {way.refused}", "  ")
                 continue
-            told = "nothing fits"
-            if one.prediction is not None:
-                told = "{}: {}, {} tokens/s".format(*_row(one.prediction))
-            say(f"{one.trained}: {told}", "  ")
-            if one.longest is not None:
-                length, longest = one.longest
+            fastest = "nothing fits"
+            if way.prediction is not None:
+                fastest = "{}: {}, {} tokens/s".format(*_row(way.prediction))
+            say(f"{way.trained}: {fastest}", "  ")
+            if way.longest is not None:
+                length, longest = way.longest
                 say(f"up to {length:,} tokens: {longest.layout.label}", "    ")
 
-    return [_way(one) for one in found], show
+    return [_way(way) for way in ways], show
 
 
-def _way(one: FineTuning) -> dict[str, Any]:
-    longest = one.longest
+def _way(way: FineTuning) -> dict[str, Any]:
+    longest = way.longest
     return {
-        "trained": one.trained,
-        "refused": one.refused,
-        "fastest": None if one.prediction is None else prediction_json(one.prediction),
+        "trained": way.trained,
+        "refused": way.refused,
+        "fastest": None if way.prediction is None else prediction_json(way.prediction),
         "longest": longest and {"seq_len": longest[0], **prediction_json(longest[1])},
     }
 
 
 def _cheapest(
-    made: Plan, prices: Mapping[str, float]
+    plan: Plan, prices: Mapping[str, float]
 ) -> tuple[list[dict[str, Any]], Callable[[], None]]:
-    found, devices = made.cheapest(prices), made.setting.cluster.devices
+    offers, devices = plan.cheapest(prices), plan.setting.cluster.devices
 
     def show() -> None:
-        if not found:
+        if not offers:
             say(f"cheapest: nothing fits on up to {devices} devices")
             return
         say("cost of a million tokens, in the currency of the prices:")
-        rows = table("devices", "cost", "layout", "memory", "tokens/s")
-        for one in found:
-            rows.add_row(
-                f"{one.devices} {one.device}", format_money(one.cost), *_row(one.prediction)
+        printed = table("devices", "cost", "layout", "memory", "tokens/s")
+        for offer in offers:
+            printed.add_row(
+                f"{offer.devices} {offer.device}", format_money(offer.cost), *_row(offer.prediction)
             )
-        Console().print(rows)
+        Console().print(printed)
 
-    return [_offer(one) for one in found], show
-
-
-def _offer(one: Offer) -> dict[str, Any]:
-    of = {"device": one.device, "devices": one.devices, "price_per_hour": one.price_per_hour}
-    return {**of, "cost_of_a_million_tokens": one.cost, **prediction_json(one.prediction)}
+    return [_offer(offer) for offer in offers], show
 
 
-def print_answers(found: Sequence[Answer]) -> None:
+def _offer(offer: Offer) -> dict[str, Any]:
+    fields = {
+        "device": offer.device,
+        "devices": offer.devices,
+        "price_per_hour": offer.price_per_hour,
+    }
+    return {**fields, "cost_of_a_million_tokens": offer.cost, **prediction_json(offer.prediction)}
+
+
+def print_answers(answered: Sequence[Answer]) -> None:
     """Print answers, each with the seconds that it took."""
-    for one in found:
+    for answer in answered:
         print()
-        one.print()
-        print(f"  answered in {one.seconds:.2f} s")
+        answer.print()
+        print(f"  answered in {answer.seconds:.2f} s")
 
 
-def ways_to_fit_json(now: Prediction, found: list[WayToFit]) -> dict[str, Any]:
+def ways_to_fit_json(current: Prediction, ways: list[WayToFit]) -> dict[str, Any]:
     """Return the changes that help after an out-of-memory error as JSON."""
     return {
-        "ran_out": prediction_json(now),
+        "ran_out": prediction_json(current),
         "fits": [
             {
-                "change": one.text,
-                "saved_bytes": round(one.saved),
-                "slower": one.slower,
-                **prediction_json(one.prediction),
+                "change": way.text,
+                "saved_bytes": round(way.saved),
+                "slower": way.slower,
+                **prediction_json(way.prediction),
             }
-            for one in found
+            for way in ways
         ],
     }
 
 
-def print_ways_to_fit(now: Prediction, found: list[WayToFit], seconds: float) -> None:
+def print_ways_to_fit(current: Prediction, ways: list[WayToFit], seconds: float) -> None:
     """Print the changes that help after an out-of-memory error."""
-    held = now.memory
-    said = ": by the prediction it fits, so that is too low" if held.fits else ""
+    memory = current.memory
+    verdict = ": by the prediction it fits, so that is too low" if memory.fits else ""
     say(
-        f"{now.layout.label} needs {format_bytes(held.total)} on pipeline rank {held.rank}, and a "
-        f"device has {format_bytes(held.limit)}{said}"
+        f"{current.layout.label} needs {format_bytes(memory.total)} on pipeline rank "
+        f"{memory.rank}, and a device has {format_bytes(memory.limit)}{verdict}"
     )
-    if not found:
+    if not ways:
         say("no change, and no pair of changes, of this layout fits: see `meshwright plan`")
         return
     say(f"what fits, the cheapest in time first ({seconds:.2f} s):")
-    rows = table("change", "saves", "needs", "time a token")
-    for one in found:
-        saved, needed = format_bytes(one.saved), format_bytes(one.prediction.memory.total)
-        rows.add_row(one.text, saved, needed, f"{one.slower:+.1%}")
-    Console().print(rows)
+    printed = table("change", "saves", "needs", "time a token")
+    for way in ways:
+        saved, needed = format_bytes(way.saved), format_bytes(way.prediction.memory.total)
+        printed.add_row(way.text, saved, needed, f"{way.slower:+.1%}")
+    Console().print(printed)

@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"the page cannot be written: {error}") from None
     for path in args.runs:
-        one = read_run(path)
-        _summarise(one)
-        if len(args.runs) == 1 and one.profiles:
-            Console().print(summary(one.profiles))
+        record = read_run(path)
+        _summarise(record)
+        if len(args.runs) == 1 and record.profiles:
+            Console().print(summary(record.profiles))
     print(f"page: {page} ({format_bytes(page.stat().st_size)})")
     if args.trace:
         _write_trace(read_run(args.runs[0]), args.trace)
@@ -65,16 +65,16 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _write_trace(one: RunRecord, out: Path) -> None:
-    if not one.profiles:
-        raise ConfigError(f"{one.path} has no ledger.json: there is no timeline to trace")
-    write_atomic(out, json.dumps(chrome_trace(one.profiles)).encode())
+def _write_trace(record: RunRecord, out: Path) -> None:
+    if not record.profiles:
+        raise ConfigError(f"{record.path} has no ledger.json: there is no timeline to trace")
+    write_atomic(out, json.dumps(chrome_trace(record.profiles)).encode())
     print(f"trace: {out}, for ui.perfetto.dev")
 
 
-def _summarise(one: RunRecord) -> None:
-    say(f"{one.name}: {' '.join(verdict(one))}")
-    for what, todo in run_warnings(one):
-        say(f"{what} {todo}", "  ")
-    for text in one.missing:
+def _summarise(record: RunRecord) -> None:
+    say(f"{record.name}: {' '.join(verdict(record))}")
+    for problem, todo in run_warnings(record):
+        say(f"{problem} {todo}", "  ")
+    for text in record.missing:
         say(f"note: {text}", "  ")

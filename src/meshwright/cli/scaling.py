@@ -46,8 +46,8 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
 
 def tokens_of(text: str) -> float:
     """Read a number of tokens; raises `ConfigError`."""
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?(?:e\d{1,2})?)\s*([KMBT]?)\s*", text, re.I)
-    count = float(found[1]) * _COUNT[found[2].upper()] if found else 0.0
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?(?:e\d{1,2})?)\s*([KMBT]?)\s*", text, re.I)
+    count = float(match[1]) * _COUNT[match[2].upper()] if match else 0.0
     if not 1 <= count <= 1e18:
         raise ConfigError(f"--tokens {text}: it is a number such as 300B, 1T or 1.5e12")
     return count
@@ -55,8 +55,8 @@ def tokens_of(text: str) -> float:
 
 def devices_of(text: str) -> list[int]:
     """Read `8..1024`; raises `ConfigError`."""
-    found = re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", text)
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", text)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= _MOST_DEVICES:
         raise ConfigError(
             f"--devices {text}: it is A..B with 1 <= A <= B <= {_MOST_DEVICES}, such as 8..1024"
@@ -64,54 +64,54 @@ def devices_of(text: str) -> list[int]:
     return counts_between(first, last)
 
 
-def asked_tokens(text: str, made: Plan, price: float | None) -> Cost:
+def asked_tokens(text: str, plan: Plan, price: float | None) -> Cost:
     """Return the cost of `--tokens` with a plan's best layout."""
-    return best_cost(made, tokens_of(text), price)
+    return best_cost(plan, tokens_of(text), price)
 
 
-def asked_curve(text: str, tokens: str | None, made: Plan, price: float | None) -> list[Point]:
+def asked_curve(text: str, tokens: str | None, plan: Plan, price: float | None) -> list[Point]:
     """Return the points of `--devices`."""
     count = _MILLION if tokens is None else tokens_of(tokens)
-    pins = given(made.config)
-    return curve(made.setting, devices_of(text), count, price, made.margin, pins)
+    pins = given(plan.config)
+    return curve(plan.setting, devices_of(text), count, price, plan.margin, pins)
 
 
-def print_cost(found: Cost, devices: int) -> None:
+def print_cost(cost: Cost, devices: int) -> None:
     """Print the cost of tokens."""
-    money = "" if found.money is None else f", {found.money:,.0f} in the currency of the price"
+    money = "" if cost.money is None else f", {cost.money:,.0f} in the currency of the price"
     say(
-        f"{format_count(found.tokens)} tokens: {_days(found.hours)} on {devices} devices, "
-        f"{found.device_hours:,.0f} device hours{money}"
+        f"{format_count(cost.tokens)} tokens: {_days(cost.hours)} on {devices} devices, "
+        f"{cost.device_hours:,.0f} device hours{money}"
     )
 
 
 def print_curve(points: list[Point]) -> None:
     """Print the best layout of each number of devices."""
-    rates = [one.prediction.tokens_per_s for one in points if one.prediction is not None]
-    known = next((one.cost for one in points if one.cost is not None), None)
+    rates = [point.prediction.tokens_per_s for point in points if point.prediction is not None]
+    known = next((point.cost for point in points if point.cost is not None), None)
     tokens = format_count(_MILLION if known is None else known.tokens)
     has_price = known is not None and known.money is not None
     last = ("cost",) if has_price else ()
     print(f"by the number of devices; {tokens} tokens take:")
-    rows = table("devices", "layout", "memory", "tokens/s", "MFU", "time", *last, "")
-    for one in points:
-        if one.prediction is None or one.cost is None:
-            rows.add_row(f"{one.devices}", "no layout fits", *["-"] * (4 + len(last)), "")
+    printed = table("devices", "layout", "memory", "tokens/s", "MFU", "time", *last, "")
+    for point in points:
+        if point.prediction is None or point.cost is None:
+            printed.add_row(f"{point.devices}", "no layout fits", *["-"] * (4 + len(last)), "")
             continue
-        found = one.prediction
-        cost = [] if one.cost.money is None else [format_money(one.cost.money)]
-        bar = "█" * max(1, round(_BAR * found.tokens_per_s / max(rates)))
-        rows.add_row(
-            f"{one.devices}",
-            found.layout.label,
-            format_bytes(found.memory.total),
-            format_count(found.tokens_per_s),
-            f"{found.mfu:.1%}",
-            _days(one.cost.hours),
+        prediction = point.prediction
+        cost = [] if point.cost.money is None else [format_money(point.cost.money)]
+        bar = "█" * max(1, round(_BAR * prediction.tokens_per_s / max(rates)))
+        printed.add_row(
+            f"{point.devices}",
+            prediction.layout.label,
+            format_bytes(prediction.memory.total),
+            format_count(prediction.tokens_per_s),
+            f"{prediction.mfu:.1%}",
+            _days(point.cost.hours),
             *cost,
             bar if Console().width >= 2 * _BAR + 80 else "",
         )
-    Console().print(rows)
+    Console().print(printed)
 
 
 def _days(hours: float) -> str:
@@ -121,38 +121,38 @@ def _days(hours: float) -> str:
 def compare_plans(paths: list[Path], *, as_json: bool) -> int:
     """Print the differences of two saved plans."""
     with foreign(f"--compare {paths[0]} {paths[1]}", ConfigError):
-        found = difference(*(read_plan(path, "--compare") for path in paths))
+        changes = difference(*(read_plan(path, "--compare") for path in paths))
     if as_json:
-        print_json(found.as_json())
+        print_json(changes.as_json())
         return EXIT_DONE
-    _print_changes("asked", found.asked)
-    _print_changes("layout", found.layout)
-    rows = table("", "before", "after", "change", wraps=())
-    words = {
+    _print_changes("asked", changes.asked)
+    _print_changes("layout", changes.layout)
+    printed = table("", "before", "after", "change", wraps=())
+    formats = {
         "step_time_s": format_seconds,
         "tokens_per_s": format_count,
         "mfu": "{:.1%}".format,
         "peak_memory_bytes": format_bytes,
     }
-    for key, (before, after) in found.totals.items():
+    for key, (before, after) in changes.totals.items():
         change = f"{after / before - 1:+.1%}" if before else "-"
-        rows.add_row(key, words[key](before), words[key](after), change)
-    for name, (before, after) in found.seconds.items():
+        printed.add_row(key, formats[key](before), formats[key](after), change)
+    for name, (before, after) in changes.seconds.items():
         if before != after:
-            rows.add_row(
+            printed.add_row(
                 f"  {name}", *map(format_seconds, (before, after)), f"{after - before:+.3g} s"
             )
-    Console().print(rows)
-    for text in found.explanation:
+    Console().print(printed)
+    for text in changes.explanation:
         say(text)
     return EXIT_DONE
 
 
-def _print_changes(what: str, changes: list[ChangedKey]) -> None:
+def _print_changes(section: str, changes: list[ChangedKey]) -> None:
     if not changes:
-        print(f"{what}: the same")
-    for one in changes:
-        say(f"{what}: {one.key} = {_shown(one.before)}, then {_shown(one.after)}")
+        print(f"{section}: the same")
+    for change in changes:
+        say(f"{section}: {change.key} = {_shown(change.before)}, then {_shown(change.after)}")
 
 
 def _shown(value: Any) -> str:

@@ -48,15 +48,15 @@ def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
         assert measured is not None
         measured.print()
         # What is kept of a cluster is found again by each question about it.
-        calibration = measured.calibration if measured.kept is None else None
+        calibration = measured.calibration if measured.file is None else None
     environ = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     flags = tuple(_flags(args, named if calibration else ()))
     conditions = Conditions(environ, calibration, args.margin, args.top, flags)
-    words = asked_words(read_given(*read_words(args)))
+    arguments = asked_words(read_given(*read_words(args)))
     with suppress(KeyboardInterrupt):
         serve(
             args.port,
-            words,
+            arguments,
             conditions,
             lambda address: print(f"{address}  Ctrl-C ends it", flush=True),
         )
@@ -64,17 +64,17 @@ def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
 
 
 def frozen_page(
-    args: argparse.Namespace, named: Sequence[str], made: Plan, planned: Mapping[str, Any]
+    args: argparse.Namespace, named: Sequence[str], plan: Plan, planned: Mapping[str, Any]
 ) -> str:
     """Return the static page of a plan, with each of its ranked layouts in detail.
 
     `named` are measurements that are not stored; `planned` is the plan's own document.
     """
     stated = read_given(*read_words(args))
-    labels = [one.layout.label for one in made.ranking.ranked]
-    found = document(made, args.words, labels, stated, tuple(_flags(args, named)))
+    labels = [prediction.layout.label for prediction in plan.ranking.ranked]
+    contents = document(plan, args.words, labels, stated, tuple(_flags(args, named)))
     points = planned.get("answers", {}).get("devices", [])
-    return page(asked_words(stated), {**found, "points": points})
+    return page(asked_words(stated), {**contents, "points": points})
 
 
 def _flags(args: argparse.Namespace, named: Sequence[str]) -> Iterator[str]:

@@ -103,25 +103,28 @@ def run(args: argparse.Namespace) -> int:
         return _on_standin(config, layout, ranks, as_document=args.json)
     started = time.perf_counter()
 
-    def tell(one: Simulated) -> None:
-        mine = one.rehearsal
-        took = format_seconds(mine.seconds)
-        print(f"rank {mine.rank}: {format_bytes(one.peak)}, in {took}", file=sys.stderr)
+    def tell(simulated_rank: Simulated) -> None:
+        rehearsal = simulated_rank.rehearsal
+        took = format_seconds(rehearsal.seconds)
+        print(
+            f"rank {rehearsal.rank}: {format_bytes(simulated_rank.peak)}, in {took}",
+            file=sys.stderr,
+        )
 
-    found = simulate(config, layout, ranks, setting, tell)
+    simulation = simulate(config, layout, ranks, setting, tell)
     if args.save:
-        document = to_json(both_profiles(found))
+        document = to_json(both_profiles(simulation))
         write_atomic(args.save, (json.dumps(document) + "\n").encode())
     if args.html:
-        write_atomic(args.html, _page(found).html().encode())
+        write_atomic(args.html, _page(simulation).html().encode())
     if args.json:
-        document = as_json(found)
+        document = as_json(simulation)
         print_json(document if measured is None else {**document, "measured": measured.document})
     else:
         if measured is not None:
             measured.print()
-        _print(found, time.perf_counter() - started)
-    return EXIT_DONE if found.fits and found.agrees else EXIT_CHECK_FAILED
+        _print(simulation, time.perf_counter() - started)
+    return EXIT_DONE if simulation.fits and simulation.agrees else EXIT_CHECK_FAILED
 
 
 def _on_standin(config: Config, layout: Layout, ranks: Sequence[int], *, as_document: bool) -> int:
@@ -134,103 +137,120 @@ def _on_standin(config: Config, layout: Layout, ranks: Sequence[int], *, as_docu
         "packed": config.data.packing == "documents",
         "ranks": list(ranks),
     }
-    found = []
-    for one in watch([case]):
-        found.append(one)
-        took = format_seconds(one.seconds)
-        verdict = "passed" if one.passed else "FAILED"
-        print(f"rank {one.rank}: {verdict}, in {took}", file=sys.stderr)
-    between = list(out_of_order(found))
+    reports = []
+    for report in watch([case]):
+        reports.append(report)
+        took = format_seconds(report.seconds)
+        verdict = "passed" if report.passed else "FAILED"
+        print(f"rank {report.rank}: {verdict}, in {took}", file=sys.stderr)
+    between = list(out_of_order(reports))
     if as_document:
-        rows = [{**one._asdict(), "sent": len(one.sent)} for one in found]
+        rows = [{**report._asdict(), "sent": len(report.sent)} for report in reports]
         print_json({"label": layout.label, "ranks": rows, "between_ranks": between})
-    for one in () if as_document else found:
-        say(f"rank {one.rank} of {layout.label}, on a stand-in for a GPU")
+    for report in () if as_document else reports:
+        say(f"rank {report.rank} of {layout.label}, on a stand-in for a GPU")
         for faults, fine in (
-            (one.messages, "collectives are the program's, every one"),
-            (one.syncs, "no wait of the host in a step but those named"),
-            (one.order, "streams wait for what they use, and memory lasts until then"),
+            (report.messages, "collectives are the program's, every one"),
+            (report.syncs, "no wait of the host in a step but those named"),
+            (report.order, "streams wait for what they use, and memory lasts until then"),
         ):
             for text in [f"FAILED: {text}" for text in faults] or [fine]:
                 say(text, "  ")
-        for text in one.named:
+        for text in report.named:
             say(f"the host waits: {text}", "  ")
-    if len(found) > 1 and not as_document:
-        told = [f"FAILED: {text}" for text in between[:SHOWN]]
-        for text in told or ["these ranks begin the messages between them in one order"]:
+    if len(reports) > 1 and not as_document:
+        lines = [f"FAILED: {text}" for text in between[:SHOWN]]
+        for text in lines or ["these ranks begin the messages between them in one order"]:
             say(text)
-    passed = all(one.passed for one in found) and not between
+    passed = all(report.passed for report in reports) and not between
     return EXIT_DONE if passed else EXIT_CHECK_FAILED
 
 
-def _page(found: Simulation) -> Page:
-    predicted, simulated = both_profiles(found)
-    differences = {one.rehearsal.rank: one.differences for one in found.ranks}
-    device = found.setting.cluster.device.name
-    breaches = [_breach(one, device) for one in found.ranks if one.breach is not None]
-    told = (differences, breaches)
-    return simulation_page(found.program, found.setting, predicted, simulated, *told)
+def _page(simulation: Simulation) -> Page:
+    predicted, simulated = both_profiles(simulation)
+    differences = {
+        simulated_rank.rehearsal.rank: simulated_rank.differences
+        for simulated_rank in simulation.ranks
+    }
+    device = simulation.setting.cluster.device.name
+    breaches = [
+        _breach(simulated_rank, device)
+        for simulated_rank in simulation.ranks
+        if simulated_rank.breach is not None
+    ]
+    problems = (differences, breaches)
+    return simulation_page(simulation.program, simulation.setting, predicted, simulated, *problems)
 
 
-def _print(found: Simulation, seconds: float) -> None:
-    program = found.program
+def _print(simulation: Simulation, seconds: float) -> None:
+    program = simulation.program
     say(
         f"{format_count(parameter_count(program.model))} parameters, {program.layout.label}: "
         f"{program.layout.world} ranks, {program.microbatches} microbatches of "
         f"{program.layout.microbatch} x {program.train.seq_len} tokens, {program.train.precision}"
     )
-    for one in found.ranks:
-        _print_rank(one)
-    for one in found.ranks:
-        if one.breach is not None:
-            say(_breach(one, found.setting.cluster.device.name))
+    for simulated_rank in simulation.ranks:
+        _print_rank(simulated_rank)
+    for simulated_rank in simulation.ranks:
+        if simulated_rank.breach is not None:
+            say(_breach(simulated_rank, simulation.setting.cluster.device.name))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     say(f"simulated in {format_seconds(seconds)} with {format_bytes(peak)} of memory")
 
 
-def _print_rank(one: Simulated) -> None:
-    mine = one.rehearsal
-    stages = " ".join(map(str, mine.stages))
+def _print_rank(simulated_rank: Simulated) -> None:
+    rehearsal = simulated_rank.rehearsal
+    stages = " ".join(map(str, rehearsal.stages))
     print()
-    say(f"rank {mine.rank}, stage {stages}: most memory at {mine.worst.name}")
-    memory, predicted = one.memory, one.predicted_memory()
-    held = Table("memory", "simulated", "predicted", box=None, pad_edge=False)
+    say(f"rank {rehearsal.rank}, stage {stages}: most memory at {rehearsal.worst.name}")
+    memory, predicted = simulated_rank.memory, simulated_rank.predicted_memory()
+    memory_table = Table("memory", "simulated", "predicted", box=None, pad_edge=False)
     for name in [*dict.fromkeys((*memory, *predicted)), "all"]:
         sizes = [side.get(name, 0) for side in (memory, predicted)]
         if name == "all":
             sizes = [sum(side.values()) for side in (memory, predicted)]
-        held.add_row(name, *(format_bytes(size) if size else "-" for size in sizes))
-    Console().print(held)
+        memory_table.add_row(name, *(format_bytes(size) if size else "-" for size in sizes))
+    Console().print(memory_table)
     table = Table("collective", "axis", "size", "count", "program", box=None, pad_edge=False)
-    tensors = format_bytes(mine.worst.total)
+    tensors = format_bytes(rehearsal.worst.total)
     say(
-        f"tensors {tensors}; the program's timeline has {format_bytes(one.timeline.total)}, "
-        f"at {moment(one.timeline.action)}"
+        f"tensors {tensors}; the program's timeline has "
+        f"{format_bytes(simulated_rank.timeline.total)}, "
+        f"at {moment(simulated_rank.timeline.action)}"
     )
-    volumes = {m: m.bytes * count for m, count in (mine.messages | mine.expected).items()}
+    volumes = {
+        message: message.bytes * count
+        for message, count in (rehearsal.messages | rehearsal.expected).items()
+    }
     largest = sorted(volumes, key=lambda message: -volumes[message])
     for message in largest[:SHOWN]:
-        counts = (mine.messages[message], mine.expected[message])
+        counts = (rehearsal.messages[message], rehearsal.expected[message])
         table.add_row(message.kind, message.axis, format_bytes(message.bytes), *map(str, counts))
     Console().print(table)
     if len(largest) > SHOWN:
         say(f"and {len(largest) - SHOWN} smaller ones")
-    flops = ", ".join(f"stage {at} {size:.4g}" for at, size in sorted(mine.stage_flops.items()))
-    say(f"FLOPs: {mine.products:.6g} of matmuls, {mine.attention:.6g} of attention; {flops}")
-    for difference in one.differences[:SHOWN]:
+    flops = ", ".join(
+        f"stage {stage} {size:.4g}" for stage, size in sorted(rehearsal.stage_flops.items())
+    )
+    say(
+        f"FLOPs: {rehearsal.products:.6g} of matmuls, {rehearsal.attention:.6g} of attention; "
+        f"{flops}"
+    )
+    for difference in simulated_rank.differences[:SHOWN]:
         say(f"not the program's: {difference}", "  ")
-    if not one.differences:
+    if not simulated_rank.differences:
         say("collectives and FLOPs are the program's, every one")
 
 
-def _breach(one: Simulated, device: str) -> str:
+def _breach(simulated_rank: Simulated, device: str) -> str:
     """Say which rank runs out of memory, doing what, and what fills it."""
-    breach = one.breach
+    breach = simulated_rank.breach
     assert breach is not None
     largest = breach.largest
     return (
-        f"out of memory: rank {one.rehearsal.rank} at {breach.phase} asks for "
+        f"out of memory: rank {simulated_rank.rehearsal.rank} at {breach.phase} asks for "
         f"{format_bytes(breach.size)} of {breach.asked} beside {format_bytes(breach.tensors)}, "
         f"most of it {largest} ({format_bytes(breach.held[largest])}); {device} has "
-        f"{format_bytes(one.limit)}, {format_bytes(one.beside)} of it reserved"
+        f"{format_bytes(simulated_rank.limit)}, {format_bytes(simulated_rank.beside)} of it "
+        "reserved"
     )

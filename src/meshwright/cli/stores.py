@@ -45,8 +45,8 @@ def _conversation(store: Store, number: int) -> list[tuple[str, bool]]:
     tokenizer, before = store.tokenizer(), 0
     for shard in store.shards:
         if number - before <= len(shard.ends):
-            at = number - before - 1
-            start, stop = (int(shard.ends[at - 1]) if at else 0), int(shard.ends[at])
+            index = number - before - 1
+            start, stop = (int(shard.ends[index - 1]) if index else 0), int(shard.ends[index])
             ids = shard.read(start, stop)
             mask = shard.read_mask(start, stop).astype(bool)
             edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]

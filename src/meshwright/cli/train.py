@@ -78,13 +78,13 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.runtime.checks.resuming import Resume
     from meshwright.runtime.session import summarise, train
 
-    again = _resume(args)
-    resume = None if again is None else Resume(*again)
+    resumed_run = _resume(args)
+    resume = None if resumed_run is None else Resume(*resumed_run)
     config = _config(args, resume)
     out = sys.stderr if args.json else sys.stdout
     finished = train(config, out=out, resume=resume, quiet=args.quiet)
-    at = Rendezvous.from_environment(os.environ)
-    if args.json and (at is None or at.rank == 0):
+    rendezvous = Rendezvous.from_environment(os.environ)
+    if args.json and (rendezvous is None or rendezvous.rank == 0):
         print_json(summarise(finished))
     return finished.exit_code
 
