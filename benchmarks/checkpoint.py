@@ -122,7 +122,7 @@ class Bench:
         saver.save(self.number, chunks_of(self.trained), facts, {})
 
     def saver(self, name: str, *, beside: bool) -> Saver:
-        return Saver(self.root / name, self.world, 1, self.saved.append, beside=beside)
+        return Saver(self.root / name, self.world, 1, self.saved.append, during_training=beside)
 
     def run(self) -> dict[str, Any]:
         self.step()

@@ -59,7 +59,7 @@ def crash_in_save(world, root, place, beside):
             raise Crash
 
     def save():
-        saver = Saver(Path(root), world, 2, lambda saved: None, beside=beside, mark=mark)
+        saver = Saver(Path(root), world, 2, lambda saved: None, during_training=beside, mark=mark)
         saver.save(3, chunks_of(trained), facts, {})
         saver.finish()
 

@@ -66,7 +66,7 @@ def test_a_saver_s_thread_takes_its_rank_s_gpu_first(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(cuda, "set_device", lambda device: told.append(("device", device)))
     device = torch.device("cuda", 3)
-    saver = Saver(tmp_path, World(0, 1, device, None), 1, lambda saved: None, beside=True)
+    saver = Saver(tmp_path, World(0, 1, device, None), 1, lambda saved: None, during_training=True)
     with saver._beside_training("ready"):
         told.append("copy")
     assert told == [("stream", device), ("device", device), "on stream", "wait", "copy"]

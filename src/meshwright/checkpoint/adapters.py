@@ -42,18 +42,21 @@ class AdapterSource:
             raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; pickles are not read")
         self._file = open_safetensors(path)
         self._places = places(spec, self._file.keys())
-        shapes = {name: one.shape for one in self._places.values() for name in one.names}
-        found = set(self._file.keys())
-        for what, names in (("lacks", shapes.keys() - found), ("holds", found - shapes.keys())):
+        shapes = {name: matrix.shape for matrix in self._places.values() for name in matrix.names}
+        stored_names = set(self._file.keys())
+        for verb, names in (
+            ("lacks", shapes.keys() - stored_names),
+            ("holds", stored_names - shapes.keys()),
+        ):
             if names:
-                some = ", ".join(sorted(names)[:_SHOWN])
-                told = "" if what == "lacks" else ", which the adapters of [lora] are without"
-                raise CheckpointError(f"{path} {what} {some[:300]}{told}")
+                listed = ", ".join(sorted(names)[:_SHOWN])
+                hint = "" if verb == "lacks" else ", which the adapters of [lora] are without"
+                raise CheckpointError(f"{path} {verb} {listed[:300]}{hint}")
         for name, shape in shapes.items():
             stored = tuple(self._file.get_slice(name).get_shape())
             if stored != shape:
-                told = f"{path}: {name} is {list(stored)}, but the model's is {list(shape)}"
-                raise CheckpointError(told)
+                problem = f"{path}: {name} is {list(stored)}, but the model's is {list(shape)}"
+                raise CheckpointError(problem)
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         """Return a region of a matrix by our name, as it is stored."""
@@ -61,7 +64,9 @@ class AdapterSource:
 
     def _stored(self, name: str, region: Region | None) -> Tensor:
         lies: Any = self._file.get_slice(name)
-        tensor: Tensor = lies[:] if region is None else lies[tuple(slice(*one) for one in region)]
+        tensor: Tensor = (
+            lies[:] if region is None else lies[tuple(slice(*bounds) for bounds in region)]
+        )
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(f"{name} is {tensor.dtype}, not of floating point")
         return tensor
@@ -88,16 +93,16 @@ def merged(source: Source, spec: ModelSpec) -> Source:
     scale = lora.scale
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        found, module = source(name, shape, region), name.removesuffix(".weight")
+        weight, module = source(name, shape, region), name.removesuffix(".weight")
         first, second = f"{module}.lora_a", f"{module}.lora_b"
         if not name.endswith(".weight") or second not in shapes:
-            return found
+            return weight
         if first not in shapes:  # experts' gate and up have it together
             first = first.replace(".up.", ".gate.")
         (*experts, rows, columns), between = region, (0, lora.rank)
         a = source(first, shapes[first], (*experts, between, columns)).float()
         b = source(second, shapes[second], (*experts, rows, between)).float()
-        return torch.add(found.float(), b @ a, alpha=scale)
+        return torch.add(weight.float(), b @ a, alpha=scale)
 
     return region_of
 
@@ -111,10 +116,10 @@ def merge(model: Transformer) -> Transformer:
     spec = model.spec
     if spec.lora is None:
         return model
-    held = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
 
     def own(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        return held[name][tuple(slice(start, stop) for start, stop in region)]
+        return parameters[name][tuple(slice(start, stop) for start, stop in region)]
 
     source = merged(own, spec)
     plain = build_model(spec.model_copy(update={"lora": None}), device="cpu")

@@ -45,7 +45,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def unmarked(place: str) -> None:
+def unmarked(moment: str) -> None:
     """Ignore a progress mark."""
 
 
@@ -80,15 +80,15 @@ def run_of(folder: Path) -> str:
 
 def _refuse_others(root: Path, run: str) -> None:
     """Raise `CheckpointError` where another run writes under `root`, or has written there."""
-    found = []
+    writers = []
     with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody has it locked
         holder = parse_json((root / LOCK).read_text(encoding="utf-8"))
-        found.append((holder.get("run"), "locked it"))
-    found += [(run_of(path), f"written {path.name}") for path in steps(root)[-1:]]
-    for other, deed in found:
-        if other and other != run:
+        writers.append((holder.get("run"), "locked it"))
+    writers += [(run_of(path), f"written {path.name}") for path in steps(root)[-1:]]
+    for writer, deed in writers:
+        if writer and writer != run:
             raise CheckpointError(
-                f"{root} is another run's by now: run {other} has {deed}, and this is "
+                f"{root} is another run's by now: run {writer} has {deed}, and this is "
                 f"{f'run {run}' if run else 'a run without an id'}. Nothing was saved there; give "
                 "each run a folder of its own (checkpoint.dir)"
             )
@@ -109,13 +109,13 @@ def seal(
     root = temporary.parent
     final = root / step_name(step)
     with _told(temporary):
-        found = dict(files)
+        fingerprints = dict(files)
         for path in sorted(temporary.iterdir()):
-            if path.name not in found:
+            if path.name not in fingerprints:
                 sync(path)
-                found[path.name] = fingerprint(path)
+                fingerprints[path.name] = fingerprint(path)
         mark("manifest")
-        listed = {name: found[name]._asdict() for name in sorted(found)}
+        listed = {name: fingerprints[name]._asdict() for name in sorted(fingerprints)}
         manifest = {"format": FORMAT, "step": step, **facts, "files": listed}
         manifest["digest"] = _digest(manifest)
         text = json.dumps(manifest, indent=1) + "\n"
@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = dict(parse_json(path.read_text(encoding="utf-8")))
         digest = manifest.pop("digest", None)
         files = dict(manifest["files"])
-        whole = digest == _digest(manifest) and all(
+        is_whole = digest == _digest(manifest) and all(
             isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
             for entry in files.values()
         )
@@ -163,7 +163,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is of format {manifest.get('format')}; this version reads {FORMAT}"
         )
-    if not whole:
+    if not is_whole:
         raise CheckpointError(f"{path} is corrupt: its digest is not that of its content")
     for name in files:
         if Path(name).name != name or name in ("", ".", ".."):

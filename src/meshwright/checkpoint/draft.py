@@ -25,8 +25,10 @@ class Draft:
         self._out = out.resolve()
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
             free = next(f"{out}-{n}" for n in range(2, 10**6) if not Path(f"{out}-{n}").exists())
-            what = "is not empty" if out.is_dir() else "is a file"
-            raise ConfigError(refusal(f"OUT = {out} {what}, it must be new or empty", legal=[free]))
+            state = "is not empty" if out.is_dir() else "is a file"
+            raise ConfigError(
+                refusal(f"OUT = {out} {state}, it must be new or empty", legal=[free])
+            )
         self.path = self._out.with_name(f".{self._out.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def __enter__(self) -> Self:

@@ -108,39 +108,45 @@ def logits_of(model: Transformer, ids: Tensor) -> Logits:
     return Logits(logits.float(), close)
 
 
-def difference_of(found: Logits, expected: Logits) -> float:
+def difference_of(observed: Logits, expected: Logits) -> float:
     """Return the largest difference of two logits as a share of the largest one."""
-    difference = (found.values - expected.values).abs().max()
+    difference = (observed.values - expected.values).abs().max()
     return float(difference / expected.values.abs().max().clamp_min(1e-30))
 
 
-def same_tensors(claim: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Check:
+def same_tensors(
+    claim: str, observed: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> Check:
     """Claim that every tensor is as expected, to the bit in fp32; `observed` counts the others."""
     different = [
         name
-        for name in sorted({*found, *expected})
-        if name not in found or name not in expected or not _equal(found[name], expected[name])
+        for name in sorted({*observed, *expected})
+        if name not in observed
+        or name not in expected
+        or not _equal(observed[name], expected[name])
     ]
     first = different[0] if different else None
     return Check(claim, 0, len(different), None, not different, first)
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
+def _equal(observed: Tensor, expected: Tensor) -> bool:
     # As integers: a NaN is itself, and 0.0 is not -0.0.
-    if found.shape != expected.shape:
+    if observed.shape != expected.shape:
         return False
-    ours, theirs = (tensor.detach().float().view(torch.int32) for tensor in (found, expected))
-    return torch.equal(ours, theirs)
+    observed_bits, expected_bits = (
+        tensor.detach().float().view(torch.int32) for tensor in (observed, expected)
+    )
+    return torch.equal(observed_bits, expected_bits)
 
 
-def same_logits(claim: str, found: Tensor, expected: Logits, tolerance: float) -> Check:
+def same_logits(claim: str, observed: Tensor, expected: Logits, tolerance: float) -> Check:
     """Claim that logits differ by at most a share `tolerance` of the largest one.
 
     The first divergence is where they differ most. In rows that first differ at a token that is
     `close`, it has met another expert, and later tokens have seen it: the rest is left out.
     """
     values = expected.values
-    difference = (found - values).abs() / values.abs().max().clamp_min(1e-30)
+    difference = (observed - values).abs() / values.abs().max().clamp_min(1e-30)
     swapped = (difference.amax(-1) > tolerance) & expected.close
     left_out = swapped.cumsum(1) > 0
     difference = difference.masked_fill(left_out[..., None], 0)
@@ -148,8 +154,8 @@ def same_logits(claim: str, found: Tensor, expected: Logits, tolerance: float) -
     passed = error <= tolerance and not bool(left_out.all())  # not so where it is NaN
     first = None
     if not passed:
-        place = torch.unravel_index(difference.nan_to_num(torch.inf).argmax(), difference.shape)
-        first = "row {}, position {}, token {}".format(*map(int, place))
+        index = torch.unravel_index(difference.nan_to_num(torch.inf).argmax(), difference.shape)
+        first = "row {}, position {}, token {}".format(*map(int, index))
     return Check(claim, 0.0, error, tolerance, passed, first)
 
 
@@ -169,13 +175,13 @@ def checks_by_transformers(
         version = str(_transformers().__version__)
     except ImportError as error:
         return [], f"transformers cannot be imported ({error})"
-    why = _too_old(version, folder)
-    if why:
-        return [], why
+    reason = _too_old(version, folder)
+    if reason:
+        return [], reason
     claim = f"logits of transformers {version} are those of the folder loaded here"
     try:
-        found = _their_logits(folder, ids)
-        checks = [same_logits(claim, found, expected, TOLERANCE_TRANSFORMERS)]
+        observed = _their_logits(folder, ids)
+        checks = [same_logits(claim, observed, expected, TOLERANCE_TRANSFORMERS)]
     except Exception as error:  # whatever a library that reads a wrong folder may raise
         checks = [failed(claim, TOLERANCE_TRANSFORMERS, error)]
     if tokenizer is not None:
@@ -221,21 +227,23 @@ def _their_logits(folder: Path, ids: Tensor) -> Tensor:
 def _their_ids(folder: Path, tokenizer: Tokenizer, version: str, eos_id: int | None) -> Check:
     claim = f"ids by the tokenizer of transformers {version} are those of training"
     try:
-        theirs = _transformers().AutoTokenizer.from_pretrained(
+        loaded = _transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         plain = {"add_special_tokens": False, "split_special_tokens": True}
-        ids = theirs(TEXT, **plain, verbose=False)["input_ids"]  # longer than the context or not
-        letter, whole = theirs("a", **plain)["input_ids"], theirs("a")["input_ids"]
-        starts = range(len(whole) - len(letter) + 1)
-        begin = whole[: next(n for n in starts if whole[n : n + len(letter)] == letter)]
-        return same_ids(claim, [*begin, *ids, theirs.eos_token_id], tokenizer, eos_id)
+        ids = loaded(TEXT, **plain, verbose=False)["input_ids"]  # longer than the context or not
+        letter, with_special = loaded("a", **plain)["input_ids"], loaded("a")["input_ids"]
+        starts = range(len(with_special) - len(letter) + 1)
+        begin = with_special[
+            : next(n for n in starts if with_special[n : n + len(letter)] == letter)
+        ]
+        return same_ids(claim, [*begin, *ids, loaded.eos_token_id], tokenizer, eos_id)
     except Exception as error:  # as above
         return failed(claim, None, error)
 
 
 def same_ids(
-    claim: str, found: Sequence[int], tokenizer: Tokenizer, eos_id: int | None = None
+    claim: str, observed: Sequence[int], tokenizer: Tokenizer, eos_id: int | None = None
 ) -> Check:
     """Claim that the ids of a text, and those before it, are the tokenizer's, and that of its end.
 
@@ -243,9 +251,11 @@ def same_ids(
     """
     end = tokenizer.eos_id if eos_id is None else eos_id
     expected = [*tokenizer.bos_ids, *tokenizer.encode(TEXT), end]
-    pairs = enumerate(zip(found, expected, strict=False))
-    equal = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(found), len(expected)))
-    passed = list(found) == expected
+    pairs = enumerate(zip(observed, expected, strict=False))
+    equal = next(
+        (index for index, pair in pairs if pair[0] != pair[1]), min(len(observed), len(expected))
+    )
+    passed = list(observed) == expected
     first = None if passed else f"token {equal}"
     return Check(claim, len(expected), equal, None, passed, first)
 

@@ -104,9 +104,9 @@ def export_hf(
         model = merge(load_model(source))
         _check_vocabulary(model.spec, tokenizer)
         files = hf_tokenizer(tokenizer, model.spec.context, form)
-        kept = kept_in_fp32(model.spec)
+        fp32_names = kept_in_fp32(model.spec)
         state = {
-            name: tensor if name in kept else tensor.to(DTYPES[dtype])
+            name: tensor if name in fp32_names else tensor.to(DTYPES[dtype])
             for name, tensor in model.state_dict().items()
         }
         write_hf(
@@ -154,19 +154,19 @@ def export_adapter(source: Path, out: Path, base: str | None, dtype: StoredType)
             if part.is_adapter
         }
         read = AdapterSource(draft.path, model.spec)
-        again = {
-            name: read(name, tuple(one.shape), whole(tuple(one.shape)))
-            for name, one in state.items()
+        reloaded = {
+            name: read(name, tuple(tensor.shape), whole(tuple(tensor.shape)))
+            for name, tensor in state.items()
         }
         claim = f"matrices read back are the run's, stored in {dtype}"
         done = Exchanged(
             source=find_step(source) or source,
             out=out,
-            parameters=sum(one.numel() for one in state.values()),
+            parameters=sum(tensor.numel() for tensor in state.values()),
             dtype=dtype,
             tokenizer=None,
             files=_sizes(draft.path),
-            checks=(same_tensors(claim, again, state),),
+            checks=(same_tensors(claim, reloaded, state),),
             not_checked="adapters are for a base model that is not in the folder",
         )
         if done.passed:
@@ -189,10 +189,14 @@ def import_hf(source: Path, out: Path) -> Exchanged:
         file = source / TOKENIZER
         if file.is_file():
             copy_tokenizer(file, draft.path)
-        again = load_model(draft.path).state_dict()
-        checks = [same_tensors("tensors read back are those of the folder, in fp32", again, state)]
+        reloaded = load_model(draft.path).state_dict()
+        checks = [
+            same_tensors("tensors read back are those of the folder, in fp32", reloaded, state)
+        ]
         ids = sample_ids(model.spec, None)
-        theirs, why = checks_by_transformers(source, ids, logits_of(model, ids), None)
+        transformers_checks, not_checked = checks_by_transformers(
+            source, ids, logits_of(model, ids), None
+        )
         done = Exchanged(
             source=source,
             out=out,
@@ -200,8 +204,8 @@ def import_hf(source: Path, out: Path) -> Exchanged:
             dtype="fp32",
             tokenizer=TOKENIZER if file.is_file() else None,
             files=_sizes(draft.path),
-            checks=(*checks, *theirs),
-            not_checked=why,
+            checks=(*checks, *transformers_checks),
+            not_checked=not_checked,
         )
         if done.passed:
             draft.publish()
@@ -237,25 +241,25 @@ def _check_export(
     checks = []
     try:
         if tokenizer is not None:
-            ours = load_tokenizer(str(folder))
-            found = [*ours.bos_ids, *ours.encode(TEXT), ours.eos_id]
+            own_tokenizer = load_tokenizer(str(folder))
+            observed = [*own_tokenizer.bos_ids, *own_tokenizer.encode(TEXT), own_tokenizer.eos_id]
             claim = "ids by the tokenizer of the folder are those of training"
-            checks.append(same_ids(claim, found, tokenizer, eos_id))
-        again = load_hf(folder, dtype=torch.float32)
+            checks.append(same_ids(claim, observed, tokenizer, eos_id))
+        reloaded = load_hf(folder, dtype=torch.float32)
     except MeshwrightError as error:
         checks.append(failed("the folder can be loaded here", None, error))
         return _Checked(tuple(checks), "", None)
     claim = f"tensors are the model's, stored in {dtype}"
-    checks.append(same_tensors(claim, again.state_dict(), state))
+    checks.append(same_tensors(claim, reloaded.state_dict(), state))
     before = logits_of(model, ids)
     model.load_state_dict(state)  # what is stored: rounding may swap experts, which is no fault
-    expected, logits = logits_of(model, ids), logits_of(again, ids)
+    expected, logits = logits_of(model, ids), logits_of(reloaded, ids)
     claim = "logits of the folder loaded here are the model's"
     claim += "" if dtype == "fp32" else f", with weights in {dtype}"
     checks.append(same_logits(claim, logits.values, expected, 0.0))
-    del again  # the memory of a whole model, which transformers loads next
-    by_transformers, why = checks_by_transformers(folder, ids, logits, tokenizer, eos_id)
-    return _Checked((*checks, *by_transformers), why, difference_of(expected, before))
+    del reloaded  # the memory of a whole model, which transformers loads next
+    by_transformers, not_checked = checks_by_transformers(folder, ids, logits, tokenizer, eos_id)
+    return _Checked((*checks, *by_transformers), not_checked, difference_of(expected, before))
 
 
 def _count(model: Transformer) -> int:

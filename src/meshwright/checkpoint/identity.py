@@ -47,26 +47,30 @@ def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
 
 def refuse_changed(
     manifest: Mapping[str, Any],
-    now: Mapping[str, str],
+    identity: Mapping[str, str],
     run: str,
     allowed: Collection[str],
-    told: Mapping[str, str] = MappingProxyType({}),
+    descriptions: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise `CheckpointError` if the resumed run is not the one that wrote a step.
 
-    `now` is its identity, `run` its id; parts in `allowed` may differ. The message names what
-    differs, with both values and the flag that overrides it; `told` has other texts for some parts.
+    `identity` is its own, `run` its id; parts in `allowed` may differ. The message names what
+    differs, with both values and the flag that overrides it; `descriptions` has other texts for
+    some parts.
     """
-    then = manifest.get("identity")
-    if not isinstance(then, Mapping):
+    stored = manifest.get("identity")
+    if not isinstance(stored, Mapping):
         raise CheckpointError(f"step {manifest.get('step')} holds weights only, no run to continue")
-    then = {**then, "run": manifest.get("run", "")}
-    now = {**now, "run": run}
-    either = dict.fromkeys([*now, *then])
-    changed = [part for part in either if then.get(part) != now.get(part) and part not in allowed]
+    stored = {**stored, "run": manifest.get("run", "")}
+    identity = {**identity, "run": run}
+    all_parts = dict.fromkeys([*identity, *stored])
+    changed = [
+        part for part in all_parts if stored.get(part) != identity.get(part) and part not in allowed
+    ]
     if changed:
         pairs = [
-            told.get(part) or f"{part} was {then.get(part)!s:.16}, is {now.get(part)!s:.16}"
+            descriptions.get(part)
+            or f"{part} was {stored.get(part)!s:.16}, is {identity.get(part)!s:.16}"
             for part in changed
         ]
         raise CheckpointError(

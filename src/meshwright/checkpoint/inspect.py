@@ -39,11 +39,13 @@ def checkpoints_of(folder: Path) -> Path:
 
     Raises `CheckpointError` if there is no committed step.
     """
-    own = steps_folder(folder)
-    for root in (own, folder, folder.parent):
+    own_steps = steps_folder(folder)
+    for root in (own_steps, folder, folder.parent):
         if steps(root):
             return root
-    where = folder if own.parent == folder else f"{folder}, which saves its steps in {own},"
+    where = (
+        folder if own_steps.parent == folder else f"{folder}, which saves its steps in {own_steps},"
+    )
     raise CheckpointError(f"{where} holds no committed step (no step-00000100 folder)")
 
 
@@ -53,11 +55,11 @@ def inspect(folder: Path, *, verified: bool = False) -> list[StepFacts]:
     With `verified`, every file is read and compared with its hash.
     """
     root = checkpoints_of(folder)
-    found = steps(root)
-    here = folder.resolve()
-    if here in [path.resolve() for path in found]:
-        found = [here]
-    return [_facts(path, verified=verified) for path in found]
+    folders = steps(root)
+    resolved = folder.resolve()
+    if resolved in [path.resolve() for path in folders]:
+        folders = [resolved]
+    return [_facts(path, verified=verified) for path in folders]
 
 
 def _facts(path: Path, *, verified: bool) -> StepFacts:

@@ -98,7 +98,7 @@ class Checkpoints:
                 f"{path} is there already, and a step is never written again: load() the newest "
                 "before the loop, or choose another folder"
             )
-        own = {
+        own_facts = {
             "state": _as_json("state", dict(state or {})),
             "optimizer": {
                 leaf.name: dict(_kept(leaf, self._optimizer.state.get(leaf.tensor, {})))
@@ -106,7 +106,7 @@ class Checkpoints:
             },
             "groups": [_plain(group) for group in self._optimizer.param_groups],
         }
-        facts = {"layout": self._layout.label, "world": self._world.size, _OWN: own}
+        facts = {"layout": self._layout.label, "world": self._world.size, _OWN: own_facts}
         self._saver.save(step, chunks(leaves, self._optimizer), facts, {})
         return path
 
@@ -119,30 +119,30 @@ class Checkpoints:
         good = newest_good(self._root, self._world, self._warn, self._saver.group)
         if good is None:
             return None
-        own = good.manifest.get(_OWN)
-        if own is None:
+        own_facts = good.manifest.get(_OWN)
+        if own_facts is None:
             raise CheckpointError(f"{good.folder} is a step of `meshwright train`, not of a loop")
-        self._fill(good, own)
+        self._fill(good, own_facts)
         self._saver.run = str(good.manifest.get("run", "")) or self._saver.run
-        return Loaded(int(good.manifest["step"]), own["state"], good.folder)
+        return Loaded(int(good.manifest["step"]), own_facts["state"], good.folder)
 
     def _warn(self, problem: str) -> None:
         if self._world.rank == 0:
             warnings.warn(f"{problem}; it is set aside", stacklevel=3)
 
     @torch.no_grad()
-    def _fill(self, good: Good, own: Mapping[str, Any]) -> None:
+    def _fill(self, good: Good, own_facts: Mapping[str, Any]) -> None:
         leaves, groups = self._leaves(), self._optimizer.param_groups
         stored = stored_of(good.folder, WEIGHTS)
         _refuse_other(leaves, stored, good.folder)
-        if len(own["groups"]) != len(groups):
+        if len(own_facts["groups"]) != len(groups):
             raise CheckpointError(
-                f"{good.folder} has {len(own['groups'])} groups of parameters, the optimizer "
+                f"{good.folder} has {len(own_facts['groups'])} groups of parameters, the optimizer "
                 f"{len(groups)}"
             )
         for leaf in leaves:
             leaf.shard.copy_(stored.read(leaf.name, leaf.region))
-        kept = stored_of(good.folder, OPTIMIZER)
+        optimizer_states = stored_of(good.folder, OPTIMIZER)
         device_of = {
             parameter: parameter.device if _counts_on_device(group) else torch.device("cpu")
             for group in groups
@@ -151,10 +151,12 @@ class Checkpoints:
         self._optimizer.state.clear()
         for leaf in leaves:
             if leaf.tensor in device_of:
-                mine = own["optimizer"].get(leaf.name, {})
-                fill_state(leaf, self._optimizer, kept, mine, device_of[leaf.tensor])
-        for group, found in zip(groups, own["groups"], strict=True):
-            _take(group, found)
+                leaf_state = own_facts["optimizer"].get(leaf.name, {})
+                fill_state(
+                    leaf, self._optimizer, optimizer_states, leaf_state, device_of[leaf.tensor]
+                )
+        for group, settings in zip(groups, own_facts["groups"], strict=True):
+            _take(group, settings)
 
     def _leaves(self) -> list[Leaf]:
         """Return what this rank holds of the model; raises if the optimizer holds others."""
@@ -171,11 +173,11 @@ class Checkpoints:
 
 
 def _parameters(model: nn.Module, layout: Layout) -> Iterator[Leaf]:
-    at = layout.mesh.coordinates(dist.get_rank())
+    coordinates = layout.mesh.coordinates(dist.get_rank())
     for number, (name, parameter) in enumerate(model.named_parameters()):
         sharding = _sharding(name, parameter, layout)
-        region = sharding.region(at["tp"], data_rank(layout, at))
-        leaf = Leaf(name, parameter, region, is_turn(number, layout, at, sharding))
+        region = sharding.region(coordinates["tp"], data_rank(layout, coordinates))
+        leaf = Leaf(name, parameter, region, is_turn(number, layout, coordinates, sharding))
         if tuple(leaf.shard.shape) != tuple(stop - start for start, stop in region):
             raise ConfigError(
                 f"{name} is cut into {list(leaf.shard.shape)} here, where {layout.label} has "
@@ -189,11 +191,11 @@ def _sharding(name: str, parameter: Tensor, layout: Layout) -> Sharding:
     tp_dim, is_sharded = None, False
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or ()
-        for axis, place in zip(axes, parameter.placements, strict=True):
-            if place.is_replicate():
+        for axis, placement in zip(axes, parameter.placements, strict=True):
+            if placement.is_replicate():
                 continue
             if axis == "tp":
-                tp_dim = getattr(place, "dim")  # noqa: B009 - Shard's, or its strided kind's
+                tp_dim = getattr(placement, "dim")  # noqa: B009 - Shard's, or its strided kind's
             else:
                 is_sharded = True
     part = Part(name, tuple(parameter.shape), ())
@@ -217,9 +219,9 @@ def _kept(leaf: Leaf, state: Mapping[str, Any]) -> Iterable[tuple[str, float | N
         elif isinstance(value, Tensor | int | float) and torch.as_tensor(value).dim() == 0:
             yield key, float(value)
         elif value is not None:
-            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            form = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
-                f"the optimizer keeps {key} of {leaf.name} as {what}: only numbers and tensors of "
+                f"the optimizer keeps {key} of {leaf.name} as {form}: only numbers and tensors of "
                 f"the parameter's shape {list(leaf.tensor.shape)} can be read by other layouts"
             )
 
@@ -227,11 +229,14 @@ def _kept(leaf: Leaf, state: Mapping[str, Any]) -> Iterable[tuple[str, float | N
 def _refuse_other(leaves: Iterable[Leaf], stored: Stored, folder: Path) -> None:
     """Raise if a step is of another model."""
     shapes = {leaf.name: tuple(stop for _, stop in whole(leaf.tensor.shape)) for leaf in leaves}
-    missing, more = sorted(set(shapes) - set(stored.names)), sorted(set(stored.names) - set(shapes))
-    if missing or more:
+    missing, unexpected = (
+        sorted(set(shapes) - set(stored.names)),
+        sorted(set(stored.names) - set(shapes)),
+    )
+    if missing or unexpected:
         raise CheckpointError(
             f"{folder} is of another model: it lacks {missing[:3]} and {len(missing[3:])} more, "
-            f"and has {more[:3]} and {len(more[3:])} more that the model lacks"
+            f"and has {unexpected[:3]} and {len(unexpected[3:])} more that the model lacks"
         )
     for name, shape in shapes.items():
         if stored.shape(name) != shape:
@@ -242,17 +247,17 @@ def _refuse_other(leaves: Iterable[Leaf], stored: Stored, folder: Path) -> None:
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group of parameters as JSON."""
-    found = {
+    settings = {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in group.items()
         if key != "params"
     }
-    return _as_json("the settings of the optimizer", found)
+    return _as_json("the settings of the optimizer", settings)
 
 
-def _take(group: dict[str, Any], found: Mapping[str, Any]) -> None:
+def _take(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Restore the settings of a parameter group from a step."""
-    for key, value in found.items():
+    for key, value in settings.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)
         else:
@@ -264,9 +269,11 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def _as_json(what: str, value: dict[str, Any]) -> dict[str, Any]:
+def _as_json(subject: str, value: dict[str, Any]) -> dict[str, Any]:
     """Return a value as JSON restores it; raises `ConfigError` if it cannot be stored."""
     try:
         return dict(json.loads(json.dumps(value)))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} must be of numbers, texts, lists and dicts: {error}") from error
+        raise ConfigError(
+            f"{subject} must be of numbers, texts, lists and dicts: {error}"
+        ) from error

@@ -51,15 +51,15 @@ class StoredAdapter(NamedTuple):
     def read(self, region: Region, stored: Callable[[str, Region | None], Tensor]) -> Tensor:
         """Return a region; `stored` reads a region of a tensor by its name, or all of it."""
         if self.together:
-            whole = self.inside(stored(self.names[0], None))
-            return whole[tuple(slice(*along) for along in region)].contiguous()
+            joint = self.inside(stored(self.names[0], None))
+            return joint[tuple(slice(*along) for along in region)].contiguous()
         if not self.part.is_of_experts:
             return stored(self.names[0], region)
         (first, last), *inner = region
-        found = [stored(name, tuple(inner)) for name in self.names[first:last]]
-        if not found:
+        matrices = [stored(name, tuple(inner)) for name in self.names[first:last]]
+        if not matrices:
             return torch.empty(0, *(stop - start for start, stop in inner))
-        return torch.stack(found)
+        return torch.stack(matrices)
 
 
 def places(spec: ModelSpec, stored: Collection[str] | None = None) -> dict[str, StoredAdapter]:
@@ -71,8 +71,8 @@ def places(spec: ModelSpec, stored: Collection[str] | None = None) -> dict[str, 
     if stored is not None and not together and DOWN in spec.adapted:
         alone = re.compile(_module("*", (DOWN,), DOWN, "lora_a").replace("*", r"\d+"))
         together = (DOWN,) if any(map(alone.fullmatch, stored)) else ()
-    found = (part for part in parts(spec) if part.is_adapter)
-    return {part.name: _place(spec, part, together) for part in found}
+    adapters = (part for part in parts(spec) if part.is_adapter)
+    return {part.name: _place(spec, part, together) for part in adapters}
 
 
 def _place(spec: ModelSpec, part: Part, together: Sequence[str]) -> StoredAdapter:
@@ -90,10 +90,10 @@ def _place(spec: ModelSpec, part: Part, together: Sequence[str]) -> StoredAdapte
         return StoredAdapter(part, (name,), (experts * first, second), True)
     if joint == DOWN:
         return StoredAdapter(part, (name,), (first, second * experts), True)
-    at = JOINED.index(inner)
-    rows = slice(at * first, (at + 1) * first)
+    index = JOINED.index(inner)
+    rows = slice(index * first, (index + 1) * first)
     if FAMILIES[spec.family].fused_experts:
-        rows = slice(at, None, 2)
+        rows = slice(index, None, 2)
     return StoredAdapter(part, (name,), (2 * first, second * experts), True, rows)
 
 
@@ -112,11 +112,11 @@ def peft_name(family: str, name: str, expert: int = 0) -> str:
 
 def to_peft(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file of adapters, of matrices by our names."""
-    found: dict[str, Tensor] = {}
-    for name, place in places(spec).items():
-        own = state[name]
-        for at, stored in enumerate(place.names):
-            room = found.setdefault(stored, own.new_empty(place.shape))
-            each = place.part.is_of_experts and not place.together
-            place.inside(room).copy_(own[at] if each else own)
-    return found
+    tensors: dict[str, Tensor] = {}
+    for name, stored_adapter in places(spec).items():
+        matrix = state[name]
+        for index, stored in enumerate(stored_adapter.names):
+            target = tensors.setdefault(stored, matrix.new_empty(stored_adapter.shape))
+            is_per_expert = stored_adapter.part.is_of_experts and not stored_adapter.together
+            stored_adapter.inside(target).copy_(matrix[index] if is_per_expert else matrix)
+    return tensors

@@ -45,23 +45,23 @@ def newest_good(
         folder, manifest = root / name, dict[str, Any]()
         try:
             manifest = verify(folder, lambda index: index % world.size == world.rank)
-            said = f"={digest_of([json.dumps(manifest, sort_keys=True)])}"
+            answer = f"={digest_of([json.dumps(manifest, sort_keys=True)])}"
         except (CheckpointError, OSError) as error:
-            said = f"!{error}"
-        everyone = exchange(said, group)
+            answer = f"!{error}"
+        everyone = exchange(answer, group)
         problem = next((text[1:] for text in everyone if text.startswith("!")), None)
         if problem is not None:
             bad.append((folder, problem))
             continue
         if len(set(everyone)) > 1:
             raise CheckpointError(f"{folder} is not the same step on all ranks")
-        for worse, why in bad:
+        for worse, reason in bad:
             if world.rank == 0:
                 set_aside(worse)
-            on_bad(why)
+            on_bad(reason)
         return Good(folder, manifest)
     if bad:
-        reasons = "; ".join(why for _, why in bad)
+        reasons = "; ".join(reason for _, reason in bad)
         raise CheckpointError(
             f"no step in {root} is whole, and none was changed: {reasons}. {anew(root)}"
         )
@@ -91,10 +91,10 @@ class StoredSource:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise `CheckpointError` if a parameter of this shape is missing."""
-        found = self._stored.shape(name)
-        if found != tuple(shape):
+        stored_shape = self._stored.shape(name)
+        if stored_shape != tuple(shape):
             raise CheckpointError(
-                f"{self._folder} holds {name} as {list(found)}, the model has {list(shape)}"
+                f"{self._folder} holds {name} as {list(stored_shape)}, the model has {list(shape)}"
             )
 
 

@@ -69,8 +69,8 @@ class Saver:
         on_saved: Callable[[Saved], None],
         *,
         run: str = "",
-        beside: bool = False,
-        mark: Callable[[str, int], None] = lambda place, step: None,
+        during_training: bool = False,
+        mark: Callable[[str, int], None] = lambda moment, step: None,
         timeout_s: float = 600.0,
     ) -> None:
         """Make `root` and open a group of its own.
@@ -82,13 +82,13 @@ class Saver:
         if world.rank == 0:
             with contextlib.suppress(OSError):  # the first save tells
                 root.mkdir(parents=True, exist_ok=True)
-        self._on_saved, self._beside = on_saved, beside
+        self._on_saved, self._beside = on_saved, during_training
         self.group = None
         if world.size > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffers: dict[str, Tensor] = {}
-        on_gpu = beside and world.device.type == "cuda"
+        on_gpu = during_training and world.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._staging: Staging | None = None
         if on_gpu:
@@ -195,7 +195,7 @@ class Saver:
 
     def _copied(self, chunks: list[Chunk]) -> list[Chunk]:
         """Return chunks whose values are copied to host memory, the same for every save."""
-        found = []
+        copies = []
         for name, offsets, tensor in chunks:
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape:
@@ -205,8 +205,8 @@ class Saver:
                 self._staging.copy(tensor, buffer)
             else:
                 buffer.copy_(tensor)
-            found.append(Chunk(name, offsets, buffer))
-        return found
+            copies.append(Chunk(name, offsets, buffer))
+        return copies
 
     def _write(
         self, step: int, chunks: Chunks, facts: Mapping[str, Any], texts: Mapping[str, str]
@@ -214,8 +214,8 @@ class Saver:
         """Write this rank's files and, on rank 0, commit the step; returns path and all bytes."""
         rank = self._world.rank
 
-        def mark(place: str) -> None:
-            self._mark(place, step)
+        def mark(moment: str) -> None:
+            self._mark(moment, step)
 
         mark("begin")
 
@@ -223,10 +223,10 @@ class Saver:
             return str(begin(self._root, step, self.run) or "") if rank == 0 else ""
 
         final = self._root / step_name(step)
-        told = self._together(start)[0]
-        if not told:  # committed already, by this very run
+        temporary = self._together(start)[0]
+        if not temporary:  # committed already, by this very run
             return final, _bytes_of(read_manifest(final)["files"])
-        folder = Path(told)
+        folder = Path(temporary)
 
         def write() -> str:
             if not folder.is_dir():
@@ -234,10 +234,10 @@ class Saver:
                     f"{folder} is not on rank {rank}'s machine: checkpoint.dir must be shared"
                 )
             files: dict[str, Fingerprint] = {}
-            for kind, some in ((WEIGHTS, chunks.weights), (OPTIMIZER, chunks.optimizer)):
-                if some:
+            for kind, kind_chunks in ((WEIGHTS, chunks.weights), (OPTIMIZER, chunks.optimizer)):
+                if kind_chunks:
                     name = f"{kind}-{rank:05d}.safetensors"
-                    files[name] = write_chunks(folder / name, some, mark)
+                    files[name] = write_chunks(folder / name, kind_chunks, mark)
             return json.dumps(files)
 
         try:
@@ -247,9 +247,9 @@ class Saver:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         files = {
-            name: Fingerprint(*found)
+            name: Fingerprint(*entry)
             for text in everyone
-            for name, found in json.loads(text).items()
+            for name, entry in json.loads(text).items()
         }
 
         def commit() -> str:
@@ -279,10 +279,10 @@ class Saver:
     def _together(self, work: Callable[[], str]) -> list[str]:
         """Return what `work` returns on each rank; where it fails on one, it fails on all."""
         try:
-            mine = "=" + work()
+            answer = "=" + work()
         except (CheckpointError, OSError) as error:
-            mine = f"!{error}"
-        everyone = exchange(mine, self.group)
+            answer = f"!{error}"
+        everyone = exchange(answer, self.group)
         for rank, text in enumerate(everyone):
             if text.startswith("!"):
                 raise CheckpointError(f"rank {rank}: {text[1:]}")

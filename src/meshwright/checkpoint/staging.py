@@ -32,29 +32,32 @@ class Staging:
         given, taken = (x.contiguous().view(-1).view(torch.uint8) for x in (source, into))
         assert taken.data_ptr() == into.data_ptr(), "what is copied into is contiguous"
         for start in range(0, len(given), self._piece):
-            place = self._turn % 2
+            buffer_index = self._turn % 2
             self._turn += 1
-            self._empty(place)
-            part = given[start : start + self._piece]
-            room = self._room(place)[: len(part)]
-            room.copy_(part, non_blocking=True)
-            self._filled[place] = self._stream.record_event(), taken[start : start + len(part)]
+            self._empty(buffer_index)
+            piece = given[start : start + self._piece]
+            buffer = self._room(buffer_index)[: len(piece)]
+            buffer.copy_(piece, non_blocking=True)
+            self._filled[buffer_index] = (
+                self._stream.record_event(),
+                taken[start : start + len(piece)],
+            )
 
     def finish(self) -> None:
         """Wait until all copies are done."""
-        for place in sorted(self._filled, key=lambda at: (at - self._turn) % 2):
-            self._empty(place)
+        for buffer_index in sorted(self._filled, key=lambda index: (index - self._turn) % 2):
+            self._empty(buffer_index)
 
-    def _room(self, place: int) -> Tensor:
-        while len(self._pieces) <= place:
-            room = torch.empty(self._piece, dtype=torch.uint8, pin_memory=self._pins)
-            self._pieces.append(room)
-        return self._pieces[place]
+    def _room(self, index: int) -> Tensor:
+        while len(self._pieces) <= index:
+            buffer = torch.empty(self._piece, dtype=torch.uint8, pin_memory=self._pins)
+            self._pieces.append(buffer)
+        return self._pieces[index]
 
-    def _empty(self, place: int) -> None:
+    def _empty(self, index: int) -> None:
         """Put what a piece of pinned memory holds where it belongs, once it is there."""
-        found = self._filled.pop(place, None)
-        if found is not None:
-            arrived, into = found
+        filled = self._filled.pop(index, None)
+        if filled is not None:
+            arrived, into = filled
             arrived.synchronize()
-            into.copy_(self._pieces[place][: len(into)])
+            into.copy_(self._pieces[index][: len(into)])

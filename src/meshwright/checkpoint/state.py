@@ -68,24 +68,24 @@ def chunks_of(trained: Trained) -> Chunks:
 
     Of ranks that hold the same shard, one writes it, in turn, so that all write about as much.
     """
-    kept = [*_frozen(trained.parallel), *_buffers(trained.parallel)]
-    return chunks([*_leaves(trained), *kept], trained.optimizer)
+    unchanged = [*_frozen(trained.parallel), *_buffers(trained.parallel)]
+    return chunks([*_leaves(trained), *unchanged], trained.optimizer)
 
 
 @torch.no_grad()
 def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
     """Return what this rank writes of some leaves and of their optimizer state."""
-    found = Chunks([], [])
+    rank_chunks = Chunks([], [])
     for leaf in leaves:
         if not leaf.is_mine or leaf.shard.numel() == 0:
             continue
         offsets = tuple(start for start, _ in leaf.region)
-        found.weights.append(Chunk(leaf.name, offsets, leaf.shard))
+        rank_chunks.weights.append(Chunk(leaf.name, offsets, leaf.shard))
         for key, value in optimizer.state.get(leaf.tensor, {}).items():
             if isinstance(value, Tensor) and not _is_scalar(value):
                 chunk = Chunk(f"{key}.{leaf.name}", offsets, local_shard(value))
-                found.optimizer.append(chunk)
-    return found
+                rank_chunks.optimizer.append(chunk)
+    return rank_chunks
 
 
 def scalars_of(trained: Trained) -> Mapping[str, float]:
@@ -102,59 +102,59 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
     Raises `CheckpointError` if the step lacks a part.
     """
     keys = sorted({name.split(".", 1)[0] for name in stored.names})
-    kept: Kept = {**scalars, **dict.fromkeys(keys)}
+    states: Kept = {**scalars, **dict.fromkeys(keys)}
     for leaf in _leaves(trained):
-        fill_state(leaf, trained.optimizer, stored, kept, leaf.tensor.device)
+        fill_state(leaf, trained.optimizer, stored, states, leaf.tensor.device)
 
 
 def fill_state(
     leaf: Leaf,
     optimizer: torch.optim.Optimizer,
     stored: Stored,
-    kept: Kept,
+    states: Kept,
     scalars_on: torch.device,
 ) -> None:
     """Restore an optimizer's state of a parameter, its scalars on a device."""
     state: dict[str, Any] = {}
-    for key, value in kept.items():
+    for key, value in states.items():
         if value is not None:
             state[key] = torch.tensor(value, dtype=torch.float32, device=scalars_on)
             continue
-        found = stored.read(f"{key}.{leaf.name}", leaf.region)
-        state[key] = torch.empty_like(leaf.tensor, dtype=found.dtype, requires_grad=False)
-        local_shard(state[key]).copy_(found)
+        saved = stored.read(f"{key}.{leaf.name}", leaf.region)
+        state[key] = torch.empty_like(leaf.tensor, dtype=saved.dtype, requires_grad=False)
+        local_shard(state[key]).copy_(saved)
     if state:
         optimizer.state[leaf.tensor] = state
 
 
 def _leaves(trained: Trained) -> list[Leaf]:
     pairs = zip(trained.shards.held, trained.shards.leaves, strict=True)
-    return [_leaf(trained.parallel, held, tensor) for held, tensor in pairs]
+    return [_leaf(trained.parallel, parameter, tensor) for parameter, tensor in pairs]
 
 
 def _frozen(parallel: Parallel) -> list[Leaf]:
     """Return what a step keeps though no step changes it, so that it needs nothing beside it."""
     dtype = DTYPES[parallel.program.train.precision]
-    some = [held for held in parallel.held if not held.sharding.part.trained]
-    found = [_leaf(parallel, held, held.shard) for held in some]
+    frozen = [parameter for parameter in parallel.held if not parameter.sharding.part.trained]
+    leaves = [_leaf(parallel, parameter, parameter.shard) for parameter in frozen]
     # Not in four bits: any layout is to read it, and makes the same four bits of it again.
     return [
-        leaf._replace(tensor=held.weights(dtype)) if leaf.is_mine else leaf
-        for leaf, held in zip(found, some, strict=True)
+        leaf._replace(tensor=parameter.weights(dtype)) if leaf.is_mine else leaf
+        for leaf, parameter in zip(leaves, frozen, strict=True)
     ]
 
 
-def _leaf(parallel: Parallel, held: HeldParameter, tensor: Tensor) -> Leaf:
-    layout, at = parallel.program.layout, parallel.groups.at
-    number = list(parallel.program.shardings).index(held.name)
-    is_mine = held.copies > 0 and is_turn(number, layout, at, held.sharding)
-    return Leaf(held.name, tensor, region_of(held, parallel), is_mine)
+def _leaf(parallel: Parallel, parameter: HeldParameter, tensor: Tensor) -> Leaf:
+    layout, coordinates = parallel.program.layout, parallel.groups.at
+    number = list(parallel.program.shardings).index(parameter.name)
+    is_mine = parameter.copies > 0 and is_turn(number, layout, coordinates, parameter.sharding)
+    return Leaf(parameter.name, tensor, region_of(parameter, parallel), is_mine)
 
 
 def _buffers(parallel: Parallel) -> list[Leaf]:
     """Return what stages keep beside parameters, which of a stage's ranks the first one writes."""
-    at = parallel.groups.at
-    is_mine = all(at[axis] == 0 for axis in at if axis != "pp")
+    coordinates = parallel.groups.at
+    is_mine = all(coordinates[axis] == 0 for axis in coordinates if axis != "pp")
     return [
         Leaf(name, buffer, whole(buffer.shape), is_mine)
         for module in parallel.modules.values()
@@ -166,26 +166,28 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
-def is_turn(number: int, layout: Layout, at: Mapping[str, int], sharding: Sharding) -> bool:
+def is_turn(
+    number: int, layout: Layout, coordinates: Mapping[str, int], sharding: Sharding
+) -> bool:
     """Whether this rank writes a shard, of the ranks that hold the same shard of a parameter.
 
-    `number` is the parameter's index in the model, `at` the rank's coordinates in the mesh.
+    `number` is the parameter's index in the model, `coordinates` the rank's in the mesh.
     """
     cut = {"pp"}
     if sharding.tp_dim is not None:
         cut.add("tp")
-    place, copies = 0, 1
+    copy_index, copies = 0, 1
     if sharding.ep > 1:  # its copies are every few of the ranks that have the same otherwise
         cut |= {"dp_shard" if layout.zero else "dp_replicate", "cp"}
         if sharding.folds > 1:
             cut.add("tp")
         if not layout.zero:
             copies = layout.expert_replica_ranks
-            place = data_rank(layout, at) // sharding.expert_data
+            copy_index = data_rank(layout, coordinates) // sharding.expert_data
     elif sharding.shard_ranks > 1:
         cut |= {"dp_shard", "cp"}
     for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
         if axis not in cut:
             degree = layout.mesh.degree(axis)
-            place, copies = place * degree + at[axis], copies * degree
-    return number % copies == place
+            copy_index, copies = copy_index * degree + coordinates[axis], copies * degree
+    return number % copies == copy_index

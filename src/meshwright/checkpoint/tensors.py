@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 
 
 def write_chunks(
-    path: Path, chunks: Sequence[Chunk], mark: Callable[[str], None] = lambda place: None
+    path: Path, chunks: Sequence[Chunk], mark: Callable[[str], None] = lambda moment: None
 ) -> Fingerprint:
     """Write chunks of different tensors as one safetensors file, synced, and return its hash.
 
@@ -103,8 +103,8 @@ def _header(chunks: Sequence[Chunk]) -> bytes:
             "data_offsets": [start, end],
         }
     places = {chunk.name: {"saved_offsets": list(chunk.offsets)} for chunk in chunks}
-    told = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
-    text = json.dumps({"__metadata__": told, **entries}).encode()
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+    text = json.dumps({"__metadata__": metadata, **entries}).encode()
     text += b" " * (-len(text) % 8)  # the data begins aligned
     return struct.pack("<Q", len(text)) + text
 
@@ -132,7 +132,9 @@ class Stored:
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 shape = opened.get_slice(name).get_shape()
                 start = offsets.get(name, [0] * len(shape))
-                region = tuple((at, at + n) for at, n in zip(start, shape, strict=True))
+                region = tuple(
+                    (offset, offset + length) for offset, length in zip(start, shape, strict=True)
+                )
                 self._places.setdefault(name, []).append(_StoredPlace(opened, region))
 
     @property
@@ -142,7 +144,7 @@ class Stored:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
-        regions = [place.region for place in self._of(name)]
+        regions = [chunk.region for chunk in self._of(name)]
         return tuple(max(stop for _, stop in along) for along in zip(*regions, strict=True))
 
     def read(self, name: str, region: Region) -> Tensor:
@@ -150,26 +152,26 @@ class Stored:
 
         Raises `CheckpointError` if the chunks do not cover it.
         """
-        out, found = torch.empty([stop - start for start, stop in region]), 0
+        out, covered = torch.empty([stop - start for start, stop in region]), 0
         if out.numel() == 0:
             return out
-        for place in self._of(name):
+        for chunk in self._of(name):
             common = [
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, place.region, strict=True)
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, chunk.region, strict=True)
             ]
             if any(start >= stop for start, stop in common):
                 continue
             if not region:  # a number has no slices
-                return cast(Tensor, place.file.get_tensor(name))
-            part = place.file.get_slice(name)[_slices(common, place.region)]
-            if part.numel() == out.numel():
-                return cast(Tensor, part)
-            out = out if found else out.to(part.dtype)
-            out[_slices(common, region)] = part
-            found += part.numel()
-        if found != out.numel():
+                return cast(Tensor, chunk.file.get_tensor(name))
+            values = chunk.file.get_slice(name)[_slices(common, chunk.region)]
+            if values.numel() == out.numel():
+                return cast(Tensor, values)
+            out = out if covered else out.to(values.dtype)
+            out[_slices(common, region)] = values
+            covered += values.numel()
+        if covered != out.numel():
             raise CheckpointError(
-                f"{self._folder} holds {found} of the {out.numel()} elements asked of {name}"
+                f"{self._folder} holds {covered} of the {out.numel()} elements asked of {name}"
             )
         return out
 
@@ -189,7 +191,7 @@ def _offsets(opened: Any, path: Path) -> Mapping[str, Sequence[int]]:
     if text is None:
         return {}
     try:
-        return {name: list(at["saved_offsets"]) for name, at in parse_json(text).items()}
+        return {name: list(entry["saved_offsets"]) for name, entry in parse_json(text).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} does not say where its shards lie") from error
 

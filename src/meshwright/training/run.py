@@ -83,7 +83,7 @@ def open_run(
         config.checkpoint.keep,
         lambda saved: emit(saved_event(saved)),
         run=job.run,
-        beside=config.checkpoint.is_async,
+        during_training=config.checkpoint.is_async,
         mark=world.recorder.saving,
         timeout_s=config.cluster.timeout,
     )
