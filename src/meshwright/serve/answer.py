@@ -42,46 +42,46 @@ _PLAIN: Final = Conditions()
 
 def answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
     """Return the plan for a question; raises `ConfigError` for an invalid one."""
-    words, shown = _words(question), _labels(question)
-    made = conditions.plan(_config(words))
-    labels = shown or ([made.best.layout.label] if made.best else [])
-    return document(made, words, labels, read_given(None, words), conditions.flags)
+    arguments, shown = _words(question), _labels(question)
+    plan = conditions.plan(_config(arguments))
+    labels = shown or ([plan.best.layout.label] if plan.best else [])
+    return document(plan, arguments, labels, read_given(None, arguments), conditions.flags)
 
 
 def document(
-    made: Plan,
-    words: Sequence[str],
+    plan: Plan,
+    arguments: Sequence[str],
     labels: Sequence[str],
     stated: Mapping[str, Values],
     flags: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return a plan as the page draws it, with the layouts of such labels in detail.
 
-    `words` and `flags` are those of the command line; `stated` is what it and its config set.
+    `arguments` and `flags` are those of the command line; `stated` is what it and its config set.
     """
-    best, known = made.best, made.setting.calibration
+    best, known = plan.best, plan.setting.calibration
     return {
-        "command": shlex.join(["meshwright", "plan", *words, *flags]),
-        "train": training_command(words, made),
+        "command": shlex.join(["meshwright", "plan", *arguments, *flags]),
+        "train": training_command(arguments, plan),
         "config": given_toml(stated),
-        "asked": _asked(made.setting),
+        "asked": _asked(plan.setting),
         "calibration": {"source": known.source, "date": known.date},
         "is_shipped": known is shipped_calibration(),
         "has_run": HAS_RUN,
-        "limit": made.setting.cluster.device.memory,
-        "considered": made.ranking.considered,
-        "ruled_out": made.ranking.reasons,
-        "fixed": {key: str(value) for key, value in given(made.config).items()},
-        "choices": [[one.subject, one.text] for one in made.choices],
+        "limit": plan.setting.cluster.device.memory,
+        "considered": plan.ranking.considered,
+        "ruled_out": plan.ranking.reasons,
+        "fixed": {key: str(value) for key, value in given(plan.config).items()},
+        "choices": [[choice.subject, choice.text] for choice in plan.choices],
         "ranked": [
             {
-                **prediction_json(one),
-                "why": "best" if one is best or best is None else lost_by(one, best),
+                **prediction_json(prediction),
+                "why": "best" if prediction is best or best is None else lost_by(prediction, best),
             }
-            for one in made.ranking.ranked
+            for prediction in plan.ranking.ranked
         ],
-        "unfit": _unfit(made),
-        "shown": [detail(made, label) for label in labels],
+        "unfit": _unfit(plan),
+        "shown": [detail(plan, label) for label in labels],
     }
 
 
@@ -103,21 +103,23 @@ def _word(value: Any) -> str:
 
 def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
     """Return the best layout for each number of devices from `first` to `last`, doubling."""
-    words = _words(question)
+    arguments = _words(question)
     first, last = (question.get(key) for key in ("first", "last"))
-    for name, one in (("first", first), ("last", last)):
-        if not isinstance(one, int) or isinstance(one, bool) or not 1 <= one <= 1 << 17:
-            raise ConfigError(f"{name} = {one!r} must be a number of devices, from 1 to {1 << 17}")
+    for name, value in (("first", first), ("last", last)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 17:
+            raise ConfigError(
+                f"{name} = {value!r} must be a number of devices, from 1 to {1 << 17}"
+            )
     assert isinstance(first, int)
     assert isinstance(last, int)
     if first > last:
         raise ConfigError(f"first = {first} must be at most last = {last}")
     counts = counts_between(first, last)[:_MOST_COUNTS]
-    config = _config(words)
-    made = conditions.plan(config)
+    config = _config(arguments)
+    plan = conditions.plan(config)
     price, pins = config.cluster.price, given(config)
-    points = curve(made.setting, counts, _TOKENS, price, conditions.margin, pins)
-    return {"points": [one.as_json() for one in points]}
+    points = curve(plan.setting, counts, _TOKENS, price, conditions.margin, pins)
+    return {"points": [point.as_json() for point in points]}
 
 
 def model_words(document: Any) -> list[str]:
@@ -135,29 +137,31 @@ def model_words(document: Any) -> list[str]:
 
 
 def _words(question: Mapping[str, Any]) -> list[str]:
-    found = question.get("words", [])
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+    arguments = question.get("words", [])
+    if not isinstance(arguments, list) or not all(isinstance(text, str) for text in arguments):
         raise ConfigError("words must be a list of texts such as 'train.batch=1024'")
-    if len(found) > _MOST_WORDS:
-        raise ConfigError(f"{len(found)} words; a question has at most {_MOST_WORDS}")
-    for word in found:
-        section = word.partition("=")[0].partition(".")[0]
+    if len(arguments) > _MOST_WORDS:
+        raise ConfigError(f"{len(arguments)} words; a question has at most {_MOST_WORDS}")
+    for argument in arguments:
+        section = argument.partition("=")[0].partition(".")[0]
         if section not in SECTIONS:
-            raise ConfigError(refusal(f"{word[:80]}: the page does not set it", legal=SECTIONS))
-    return found
+            raise ConfigError(refusal(f"{argument[:80]}: the page does not set it", legal=SECTIONS))
+    return arguments
 
 
 def _labels(question: Mapping[str, Any]) -> list[str]:
-    found = question.get("show", [])
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+    labels = question.get("show", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         raise ConfigError("show must be a list of layouts such as 'tp2 mb1'")
-    if len(found) > _MOST_SHOWN:
-        raise ConfigError(f"{len(found)} layouts to show; at most {_MOST_SHOWN} stand side by side")
-    return found
+    if len(labels) > _MOST_SHOWN:
+        raise ConfigError(
+            f"{len(labels)} layouts to show; at most {_MOST_SHOWN} stand side by side"
+        )
+    return labels
 
 
-def _config(words: list[str]) -> Config:
-    config = load_config(None, words)
+def _config(arguments: list[str]) -> Config:
+    config = load_config(None, arguments)
     if config.cluster.preset == LOCAL:
         raise ConfigError(
             "the page plans for devices of the catalogue: set cluster.preset, such as "
@@ -174,9 +178,9 @@ def _asked(setting: Setting) -> str:
     )
 
 
-def _unfit(made: Plan) -> str | None:
-    held, layout = made.ranking.unfit, made.ranking.unfit_layout
-    if held is None or layout is None:
+def _unfit(plan: Plan) -> str | None:
+    memory, layout = plan.ranking.unfit, plan.ranking.unfit_layout
+    if memory is None or layout is None:
         return None
-    needs = f"{format_bytes(held.total)} of {format_bytes(held.limit)}"
+    needs = f"{format_bytes(memory.total)} of {format_bytes(memory.limit)}"
     return f"No layout fits. The nearest is {layout.label}, which needs {needs}."

@@ -55,8 +55,8 @@ async def _body(request: Request) -> bytes | None:
     if not length.isdigit() or int(length[:20]) > LARGEST_BODY:
         return None
     body = b""
-    async for part in request.stream():
-        body += part
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > LARGEST_BODY:
             return None
     return body
@@ -64,14 +64,14 @@ async def _body(request: Request) -> bytes | None:
 
 def application(
     port: int,
-    words: Sequence[str] = (),
+    arguments: Sequence[str] = (),
     conditions: Conditions = _PLAIN,
     limit_s: float = LIMIT_S,
 ) -> Starlette:
-    """Return the application for a port; `words` are the page's first question."""
+    """Return the application for a port; `arguments` are the page's first question."""
     # The curve over devices takes longer: the next plan does not wait for it.
     planners = {deed: Planner(limit_s, conditions) for deed in DEEDS}
-    first = page(words)
+    first = page(arguments)
 
     def said(status: int, text: str) -> Response:
         # What is left of a body that is too large is not read.
@@ -109,8 +109,8 @@ def application(
             question = parse_json(body)
         except ValueError as error:
             return said(400, f"the body is not valid JSON: {error}"[:500])
-        found = await planners[deed].ask(deed, question, request.is_disconnected)
-        return JSONResponse(found, 200 if "answer" in found else 422)
+        reply = await planners[deed].ask(deed, question, request.is_disconnected)
+        return JSONResponse(reply, 200 if "answer" in reply else 422)
 
     @asynccontextmanager
     async def alive(app: Starlette) -> AsyncIterator[None]:
@@ -124,7 +124,7 @@ def application(
 
 
 def serve(
-    port: int, words: Sequence[str], conditions: Conditions, tell: Callable[[str], None]
+    port: int, arguments: Sequence[str], conditions: Conditions, tell: Callable[[str], None]
 ) -> None:
     """Serve until interrupted; `tell` receives the address. Port 0 means any free port.
 
@@ -141,7 +141,7 @@ def serve(
             raise ConfigError(f"--port {port} cannot be had on {HOST}: {error}") from None
         port = listening.getsockname()[1]
         config = uvicorn.Config(
-            application(port, words, conditions),
+            application(port, arguments, conditions),
             log_level="warning",
             limit_concurrency=32,
             timeout_keep_alive=5,

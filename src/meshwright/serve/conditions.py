@@ -42,17 +42,17 @@ class Conditions:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON."""
-        found = asdict(replace(self, prices=KnownPrices()))
-        return {name: value for name, value in found.items() if name != "prices"}
+        fields = asdict(replace(self, prices=KnownPrices()))
+        return {name: value for name, value in fields.items() if name != "prices"}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Conditions:
+    def from_json(cls, document: Mapping[str, Any]) -> Conditions:
         """Return the conditions that `as_json` has written."""
-        known = found["calibration"]
+        known = document["calibration"]
         return cls(
-            found["environ"],
+            document["environ"],
             None if known is None else Calibration(**known),
-            found["margin"],
-            found["top"],
-            tuple(found["flags"]),
+            document["margin"],
+            document["top"],
+            tuple(document["flags"]),
         )

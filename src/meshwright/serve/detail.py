@@ -22,88 +22,98 @@ from meshwright.units import format_bytes
 _MOST_SPANS: Final = 1500
 
 
-def detail(made: Plan, label: str) -> dict[str, Any]:
+def detail(plan: Plan, label: str) -> dict[str, Any]:
     """Return a layout of a plan in detail, or why there is no such layout."""
     try:
         layout = Layout.parse(label)
-        check_legal(made.setting, layout)
-        setting = on_cluster(made.setting, layout)
-        found = price(setting, layout)
+        check_legal(plan.setting, layout)
+        setting = on_cluster(plan.setting, layout)
+        prediction = price(setting, layout)
         return {
-            **prediction_json(found),
-            "peak_name": _peak_name(found),
-            "why_not": _why_not(made, found),
-            "warnings": warnings(found, setting),
+            **prediction_json(prediction),
+            "peak_name": _peak_name(prediction),
+            "why_not": _why_not(plan, prediction),
+            "warnings": warnings(prediction, setting),
             "ranks": [
-                {"rank": held.rank, "bytes": held.by_category(), "total": held.total}
-                for held in memories(setting, layout)
+                {
+                    "rank": rank_memory.rank,
+                    "bytes": rank_memory.by_category(),
+                    "total": rank_memory.total,
+                }
+                for rank_memory in memories(setting, layout)
             ],
-            "timeline": _timeline(setting, found),
+            "timeline": _timeline(setting, prediction),
         }
     except MeshwrightError as error:
         return {"label": label[:200], "why_not": str(error), "refused": True}
 
 
-def _peak_name(found: Prediction) -> str:
+def _peak_name(prediction: Prediction) -> str:
     """Return which peak is predicted: without what is outside a program, it is that of tensors."""
-    held = found.memory.by_category()
-    return PROCESS if any(held.get(name) for name in OUTSIDE) else TENSORS
+    categories = prediction.memory.by_category()
+    return PROCESS if any(categories.get(name) for name in OUTSIDE) else TENSORS
 
 
-def _why_not(made: Plan, found: Prediction) -> str:
+def _why_not(plan: Plan, prediction: Prediction) -> str:
     """Return why a layout is not the best one."""
-    said = []
-    if found.devices != made.setting.cluster.devices:
-        said.append(f"it has {found.devices} ranks, not {made.setting.cluster.devices}")
-    others = {
+    reasons = []
+    if prediction.devices != plan.setting.cluster.devices:
+        reasons.append(f"it has {prediction.devices} ranks, not {plan.setting.cluster.devices}")
+    differing = {
         key: value
-        for key, value in given(made.config).items()
-        if getattr(found.layout, key) != value
+        for key, value in given(plan.config).items()
+        if getattr(prediction.layout, key) != value
     }
-    said += [f"{key} is fixed to {value}" for key, value in others.items()]
-    held, share = found.memory, 1 - made.margin
-    if held.total > held.limit * share:
-        room = format_bytes(held.limit * share)
-        said.append(f"it needs {format_bytes(held.total)}; {room} are to be filled")
-    if made.best is not None and found.layout != made.best.layout:
-        said.append(lost_by(found, made.best))
-    return "; ".join(said) or "it is the best"
+    reasons += [f"{key} is fixed to {value}" for key, value in differing.items()]
+    memory, share = prediction.memory, 1 - plan.margin
+    if memory.total > memory.limit * share:
+        available = format_bytes(memory.limit * share)
+        reasons.append(f"it needs {format_bytes(memory.total)}; {available} are to be filled")
+    if plan.best is not None and prediction.layout != plan.best.layout:
+        reasons.append(lost_by(prediction, plan.best))
+    return "; ".join(reasons) or "it is the best"
 
 
-def _timeline(setting: Setting, found: Prediction) -> dict[str, Any]:
+def _timeline(setting: Setting, prediction: Prediction) -> dict[str, Any]:
     """Return the actions of each pipeline rank: kind, start, end, stage, microbatch.
 
     Of a long step, those in the middle are left out: `fold` has its start and end in seconds.
     """
-    layout, time = found.layout, found.time
+    layout, time = prediction.layout, prediction.time
     slowest = time.ranks[time.slowest]
     after = slowest["data"] + slowest["optimizer"] + slowest["host"]
     kernels = setting.kernels()
     pace = pace_of(setting, kernels, layout)
     drawn = pipeline_spans(setting, kernels, layout, pace, time.total - after)
-    most = _MOST_SPANS // layout.pp
-    ranks = [[s for s in one.spans if s.track == "compute"] for one in drawn]
-    fold = _fold(ranks, most)
-    shown = [[s for s in own if fold is None or not fold[0] <= s.start < fold[1]] for own in ranks]
+    limit = _MOST_SPANS // layout.pp
+    ranks = [[s for s in rank_profile.spans if s.track == "compute"] for rank_profile in drawn]
+    fold = _fold(ranks, limit)
+    shown = [
+        [s for s in rank_spans if fold is None or not fold[0] <= s.start < fold[1]]
+        for rank_spans in ranks
+    ]
     return {
         "total": time.total,
         "actions_end": time.total - after,
         "fold": fold,
         "left_out": sum(map(len, ranks)) - sum(map(len, shown)),
         "ranks": [
-            [[s.name, _digits(s.start), _digits(s.end), s.stage, s.microbatch] for s in own]
-            for own in shown
+            [[s.name, _digits(s.start), _digits(s.end), s.stage, s.microbatch] for s in rank_spans]
+            for rank_spans in shown
         ],
     }
 
 
-def _fold(ranks: Sequence[Sequence[Span]], most: int) -> tuple[float, float] | None:
+def _fold(ranks: Sequence[Sequence[Span]], limit: int) -> tuple[float, float] | None:
     """Return the middle of a step in which ranks have more actions than are drawn of each."""
-    kept = most // 2
-    long = [own for own in ranks if len(own) > 2 * kept]
+    end_actions = limit // 2
+    long = [rank_spans for rank_spans in ranks if len(rank_spans) > 2 * end_actions]
     if not long:
         return None
-    start, stop = max(own[kept - 1].end for own in long), min(own[-kept].start for own in long)
+    start, stop = (
+        max(rank_spans[end_actions - 1].end for rank_spans in long),
+        min(rank_spans[-end_actions].start for rank_spans in long),
+    )
     return (start, stop) if start < stop else None
 
 

@@ -26,13 +26,13 @@ from meshwright.spec.presets import PRESETS
 from meshwright.version import __version__
 
 
-def page(words: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> str:
+def page(arguments: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> str:
     """Return the page; with an answer, it is static: it shows this and sends no request.
 
-    `words` are its question, as overrides.
+    `arguments` are its question, as overrides.
     """
     given = {
-        "words": list(words),
+        "words": list(arguments),
         "frozen": answer,
         "presets": sorted(PRESETS),
         "devices": sorted(catalogue_rows()["devices"]),

@@ -60,8 +60,8 @@ class Planner:
         assert process.stdout is not None
         process.stdin.write(json.dumps([deed, question]).encode() + b"\n")
         await process.stdin.drain()
-        found: dict[str, Any] = json.loads(await process.stdout.readline())
-        return found
+        reply: dict[str, Any] = json.loads(await process.stdout.readline())
+        return reply
 
     async def close(self) -> None:
         """End the worker."""

@@ -41,8 +41,8 @@ def main() -> None:
     conditions = Conditions.from_json(parse_json(sys.stdin.readline()))
     for line in sys.stdin:
         deed, question = parse_json(line)
-        found = reply(deed, question, conditions)
-        sys.stdout.write(json.dumps(found, separators=(",", ":")) + "\n")
+        response = reply(deed, question, conditions)
+        sys.stdout.write(json.dumps(response, separators=(",", ":")) + "\n")
         sys.stdout.flush()
 
 
