@@ -65,22 +65,22 @@ def own(device: torch.device, case: Case, most_flops: float = math.inf) -> Shape
     """
     spec = case.model.model_copy(update={"dropout": 0.0})
     shape = Shape(spec, case.train.seq_len, case.layout.microbatch)
-    most = min(most_flops, _MOST_FLOPS[device.type])
-    if _flops(shape) > most or weights_of(spec) > _MOST_WEIGHTS:
+    flops_limit = min(most_flops, _MOST_FLOPS[device.type])
+    if _flops(shape) > flops_limit or weights_of(spec) > _MOST_WEIGHTS:
         return None
     return shape
 
 
 def weights_of(spec: ModelSpec) -> int:
     """Return the number of a block's weights."""
-    one, two = (spec.model_copy(update={"n_layers": count}) for count in (1, 2))
-    return parameter_count(two) - parameter_count(one)
+    one_layer, two_layers = (spec.model_copy(update={"n_layers": count}) for count in (1, 2))
+    return parameter_count(two_layers) - parameter_count(one_layer)
 
 
-def _depth(device: torch.device, shape: Shape, most: int = _DEPTH) -> int:
+def _depth(device: torch.device, shape: Shape, max_blocks: int = _DEPTH) -> int:
     """Return how many blocks are timed together."""
     enough = -(-_UNCACHED // weights_of(shape.spec))
-    return max(1, min(most, enough, int(_MOST_FLOPS[device.type] / _flops(shape))))
+    return max(1, min(max_blocks, enough, int(_MOST_FLOPS[device.type] / _flops(shape))))
 
 
 def _flops(shape: Shape) -> float:
@@ -101,9 +101,9 @@ def stack(
 
 
 class BlockTimes(NamedTuple):
-    """Seconds of a block's forward and backward: whole, its attention, and a tiny block."""
+    """Seconds of a block's forward and backward, of its attention alone, and of a tiny block."""
 
-    whole: float
+    block: float
     attention: float
     overhead: float
 
@@ -123,10 +123,10 @@ def outlasting(device: torch.device, precision: str, budget_s: float, shape: Sha
         return shape
     host = seconds(device, precision, budget_s, _TINY)
     while seconds(device, precision, budget_s, shape) < _OUTLASTS * host:
-        more = shape._replace(rows=2 * shape.rows)
-        if _flops(more) > _MOST_FLOPS[device.type]:
+        wider = shape._replace(rows=2 * shape.rows)
+        if _flops(wider) > _MOST_FLOPS[device.type]:
             break
-        shape = more
+        shape = wider
     return shape
 
 
@@ -137,21 +137,21 @@ def seconds_of_parts(
 
     Up to `depth` blocks are timed together.
     """
-    whole, depth = _pass(device, precision, shape, depth)
+    block, depth = _pass(device, precision, shape, depth)
     small, tiny_depth = _pass(device, precision, _TINY)
-    works = (whole, _attention(device, precision, shape), small)
-    found = seconds_in_turns(works, budget_s, device)
-    return BlockTimes(found[0] / depth, found[1], found[2] / tiny_depth)
+    works = (block, _attention(device, precision, shape), small)
+    times = seconds_in_turns(works, budget_s, device)
+    return BlockTimes(times[0] / depth, times[1], times[2] / tiny_depth)
 
 
 def _pass(
-    device: torch.device, precision: str, shape: Shape, most: int = _DEPTH
+    device: torch.device, precision: str, shape: Shape, max_blocks: int = _DEPTH
 ) -> tuple[Callable[[], object], int]:
     """Return a forward and backward of blocks, and their number.
 
-    So many that caches have forgotten a block when its backward comes, but not more than `most`.
+    So many that caches have forgotten a block when its backward comes, but at most `max_blocks`.
     """
-    depth = _depth(device, shape, most)
+    depth = _depth(device, shape, max_blocks)
     blocks = stack(device, precision, shape.spec, shape.length, depth)
     size = (shape.rows, shape.length, shape.spec.dim)
     x = torch.randn(size, device=device, dtype=DTYPES[precision], requires_grad=True)
@@ -165,10 +165,12 @@ def _pass(
 
 def _attention(device: torch.device, precision: str, shape: Shape) -> Callable[[], object]:
     """Return a block's causal attention, forward and backward."""
-    spec, length, rows = shape
+    spec, length, sequences = shape
     dtype = DTYPES[precision]
     q, k, v = (
-        torch.randn(rows, heads, length, spec.core_dim, device=device, dtype=dtype).requires_grad_()
+        torch.randn(
+            sequences, heads, length, spec.core_dim, device=device, dtype=dtype
+        ).requires_grad_()
         for heads in (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
     )
     grad = torch.randn_like(q)
@@ -177,9 +179,9 @@ def _attention(device: torch.device, precision: str, shape: Shape) -> Callable[[
 
 def attention_flops(shape: Shape) -> float:
     """Return the FLOPs of the first layer's attention, forward and backward."""
-    spec, length, rows = shape
+    spec, length, sequences = shape
     scores = causal_scores(length, spec.layer(0).window)
-    forward = 4.0 * rows * spec.n_heads * spec.core_dim * scores
+    forward = 4.0 * sequences * spec.n_heads * spec.core_dim * scores
     return forward * (1 + ATTENTION_BACKWARD)
 
 
@@ -189,12 +191,17 @@ def products_of(precision: str, shape: Shape) -> tuple[Product, ...]:
 
 
 def _work(precision: str, shape: Shape) -> Work:
-    spec, length, rows = shape
-    return layout_work(spec, length, precision, 1, False, 1, "ring", rows, "none").layers[0]
+    spec, length, sequences = shape
+    return layout_work(spec, length, precision, 1, False, 1, "ring", sequences, "none").layers[0]
 
 
 def seconds_per_byte(
-    precision: str, shape: Shape, rates: tuple[float, float], found: BlockTimes, *, on_cpu: bool
+    precision: str,
+    shape: Shape,
+    rates: tuple[float, float],
+    block_times: BlockTimes,
+    *,
+    on_cpu: bool,
 ) -> float:
     """Return the seconds per byte that a block moves outside of products and attention.
 
@@ -205,10 +212,10 @@ def seconds_per_byte(
     """
     peak, half = rates
     work = _work(precision, shape)
-    left = found.whole - found.attention - (found.overhead if on_cpu else 0.0)
-    for product in work.products:
-        share = math.prod(side / (side + half) for side in product.sides)
-        left -= PASSES * product.flops / (peak * share)
+    left = block_times.block - block_times.attention - (block_times.overhead if on_cpu else 0.0)
+    for matmul in work.products:
+        share = math.prod(side / (side + half) for side in matmul.sides)
+        left -= PASSES * matmul.flops / (peak * share)
     return max(left, 0.0) / bytes_moved(precision, shape)
 
 
@@ -218,18 +225,18 @@ def bytes_moved(precision: str, shape: Shape) -> float:
 
 
 def by_rows(
-    device: torch.device, precision: str, budget_s: float, shape: Shape, most: int
+    device: torch.device, precision: str, budget_s: float, shape: Shape, max_sequences: int
 ) -> dict[int, float]:
-    """Return the seconds of a block per token, by rows of a microbatch, up to `most`.
+    """Return the seconds of a block per token, by sequences of a microbatch, up to `max_sequences`.
 
     The rows of the shape are among them.
     """
     flops = _flops(shape._replace(rows=1))
-    able = min(most, _MOST_FLOPS[device.type] / flops)
-    tried = sorted({shape.rows, *(rows for rows in _ROWS if rows <= able)})
-    passes = [_pass(device, precision, shape._replace(rows=rows)) for rows in tried]
-    found = seconds_in_turns([work for work, _ in passes], budget_s, device)
+    able = min(max_sequences, _MOST_FLOPS[device.type] / flops)
+    tried = sorted({shape.rows, *(sequences for sequences in _ROWS if sequences <= able)})
+    passes = [_pass(device, precision, shape._replace(rows=sequences)) for sequences in tried]
+    times = seconds_in_turns([work for work, _ in passes], budget_s, device)
     return {
-        rows: whole / depth / (rows * shape.length)
-        for rows, whole, (_, depth) in zip(tried, found, passes, strict=True)
+        sequences: block_s / depth / (sequences * shape.length)
+        for sequences, block_s, (_, depth) in zip(tried, times, passes, strict=True)
     }

@@ -69,16 +69,16 @@ def calibrate(
     ranks call it; constants are medians over them. `had_core` is the share of time in which a rank
     had its core, for the rank with the least.
     """
-    began, own = time.perf_counter(), None
+    began, own_shape = time.perf_counter(), None
     if case is not None:
-        own = on_blocks.own(world.device, case, effort.most_flops)
+        own_shape = on_blocks.own(world.device, case, effort.most_flops)
     busy = time.perf_counter(), time.thread_time()
-    constants, curves = _compute(world.device, effort, own)
+    constants, curves = _compute(world.device, effort, own_shape)
     share = (time.thread_time() - busy[1]) / (time.perf_counter() - busy[0])
     share = 1.0 if world.device.type == "cuda" else share  # whose host waits for it
     had_core = min(row[0] for row in world.gather_on_host([share]))
-    if effort.in_full and case is not None and own is not None:
-        constants |= _of_blocks(world, effort.budget_s, case, own)
+    if effort.in_full and case is not None and own_shape is not None:
+        constants |= _of_blocks(world, effort.budget_s, case, own_shape)
     if case is not None and compiles:
         constants |= compiling(world.device, case, effort.budget_s, constants["bandwidth"])
         take_route("auto", world.device)
@@ -97,7 +97,7 @@ def calibrate(
         "torch": torch.__version__,
         "machine": _name(world.device),
         "ranks": world.size,
-        "is_own": own is not None,
+        "is_own": own_shape is not None,
     }
 
 
@@ -137,53 +137,66 @@ def _of_blocks(
 ) -> dict[str, float]:
     """Return what is measured of a case's own blocks beside compiling: see `search.choices`."""
     precision = case.train.precision
-    most = max(1, case.train.batch // case.layout.dp)
-    rows = on_blocks.by_rows(world.device, precision, budget_s, shape, most)
-    found = {f"blocks.rows.{count}.{precision}": seconds for count, seconds in rows.items()}
+    max_sequences = max(1, case.train.batch // case.layout.dp)
+    seconds_by_sequences = on_blocks.by_rows(
+        world.device, precision, budget_s, shape, max_sequences
+    )
+    constants = {
+        f"blocks.rows.{count}.{precision}": seconds
+        for count, seconds in seconds_by_sequences.items()
+    }
     element = ELEMENT_BYTES[precision]
     message = shape.rows * shape.length * shape.spec.dim * element
     sums = sums_both_ways(world, message) if world.size > 1 else None
     if sums is not None:
-        found |= {"blocks.message": float(message)}
-        found |= dict(zip(("blocks.sum.gloo", "blocks.sum.channel"), sums, strict=True))
-    return found
+        constants |= {"blocks.message": float(message)}
+        constants |= dict(zip(("blocks.sum.gloo", "blocks.sum.channel"), sums, strict=True))
+    return constants
 
 
 def _compute(
-    device: torch.device, effort: Effort, own: on_blocks.Shape | None
+    device: torch.device, effort: Effort, own_shape: on_blocks.Shape | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return what one rank's computing comes to, and its curves."""
     curves: dict[str, Any] = {}
     budget_s = effort.budget_s
-    shapes = {} if own is None else {"blocks.": own}
-    if effort.in_full or own is None:
+    shapes = {} if own_shape is None else {"blocks.": own_shape}
+    if effort.in_full or own_shape is None:
         shapes = {"": on_blocks.usual(device, is_small=not effort.in_full)} | shapes
-    of_blocks = [one for shape in shapes.values() for one in on_blocks.products_of("fp32", shape)]
+    of_blocks = [
+        matmul for shape in shapes.values() for matmul in on_blocks.products_of("fp32", shape)
+    ]
     tried = on_device.SIZES[device.type].shapes
-    tried = tuple(one for one in tried if PASSES * one.flops < effort.most_flops)
+    tried = tuple(matmul for matmul in tried if PASSES * matmul.flops < effort.most_flops)
     bandwidth = on_device.copy_rate(device, budget_s / 3)
     # What moves bytes is told as a share of a copy's rate, which is all that there is.
     constants = {"bandwidth": bandwidth, "memory": 1.0}
     for precision in effort.precisions:
-        rates, found = _products(
+        rates, timed_matmuls = _products(
             device, precision, budget_s, list(dict.fromkeys([*tried, *of_blocks]))
         )
         constants |= rates
         best = rates[f"peak.{precision}"]
         peak = rates.get("peak.tf32", best) * rates[f"products.{precision}"]
         half = rates[f"products.half.{precision}"]
-        curves[f"products.{precision}"] = [(*shape.sides, seconds) for shape, seconds in found]
-        for of, asked in shapes.items():
+        curves[f"products.{precision}"] = [
+            (*shape.sides, seconds) for shape, seconds in timed_matmuls
+        ]
+        for prefix, asked in shapes.items():
             shape = on_blocks.outlasting(device, precision, budget_s / 10, asked)
-            parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape, effort.depth)
-            rate = on_blocks.attention_flops(shape) / parts.attention
-            constants[f"{of}attention.flash2.{precision}"] = rate / best
-            # A tiny block's, whoever's are measured beside it.
-            constants |= {f"{o}overhead.layer.{precision}": parts.overhead for o in {of, ""}}
-            moves = on_blocks.seconds_per_byte(
-                precision, shape, (peak, half), parts, on_cpu=device.type == "cpu"
+            block_times = on_blocks.seconds_of_parts(
+                device, precision, budget_s, shape, effort.depth
             )
-            constants[f"{of}moves.{precision}"] = moves * bandwidth
+            rate = on_blocks.attention_flops(shape) / block_times.attention
+            constants[f"{prefix}attention.flash2.{precision}"] = rate / best
+            # A tiny block's, whoever's are measured beside it.
+            constants |= {
+                f"{o}overhead.layer.{precision}": block_times.overhead for o in {prefix, ""}
+            }
+            moves = on_blocks.seconds_per_byte(
+                precision, shape, (peak, half), block_times, on_cpu=device.type == "cpu"
+            )
+            constants[f"{prefix}moves.{precision}"] = moves * bandwidth
         loss = 1 / on_device.loss_rate(device, precision, budget_s)
         constants[f"moves.loss.{precision}"] = loss * bandwidth
     rate = on_device.optimizer_rate(device, budget_s / 3, OPTIMIZER_BYTES)
@@ -200,38 +213,38 @@ def _products(
     peak of its own: that of fp32 is that of torch's way.
     """
     taken = take_route("auto", device)
-    found = on_device.products(device, precision, budget_s, shapes)
+    timed = on_device.products(device, precision, budget_s, shapes)
     if device.type != "cpu":
-        found = on_device.by_device(found)
-    peak, half = on_device.saturation(found)
-    best = max(shape.flops / seconds for shape, seconds in found)
+        timed = on_device.by_device(timed)
+    peak, half = on_device.saturation(timed)
+    best = max(shape.flops / seconds for shape, seconds in timed)
     name = f"products.{precision}", f"products.half.{precision}"
     constants = {f"peak.{precision}": best, name[0]: peak / best, name[1]: half}
     if precision == "fp32" and device.type != "cpu":
         constants |= _in_full(device, budget_s / 2, shapes) | {"peak.tf32": best}
     if precision != "fp32" or device.type != "cpu":
-        return constants, found
+        return constants, timed
     constants["matmul.gain"] = 1.0
     for matmul in _WAYS:
         if take_route(matmul, device) == taken:
             continue
-        other = on_device.products(device, precision, budget_s / 2, shapes)
-        peak, half = on_device.saturation(other)
+        other_timed = on_device.products(device, precision, budget_s / 2, shapes)
+        peak, half = on_device.saturation(other_timed)
         constants |= {f"{name[0]}.{matmul}": peak / best, f"{name[1]}.{matmul}": half}
         if matmul == "torch":
-            whole = sum(seconds for _, seconds in found)
-            constants["matmul.gain"] = sum(seconds for _, seconds in other) / whole
+            auto_seconds = sum(seconds for _, seconds in timed)
+            constants["matmul.gain"] = sum(seconds for _, seconds in other_timed) / auto_seconds
     take_route("auto", device)
-    return constants, found
+    return constants, timed
 
 
 def _in_full(device: torch.device, budget_s: float, shapes: Sequence[Product]) -> dict[str, float]:
     """Return the constants of a GPU's products in full fp32."""
     take_route("torch", device)
-    found = on_device.by_device(on_device.products(device, "fp32", budget_s, shapes))
+    timed = on_device.by_device(on_device.products(device, "fp32", budget_s, shapes))
     take_route("auto", device)
-    peak, half = on_device.saturation(found)
-    best = max(shape.flops / seconds for shape, seconds in found)
+    peak, half = on_device.saturation(timed)
+    best = max(shape.flops / seconds for shape, seconds in timed)
     return {
         "peak.fp32": best,
         "products.fp32.torch": peak / best,
@@ -246,7 +259,7 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
     """
     small, large = _line(sent["all_gather"])
     rate = (ranks - 1) / ranks / large
-    found = {"inner.rate": rate, "inner.latency": small / (ranks - 1)}
+    constants = {"inner.rate": rate, "inner.latency": small / (ranks - 1)}
     for kind, times in (
         ("all_reduce", 2 * (ranks - 1) / ranks),
         ("reduce_scatter", (ranks - 1) / ranks),
@@ -257,10 +270,10 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
         if kind not in sent:
             continue
         base, per_byte = _line(sent[kind])
-        found[f"times.{kind}"] = per_byte * rate / times
+        constants[f"times.{kind}"] = per_byte * rate / times
         turns = {"all_reduce": 2 * (ranks - 1), "send": 2}.get(kind, ranks - 1)
-        found[f"inner.latency.{kind}"] = base / turns
-    return found
+        constants[f"inner.latency.{kind}"] = base / turns
+    return constants
 
 
 def _channel(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
@@ -268,12 +281,12 @@ def _channel(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, 
 
     Bytes are those of `predict.network.through_channel`.
     """
-    found: dict[str, float] = {}
+    constants: dict[str, float] = {}
     for kind, points in sent.items():
         base, per_byte = _line(points)
         _, moved = through_channel(kind, 1.0, ranks)
-        found |= {f"channel.latency.{kind}": base, f"channel.rate.{kind}": moved / per_byte}
-    return found
+        constants |= {f"channel.latency.{kind}": base, f"channel.rate.{kind}": moved / per_byte}
+    return constants
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -281,5 +294,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
     Where noise hides what bytes take, all that the largest took.
     """
-    (_, least), *_, (size, most) = points
-    return least, (most - least if most > least else most) / size
+    (_, smallest_s), *_, (byte_count, largest_s) = points
+    return smallest_s, (
+        largest_s - smallest_s if largest_s > smallest_s else largest_s
+    ) / byte_count

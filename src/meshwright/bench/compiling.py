@@ -38,22 +38,24 @@ def compiling(
     shape, precision = own(device, case), case.train.precision
     if shape is None:
         return {}
-    spec, length, rows = shape
+    spec, length, sequences = shape
     depth = max(1, min(_DEPTH, spec.n_layers))
     plain, compiled = (stack(device, precision, spec, length, depth) for _ in range(2))
     wrap = compiler(take_route(case.train.matmul, device))
     for block in compiled:
         wrap(block)
-    size = (rows, length, spec.dim)
+    size = (sequences, length, spec.dim)
     x = torch.randn(size, device=device, dtype=DTYPES[precision], requires_grad=True)
     with fresh_cache():
         first = _seconds(compiled, x)
     usual = [_seconds(stack, x) for stack in (plain, plain, compiled)]
     turns = max(_LEAST, round(budget_s / sum(usual[1:])))
-    both = [(_seconds(plain, x), _seconds(compiled, x)) for _ in range(turns)]
-    saved = statistics.median(one - other for one, other in both) / depth
+    pairs = [(_seconds(plain, x), _seconds(compiled, x)) for _ in range(turns)]
+    saved = statistics.median(plain_s - compiled_s for plain_s, compiled_s in pairs) / depth
     return {
-        f"compile.gain.{precision}": statistics.median(one / other for one, other in both),
+        f"compile.gain.{precision}": statistics.median(
+            plain_s / compiled_s for plain_s, compiled_s in pairs
+        ),
         f"saves.{precision}": saved * bandwidth / bytes_moved(precision, shape),
         f"compile.memory.{precision}": _kept(compiled, x) / _kept(plain, x),
         f"compile.seconds.{precision}": max(first - usual[-1], 0.0),
@@ -78,13 +80,13 @@ def _kept(stack: nn.Sequential, x: Tensor) -> int:
     Python's garbage collector does not free such a cycle.
     """
     given = {t.untyped_storage().data_ptr() for t in (x, *stack.parameters(), *stack.buffers())}
-    kept: dict[int, UntypedStorage] = {}  # alive, so that no other has its address
+    saved_storages: dict[int, UntypedStorage] = {}  # alive, so that no other has its address
 
     def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in given:
-            kept[storage.data_ptr()] = storage
+            saved_storages[storage.data_ptr()] = storage
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda packed: packed):
         stack(x)
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved_storages.values())

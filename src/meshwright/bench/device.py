@@ -92,21 +92,21 @@ def products(
             torch.autograd.grad(F.linear(x, weight), (x, weight), grad)
 
         works.append(work)
-    found = seconds_in_turns(works, budget_s, device)
-    return [(shape, seconds / PASSES) for shape, seconds in zip(shapes, found, strict=True)]
+    medians = seconds_in_turns(works, budget_s, device)
+    return [(shape, seconds / PASSES) for shape, seconds in zip(shapes, medians, strict=True)]
 
 
-def by_device(found: Sequence[tuple[Product, float]]) -> list[tuple[Product, float]]:
+def by_device(timed: Sequence[tuple[Product, float]]) -> list[tuple[Product, float]]:
     """Return the products that the device takes longer for than the host takes to launch them.
 
     The fastest of all tells the host's time: it must be too small to keep the device busy.
     """
-    least = min(seconds for _, seconds in found)
-    slower = [(shape, seconds) for shape, seconds in found if seconds > _BY_HOST * least]
-    return slower or list(found)
+    fastest = min(seconds for _, seconds in timed)
+    slower = [(shape, seconds) for shape, seconds in timed if seconds > _BY_HOST * fastest]
+    return slower or list(timed)
 
 
-def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
+def saturation(timed: Sequence[tuple[Product, float]]) -> tuple[float, float]:
     """Return the peak rate in FLOP/s and the dim at which a product reaches half of it.
 
     The form of `predict.kernels`: each side d lowers the rate by `d / (d + half)`. The peak follows
@@ -115,7 +115,7 @@ def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
     best = (math.inf, 0.0, 0.0)
     for half in (0.0, *(2.0 ** (step / 4) for step in range(33))):
         logs = []
-        for shape, seconds in found:
+        for shape, seconds in timed:
             share = math.prod(side / (side + half) for side in shape.sides)
             logs.append(math.log(shape.flops / seconds / share))
         mean = sum(logs) / len(logs)
@@ -146,11 +146,11 @@ def loss_rate(device: torch.device, precision: str, budget_s: float) -> float:
     tokens, vocab = SIZES[device.type].tokens, SIZES[device.type].vocab
     logits = torch.randn(tokens, vocab, dtype=DTYPES[precision], device=device)
     targets = torch.randint(0, vocab, (tokens,), device=device)
-    alone, one = Link(None, (0,), 0), torch.ones((), device=device)
+    alone, loss_gradient = Link(None, (0,), 0), torch.ones((), device=device)
 
     def work() -> None:
         # In fp32 it overwrites what it is given: that the numbers change makes no difference.
-        soften(logits, targets, IGNORE, alone).gradient(one, logits.dtype)
+        soften(logits, targets, IGNORE, alone).gradient(loss_gradient, logits.dtype)
 
     moved = PASSES * tokens * vocab * (logits.element_size() + 8)
     return moved / seconds_of(work, budget_s, device)

@@ -92,11 +92,11 @@ def timed(
     world: World,
     case: Case,
     steps: int,
-    then: Callable[[Stepper, Timed], object] = lambda step, found: None,
+    after: Callable[[Stepper, Timed], object] = lambda step, result: None,
 ) -> Timed:
     """Return the time of some training steps after a first one; frees memory on GPUs.
 
-    `then` is called with the model and its optimizer after the measurements.
+    `after` is called with the model and its optimizer after the measurements.
     """
     step, is_cpu = Stepper(world, case), world.device.type == "cpu"
     _seconds(world, step)  # compiles, and makes the optimizer's state
@@ -107,12 +107,12 @@ def timed(
     if not is_cpu:
         peak = float(torch.cuda.max_memory_allocated(world.device))
         peaks = [int(row[0]) for row in world.gather_on_host([peak])]
-    found = Timed(seconds, peaks)
-    then(step, found)
+    result = Timed(seconds, peaks)
+    after(step, result)
     del step
     if not is_cpu:
         release()
-    return found
+    return result
 
 
 def release() -> None:
@@ -129,7 +129,7 @@ def _seconds(world: World, step: Stepper) -> float:
 
 
 def _slowest(world: World, seconds: list[float]) -> list[float]:
-    return [max(each) for each in zip(*world.gather_on_host(seconds), strict=True)]
+    return [max(rank_seconds) for rank_seconds in zip(*world.gather_on_host(seconds), strict=True)]
 
 
 def step_shares(world: World, case: Case) -> list[dict[str, float]]:
@@ -137,8 +137,8 @@ def step_shares(world: World, case: Case) -> list[dict[str, float]]:
     step = Stepper(world, case)
     for _ in range(2):
         step()
-    found = shares(world, step, pp=case.layout.pp, dp=case.layout.dp)
-    rows = world.gather_on_host([found[kind] for kind in kinds()])
+    own_shares = shares(world, step, pp=case.layout.pp, dp=case.layout.dp)
+    rows = world.gather_on_host([own_shares[kind] for kind in kinds()])
     return [dict(zip(kinds(), row, strict=True)) for row in rows]
 
 
@@ -161,10 +161,12 @@ def side_by_side(
             yield {"case": number, "peak_bytes": peak_bytes(world, case)}
     for _ in range(rounds):
         for number, case in enumerate(cases):
-            found = timed(world, case, steps)
-            said = {"case": number, "seconds": found.seconds}
+            result = timed(world, case, steps)
+            measurement = {"case": number, "seconds": result.seconds}
             # A GPU counts by itself, in the very steps that are timed.
-            yield said | ({"peak_bytes": found.peak_bytes} if asks_memory and not is_cpu else {})
+            yield measurement | (
+                {"peak_bytes": result.peak_bytes} if asks_memory and not is_cpu else {}
+            )
     if "shares" in asked:
         for number, case in enumerate(cases):
             yield {"case": number, "shares": step_shares(world, case)}

@@ -73,7 +73,9 @@ def sums_both_ways(world: World, size: int) -> tuple[float, float] | None:
         return None
     makes = (partial(_all_reduce, world), partial(_shared_sum, link))
     turns = [[_seconds(world, [size], make)[0][1] for make in makes] for _ in range(_TURNS)]
-    by_gloo, by_channel = (statistics.median(one) for one in zip(*turns, strict=True))
+    by_gloo, by_channel = (
+        statistics.median(turn_seconds) for turn_seconds in zip(*turns, strict=True)
+    )
     return by_gloo, by_channel
 
 
@@ -109,8 +111,8 @@ def overlap(world: World) -> float:
 
     alone = seconds_together(compute, _TIMES, world.device)
     sent = seconds_together(lambda: dist.all_reduce(message), _TIMES, world.device)
-    both = seconds_together(together, _TIMES, world.device)
-    return min(1.0, max(0.0, (alone + sent - both) / min(alone, sent)))
+    overlapped = seconds_together(together, _TIMES, world.device)
+    return min(1.0, max(0.0, (alone + sent - overlapped) / min(alone, sent)))
 
 
 def _all_reduce(world: World, count: int) -> Callable[[], object]:
@@ -119,13 +121,13 @@ def _all_reduce(world: World, count: int) -> Callable[[], object]:
 
 
 def _all_gather(world: World, count: int) -> Callable[[], object]:
-    part, whole = _part_and_whole(world, count)
-    return lambda: dist.all_gather_into_tensor(whole, part)
+    shard, gathered = _part_and_whole(world, count)
+    return lambda: dist.all_gather_into_tensor(gathered, shard)
 
 
 def _reduce_scatter(world: World, count: int) -> Callable[[], object]:
-    part, whole = _part_and_whole(world, count)
-    return lambda: dist.reduce_scatter_tensor(part, whole)
+    shard, message = _part_and_whole(world, count)
+    return lambda: dist.reduce_scatter_tensor(shard, message)
 
 
 def _all_to_all(world: World, count: int) -> Callable[[], object]:
@@ -148,18 +150,18 @@ def _send(world: World, count: int) -> Callable[[], object]:
 
 def _rows(world: World, count: int) -> Callable[[], object]:
     """A unit's weights, of which each rank has rows that all others receive, one by one."""
-    wholes = [
+    weights = [
         torch.ones(world.size, max(1, count // world.size // _WEIGHTS), device=world.device)
         for _ in range(_WEIGHTS)
     ]
 
     def gather() -> None:
         works = []
-        for whole in wholes:
+        for weight in weights:
             for step in range(1, world.size):
                 after, before = (world.rank + step) % world.size, (world.rank - step) % world.size
-                works.append(dist.isend(whole[world.rank], after))
-                works.append(dist.irecv(whole[before], before))
+                works.append(dist.isend(weight[world.rank], after))
+                works.append(dist.irecv(weight[before], before))
         for work in works:
             assert work is not None
             work.wait()
@@ -173,18 +175,18 @@ def _shared_sum(link: Link, count: int) -> Callable[[], object]:
 
 
 def _shared_gather(link: Link, count: int) -> Callable[[], object]:
-    part = torch.ones(1, count // link.size)
-    return lambda: begin_gather(part, link)()
+    shard = torch.ones(1, count // link.size)
+    return lambda: begin_gather(shard, link)()
 
 
 def _shared_scatter(link: Link, count: int) -> Callable[[], object]:
-    whole = torch.ones(1, count // link.size * link.size)
-    return lambda: begin_scatter(whole, link)()
+    message = torch.ones(1, count // link.size * link.size)
+    return lambda: begin_scatter(message, link)()
 
 
 def _part_and_whole(world: World, count: int) -> tuple[Tensor, Tensor]:
-    part = torch.ones(count // world.size, device=world.device)
-    return part, torch.ones(count // world.size * world.size, device=world.device)
+    shard = torch.ones(count // world.size, device=world.device)
+    return shard, torch.ones(count // world.size * world.size, device=world.device)
 
 
 _KINDS: Final[Mapping[str, Callable[[World, int], Callable[[], object]]]] = {

@@ -94,7 +94,7 @@ def measure(world: World, case: Case) -> Measured:
                 for kind, tensor in lasting(parallel, shards, optimizer):
                     label(kind, tensor)
         world.recorder.tape = None
-    return sorted(_peaks(seen), key=lambda found: found.peak.total)[(STEPS - 1) // 2]
+    return sorted(_peaks(seen), key=lambda measured: measured.peak.total)[(STEPS - 1) // 2]
 
 
 def _peaks(seen: profile) -> Iterator[Measured]:
@@ -109,15 +109,17 @@ def _peaks(seen: profile) -> Iterator[Measured]:
         if node.name != "measured":
             continue
         total = peak = 0
-        at = node.start_time_ns
-        for time, size in changes:
-            total += size
+        peak_time = node.start_time_ns
+        for time, change in changes:
+            total += change
             if node.start_time_ns < time < node.end_time_ns and total > peak:
-                peak, at = total, time
-        found = alive(pieces, at)
-        before = [name for time, name in moments if node.start_time_ns < time <= at]
+                peak, peak_time = total, time
+        alive_pieces = alive(pieces, peak_time)
+        before = [name for time, name in moments if node.start_time_ns < time <= peak_time]
         moment = before[-1].removeprefix(TURN) if before else ""
-        yield Measured(_sum(found), _sum(alive(pieces, node.start_time_ns)), moment, found)
+        yield Measured(
+            _sum(alive_pieces), _sum(alive(pieces, node.start_time_ns)), moment, alive_pieces
+        )
 
 
 def _sum(pieces: Sequence[AllocatedPiece]) -> HeldMemory:

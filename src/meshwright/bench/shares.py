@@ -67,12 +67,12 @@ def shares(world: World, step: Callable[[], None], *, pp: int, dp: int) -> dict[
         tape.stop()
         world.recorder.tape = None
     causes = recorded(tape, world.recorder.label, pp=pp, dp=dp).causes
-    found = dict.fromkeys(kinds(), 0.0)
-    found |= {f"waiting: {cause}": causes.get(cause, 0.0) for cause in _WAITS}
-    for kind, each in _operations(seen, is_cuda):
-        found[kind] += each
-    found[REST] = seconds - sum(found.values())
-    return found
+    seconds_by_kind = dict.fromkeys(kinds(), 0.0)
+    seconds_by_kind |= {f"waiting: {cause}": causes.get(cause, 0.0) for cause in _WAITS}
+    for kind, operation_s in _operations(seen, is_cuda):
+        seconds_by_kind[kind] += operation_s
+    seconds_by_kind[REST] = seconds - sum(seconds_by_kind.values())
+    return seconds_by_kind
 
 
 def _operations(seen: profile, is_cuda: bool) -> Iterator[tuple[str, float]]:
@@ -82,14 +82,14 @@ def _operations(seen: profile, is_cuda: bool) -> Iterator[tuple[str, float]]:
     main = threads.most_common(1)[0][0]
     for event in events:
         if is_cuda:
-            own = event.self_device_time_total
+            self_us = event.self_device_time_total
         else:
-            own = event.self_cpu_time_total if event.thread == main else 0
+            self_us = event.self_cpu_time_total if event.thread == main else 0
         # What is no operator is Python's time, and what it waits for: a span of FSDP2's, too.
         is_operator = "::" in event.name and not event.name.startswith("FSDP::")
-        kind = _kind(event) if own > 0 and is_operator else None
+        kind = _kind(event) if self_us > 0 and is_operator else None
         if kind is not None:
-            yield kind, own / 1e6
+            yield kind, self_us / 1e6
 
 
 def _kind(event: Any) -> str | None:

@@ -51,13 +51,13 @@ def seconds_in_turns(
     times = [1] * len(works)
     if is_cuda:  # the first call has loaded kernels
         first = [call(work) for work in works]
-        times = [min(_MOST, math.ceil(_BURST_S / max(one, 1e-7))) for one in first]
-    turn = sum(one * often for one, often in zip(first, times, strict=True))
+        times = [min(_MOST, math.ceil(_BURST_S / max(call_s, 1e-7))) for call_s in first]
+    turn = sum(call_s * often for call_s, often in zip(first, times, strict=True))
     turns = max(_LEAST, round(budget_s / max(turn, 1e-7)))
-    found = [
+    measured = [
         [call(work, often) for work, often in zip(works, times, strict=True)] for _ in range(turns)
     ]
-    return [statistics.median(each) for each in zip(*found, strict=True)]
+    return [statistics.median(call_seconds) for call_seconds in zip(*measured, strict=True)]
 
 
 def seconds_together(work: Callable[[], object], times: int, device: torch.device) -> float:
@@ -66,14 +66,14 @@ def seconds_together(work: Callable[[], object], times: int, device: torch.devic
     On CUDA, measured from an idle device until the device has finished.
     """
     work()
-    found = []
+    measured = []
     for _ in range(times):
         _wait(device)
         started = time.perf_counter()
         work()
         _wait(device)
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+        measured.append(time.perf_counter() - started)
+    return statistics.median(measured)
 
 
 def seconds_between(
