@@ -72,14 +72,18 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts, in nats."""
         asks = [
-            rolling(self.tok_encode(one.args[0]), self._prefix, self.max_length) for one in requests
+            rolling(self.tok_encode(request.args[0]), self._prefix, self.max_length)
+            for request in requests
         ]
         flat = iter(
             answer(
-                self.model, [a for some in asks for a in some], self.max_length, self.batch_tokens
+                self.model,
+                [ask for text_asks in asks for ask in text_asks],
+                self.max_length,
+                self.batch_tokens,
             )
         )
-        return [sum(next(flat)[0] for _ in some) for some in asks]
+        return [sum(next(flat)[0] for _ in text_asks) for text_asks in asks]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return continuations, one at a time."""
@@ -93,7 +97,7 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
                 self._ends,
                 self._special,
             )
-            for prompt, asked in (one.args for one in requests)
+            for prompt, asked in (request.args for request in requests)
         ]
 
 
@@ -114,7 +118,7 @@ def run_tasks(
             legal = nearest(name, manager.all_tasks, 3)
             raise ConfigError(refusal(f"--tasks {name}: there is no such task", legal=legal))
     with contextlib.redirect_stdout(sys.stderr):  # ours is for the result
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=lm,
             tasks=list(names),
             num_fewshot=num_fewshot,
@@ -123,8 +127,8 @@ def run_tasks(
             log_samples=False,
             task_manager=manager,
         )
-    assert found is not None, "this process is rank 0"
-    return dict(found)
+    assert results is not None, "this process is rank 0"
+    return dict(results)
 
 
 def _special_ids(tokenizer: Tokenizer) -> set[int]:

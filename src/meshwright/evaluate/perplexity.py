@@ -72,14 +72,14 @@ def measure(
     sums, counts, text = np.zeros(rows), np.zeros(rows), 0.0
     for first in range(0, rows, batch):
         stop = min(first + batch, rows)
-        some = windows.rows(first, stop)
-        targets = torch.from_numpy(some.targets)
+        batch_windows = windows.rows(first, stop)
+        targets = torch.from_numpy(batch_windows.targets)
         segments = lengths = None
-        if some.segments is not None:
-            segments = torch.from_numpy(some.segments)
+        if batch_windows.segments is not None:
+            segments = torch.from_numpy(batch_windows.segments)
         elif isinstance(windows, Windows):
             lengths = torch.from_numpy(windows.lengths(first, stop))
-        nats = score(model, torch.from_numpy(some.inputs), targets, segments, lengths).nats
+        nats = score(model, torch.from_numpy(batch_windows.inputs), targets, segments, lengths).nats
         sums[first:stop] = nats.sum(1).numpy()
         counts[first:stop] = (targets != IGNORE).sum(1).numpy()
         text += float(nats[~torch.isin(targets, torch.tensor(marks))].sum())

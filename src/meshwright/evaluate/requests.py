@@ -69,32 +69,32 @@ def answer(
     """
     rows = [_inputs(ask, max_length) for ask in asks]
     order = sorted(range(len(asks)), key=lambda index: -len(rows[index]))
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(asks)
-    for some in _batches(order, [len(row) for row in rows], batch_tokens):
-        longest = len(rows[some[0]])
-        inputs = torch.zeros(len(some), longest, dtype=torch.int64)
+    answers: list[tuple[float, bool]] = [(0.0, True)] * len(asks)
+    for batch in _batches(order, [len(row) for row in rows], batch_tokens):
+        longest = len(rows[batch[0]])
+        inputs = torch.zeros(len(batch), longest, dtype=torch.int64)
         targets = torch.full_like(inputs, IGNORE)
-        for place, index in enumerate(some):
+        for position, index in enumerate(batch):
             row, wanted = rows[index], asks[index].wanted
-            inputs[place, : len(row)] = torch.tensor(row)
-            targets[place, len(row) - len(wanted) : len(row)] = torch.tensor(wanted)
-        lengths = torch.tensor([len(rows[index]) for index in some])
+            inputs[position, : len(row)] = torch.tensor(row)
+            targets[position, len(row) - len(wanted) : len(row)] = torch.tensor(wanted)
+        lengths = torch.tensor([len(rows[index]) for index in batch])
         scores = score(model, inputs, targets, lengths=lengths)
         greedy = (scores.greedy | (targets == IGNORE)).all(1).tolist()
-        for index, nats, likeliest in zip(some, scores.nats.sum(1).tolist(), greedy, strict=True):
-            found[index] = (-nats, likeliest)
-    return found
+        for index, nats, likeliest in zip(batch, scores.nats.sum(1).tolist(), greedy, strict=True):
+            answers[index] = (-nats, likeliest)
+    return answers
 
 
 def rolling(ids: Sequence[int], prefix: int, max_length: int) -> list[Ask]:
     """Return requests that want each id once: the first after `prefix`, the last one looking back
     at `max_length` inputs even where it wants few."""
-    whole = [prefix, *ids]
+    sequence = [prefix, *ids]
     asks = []
     for start in range(0, len(ids), max_length):
         stop = min(start + max_length, len(ids))
         first = max(0, stop - max_length)
-        asks.append(Ask(whole[first : start + 1], whole[start + 1 : stop + 1]))
+        asks.append(Ask(sequence[first : start + 1], sequence[start + 1 : stop + 1]))
     return asks
 
 

@@ -52,13 +52,13 @@ def score(
     nats, greedy = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
     for first in range(0, len(chosen), size):
         logits = model.logits(hidden[first : first + size]).float()
-        those = chosen[first : first + size]
-        nats.append(F.cross_entropy(logits, those, reduction="none").cpu())
-        greedy.append((logits.argmax(-1) == those).cpu())
+        batch_targets = chosen[first : first + size]
+        nats.append(F.cross_entropy(logits, batch_targets, reduction="none").cpu())
+        greedy.append((logits.argmax(-1) == batch_targets).cpu())
     where = wanted.cpu()
-    found = Scores(
+    scores = Scores(
         torch.zeros(targets.shape, dtype=torch.float64), torch.zeros_like(where, device="cpu")
     )
-    found.nats[where] = torch.cat(nats).double()
-    found.greedy[where] = torch.cat(greedy)
-    return found
+    scores.nats[where] = torch.cat(nats).double()
+    scores.greedy[where] = torch.cat(greedy)
+    return scores

@@ -26,7 +26,7 @@ class Text:
     that such a model expects before every text; a run reads rows from anywhere in a document.
     """
 
-    what: str
+    name: str
     view: TokenView
     tokenizer: Tokenizer
     seq_len: int | None
@@ -69,9 +69,9 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
         raise ConfigError(
             f"{folder} held nothing out (data.validation = {data.spec.validation}); give --source"
         )
-    what = f"held-out documents of {', '.join(data.spec.sources)}"
+    name = f"held-out documents of {', '.join(data.spec.sources)}"
     return Text(
-        what,
+        name,
         data.parts[0].validation,
         data.tokenizer,
         job.config.train.seq_len,
@@ -103,14 +103,14 @@ def given(
             f"but the model has {asked.name!r}; prepare the text with that one"
         )
     job = run_of(folder)
-    what = ", ".join(spec.sources)
+    name = ", ".join(spec.sources)
     if job is None:
         tokenizer, form = data.tokenizer, data.spec.format
         view, packing = data.parts[0].train, data.spec.packing
-        return Text(what, view, tokenizer, None, packing, form=form, begin=tokenizer.bos_ids)
+        return Text(name, view, tokenizer, None, packing, form=form, begin=tokenizer.bos_ids)
     config = job.config
     return Text(
-        what,
+        name,
         data.parts[0].train,
         data.tokenizer,
         config.train.seq_len,

@@ -62,19 +62,21 @@ class Windows:
         """
         starts, scored = self._starts(first, stop), self.scored(first, stop)
         length = int((scored[:, 1] - starts).max())
-        at = starts[:, None] + np.arange(length)
-        inside = np.minimum(at, len(self.view) - 1)
-        ids = np.zeros_like(at)
+        positions = starts[:, None] + np.arange(length)
+        inside = np.minimum(positions, len(self.view) - 1)
+        ids = np.zeros_like(positions)
         for row, (start, end) in enumerate(zip(starts, scored[:, 1], strict=True)):
             ids[row, : end - start] = self.view.read(int(start), int(end))
         targets = ids[:, 1:].copy()
-        targets[(at[:, 1:] < scored[:, :1]) | (at[:, 1:] >= scored[:, 1:])] = IGNORE
+        targets[(positions[:, 1:] < scored[:, :1]) | (positions[:, 1:] >= scored[:, 1:])] = IGNORE
         if self.packing == "stream":
             return self._begun(Rows(ids[:, :-1], targets, None))
         documents = np.searchsorted(self.view.ends, inside, side="right")
         documents -= documents[:, :1]
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
-        documents[at >= scored[:, 1:] - 1] = PADDING  # also the last token, which is a target only
+        documents[positions >= scored[:, 1:] - 1] = (
+            PADDING  # also the last token, which is a target only
+        )
         return self._begun(Rows(ids[:, :-1], targets, documents[:, :-1]))
 
     def _begun(self, rows: Rows) -> Rows:
@@ -116,14 +118,16 @@ class Windows:
     def lengths(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return how many inputs each of some rows has without what pads it, int64 `[rows]`."""
         starts, count = self._starts(first, stop), len(self.begin)
-        begun = [tuple(self.view.read(at, at + count).tolist()) == self.begin for at in starts]
+        begun = [
+            tuple(self.view.read(start, start + count).tolist()) == self.begin for start in starts
+        ]
         return self.scored(first, stop)[:, 1] - starts - 1 + np.where(begun, 0, count)
 
     def _starts(self, first: int, stop: int) -> NDArray[np.int64]:
-        places = np.arange(first, stop, dtype=np.int64)
-        whole = places < self.full
-        places[whole] = permute(places[whole], self.full, f"{self.seed}/0")
-        return places * self.stride
+        indices = np.arange(first, stop, dtype=np.int64)
+        is_full = indices < self.full
+        indices[is_full] = permute(indices[is_full], self.full, f"{self.seed}/0")
+        return indices * self.stride
 
 
 class Conversations:

@@ -47,7 +47,7 @@ class Fits:
     def estimate(self, layout: Layout, kept_bytes: KeptBytes | None = None) -> RankMemory:
         """Return the approximate bytes of a layout's largest rank; exact if already priced.
 
-        `kept` is the layout's `kept_of`, if the caller knows it.
+        `kept_bytes` is the layout's `kept_of`, if the caller knows it.
         """
         if layout in self._exact:
             return self._exact[layout]
