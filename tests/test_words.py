@@ -1,7 +1,8 @@
 """A prose check: the docs, messages and docstrings in plain, native technical English.
 
 A small vocabulary of phrases that made readers stop, each with its replacement. Text in backticks
-or code blocks, tables that commands write, and the log of experiments are left out.
+or code blocks, tables that commands write, and the log of experiments are left out. In the packages
+of `NAMED`, variables and parameters have names that say what a value is.
 """
 
 import ast
@@ -43,6 +44,13 @@ PAGES = EVERYWHERE | {
     r"tokenise[sd]?|optimisations?|recognised?|synchronised?": "American spelling: -ize",
 }
 LEFT_OUT: set[str] = set()
+# Packages whose variables and parameters have no name of `FILLERS`.
+NAMED = ("bench", "checkpoint", "cli", "evaluate", "planner", "report", "runtime", "serve")
+FILLER_WORDS = (
+    "found one held made told more each kept own rest others at of words whole here there beside "
+    "again every some mine theirs least most what who why now then both either"
+)
+FILLERS = frozenset(FILLER_WORDS.split())
 # Tables that commands write end a page.
 WRITTEN = re.compile(r"<!-- (?:measured|mutants): begin -->.*", re.DOTALL)
 CODE = re.compile(r"^```.*?^```|``.*?``|`[^`\n]*`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
@@ -107,3 +115,61 @@ def test_strings_of_the_source():
 def test_a_phrase_is_found_across_lines(phrase):
     assert list(hits(phrase, EVERYWHERE))
     assert not list(hits("compared with theirs, in your own loop", PAGES))
+
+
+def fillers(source):
+    """Yield (line, name) of the variables and parameters of a module that are filler words.
+
+    Fields of classes are attributes, whose names are part of an interface.
+    """
+    tree = ast.parse(source)
+    fields = {
+        statement.target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
+            names = [node.id]
+        elif isinstance(node, ast.arg):
+            names = [node.arg]
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            names = [node.name]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name in FILLERS)
+
+
+@pytest.mark.parametrize("package", NAMED)
+def test_names_say_what_a_value_is(package):
+    files = sorted((ROOT / "src/meshwright" / package).rglob("*.py"))
+    assert len(files) > 3
+    problems = [
+        f"{path.relative_to(ROOT)}:{line}: {name!r} does not say what the value is"
+        for path in files
+        for line, name in fillers(path.read_text(encoding="utf-8"))
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_a_filler_is_found_wherever_a_name_is_given():
+    source = """
+class Row:
+    rest: int
+
+def load(what, *most, why=None, **more):
+    found = [one for one in most]
+    with open(found) as held:
+        for at, (each, _) in enumerate(held):
+            told = lambda whole: whole
+    try:
+        kept: int = (now := 1)
+    except OSError as then:
+        raise
+    return found, others
+"""
+    names = sorted(name for _, name in fillers(source))
+    expected = "at each found held kept more most now one then told what whole why"
+    assert names == expected.split()
