@@ -34,7 +34,7 @@ _MOST_WEIGHTS: Final = 2**28
 
 
 class Shape(NamedTuple):
-    """A block of a model with so many rows of so many tokens."""
+    """A block of a model and its input: `rows` sequences of `length` tokens."""
 
     spec: ModelSpec
     length: int
@@ -115,9 +115,9 @@ def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape)
 
 
 def outlasting(device: torch.device, precision: str, budget_s: float, shape: Shape) -> Shape:
-    """Return the shape with enough rows that a block keeps a GPU busy longer than its host.
+    """Return the shape with enough sequences that a block keeps a GPU busy longer than its host.
 
-    With fewer rows the host's time would be measured, which is that of a tiny block.
+    With fewer sequences the host's time would be measured, which is that of a tiny block.
     """
     if device.type == "cpu":
         return shape
@@ -186,7 +186,7 @@ def attention_flops(shape: Shape) -> float:
 
 
 def products_of(precision: str, shape: Shape) -> tuple[Product, ...]:
-    """Return the products of a block's forward."""
+    """Return the matmuls of a block's forward."""
     return tuple(_work(precision, shape).products)
 
 
@@ -203,9 +203,9 @@ def seconds_per_byte(
     *,
     on_cpu: bool,
 ) -> float:
-    """Return the seconds per byte that a block moves outside of products and attention.
+    """Return the seconds per byte that a block moves outside of matmuls and attention.
 
-    The rest of a block's time after its products, attention and overhead, divided by the bytes that
+    The rest of a block's time after its matmuls, attention and overhead, divided by the bytes that
     `predict.work` counts; `rates` are the peak and the half of `device.saturation`. Measured in the
     model's own size, because the work around attention doesn't scale with bytes alone. On a GPU,
     the overhead is not subtracted, because the host runs ahead.
@@ -220,7 +220,7 @@ def seconds_per_byte(
 
 
 def bytes_moved(precision: str, shape: Shape) -> float:
-    """Return the bytes that a forward and a backward of a block move beside products."""
+    """Return the bytes that a forward and a backward of a block move besides matmuls."""
     return PASSES * forward_moved(_work(precision, shape), SYSTEMS["meshwright"])
 
 
@@ -229,7 +229,7 @@ def by_rows(
 ) -> dict[int, float]:
     """Return the seconds of a block per token, by sequences of a microbatch, up to `max_sequences`.
 
-    The rows of the shape are among them.
+    That of the shape is among them.
     """
     flops = _flops(shape._replace(rows=1))
     able = min(max_sequences, _MOST_FLOPS[device.type] / flops)

@@ -135,7 +135,7 @@ def _waiting(world: World, effort: Effort) -> tuple[dict[str, float], dict[str, 
 def _of_blocks(
     world: World, budget_s: float, case: Case, shape: on_blocks.Shape
 ) -> dict[str, float]:
-    """Return what is measured of a case's own blocks beside compiling: see `search.choices`."""
+    """Return what is measured on a case's own blocks, except compiling: see `planner.choices`."""
     precision = case.train.precision
     max_sequences = max(1, case.train.batch // case.layout.dp)
     seconds_by_sequences = on_blocks.by_rows(
@@ -157,7 +157,7 @@ def _of_blocks(
 def _compute(
     device: torch.device, effort: Effort, own_shape: on_blocks.Shape | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return what one rank's computing comes to, and its curves."""
+    """Return the constants of one rank's computation, and the curves behind them."""
     curves: dict[str, Any] = {}
     budget_s = effort.budget_s
     shapes = {} if own_shape is None else {"blocks.": own_shape}
@@ -207,10 +207,10 @@ def _compute(
 def _products(
     device: torch.device, precision: str, budget_s: float, shapes: Sequence[Product]
 ) -> tuple[dict[str, float], list[tuple[Product, float]]]:
-    """Return the constants of products, and their seconds by shape, as "auto" takes them.
+    """Return the constants of matmuls, and their seconds by shape, on the route of "auto".
 
-    Other ways of fp32 products have constants of their own. On a GPU "auto" takes TF32, which has a
-    peak of its own: that of fp32 is that of torch's way.
+    Other routes of fp32 matmuls have constants of their own. On a GPU "auto" takes TF32, which has
+    a peak of its own: that of fp32 is that of the route "torch".
     """
     taken = take_route("auto", device)
     timed = on_device.products(device, precision, budget_s, shapes)
@@ -239,7 +239,7 @@ def _products(
 
 
 def _in_full(device: torch.device, budget_s: float, shapes: Sequence[Product]) -> dict[str, float]:
-    """Return the constants of a GPU's products in full fp32."""
+    """Return the constants of a GPU's matmuls in full fp32."""
     take_route("torch", device)
     timed = on_device.by_device(on_device.products(device, "fp32", budget_s, shapes))
     take_route("auto", device)

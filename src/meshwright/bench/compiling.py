@@ -28,7 +28,7 @@ def compiling(
     """Return constants: speedup, saved time, share of saved memory, compile seconds.
 
     The saved time is a multiple of the time in which a copy, at the rate `bandwidth`, moves the
-    bytes of a block beside products: it prices blocks of other shapes. Measured on the blocks of a
+    bytes of a block besides matmuls: it prices blocks of other shapes. Measured on the blocks of a
     case, with one of its microbatches. The seconds are those of a compiler with an empty cache.
     Empty if a pass of a block takes too long to be repeated.
     """

@@ -79,7 +79,7 @@ SIZES: Final[Mapping[str, BenchSizes]] = {
 def products(
     device: torch.device, precision: str, budget_s: float, shapes: Sequence[Product]
 ) -> list[tuple[Product, float]]:
-    """Return the seconds of a pass of products by shape: a third of forward and backward."""
+    """Return the seconds of a matmul pass by shape: a third of forward and backward."""
     dtype, works = DTYPES[precision], []
     for shape in shapes:
         x = torch.randn(shape.rows, shape.inner, dtype=dtype, device=device, requires_grad=True)
@@ -97,7 +97,7 @@ def products(
 
 
 def by_device(timed: Sequence[tuple[Product, float]]) -> list[tuple[Product, float]]:
-    """Return the products that the device takes longer for than the host takes to launch them.
+    """Return the matmuls that take the device longer than the host takes to launch them.
 
     The fastest of all tells the host's time: it must be too small to keep the device busy.
     """
@@ -107,7 +107,7 @@ def by_device(timed: Sequence[tuple[Product, float]]) -> list[tuple[Product, flo
 
 
 def saturation(timed: Sequence[tuple[Product, float]]) -> tuple[float, float]:
-    """Return the peak rate in FLOP/s and the dim at which a product reaches half of it.
+    """Return the peak rate in FLOP/s and the dim at which a matmul reaches half of it.
 
     The form of `predict.kernels`: each side d lowers the rate by `d / (d + half)`. The peak follows
     for each half of a grid; the smallest squared error of the logarithms wins.

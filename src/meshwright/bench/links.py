@@ -66,7 +66,7 @@ def shared(world: World, times: int = _TIMES) -> dict[str, list[tuple[int, float
 def sums_both_ways(world: World, size: int) -> tuple[float, float] | None:
     """Return the seconds of an all-reduce of so many bytes by gloo and by shared memory.
 
-    None if such a message doesn't use shared memory. Both alternate, with products in between.
+    None if such a message doesn't use shared memory. Both alternate, with matmuls in between.
     """
     link = open_groups(Layout(tp=world.size), world).tp
     if not link.is_shared or size > LARGEST_SHARED:
@@ -94,7 +94,7 @@ def _seconds(
 
 
 def overlap(world: World) -> float:
-    """Return the share of the shorter of a product and an all-reduce that the other one hides."""
+    """Return the share of the shorter of a matmul and an all-reduce that the other one hides."""
     side, elements = _BESIDE[world.device.type]
     factor = torch.randn(side, side, device=world.device)
     message = torch.ones(elements, device=world.device)

@@ -159,7 +159,7 @@ class Checkpoints:
             _take(group, settings)
 
     def _leaves(self) -> list[Leaf]:
-        """Return what this rank holds of the model; raises if the optimizer holds others."""
+        """Return this rank's shards of the model; raises if the optimizer has other parameters."""
         reshard(self._model)  # a forward without backward may have left whole weights
         leaves = list(_parameters(self._model, self._layout))
         known = {leaf.tensor for leaf in leaves}

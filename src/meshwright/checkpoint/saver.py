@@ -182,7 +182,7 @@ class Saver:
 
     @contextmanager
     def _beside_training(self, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """Copy from a GPU on a stream of its own, from an event of the training's on."""
+        """Run the copies from a GPU on a separate stream, after an event of the training stream."""
         if self._stream is None or self._staging is None or ready is None:
             yield
             return

@@ -55,7 +55,7 @@ class Staging:
         return self._pieces[index]
 
     def _empty(self, index: int) -> None:
-        """Put what a piece of pinned memory holds where it belongs, once it is there."""
+        """Copy a pinned buffer to its destination, once the GPU has filled it."""
         filled = self._filled.pop(index, None)
         if filled is not None:
             arrived, into = filled

@@ -133,7 +133,7 @@ def _leaves(trained: Trained) -> list[Leaf]:
 
 
 def _frozen(parallel: Parallel) -> list[Leaf]:
-    """Return what a step keeps though no step changes it, so that it needs nothing beside it."""
+    """Return the frozen parameters, which each step stores so that it can be loaded by itself."""
     dtype = DTYPES[parallel.program.train.precision]
     frozen = [parameter for parameter in parallel.held if not parameter.sharding.part.trained]
     leaves = [_leaf(parallel, parameter, parameter.shard) for parameter in frozen]
@@ -152,7 +152,7 @@ def _leaf(parallel: Parallel, parameter: HeldParameter, tensor: Tensor) -> Leaf:
 
 
 def _buffers(parallel: Parallel) -> list[Leaf]:
-    """Return what stages keep beside parameters, which of a stage's ranks the first one writes."""
+    """Return the buffers of all stages; the first rank of each stage writes them."""
     coordinates = parallel.groups.at
     is_mine = all(coordinates[axis] == 0 for axis in coordinates if axis != "pp")
     return [

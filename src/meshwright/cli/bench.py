@@ -129,7 +129,7 @@ def _device(args: argparse.Namespace) -> int:
 
 
 def _keep(text: str, config: Config, machine: Machine, environ: Mapping[str, str]) -> None:
-    """Keep a calibration for this machine, unless it is of other than the default ranks."""
+    """Store a calibration for this machine, if it was measured with the default number of ranks."""
     if config.cluster.devices_per_node is not None:
         return
     with contextlib.suppress(RuntimeError):  # no home at all

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     """Print the verdicts and write the TOML; the verdicts go to stderr where the TOML is printed.
 
-    Raises `ConfigError`, once all is told, where keys that matter cannot be taken over.
+    Raises `ConfigError`, after all verdicts, where keys that matter cannot be translated.
     """
     # Not at the top: what they bring would slow down `show` and `--help`.
     from meshwright.cli.imports import import_config, print_report, settle

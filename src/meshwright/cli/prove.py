@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[Refusal]]:
-    """Return what the table has for the arguments: cases, and refusals with what they were told."""
+    """Return the table's cases for the arguments, and its refusals with their messages."""
     world = 8 if args.world is None else args.world
     only = args.only or ""
     chosen = [case for case in matrix(world) if only in case.label]
@@ -112,7 +112,7 @@ def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[R
 
 
 def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
-    """Return the layouts that a seed draws, and what JSON says of them."""
+    """Return the layouts that a seed draws, and their fields of the JSON document."""
     worlds = DRAWN_WORLDS if args.world is None else (args.world,)
     seed, only = args.seed or 0, args.only or ""
     cases = [case for case in draw(seed, args.random, worlds) if only in case.label]
@@ -141,7 +141,7 @@ def case_of_json(text: str) -> Case:
 
 
 def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
-    """Return the small cases that stand for a config's layout, and what JSON says of it."""
+    """Return the small cases that stand for a config's layout, and fields of the JSON document."""
     config = read_config(args)
     if config.train.routing != "learned":
         rule = f'train.routing = "{config.train.routing}" depends on positions in a rank\'s batch'

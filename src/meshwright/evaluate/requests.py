@@ -61,7 +61,7 @@ class Ending(NamedTuple):
 def answer(
     model: Transformer, asks: Sequence[Ask], max_length: int, batch_tokens: int
 ) -> list[tuple[float, bool]]:
-    """Return of each request the log-likelihood in nats, and whether it is the greedy choice.
+    """Return (log-likelihood in nats, whether it is the greedy choice) for each request.
 
     A context is cut on the left where it and the wanted ids are more than `max_length` inputs.
     Requests of about the same length share a batch of at most `batch_tokens` inputs. Raises

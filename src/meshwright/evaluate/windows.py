@@ -80,7 +80,7 @@ class Windows:
         return self._begun(Rows(ids[:, :-1], targets, documents[:, :-1]))
 
     def _begun(self, rows: Rows) -> Rows:
-        """Put what begins a text before each row that does not begin with it."""
+        """Prepend the ids that begin a text to each row that does not begin with them."""
         count = len(self.begin)
         if count == 0:
             return rows
@@ -99,7 +99,7 @@ class Windows:
         return Rows(inputs, targets, segments)
 
     def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the ids that the first rows score, in pieces of one document each, the longest.
+        """Yield the ids that the first `rows` rows score, as the longest pieces within a document.
 
         Neighbouring rows are joined, since characters of several tokens cross their border.
         """
@@ -116,7 +116,7 @@ class Windows:
                 yield view.read(begin, end)
 
     def lengths(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return how many inputs each of some rows has without what pads it, int64 `[rows]`."""
+        """Return the number of inputs of each row without its padding, int64 `[rows]`."""
         starts, count = self._starts(first, stop), len(self.begin)
         begun = [
             tuple(self.view.read(start, start + count).tolist()) == self.begin for start in starts

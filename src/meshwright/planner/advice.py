@@ -122,9 +122,9 @@ def _messages(prediction: Prediction, setting: Setting) -> str | None:
 
 
 def _host(prediction: Prediction, setting: Setting) -> str | None:
-    """Return what offload asks of the host: weights, gradients and moments in fp32, or moments.
+    """Return a warning with the bytes of host memory that offload needs; None without offload.
 
-    Or what activations take there.
+    Those of weights, gradients and moments in fp32, of moments alone, or of activations.
     """
     layout = prediction.layout
     if layout.offload == "none":

@@ -64,7 +64,7 @@ def _allocator(setting: Setting) -> Chosen | None:
 
 
 def rows_of(setting: Setting) -> dict[int, float]:
-    """Return measured seconds of a block per token, by the number of rows in a microbatch."""
+    """Return measured seconds of a block per token, by the number of sequences in a microbatch."""
     start, end = f"{setting.cluster.device.kind}.blocks.rows.", f".{setting.train.precision}"
     return {
         int(name.removeprefix(start).removesuffix(end)): value

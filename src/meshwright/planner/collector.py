@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn the garbage collector off for as long as this lasts.
+    """Turn Python's garbage collector off inside the `with` block.
 
     A search makes hundreds of thousands of small objects and keeps many of them until its end. They
     have no cycles, but the collector would look through all of them again and again, for a tenth to

@@ -69,7 +69,7 @@ def unmeasured(train: TrainSpec, lacks: str | None, *, on_gpus: bool) -> Compile
 
 
 def _settled(train: TrainSpec, lacks: str | None) -> CompileChoice | None:
-    """Return what is decided without a gain; None where it goes by that."""
+    """Return the choice where it does not depend on the measured gain; None where it does."""
     if train.compile != "auto":
         return CompileChoice(train.compile, "as asked for")
     if train.engine != "native":

@@ -31,7 +31,7 @@ from meshwright.planner.space import (
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """What the microbatches of a core take in a schedule, with the host's work for them.
+    """The seconds that a core's microbatches take in a schedule, with the host's work for them.
 
     `times` counts the ranks of a pipeline by the layers that they hold, `base` has the seconds of a
     microbatch on each, `transfer` those of a message between stages.
@@ -52,7 +52,7 @@ class Pace:
         return self._of(self.base)
 
     def among(self, gathers: Waits) -> tuple[HeldLayers, float]:
-        """Return the same where microbatches wait for such messages."""
+        """Return the slowest rank and the seconds where microbatches wait for such messages."""
         return self._of(
             {
                 held_layers: seconds + gathers.of(held_layers)
@@ -133,7 +133,7 @@ class Paces:
 
 @lru_cache(maxsize=4096)
 def least_idle(pp: int, layers: int, microbatches: int) -> float:
-    """Return the least share of its work that a pipeline waits, of all schedules it may have.
+    """Return the smallest idle time of a pipeline over its legal schedules, as a share of its work.
 
     Its ranks are equally fast, and its messages take no time.
     """

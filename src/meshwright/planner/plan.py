@@ -138,7 +138,7 @@ def setting_of(
 
 
 def products_of(train: TrainSpec, device: Device) -> str:
-    """Return the dtype of a training's products on a device; a CPU has none in float8."""
+    """Return the dtype of a training's matmuls on a device; a CPU has none in float8."""
     return "fp8" if train.fp8 and "fp8" in device.peaks else train.precision
 
 

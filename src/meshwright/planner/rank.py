@@ -256,7 +256,7 @@ class Search:
         return self._evenly(core, (layers, first, last))
 
     def _evenly(self, core: Core, seconds: tuple[Sequence[float], float, float]) -> float:
-        """Return a step of microbatches with such seconds: of each kind of layer, and the ends."""
+        """Return the seconds of a step whose microbatches are spread evenly over the pipeline."""
         count, pp, (layers, first, last) = core.microbatches, core.degrees[0], seconds
         layer_seconds: float = sum(map(mul, layers, self._kinds))
         microbatches: float = count * (layer_seconds + first + last) / pp
@@ -365,7 +365,7 @@ class Search:
         return candidates
 
     def _activations(self, layout: Layout, rank: int) -> float:
-        """Return what a pipeline rank keeps: the same of all shardings of a division."""
+        """Return the bytes of a pipeline rank's activations: the same for all shardings."""
         key = (
             *shape_of(layout),
             layout.pp,

@@ -170,7 +170,7 @@ class Shardings:
         return layout.microbatches(self.setting.train.batch), layout.microbatch
 
     def _alike(self, layout: Layout) -> tuple[object, ...]:
-        """Return what of a 1F1B layout determines a rank's states, and messages once per step."""
+        """Return the cache key of a rank's states, and of its messages once per step."""
         often = self._often(layout) if layout.offload == "params" else ()
         zero = layout.zero, layout.shard_ranks, layout.replica_ranks
         return *zero, layout.tp, layout.ep, layout.etp, layout.offload, often

@@ -178,7 +178,7 @@ def _unpinned(
     data: tuple[int, int, int],
     offloaded: tuple[Offload, ...] | None,
 ) -> int:
-    """Return how many layouts such `schedules` and `shardings` make with such offloads."""
+    """Return the number of layouts: of schedules, times that of shardings with their offloads."""
     data_choices = sum(len(offloads(choice.zero, offloaded)) for choice in shardings(*data))
     return len(schedules(*pipeline)) * data_choices
 
@@ -210,7 +210,7 @@ def _pinned(
     offloaded: tuple[Offload, ...] | None,
     pins: Pins,
 ) -> tuple[int, int]:
-    """Return how many shardings and how many schedules of a core are as a user fixed them."""
+    """Return how many shardings and how many schedules of a core match the keys that are fixed."""
     if offloaded is None and pins.get("offload") == "activations":
         offloaded = ("activations",)
     data_choices = sum(

@@ -97,7 +97,7 @@ def _cheapest_first(way: WayToFit) -> tuple[float, str]:
 
 
 class _Tried(NamedTuple):
-    """A change as closed forms have it: how much slower, its words, the layout in its setting."""
+    """A change priced in closed form: how much slower it is, its text, layout and setting."""
 
     slower: float
     text: str

@@ -31,7 +31,7 @@ class Agreement:
 
     @property
     def words(self) -> str:
-        """Both in a sentence."""
+        """The comparison in a sentence: the order of actions, then the idle shares."""
         order = self.difference or "every rank did its actions in the planned order"
         if self.planned is None or self.measured is None or self.points is None:
             return order

@@ -229,7 +229,7 @@ _Sums = Mapping[tuple[str, str], _Sum]
 
 
 def _cells(sums: _Sums, expected: _Sums, key: tuple[str, str]) -> list[Any]:
-    """Return what a table says of a kind of message: bytes, number, waited, predicted bytes."""
+    """Return the table cells of a kind of message: bytes, count, time waited, predicted bytes."""
     actual = sums.get(key, _NONE)
     waited = seconds(actual[2]) if actual[2] is not None else None
     cells = [format_bytes(actual[0]), f"{actual[1]:,}", waited]

@@ -83,7 +83,7 @@ def banner(run: RunRecord, unix_time: float | None = None) -> Banner | None:
 
 
 def _diverged(steps: Sequence[Any]) -> str | None:
-    """Return how the loss left, if it did: not a number, or far above what it had been."""
+    """Return how the loss diverged, if it did: not finite, or far above its lowest median."""
     if not steps:
         return None
     last = steps[-1]

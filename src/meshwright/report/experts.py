@@ -108,7 +108,7 @@ def _map(page: Page, event: Mapping[str, Any]) -> str:
 
 
 def _map_over_time(page: Page, events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the same of one layer by step: of the one whose busiest expert met most at last."""
+    """Return the map of tokens by expert and step, of the layer that is least balanced at last."""
     shown_events, last = thin(events, 120), events[-1]
     if len(shown_events) < 2:
         return ""
@@ -137,7 +137,7 @@ def _heat(
     names: tuple[str, str],
     columns: Sequence[int],
 ) -> Figure:
-    """Return a map of shares, whose rows and columns have such numbers and are named so."""
+    """Return a heat map of shares; `rows` and `columns` number its axes, `names` names them."""
     down, along = names
     highest = max(2.0, *(share for row in shares for share in row))
     side = max(8, min(28, 480 // len(shares)))

@@ -111,7 +111,7 @@ def time_unit(longest: float) -> tuple[str, float]:
 
 
 def byte_unit(largest: float) -> tuple[str, float]:
-    """Return a readable unit for so many bytes, and its bytes."""
+    """Return a readable unit for sizes up to `largest` bytes, and its number of bytes."""
     return next(((name, float(size)) for name, size in BINARY if largest >= size), ("B", 1.0))
 
 

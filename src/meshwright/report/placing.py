@@ -87,7 +87,7 @@ def fold_of(panels: Sequence[Panel]) -> Fold | None:
 
 
 def _middle(panel: Panel) -> tuple[float, float]:
-    """Return when every rank has done its first actions, and when one begins its last ones."""
+    """Return when all ranks have done their first actions, and when one begins its last ones."""
     stages = max(len(rank_profile.stages) for rank_profile in panel.ranks) * len(panel.ranks)
     fitting = MOST_SPANS // (2 * _SPANS_OF_ACTION * len(panel.ranks))
     end_actions = min(2 * stages + 4, max(fitting, 1))

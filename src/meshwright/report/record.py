@@ -165,7 +165,7 @@ def _cluster(config: Config | None, layout: Layout | None) -> Cluster | None:
 
 
 def _events(path: Path, missing: list[str]) -> tuple[Mapping[str, Any], ...]:
-    """Return the events; what is left of a line that was cut off is not one."""
+    """Return the run's events, without damaged or unfinished lines."""
     try:
         events = Events.read(path)
     except OSError:

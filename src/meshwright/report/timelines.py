@@ -365,7 +365,7 @@ def _told(shown: Sequence[Panel], is_aligned_too: bool) -> str:
 
 
 def _key(shown: Sequence[Panel]) -> list[tuple[str, Look]]:
-    """Return what the looks of a timeline mean."""
+    """Return the legend of a timeline: the meaning of each colour and pattern in it."""
     ranks = [rank_profile for panel in shown for rank_profile in panel.ranks]
     spans = [span for rank_profile in ranks for span in rank_profile.spans]
     used = {span.name for span in spans}

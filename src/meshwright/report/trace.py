@@ -100,7 +100,7 @@ def _arguments(span: Span) -> dict[str, Any]:
 
 
 def _threads(spans: Iterable[Span]) -> list[list[_Timed]]:
-    """Return spans spread over threads, each on the first in which it crosses no other."""
+    """Assign spans to threads, each to the first in which it overlaps others by nesting alone."""
     threads: list[list[_Timed]] = []
     # By thread: the ends of the spans that are not over, outermost first.
     open_ends: list[list[int]] = []

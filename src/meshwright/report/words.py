@@ -252,7 +252,7 @@ def _shape(base: StepProfile) -> Iterator[Advice]:
 
 
 def _to_fill(layout: Mapping[str, Any]) -> str:
-    """Return what fills an idle pipeline that the layout does not have yet."""
+    """Return advice on an idle pipeline: the options that the layout does not use yet."""
     ways = ["more microbatches (a larger train.batch or a smaller layout.microbatch)"]
     if layout.get("virtual_stages", 1) == 1:
         ways.append("virtual stages (layout.virtual_stages=2)")

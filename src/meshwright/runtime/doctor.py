@@ -167,12 +167,12 @@ def _port(port: int | None) -> str:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the nearest folder on a path that is there."""
+    """Return the nearest existing folder on a path."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def _folder(path: Path) -> str:
-    """Try in the nearest folder that is there what a run needs of it: files, and locks on them."""
+    """Check that the nearest existing folder takes files, and locks on them, as a run needs."""
     existing = _nearest(path)
     with tempfile.TemporaryFile(dir=existing) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,7 +217,7 @@ def _trackers(config: Config) -> str:
 
 
 def _room(config: Config, root: Path) -> str:
-    """Compare what the steps of a run take with what the disk has."""
+    """Compare the bytes of a run's saved steps with the free space of the disk."""
     states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     trained = trained_parameter_count(config.model)
     step_bytes = 4 * (parameter_count(config.model) + trained * states)

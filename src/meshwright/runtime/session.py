@@ -189,7 +189,7 @@ def prepare_job(
 
 
 def _refuse_steps(job: Job) -> None:
-    """Refuse a new run where there are steps: they are another's."""
+    """Refuse a new run whose folder of steps has steps of another run."""
     if steps(job.checkpoints):
         raise ConfigError(_taken(job))
 
@@ -302,7 +302,7 @@ def _as_rank(config: Config, rendezvous: Rendezvous, environ: Mapping[str, str])
 
 
 def _take_up_logs(job: Job, rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
-    """Have a rank leave why it ends in the run folder, and on a GPU what NCCL has done.
+    """Make a rank leave its failure, and on a GPU NCCL's last operations, in the run folder.
 
     torch reads the variable for it as it writes, at a time-out.
     """

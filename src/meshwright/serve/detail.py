@@ -49,7 +49,7 @@ def detail(plan: Plan, label: str) -> dict[str, Any]:
 
 
 def _peak_name(prediction: Prediction) -> str:
-    """Return which peak is predicted: without what is outside a program, it is that of tensors."""
+    """Return the name of the predicted peak: the process's if it includes more than tensors."""
     categories = prediction.memory.by_category()
     return PROCESS if any(categories.get(name) for name in OUTSIDE) else TENSORS
 

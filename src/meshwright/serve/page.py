@@ -56,7 +56,7 @@ def page(arguments: Sequence[str] = (), answer: Mapping[str, Any] | None = None)
 
 
 def _drawn(look: Look) -> dict[str, str]:
-    """Return how the page draws what looks so: a fill, and stripes over it if it has a pattern."""
+    """Return a look for the page's script: a fill, and stripes over it if it has a pattern."""
     return {"fill": look.colour, "stripe": look.stripe if look.pattern else ""}
 
 

@@ -145,7 +145,7 @@ def resume_notes(job: Job) -> Iterator[str]:
 
 
 def _change_note(before: Config, current: Config, done: int) -> str | None:
-    """Return what but the learning rate is another after the steps that are done."""
+    """Return a note on training settings that change on resuming, besides the learning rate."""
     changed = []
     for section, keys in _OF_STEPS.items():
         for key in keys:

@@ -79,7 +79,7 @@ def _check_shapes(before: Config, current: Config, changes: str) -> None:
 
 
 def _changed_model(before: Config, current: Config) -> Iterator[str]:
-    """Yield the keys of the model and its adapters that are not as the run began."""
+    """Yield the keys of the model and its adapters that differ from the run's, with both values."""
     for section in ("model", "lora"):
         old, new = (getattr(config, section).model_dump() for config in (before, current))
         for key in KEYS[section]:
@@ -88,6 +88,6 @@ def _changed_model(before: Config, current: Config) -> Iterator[str]:
 
 
 def _has_ended(folder: RunFolder) -> bool:
-    """Whether a run tells that it came to its end, or was stopped there on request."""
+    """Whether a run's events say that it ended, or was stopped on request after its last step."""
     last = ending(Events.read(folder.events)) if folder.events.is_file() else None
     return last is not None and last["event"] == "end"

@@ -25,7 +25,7 @@ _WHEELS: Final = "/tmp/meshwright"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes scripts as blocks, and what occurs twice twice."""
+    """A YAML dumper that writes scripts as blocks, and never an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Never write YAML aliases."""

@@ -58,7 +58,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
 
 
 def check_fp8(config: Config, device: str) -> None:
-    """Refuse float8 if torchao is missing, or if the GPU has no float8 products."""
+    """Refuse float8 if torchao is missing, or if the GPU has no float8 matmuls."""
     if not config.train.fp8:
         return
     if importlib.util.find_spec("torchao") is None:
@@ -77,7 +77,7 @@ def check_fp8(config: Config, device: str) -> None:
 
 
 def check_async_tp(config: Config, layout: Layout, device: str, gpus: Gpus | None) -> None:
-    """Refuse products in pieces where there is no compiled block, or no memory that ranks share."""
+    """Refuse `train.async_tp` without compiled blocks, or without memory that ranks share."""
     if not config.train.async_tp:
         return
     per_node = config.cluster.devices_per_node or (gpus.visible if gpus is not None else layout.tp)

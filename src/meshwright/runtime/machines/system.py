@@ -89,7 +89,7 @@ def _clock() -> Finding:
 
 
 def _clock_state() -> int | None:
-    """Return what adjtimex(2) says of the clock, where there is one."""
+    """Return the state of the clock by adjtimex(2); None where the system lacks that call."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "adjtimex"):
         return None
@@ -98,7 +98,7 @@ def _clock_state() -> int | None:
 
 
 def _loopback() -> Finding:
-    """Measure what one stream between two ends on loopback carries, and a small message's way."""
+    """Measure the throughput of a TCP stream on loopback, and the latency of a small message."""
     try:
         rate, turn = loopback_speed()
     except OSError as error:

@@ -92,7 +92,7 @@ def _measured(
 
 
 def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path | None:
-    """Return the file to keep it in, in a folder that is there; None where that can't be had."""
+    """Return the file in which to store a measurement; None if its folder cannot be created."""
     try:
         path = kept_at(machine, environ, precision)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -94,7 +94,7 @@ def kept_of_cluster(config: Config, environ: Mapping[str, str]) -> Path | None:
 
 
 def _kept_for(config: Config, environ: Mapping[str, str]) -> Kept | None:
-    """Return what is kept of a config's cluster of the catalogue."""
+    """Return the stored calibration of a config's cluster of the catalogue, if there is one."""
     path = kept_of_cluster(config, environ)
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         if path is not None:

@@ -49,7 +49,7 @@ def refuse_unlike(own_digests: Digests, world: World) -> None:
 
 
 def differences(everyone: Sequence[Digests]) -> Iterator[str]:
-    """Describe each thing that differs between ranks, with its value on each."""
+    """Yield a sentence for each input that differs between ranks, with its value on each."""
     for name in dict.fromkeys(name for digests in everyone for name in digests):
         ranks: dict[str, list[int]] = {}
         for rank, digests in enumerate(everyone):

@@ -23,7 +23,7 @@ class Injector:
         self._acted: set[int] = set()
 
     def __call__(self, phase: str, step: int) -> None:
-        """Act, where it is time for it."""
+        """Inject the fault if this is its phase and step."""
         fault = self._fault
         if phase != fault.phase or fault.step not in (None, step) or step in self._acted:
             return

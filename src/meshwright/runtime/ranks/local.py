@@ -96,7 +96,7 @@ class LocalRun:
         return f"The C++ stacks of its threads will be in {file}"
 
     def _traces(self) -> AbstractContextManager[dict[str, str]]:
-        """Yield what has ranks on GPUs write what NCCL has done."""
+        """Yield the environment variables that make ranks on GPUs write NCCL's last operations."""
         on_gpus = self._job.machine.device == "cuda"
         return traced(self._environ, self._job.folder) if on_gpus else nullcontext({})
 

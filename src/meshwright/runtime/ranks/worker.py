@@ -180,7 +180,7 @@ def private_memory() -> int:
 
 
 def _set_data_limit(limit: int | None) -> None:
-    """Limit this process's private writable memory to some bytes, or to what it was born with.
+    """Limit this process's private writable memory to `limit` bytes; None: to the hard limit.
 
     The soft limit only: that one may be raised again.
     """

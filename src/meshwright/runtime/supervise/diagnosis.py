@@ -149,7 +149,7 @@ def _state(
 
 
 def _is_held(folder: RunFolder, seen: tuple[Witness, ...]) -> bool:
-    """Whether a supervisor or a rank of the run is there; on another machine it is taken for so."""
+    """Whether a supervisor or a rank of the run is alive; on another machine it counts as alive."""
     holder = read_holder(folder.lock)
     if holder is None:
         return False
@@ -161,7 +161,7 @@ def _is_held(folder: RunFolder, seen: tuple[Witness, ...]) -> bool:
 
 
 def _good(job: Job) -> str:
-    """Say which is the newest step whose manifest is whole."""
+    """Return a sentence with the newest step whose manifest is intact."""
     for path in reversed(steps(job.checkpoints)):
         try:
             read_manifest(path)

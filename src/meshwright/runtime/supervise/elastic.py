@@ -79,7 +79,7 @@ def recorded(config: Config, rendezvous: Rendezvous, say: Callable[[str], None])
 
 
 def _is_own(word: Word, config: Config, rendezvous: Rendezvous) -> bool:
-    """Whether word is of the job that this attempt is one of."""
+    """Whether a record was left by an earlier attempt of this job."""
     with contextlib.suppress(ConfigError):
         if read_job(Path(word.folder)).run == word.run:
             if starter(rendezvous) != "torchrun":  # a scheduler gives no id twice

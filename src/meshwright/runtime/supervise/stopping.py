@@ -89,7 +89,7 @@ def _step(readings: Sequence[Reading | None]) -> int:
 
 
 def _under_way(readings: Sequence[Reading | None], saved: int) -> str:
-    """Say what the ranks still do; the newest step that is saved is given."""
+    """Return what the ranks still do before they stop; `saved` is the newest saved step."""
     step = _step(readings)
     phases = {reading.phase for reading in readings if reading is not None and reading.step == step}
     if "eval" in phases:

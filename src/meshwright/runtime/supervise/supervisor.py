@@ -307,7 +307,7 @@ def _kind(failure: Mapping[str, Any]) -> FailureKind:
 
 
 def _deed(failure: Mapping[str, Any]) -> str:
-    """Return what failed where, without the ranks in it: of a fault that all meet, any may tell."""
+    """Return what failed where, without rank numbers: any rank may report a failure of all."""
     if failure["out_of_memory"]:
         return f"{failure['place']}: out of memory"
     same = re.sub(r"\brank \d+", "rank", failure["message"])

@@ -139,7 +139,7 @@ class View:
         self._print(step_line(event, self._start, self._remaining_s(event)))
 
     def _experts(self, event: Mapping[str, Any]) -> None:
-        """Say what routers did, at the end and where other experts meet no token than before."""
+        """Show a line on the routers at the end, and when the experts without tokens change."""
         dead, is_last = len(event["dead"]), event["step"] == self._start.get("steps")
         if dead != self._dead or is_last:
             self._print(experts_line(event))
