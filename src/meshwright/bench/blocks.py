@@ -153,8 +153,8 @@ def _pass(
     """
     depth = _depth(device, shape, max_blocks)
     blocks = stack(device, precision, shape.spec, shape.length, depth)
-    size = (shape.rows, shape.length, shape.spec.dim)
-    x = torch.randn(size, device=device, dtype=DTYPES[precision], requires_grad=True)
+    input_shape = (shape.rows, shape.length, shape.spec.dim)
+    x = torch.randn(input_shape, device=device, dtype=DTYPES[precision], requires_grad=True)
 
     def work() -> None:
         blocks.zero_grad()

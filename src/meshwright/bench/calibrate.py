@@ -212,7 +212,7 @@ def _products(
     Other routes of fp32 matmuls have constants of their own. On a GPU "auto" takes TF32, which has
     a peak of its own: that of fp32 is that of the route "torch".
     """
-    taken = take_route("auto", device)
+    auto_route = take_route("auto", device)
     timed = on_device.products(device, precision, budget_s, shapes)
     if device.type != "cpu":
         timed = on_device.by_device(timed)
@@ -226,7 +226,7 @@ def _products(
         return constants, timed
     constants["matmul.gain"] = 1.0
     for matmul in _WAYS:
-        if take_route(matmul, device) == taken:
+        if take_route(matmul, device) == auto_route:
             continue
         other_timed = on_device.products(device, precision, budget_s / 2, shapes)
         peak, half = on_device.saturation(other_timed)

@@ -44,8 +44,8 @@ def compiling(
     wrap = compiler(take_route(case.train.matmul, device))
     for block in compiled:
         wrap(block)
-    size = (sequences, length, spec.dim)
-    x = torch.randn(size, device=device, dtype=DTYPES[precision], requires_grad=True)
+    input_shape = (sequences, length, spec.dim)
+    x = torch.randn(input_shape, device=device, dtype=DTYPES[precision], requires_grad=True)
     with fresh_cache():
         first = _seconds(compiled, x)
     usual = [_seconds(stack, x) for stack in (plain, plain, compiled)]

@@ -63,16 +63,18 @@ def shared(world: World, times: int = _TIMES) -> dict[str, list[tuple[int, float
     }
 
 
-def sums_both_ways(world: World, size: int) -> tuple[float, float] | None:
+def sums_both_ways(world: World, message_bytes: int) -> tuple[float, float] | None:
     """Return the seconds of an all-reduce of so many bytes by gloo and by shared memory.
 
     None if such a message doesn't use shared memory. Both alternate, with matmuls in between.
     """
     link = open_groups(Layout(tp=world.size), world).tp
-    if not link.is_shared or size > LARGEST_SHARED:
+    if not link.is_shared or message_bytes > LARGEST_SHARED:
         return None
     makes = (partial(_all_reduce, world), partial(_shared_sum, link))
-    turns = [[_seconds(world, [size], make)[0][1] for make in makes] for _ in range(_TURNS)]
+    turns = [
+        [_seconds(world, [message_bytes], make)[0][1] for make in makes] for _ in range(_TURNS)
+    ]
     by_gloo, by_channel = (
         statistics.median(turn_seconds) for turn_seconds in zip(*turns, strict=True)
     )

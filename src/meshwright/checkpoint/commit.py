@@ -85,10 +85,10 @@ def _refuse_others(root: Path, run: str) -> None:
         holder = parse_json((root / LOCK).read_text(encoding="utf-8"))
         writers.append((holder.get("run"), "locked it"))
     writers += [(run_of(path), f"written {path.name}") for path in steps(root)[-1:]]
-    for writer, deed in writers:
+    for writer, action in writers:
         if writer and writer != run:
             raise CheckpointError(
-                f"{root} is another run's by now: run {writer} has {deed}, and this is "
+                f"{root} is another run's by now: run {writer} has {action}, and this is "
                 f"{f'run {run}' if run else 'a run without an id'}. Nothing was saved there; give "
                 "each run a folder of its own (checkpoint.dir)"
             )

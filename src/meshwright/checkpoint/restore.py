@@ -38,7 +38,7 @@ def newest_good(
     reason with the name of the file. None if there is no step. Raises `CheckpointError` if every
     step fails, and leaves them unchanged; also if ranks see different steps.
     """
-    bad: list[tuple[Path, str]] = []
+    failed_steps: list[tuple[Path, str]] = []
     if group is None and world.size > 1:
         group = dist.group.WORLD
     for name in reversed(exchange(_names(root), group)[0].split()):
@@ -51,17 +51,17 @@ def newest_good(
         everyone = exchange(answer, group)
         problem = next((text[1:] for text in everyone if text.startswith("!")), None)
         if problem is not None:
-            bad.append((folder, problem))
+            failed_steps.append((folder, problem))
             continue
         if len(set(everyone)) > 1:
             raise CheckpointError(f"{folder} is not the same step on all ranks")
-        for worse, reason in bad:
+        for worse, reason in failed_steps:
             if world.rank == 0:
                 set_aside(worse)
             on_bad(reason)
         return Good(folder, manifest)
-    if bad:
-        reasons = "; ".join(reason for _, reason in bad)
+    if failed_steps:
+        reasons = "; ".join(reason for _, reason in failed_steps)
         raise CheckpointError(
             f"no step in {root} is whole, and none was changed: {reasons}. {anew(root)}"
         )

@@ -29,18 +29,20 @@ class Staging:
 
     def copy(self, source: Tensor, into: Tensor) -> None:
         """Start to copy a tensor into one of the same shape on the host; `finish` waits for it."""
-        given, taken = (x.contiguous().view(-1).view(torch.uint8) for x in (source, into))
-        assert taken.data_ptr() == into.data_ptr(), "what is copied into is contiguous"
-        for start in range(0, len(given), self._piece):
+        source_bytes, destination_bytes = (
+            x.contiguous().view(-1).view(torch.uint8) for x in (source, into)
+        )
+        assert destination_bytes.data_ptr() == into.data_ptr(), "what is copied into is contiguous"
+        for start in range(0, len(source_bytes), self._piece):
             buffer_index = self._turn % 2
             self._turn += 1
             self._empty(buffer_index)
-            piece = given[start : start + self._piece]
+            piece = source_bytes[start : start + self._piece]
             buffer = self._room(buffer_index)[: len(piece)]
             buffer.copy_(piece, non_blocking=True)
             self._filled[buffer_index] = (
                 self._stream.record_event(),
-                taken[start : start + len(piece)],
+                destination_bytes[start : start + len(piece)],
             )
 
     def finish(self) -> None:

@@ -102,8 +102,8 @@ def _say_steps(steps: list[StepFacts], as_json: bool) -> int:
         seen = f", {format_count(facts.tokens)} tokens" if facts.tokens is not None else ""
         by = f", {facts.layout} on {facts.world} ranks" if facts.layout else ", weights only"
         word = "good" if facts.is_verified else "    "
-        size = f"{format_bytes(facts.bytes)} in {facts.files} files"
-        print(f"{word} step {facts.step}: {size}{by}{seen}")
+        contents = f"{format_bytes(facts.bytes)} in {facts.files} files"
+        print(f"{word} step {facts.step}: {contents}{by}{seen}")
     return EXIT_CHECK_FAILED if any(facts.problem for facts in steps) else EXIT_DONE
 
 

@@ -61,40 +61,42 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--delete removes what --keep N or --older-than AGE chooses: give one")
     folder = args.folder or (user_cache(os.environ) if args.caches else Path("runs"))
     entries = prepared_in(folder) if args.caches else runs_of(folder)
-    goes = choice.of(entries)
+    selected = choice.of(entries)
     if not args.json:
-        _list(entries, goes)
+        _list(entries, selected)
     problems = {}
     if args.delete:
-        problems = {entry.path: problem for entry, problem in remove(goes) if problem}
+        problems = {entry.path: problem for entry, problem in remove(selected) if problem}
         forget_gone(folder)
     if args.json:
-        print_json(_as_json(entries, goes, problems, is_done=args.delete))
+        print_json(_as_json(entries, selected, problems, is_done=args.delete))
     else:
         for path, problem in problems.items():
             print(f"not removed: {path}: {problem}")
-        gone = [entry for entry in goes if entry.path not in problems]
+        gone = [entry for entry in selected if entry.path not in problems]
         print(_summary(entries, gone, chosen=choice != DiskSelection(), is_done=args.delete))
     return EXIT_CHECK_FAILED if problems else EXIT_DONE
 
 
-def _list(entries: Sequence[DiskEntry], goes: Sequence[DiskEntry]) -> None:
+def _list(entries: Sequence[DiskEntry], selected: Sequence[DiskEntry]) -> None:
     for entry in entries:
-        fate = "in use" if entry.in_use else "remove" if entry in goes else "keep"
+        fate = "in use" if entry.in_use else "remove" if entry in selected else "keep"
         user = f"; {entry.in_use}" if entry.in_use else ""
         size, age = format_bytes(entry.bytes), format_age(time.time() - entry.time)
         print(f"{fate:6}  {size:>10}  {age:>4}  {entry.path}  {entry.about}{user}")
 
 
 def _summary(
-    entries: Sequence[DiskEntry], goes: Sequence[DiskEntry], *, chosen: bool, is_done: bool
+    entries: Sequence[DiskEntry], selected: Sequence[DiskEntry], *, chosen: bool, is_done: bool
 ) -> str:
     total = format_bytes(sum(entry.bytes for entry in entries))
     if not chosen:
         return (
             f"{len(entries)} in all, {total}; --keep N or --older-than AGE selects what to remove"
         )
-    selection = f"{len(goes)} of {len(entries)}, {format_bytes(sum(entry.bytes for entry in goes))}"
+    selection = (
+        f"{len(selected)} of {len(entries)}, {format_bytes(sum(entry.bytes for entry in selected))}"
+    )
     if is_done:
         return f"removed {selection}"
     return f"would remove {selection} of {total}; with --delete it does"
@@ -102,17 +104,17 @@ def _summary(
 
 def _as_json(
     entries: Sequence[DiskEntry],
-    goes: Sequence[DiskEntry],
+    selected: Sequence[DiskEntry],
     problems: dict[Path, str],
     *,
     is_done: bool,
 ) -> dict[str, Any]:
     return {
         "entries": [
-            {**entry._asdict(), "path": str(entry.path), "chosen": entry in goes}
+            {**entry._asdict(), "path": str(entry.path), "chosen": entry in selected}
             for entry in entries
         ],
-        "removed": [str(o.path) for o in goes if is_done and o.path not in problems],
+        "removed": [str(o.path) for o in selected if is_done and o.path not in problems],
         "problems": {str(path): problem for path, problem in problems.items()},
     }
 

@@ -201,8 +201,8 @@ def _prepare(args: argparse.Namespace) -> int:
             bos=args.bos,
         )
     seconds = time.perf_counter() - started
-    form, size = store.manifest.form, store.manifest.vocab_size
-    train, validation = split(store.shards, args.validation, size, divides=form == "text")
+    form, vocab_size = store.manifest.form, store.manifest.vocab_size
+    train, validation = split(store.shards, args.validation, vocab_size, divides=form == "text")
     facts = store_facts(store) | {
         "seconds": seconds,
         "validation": {

@@ -169,10 +169,10 @@ def _typed(text: str, config: Config, base: Calibration) -> Measurement:
     check_legal(setting, layout)
     try:
         seconds = parse_seconds(values["step"]) if "step" in values else None
-        size = float(parse_bytes(values["memory"])) if "memory" in values else None
+        peak_bytes = float(parse_bytes(values["memory"])) if "memory" in values else None
     except ValueError as error:
         raise ConfigError(f"--measured {text}: {error}") from None
-    return Measurement(on_cluster(setting, layout), layout, seconds, size, name=text)
+    return Measurement(on_cluster(setting, layout), layout, seconds, peak_bytes, name=text)
 
 
 def _of_rows(path: Path, base: Calibration) -> Iterator[Measurement]:

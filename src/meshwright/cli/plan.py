@@ -339,7 +339,9 @@ def _print_winner(plan: Plan, best: Prediction) -> None:
         alike: dict[str, list[str]] = {}
         for rank_memory in ranks:
             alike.setdefault(format_bytes(rank_memory.total), []).append(str(rank_memory.rank))
-        ranks_text = (f"{size} on {', '.join(places)}" for size, places in alike.items())
+        ranks_text = (
+            f"{memory_text} on {', '.join(pp_ranks)}" for memory_text, pp_ranks in alike.items()
+        )
         say(f"pipeline ranks: {'; '.join(ranks_text)}", "  ")
     for warning in warnings(best, plan.setting):
         say(f"note: {warning}", "  ")

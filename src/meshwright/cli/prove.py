@@ -160,9 +160,9 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     specs = config.model, config.train, layout
     cases = list(shrink(*specs, config.optimizer, packed=packed, chat=chat))
     for case in cases:
-        size = format_count(parameter_count(case.model))
+        parameters = format_count(parameter_count(case.model))
         ranks = f"{case.layout.world} local {'GPU' if args.device == 'cuda' else 'CPU'} ranks"
-        say_line(f"run:   {case.label} on {ranks}, {size} parameters", out)
+        say_line(f"run:   {case.label} on {ranks}, {parameters} parameters", out)
     full_case = Case(*specs, packed, config.train.steps, config.optimizer, chat=chat)
     lost = sorted({name for case in cases for name in not_kept(full_case, case)})
     unused = not_proven(config)

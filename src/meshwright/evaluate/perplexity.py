@@ -91,11 +91,13 @@ def measure(
     mean = float(sums.sum()) / tokens
     if not mean < WILD:
         raise CheckpointError(f"the loss is {mean} nats per token: the weights have diverged")
-    size = sum(
+    text_bytes = sum(
         len(tokenizer.decode(ids[~np.isin(ids, marks)]).strip("\ufffd").encode())
         for ids in windows.texts(rows)
     )
-    return Perplexity(rows, tokens, size, float(sums.sum()), text, standard_error(sums, counts))
+    return Perplexity(
+        rows, tokens, text_bytes, float(sums.sum()), text, standard_error(sums, counts)
+    )
 
 
 def standard_error(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> float | None:

@@ -97,11 +97,11 @@ def _routing(setting: Setting, layout: Layout) -> Chosen | None:
 
 
 def _channels(setting: Setting) -> Chosen | None:
-    by_gloo, by_channel, size = map(
+    by_gloo, by_channel, message_bytes = map(
         setting.measured, ("blocks.sum.gloo", "blocks.sum.channel", "blocks.message")
     )
-    if by_gloo is None or by_channel is None or size is None:
+    if by_gloo is None or by_channel is None or message_bytes is None:
         return None
-    text = f"sums of {format_bytes(size)} take {by_channel * 1e3:.1f} ms through shared memory, "
-    text += f"{by_gloo * 1e3:.1f} ms by gloo, as measured"
+    text = f"sums of {format_bytes(message_bytes)} take {by_channel * 1e3:.1f} ms "
+    text += f"through shared memory, {by_gloo * 1e3:.1f} ms by gloo, as measured"
     return Chosen("messages", text, by_gloo / by_channel, "between CPU ranks of one machine")

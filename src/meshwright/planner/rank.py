@@ -231,8 +231,8 @@ class Search:
                 if bound >= worst:  # and so are all that are left
                     slow += (everything[position] for _, position in heap)
                     heap.clear()
-                size = self._size_of(slow, offloaded)
-                self.reasons["slower by the time of its microbatches alone"] += size
+                layout_count = self._size_of(slow, offloaded)
+                self.reasons["slower by the time of its microbatches alone"] += layout_count
                 continue
             improved = self._best_again(index, core, limit, offloaded)
             if improved is not None:

@@ -196,12 +196,12 @@ def size_of(
     layout, pipeline = core.layout, (core.degrees[0], layers, core.microbatches)
     if pins:
         data_choices, orders = _pinned(layout, schedules(*pipeline), offloaded, pins)
-        size = data_choices * orders
+        count = data_choices * orders
     else:
         _, dp, cp, *_ = core.degrees
-        size = _unpinned(pipeline, (dp, cp, core.expert_data), offloaded)
+        count = _unpinned(pipeline, (dp, cp, core.expert_data), offloaded)
     # With sequence parallelism or without, where there is a choice.
-    return size * (2 if layout.sp and layout.folds == 1 and "sp" not in (pins or {}) else 1)
+    return count * (2 if layout.sp and layout.folds == 1 and "sp" not in (pins or {}) else 1)
 
 
 def _pinned(

@@ -225,12 +225,12 @@ def _choice(name: str, label: str, names: Sequence[str]) -> Html:
 
 
 def _zoom(name: str) -> Html:
-    deeds = (("in", "Zoom in"), ("out", "Zoom out"), ("left", "←"), ("right", "→"))
+    actions = (("in", "Zoom in"), ("out", "Zoom out"), ("left", "←"), ("right", "→"))
     names = {"left": "Move left", "right": "Move right"}
     form = '<button type="button" data-for="{}" data-do="{}" aria-label="{}">{}</button>'
     buttons = joined(
-        markup(form, name, deed, names.get(deed, text), text)
-        for deed, text in (*deeds, ("all", "Whole step"))
+        markup(form, name, action, names.get(action, text), text)
+        for action, text in (*actions, ("all", "Whole step"))
     )
     return markup('<span class="zoom">{}</span>', buttons)
 

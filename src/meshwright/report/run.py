@@ -230,7 +230,7 @@ def compared_causes(
 
 
 def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the chart of each run's memory peak: from profiles if they have it, else from events."""
+    """Return the chart of each run's memory peak: from profiles if they have it, or from events."""
     sides = [("predicted", PREDICTED), ("measured", MEASURED)]
     profiles = [(run.planned, run.measured) for run in runs]
     peaks = [

@@ -65,15 +65,15 @@ def timeline_chart(profile: StepProfile, width: int = WIDTH) -> Text:
     A line for each place in the pipeline. A character is the action in the middle of its time
     interval, or a dot if there is none. Empty without spans.
     """
-    places: dict[int, RankProfile] = {}
+    first_by_pp_rank: dict[int, RankProfile] = {}
     for rank_profile in profile.ranks:
         if any(span.track == "compute" for span in rank_profile.spans):
-            places.setdefault(rank_profile.coordinates.get("pp", 0), rank_profile)
-    if not places:
+            first_by_pp_rank.setdefault(rank_profile.coordinates.get("pp", 0), rank_profile)
+    if not first_by_pp_rank:
         return Text()
     spans_by_rank = {
         rank_profile.rank: [span for span in rank_profile.spans if span.track == "compute"]
-        for rank_profile in places.values()
+        for rank_profile in first_by_pp_rank.values()
     }
     first = min(span.start for spans in spans_by_rank.values() for span in spans)
     last = max(span.end for spans in spans_by_rank.values() for span in spans)

@@ -138,10 +138,10 @@ def _failures(run: RunRecord) -> Iterator[Advice]:
 def _skipped(run: RunRecord) -> Iterator[Advice]:
     spikes = run.of("loss_spike")
     if spikes:
-        places = ", ".join(str(event.get("step")) for event in spikes[:6])
+        spike_steps = ", ".join(str(event.get("step")) for event in spikes[:6])
         suffix = f" and {len(spikes) - 6} more" if len(spikes) > 6 else ""
         yield (
-            f"The loss jumped at step {places}{suffix}.",
+            f"The loss jumped at step {spike_steps}{suffix}.",
             "Where it does not come back: a lower optimizer.lr, more warmup_steps, a smaller "
             "train.clip_norm, or resume before it with another data.seed.",
         )
@@ -338,8 +338,8 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
     return key_figures
 
 
-def _fact(name: str, size: int, rank: int | str) -> tuple[str, str, str]:
-    return name.capitalize(), format_bytes(size), f"rank {rank}, {MEANINGS[name]}"
+def _fact(name: str, byte_count: int, rank: int | str) -> tuple[str, str, str]:
+    return name.capitalize(), format_bytes(byte_count), f"rank {rank}, {MEANINGS[name]}"
 
 
 def _progress(run: RunRecord) -> Iterator[tuple[str, str, str]]:

@@ -29,10 +29,10 @@ def read_whole(folder: Path, kind: str) -> Arrays:
     chunks: dict[str, list[tuple[list[int], Any]]] = {}
     for path in sorted(folder.glob(f"{kind}-*.safetensors")):
         with foreign(str(path), CheckpointError), _opened(path) as opened:
-            places = parse_json(opened.metadata()["DCP_SHARDING_INFO"])
+            positions = parse_json(opened.metadata()["DCP_SHARDING_INFO"])
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 chunk = opened.get_tensor(name)
-                chunks.setdefault(name, []).append((places[name]["saved_offsets"], chunk))
+                chunks.setdefault(name, []).append((positions[name]["saved_offsets"], chunk))
     with foreign(f"{folder}/{kind}-*.safetensors", CheckpointError):
         return {name: _joined(tensor_chunks) for name, tensor_chunks in chunks.items()}
 
@@ -67,14 +67,14 @@ def distance(observed: Arrays, expected: Arrays) -> tuple[float, str]:
     Infinite if a tensor is missing or has a NaN. The size of a tensor counts as at least 1e-5 of
     the largest one's, because a vanishing tensor has only rounding noise.
     """
-    sizes = {name: float(np.linalg.norm(tensor)) for name, tensor in expected.items()}
-    floor = 1e-5 * max(sizes.values(), default=0.0)
+    norms = {name: float(np.linalg.norm(tensor)) for name, tensor in expected.items()}
+    floor = 1e-5 * max(norms.values(), default=0.0)
     worst = (0.0, "")
     for name in dict.fromkeys((*expected, *observed)):
         off = float("inf")
         if name in expected and name in observed and observed[name].shape == expected[name].shape:
             off = float(np.linalg.norm(observed[name] - expected[name]))
-            off = off / max(sizes[name], floor, 1e-300) if off == off else float("inf")
+            off = off / max(norms[name], floor, 1e-300) if off == off else float("inf")
         if off >= worst[0]:
             worst = (off, name)
     return worst

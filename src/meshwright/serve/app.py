@@ -70,7 +70,7 @@ def application(
 ) -> Starlette:
     """Return the application for a port; `arguments` are the page's first question."""
     # The curve over devices takes longer: the next plan does not wait for it.
-    planners = {deed: Planner(limit_s, conditions) for deed in DEEDS}
+    planners = {action: Planner(limit_s, conditions) for action in DEEDS}
     first = page(arguments)
 
     def said(status: int, text: str) -> Response:
@@ -99,9 +99,9 @@ def application(
         return HTMLResponse(first)
 
     async def ask(request: Request) -> Response:
-        deed = request.path_params["deed"]
-        if deed not in DEEDS:
-            return said(404, f"/api/{deed[:40]} is not one of {', '.join(DEEDS)}")
+        action = request.path_params["deed"]
+        if action not in DEEDS:
+            return said(404, f"/api/{action[:40]} is not one of {', '.join(DEEDS)}")
         body = await _body(request)
         if body is None:
             return said(413, f"the body is larger than {LARGEST_BODY} bytes")
@@ -109,7 +109,7 @@ def application(
             question = parse_json(body)
         except ValueError as error:
             return said(400, f"the body is not valid JSON: {error}"[:500])
-        reply = await planners[deed].ask(deed, question, request.is_disconnected)
+        reply = await planners[action].ask(action, question, request.is_disconnected)
         return JSONResponse(reply, 200 if "answer" in reply else 422)
 
     @asynccontextmanager

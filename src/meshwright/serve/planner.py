@@ -24,7 +24,7 @@ class Planner:
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(
-        self, deed: str, question: Any, is_gone: Callable[[], Awaitable[bool]]
+        self, action: str, question: Any, is_gone: Callable[[], Awaitable[bool]]
     ) -> dict[str, Any]:
         """Return the worker's reply, or an error if it takes longer than the limit.
 
@@ -34,7 +34,7 @@ class Planner:
             if await is_gone():
                 return {"error": "who asked has gone"}
             try:
-                return await asyncio.wait_for(self._reply(deed, question), self.limit_s)
+                return await asyncio.wait_for(self._reply(action, question), self.limit_s)
             except TimeoutError:
                 await self.close()
                 limit = f"{self.limit_s:g} s"
@@ -43,7 +43,7 @@ class Planner:
                 await self.close()
                 return {"error": "the process that plans has ended; ask again"}
 
-    async def _reply(self, deed: str, question: Any) -> dict[str, Any]:
+    async def _reply(self, action: str, question: Any) -> dict[str, Any]:
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -58,7 +58,7 @@ class Planner:
             process.stdin.write(json.dumps(self.conditions.as_json()).encode() + b"\n")
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps([deed, question]).encode() + b"\n")
+        process.stdin.write(json.dumps([action, question]).encode() + b"\n")
         await process.stdin.drain()
         reply: dict[str, Any] = json.loads(await process.stdout.readline())
         return reply

@@ -24,12 +24,12 @@ DEEDS: Final[Mapping[str, Callable[[Any, Conditions], Any]]] = {
 _PLAIN: Final = Conditions()
 
 
-def reply(deed: str, question: Any, conditions: Conditions = _PLAIN) -> dict[str, Any]:
+def reply(action: str, question: Any, conditions: Conditions = _PLAIN) -> dict[str, Any]:
     """Return `{"answer": ...}`, or `{"error": ...}` if a question cannot be answered."""
     try:
-        if deed != "model" and not isinstance(question, dict):
+        if action != "model" and not isinstance(question, dict):
             return {"error": "a question is a JSON object"}
-        return {"answer": DEEDS[deed](question, conditions)}
+        return {"answer": DEEDS[action](question, conditions)}
     except MeshwrightError as error:
         return {"error": str(error)}
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -40,8 +40,8 @@ def main() -> None:
     """Answer questions until the input ends."""
     conditions = Conditions.from_json(parse_json(sys.stdin.readline()))
     for line in sys.stdin:
-        deed, question = parse_json(line)
-        response = reply(deed, question, conditions)
+        action, question = parse_json(line)
+        response = reply(action, question, conditions)
         sys.stdout.write(json.dumps(response, separators=(",", ":")) + "\n")
         sys.stdout.flush()
 

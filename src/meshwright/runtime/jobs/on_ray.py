@@ -299,7 +299,7 @@ def _reserve(ray: Any, job: JobSpec, wait_s: float) -> Any:
 
 def _no_room(ray: Any, job: JobSpec, wait_s: float) -> str:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    has = [{key: node.get(key, 0) for key in bundles(job)[0]} for node in nodes]
+    available = [{key: node.get(key, 0) for key in bundles(job)[0]} for node in nodes]
     problem = f"{job.nodes} bundle(s) of {bundles(job)[0]} found no room in {wait_s:.0f} s"
     hint = "--cpus is the cores of each rank, --wait how long to wait for nodes to come"
-    return refusal(f"{problem}; Ray's nodes have {has}", hint=hint)
+    return refusal(f"{problem}; Ray's nodes have {available}", hint=hint)

@@ -123,33 +123,33 @@ def loopback_speed() -> tuple[float, float]:
             return _stream(near, far), _turn(near, far)
 
 
-def _stream(near: socket.socket, far: socket.socket) -> float:
+def _stream(client: socket.socket, server: socket.socket) -> float:
     def read() -> None:
         left, buffer = _SENT, bytearray(_PIECE)
         while left:
-            left -= far.recv_into(buffer, min(_PIECE, left))
+            left -= server.recv_into(buffer, min(_PIECE, left))
 
     reader = threading.Thread(target=read)
     piece = bytes(_PIECE)
     started = time.perf_counter()
     reader.start()
     for _ in range(_SENT // _PIECE):
-        near.sendall(piece)
+        client.sendall(piece)
     reader.join()
     return _SENT / (time.perf_counter() - started)
 
 
-def _turn(near: socket.socket, far: socket.socket, times: int = 200) -> float:
+def _turn(client: socket.socket, server: socket.socket, times: int = 200) -> float:
     def echo() -> None:
         for _ in range(times):
-            far.sendall(far.recv(1))
+            server.sendall(server.recv(1))
 
     echo_thread = threading.Thread(target=echo)
     echo_thread.start()
     started = time.perf_counter()
     for _ in range(times):
-        near.sendall(b"x")
-        near.recv(1)
+        client.sendall(b"x")
+        client.recv(1)
     seconds = (time.perf_counter() - started) / times
     echo_thread.join()
     return seconds
@@ -157,18 +157,20 @@ def _turn(near: socket.socket, far: socket.socket, times: int = 200) -> float:
 
 def _disk(folder: Path) -> Finding:
     """Measure how fast a checkpoint would get to the disk: written and synchronised."""
-    size = min(_WRITTEN, shutil.disk_usage(folder).free // 10 // _PIECE * _PIECE)
-    if not size:
+    byte_count = min(_WRITTEN, shutil.disk_usage(folder).free // 10 // _PIECE * _PIECE)
+    if not byte_count:
         return Finding("disk", f"{folder} is full", "bad")
     piece = os.urandom(_PIECE)  # what a file system that compresses cannot shorten
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             started = time.perf_counter()
-            for _ in range(size // _PIECE):
+            for _ in range(byte_count // _PIECE):
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
             seconds = time.perf_counter() - started
     except OSError as error:
         return Finding("disk", f"{folder}: {error.strerror}", "bad")
-    return Finding("disk", f"{size / seconds / 1e6:,.0f} MB/s written and synchronised in {folder}")
+    return Finding(
+        "disk", f"{byte_count / seconds / 1e6:,.0f} MB/s written and synchronised in {folder}"
+    )

@@ -45,15 +45,15 @@ def _half_turned(x: Tensor) -> Tensor:
 class Llama(nn.Module):
     """A Llama, or the stage of one that holds `layers`.
 
-    `places` are the positions of a row's tokens, where they are not all of it.
+    `positions` are those of the tokens that it reads, by default of the whole sequence.
     """
 
     def __init__(
-        self, sizes: PeerSizes, layers: range | None = None, places: Tensor | None = None
+        self, sizes: PeerSizes, layers: range | None = None, positions: Tensor | None = None
     ) -> None:
         super().__init__()
         layers = range(sizes.layers) if layers is None else layers
-        places = torch.arange(sizes.seq) if places is None else places
+        positions = torch.arange(sizes.seq) if positions is None else positions
         self.embed = nn.Embedding(sizes.vocab, sizes.dim) if 0 in layers else None
         self.layers = nn.ModuleList(LlamaBlock(sizes) for _ in layers)
         is_last = layers.stop == sizes.layers
@@ -61,7 +61,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False) if is_last else None
         head_dim = sizes.dim // sizes.heads
         frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-        angles = torch.outer(places, frequency).repeat(1, 2)
+        angles = torch.outer(positions, frequency).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for parameter in self.parameters():

@@ -50,7 +50,7 @@ def model(task: Task) -> nn.Module:
     if task.mode == "zero3":
         with deepspeed.zero.Init(config_dict_or_path=settings(task)):
             return Llama(task.sizes)
-    net = Llama(task.sizes, places=task.places)
+    net = Llama(task.sizes, positions=task.places)
     if task.mode == "ulysses":
         spread = DistributedAttention(_attend, dist.group.WORLD)
         for layer in net.layers:

@@ -90,8 +90,8 @@ class Loader:
     def _endless(self, task: Task) -> Iterator[dict[str, Tensor]]:
         for number in range(task.steps):
             for inputs, targets in task.microbatches(number):
-                places = task.places.expand(len(inputs), -1)
-                yield {"input_ids": inputs, "target_ids": targets, "position_ids": places}
+                positions = task.places.expand(len(inputs), -1)
+                yield {"input_ids": inputs, "target_ids": targets, "position_ids": positions}
 
     def __next__(self) -> dict[str, Tensor]:
         return next(self._parts)

@@ -103,8 +103,8 @@ def random_text(task: Task) -> type:
         def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
             for number in range(task.steps + 2):  # it reads ahead
                 for row in task.rows(number):
-                    places = torch.arange(task.sizes.seq)
-                    yield {"input": row[:-1], "positions": places}, row[1:]
+                    positions = torch.arange(task.sizes.seq)
+                    yield {"input": row[:-1], "positions": positions}, row[1:]
 
         def state_dict(self) -> dict[str, Any]:
             return {}

@@ -30,27 +30,31 @@ def run_attempts(
     """
     limit = job.config.checkpoint.restarts
     tell = tell or (lambda event: append_event(job.folder.events, event))
-    far, row, deed = reached(job), 0, ""
+    furthest, failures_in_a_row, last_deed = reached(job), 0, ""
     attempt = 0
     while True:
         try:
             return run(attempt)
         except RanksFailed as error:
             failure = error.first
-            is_again = bool(failure.deed) and failure.deed == deed
+            is_again = bool(failure.deed) and failure.deed == last_deed
             if limit == 0 or not failure.can_retry or is_again or stop():
                 tell(failed_event(error))
                 raise
-            deed, before, far = failure.deed, far, max(far, reached(job))
-            row = 0 if far > before else row
-            if row == limit:
+            last_deed, furthest_before, furthest = (
+                failure.deed,
+                furthest,
+                max(furthest, reached(job)),
+            )
+            failures_in_a_row = 0 if furthest > furthest_before else failures_in_a_row
+            if failures_in_a_row == limit:
                 tell(failed_event(error))
                 times = "once" if limit == 1 else f"{limit} times"
                 raise NoProgress(
-                    f"no progress beyond step {far} though the ranks were started again {times} "
-                    f"(checkpoint.restarts = {limit}). The last failure: {error}"
+                    f"no progress beyond step {furthest} though the ranks were started again "
+                    f"{times} (checkpoint.restarts = {limit}). The last failure: {error}"
                 ) from error
-            attempt, row = attempt + 1, row + 1
+            attempt, failures_in_a_row = attempt + 1, failures_in_a_row + 1
             event = restart_event(job, attempt, failure.cause, error.noticed, error.detect_s)
             tell(event)
 

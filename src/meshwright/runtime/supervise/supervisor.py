@@ -115,9 +115,9 @@ def listen_on_loopback(port: int | None) -> socket.socket:
     return listener
 
 
-def _free_ports(near: int, count: int = 2) -> list[int]:
+def _free_ports(taken_port: int, count: int = 2) -> list[int]:
     ports = []
-    for port in range(near + 1, min(near + 200, 65536)):
+    for port in range(taken_port + 1, min(taken_port + 200, 65536)):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             if probe.connect_ex((LOOPBACK, port)) != 0:
                 with contextlib.suppress(OSError):
@@ -280,8 +280,8 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
             deed="" if is_lost else _deed(failure),
             kind=_kind(failure),
         )
-    place = witnesses(folder, rank + 1)[rank].place
-    where = f"in {place}" if place.startswith("step") else place
+    position = witnesses(folder, rank + 1)[rank].place
+    where = f"in {position}" if position.startswith("step") else position
     if code < 0:
         name = signal.Signals(-code).name
         hint = ""
