@@ -235,7 +235,7 @@ def test_the_planner_offloads_activations_where_nothing_else_fits():
         "train.seq_len=262144",
     ]
     found = plan(load_config(None, words), 1)
-    (best,) = found.ranking.ranked
+    (best,) = found.found.ranked
     assert (best.layout.offload, best.layout.recompute) == ("activations", "full")
     (told,) = [text for text in warnings(best, found.setting) if "offload" in text]
     assert told.startswith("offload = activations: each node's host has to hold 16.00 GiB")

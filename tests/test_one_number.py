@@ -68,9 +68,9 @@ def test_a_price_is_what_its_profile_shows(world):
 )
 def test_every_layout_of_a_ranking_is_explained_by_its_numbers(words):
     made = plan(load_config(None, words), top=4)
-    assert len(made.ranking.ranked) == 4
+    assert len(made.found.ranked) == 4
     limit = made.setting.cluster.device.memory * (1 - MARGIN)
-    for ranked in made.ranking.ranked:
+    for ranked in made.found.ranked:
         explained = check_one_number(made.setting, ranked.layout)
         assert prediction_json(explained) == prediction_json(ranked)
         assert ranked.memory.total <= limit

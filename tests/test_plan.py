@@ -76,7 +76,7 @@ def test_few_of_the_layouts_are_priced(monkeypatch):
     calls = []
     whole = pace.closed_form
     monkeypatch.setattr(pace, "closed_form", lambda *a: calls.append(1) or whole(*a))
-    found = plan(mw.load_config(overrides=SEVENTY)).ranking
+    found = plan(mw.load_config(overrides=SEVENTY)).found
     assert found.considered > 1_000_000
     assert len(calls) < found.considered / 200
 
@@ -183,7 +183,7 @@ def test_the_guide_recommends_what_the_planner_does(path):
     section = guide.split(f"meshwright plan examples/plans/{path.name} ")[1].split("\n## ")[0]
     made = mw.plan(mw.load_config(path), top=3)
     assert f"best: {made.best.layout.label}\n" in section
-    assert f"{made.ranking.considered:,} legal layouts" in section
+    assert f"{made.found.considered:,} legal layouts" in section
 
 
 @pytest.mark.slow

@@ -195,8 +195,8 @@ def test_a_row_of_ones_own_has_the_price_of_plan(kind):
     config = load_config(None, words)
     made = plan(config, 20)
     model, train = config.model, config.train
-    assert len(made.ranking.ranked) > 5
-    for one in made.ranking.ranked:
+    assert len(made.found.ranked) > 5
+    for one in made.found.ranked:
         layout = one.layout
         row = {
             "id": layout.label,

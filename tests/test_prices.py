@@ -10,7 +10,7 @@ WORDS = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=1"
 
 
 def found(*words, prices=None):
-    made = plan(load_config(None, [*WORDS, *words]), 5, prices=prices).ranking
+    made = plan(load_config(None, [*WORDS, *words]), 5, prices=prices).found
     ranked = [(one.layout, one.time.total, one.memory.total) for one in made.ranked]
     return ranked, made.considered, made.reasons
 
@@ -47,7 +47,7 @@ def test_no_rank_waits_a_negative_time():
     """The stage with the head is slightly slower, and most of the microbatches are extrapolated."""
     words = ("model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=8")
     config = load_config(None, [*words, "train.batch=1024", "layout.schedule=interleaved_1f1b"])
-    ranked = plan(config, 10).ranking.ranked
+    ranked = plan(config, 10).found.ranked
     assert len(ranked) == 10
     for one in ranked:
         for causes in one.time.ranks:

@@ -111,9 +111,9 @@ def test_offload_is_chosen_where_it_is_faster(words, fewest):
     made = plan(load_config(None, words))
     assert made.best.layout.offload in ("optimizer", "params")
     assert made.best.tokens_per_s > fewest
-    untried = [reason for reason in made.ranking.reasons if reason.startswith("offload")]
-    assert untried == [next(why for why in made.ranking.reasons if "only on request" in why)]
-    assert sum(made.ranking.reasons.values()) <= made.ranking.considered
+    untried = [reason for reason in made.found.reasons if reason.startswith("offload")]
+    assert untried == [next(why for why in made.found.reasons if "only on request" in why)]
+    assert sum(made.found.reasons.values()) <= made.found.considered
 
 
 @pytest.mark.parametrize("seed", range(40))

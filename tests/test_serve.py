@@ -38,9 +38,7 @@ def client():
 def test_the_answer_is_the_plan():
     made, found = plan(load_config(None, SMALL)), answer(QUESTION)
     assert found["command"] == "meshwright plan " + " ".join(SMALL)
-    assert [one["label"] for one in found["ranked"]] == [
-        o.layout.label for o in made.ranking.ranked
-    ]
+    assert [one["label"] for one in found["ranked"]] == [o.layout.label for o in made.found.ranked]
     (best,) = found["shown"]
     assert best["step_time_s"] == made.best.time.total
     assert best["why_not"] == "it is the best"

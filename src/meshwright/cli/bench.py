@@ -253,7 +253,7 @@ def _layouts(args: argparse.Namespace) -> int:
             processor=processor(),
         )
         config = planned.config
-        layouts = [prediction.layout for prediction in planned.ranking.ranked]
+        layouts = [prediction.layout for prediction in planned.found.ranked]
     else:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)

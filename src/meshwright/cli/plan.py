@@ -278,7 +278,7 @@ def _parameters(model: ModelSpec) -> str:
 
 
 def _print_plan(plan: Plan, seconds: float, machine: Machine | None) -> None:
-    console, setting, ranking = Console(), plan.setting, plan.ranking
+    console, setting, ranking = Console(), plan.setting, plan.found
     cluster, train = setting.cluster, setting.train
     say(
         f"{_parameters(setting.model)} on {cluster.devices} x {cluster.device.name} "
@@ -312,7 +312,7 @@ def _table(plan: Plan) -> Table:
     width = LONGEST_WORD if Console().width < _WIDE else _WIDE
     best = plan.best
     assert best is not None
-    for prediction in plan.ranking.ranked:
+    for prediction in plan.found.ranked:
         printed.add_row(
             textwrap.fill(prediction.layout.label, width, break_on_hyphens=False),
             format_bytes(prediction.memory.total),
@@ -366,7 +366,7 @@ def _memory(memory: RankMemory) -> str:
 
 
 def _print_unfit(plan: Plan) -> None:
-    memory, layout = plan.ranking.unfit, plan.ranking.unfit_layout
+    memory, layout = plan.found.unfit, plan.found.unfit_layout
     print("no layout fits")
     if memory is not None and layout is not None:
         say(f"nearest: {layout.label}", "  ")

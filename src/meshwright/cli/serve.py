@@ -71,7 +71,7 @@ def frozen_page(
     `named` are measurements that are not stored; `planned` is the plan's own document.
     """
     stated = read_given(*read_words(args))
-    labels = [prediction.layout.label for prediction in plan.ranking.ranked]
+    labels = [prediction.layout.label for prediction in plan.found.ranked]
     contents = document(plan, args.words, labels, stated, tuple(_flags(args, named)))
     points = planned.get("answers", {}).get("devices", [])
     return page(asked_words(stated), {**contents, "points": points})

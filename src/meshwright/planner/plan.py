@@ -49,14 +49,14 @@ class Plan:
 
     config: Config
     setting: Setting
-    ranking: Found
+    found: Found
     margin: float = MARGIN
     compile: CompileChoice = NOTHING_FITS
 
     @property
     def best(self) -> Prediction | None:
         """The layout to run, or None where none fits."""
-        return self.ranking.ranked[0] if self.ranking.ranked else None
+        return self.found.ranked[0] if self.found.ranked else None
 
     @property
     def removed(self) -> list[RemovedAxis]:
@@ -196,7 +196,7 @@ def planned(
     """
     best_plan = plan(config, 1, lacks=lacks, processor=processor, slower=slower)
     if best_plan.best is None:
-        nearest_memory = best_plan.ranking.unfit
+        nearest_memory = best_plan.found.unfit
         needs = (
             f"; the nearest needs {format_bytes(nearest_memory.total)} a rank"
             if nearest_memory
@@ -273,7 +273,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON: specs, layout, digest, profile, and why each other layout lost."""
-    best, ranking = plan.best, plan.ranking
+    best, ranking = plan.best, plan.found
     cluster = plan.setting.cluster
     return {
         "removed_axes": [

@@ -69,8 +69,8 @@ def document(
         "is_shipped": known is shipped_calibration(),
         "has_run": HAS_RUN,
         "limit": plan.setting.cluster.device.memory,
-        "considered": plan.ranking.considered,
-        "ruled_out": plan.ranking.reasons,
+        "considered": plan.found.considered,
+        "ruled_out": plan.found.reasons,
         "fixed": {key: str(value) for key, value in given(plan.config).items()},
         "choices": [[choice.subject, choice.text] for choice in plan.choices],
         "ranked": [
@@ -78,7 +78,7 @@ def document(
                 **prediction_json(prediction),
                 "why": "best" if prediction is best or best is None else lost_by(prediction, best),
             }
-            for prediction in plan.ranking.ranked
+            for prediction in plan.found.ranked
         ],
         "unfit": _unfit(plan),
         "shown": [detail(plan, label) for label in labels],
@@ -179,7 +179,7 @@ def _asked(setting: Setting) -> str:
 
 
 def _unfit(plan: Plan) -> str | None:
-    memory, layout = plan.ranking.unfit, plan.ranking.unfit_layout
+    memory, layout = plan.found.unfit, plan.found.unfit_layout
     if memory is None or layout is None:
         return None
     needs = f"{format_bytes(memory.total)} of {format_bytes(memory.limit)}"
