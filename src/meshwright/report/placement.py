@@ -206,7 +206,7 @@ def _mesh(
         for row in range(len(cells))
         for kind in range(len(kinds))
     ]
-    number_of_kind = {kind: number for number, kind in enumerate(kinds)}
+    index = {kind: number for number, kind in enumerate(kinds)}
     last = max(len(colours) - 1, 1)
     scale = [[number / last, colour] for number, colour in enumerate(colours)]
     if len(colours) == 1:
@@ -215,10 +215,7 @@ def _mesh(
     side = max(22, min(44, 560 // max(len(cells), 1)))
     data = {
         "type": "heatmap",
-        "z": [
-            [row * len(kinds) + number_of_kind[c.part] for c in line]
-            for row, line in enumerate(cells)
-        ],
+        "z": [[row * len(kinds) + index[c.part] for c in line] for row, line in enumerate(cells)],
         "zmin": 0,
         "zmax": last,
         "colorscale": scale,
