@@ -135,7 +135,7 @@ def _waiting(world: World, effort: Effort) -> tuple[dict[str, float], dict[str, 
 def _of_blocks(
     world: World, budget_s: float, case: Case, shape: on_blocks.Shape
 ) -> dict[str, float]:
-    """Return what is measured of a case's own blocks beside compiling: see `search.choices`."""
+    """Return what is measured of a case's own blocks beside compiling: see `planner.choices`."""
     precision = case.train.precision
     most = max(1, case.train.batch // case.layout.dp)
     rows = on_blocks.by_rows(world.device, precision, budget_s, shape, most)
@@ -242,7 +242,7 @@ def _in_full(device: torch.device, budget_s: float, shapes: Sequence[Product]) -
 def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
     """Return rate and latency of an all-gather, and by how much other kinds take longer.
 
-    In the form of `predict.network`: `(n - 1) / n` of the bytes at the rate, `n - 1` turns.
+    In the form of `cost.network`: `(n - 1) / n` of the bytes at the rate, `n - 1` turns.
     """
     small, large = _line(sent["all_gather"])
     rate = (ranks - 1) / ranks / large
@@ -266,7 +266,7 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
 def _channel(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
     """Return latency and rate of each kind of message through shared memory.
 
-    Bytes are those of `predict.network.through_channel`.
+    Bytes are those of `cost.network.through_channel`.
     """
     found: dict[str, float] = {}
     for kind, points in sent.items():
