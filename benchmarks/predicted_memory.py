@@ -4,7 +4,7 @@
 
 The layouts, precisions, recomputation, offload and kinds of models are those of `prove --matrix`,
 with sizes at which activations and states weigh about the same. Predicted is the peak of
-`predict.timeline`; measured is the median of three steps by torch's profiler. Experts take tokens
+`cost.timeline`; measured is the median of three steps by torch's profiler. Experts take tokens
 in turn (`train.routing = "balanced"`), as a prediction assumes. `--every N` takes
 each Nth layout, `--family` those of some families alone, `--matmul onednn` computes fp32 products
 by oneDNN. Prints those that are furthest off; the last line is the command to repeat it.

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -203,3 +204,26 @@ def test_no_two_public_classes_share_a_name():
             if not name.startswith("_"):
                 places.setdefault(name, []).append(str(path.relative_to(SRC)))
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_modules_that_a_docstring_or_comment_names_exist():
+    # Sections of a config have some of the names, too, and `spec` is a common parameter.
+    rooms = {room_of(module) for module in modules() if module.parent != SRC}
+    rooms -= {"checkpoint", "data", "layout", "spec"}
+    for path in modules():
+        for name in re.findall(r"`(\w+(?:\.\w+)+)`", path.read_text()):
+            room, *rest = name.split(".")
+            if room in rooms and rest[-1] not in {"py", "md", "toml"}:
+                assert _stands_in(SRC / room, rest), f"{path}: {name}"
+
+
+def _stands_in(folder: Path, names: list[str]) -> bool:
+    """Tell whether a dotted name below a package is a module of it, or a name in that module."""
+    while names and (folder / names[0]).is_dir():
+        folder, names = folder / names[0], names[1:]
+    if not names:
+        return True
+    module = folder / f"{names[0]}.py"
+    return module.exists() and all(
+        re.search(rf"\b{name}\b", module.read_text()) for name in names[1:]
+    )

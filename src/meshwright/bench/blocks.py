@@ -206,7 +206,7 @@ def seconds_per_byte(
     """Return the seconds per byte that a block moves outside of matmuls and attention.
 
     The rest of a block's time after its matmuls, attention and overhead, divided by the bytes that
-    `predict.work` counts; `rates` are the peak and the half of `device.saturation`. Measured in the
+    `cost.work` counts; `rates` are the peak and the half of `device.saturation`. Measured in the
     model's own size, because the work around attention doesn't scale with bytes alone. On a GPU,
     the overhead is not subtracted, because the host runs ahead.
     """

@@ -255,7 +255,7 @@ def _in_full(device: torch.device, budget_s: float, shapes: Sequence[Product]) -
 def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
     """Return rate and latency of an all-gather, and by how much other kinds take longer.
 
-    In the form of `predict.network`: `(n - 1) / n` of the bytes at the rate, `n - 1` turns.
+    In the form of `cost.network`: `(n - 1) / n` of the bytes at the rate, `n - 1` turns.
     """
     small, large = _line(sent["all_gather"])
     rate = (ranks - 1) / ranks / large
@@ -279,7 +279,7 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
 def _channel(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
     """Return latency and rate of each kind of message through shared memory.
 
-    Bytes are those of `predict.network.through_channel`.
+    Bytes are those of `cost.network.through_channel`.
     """
     constants: dict[str, float] = {}
     for kind, points in sent.items():

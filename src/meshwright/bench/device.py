@@ -109,7 +109,7 @@ def by_device(timed: Sequence[tuple[Product, float]]) -> list[tuple[Product, flo
 def saturation(timed: Sequence[tuple[Product, float]]) -> tuple[float, float]:
     """Return the peak rate in FLOP/s and the dim at which a matmul reaches half of it.
 
-    The form of `predict.kernels`: each side d lowers the rate by `d / (d + half)`. The peak follows
+    The form of `cost.kernels`: each side d lowers the rate by `d / (d + half)`. The peak follows
     for each half of a grid; the smallest squared error of the logarithms wins.
     """
     best = (math.inf, 0.0, 0.0)
@@ -142,7 +142,7 @@ def optimizer_rate(device: torch.device, budget_s: float, moved: int) -> float:
 
 
 def loss_rate(device: torch.device, precision: str, budget_s: float) -> float:
-    """Return the bytes/s of cross-entropy, forward and backward, as `predict.work` counts them."""
+    """Return the bytes/s of cross-entropy, forward and backward, as `cost.work` counts them."""
     tokens, vocab = SIZES[device.type].tokens, SIZES[device.type].vocab
     logits = torch.randn(tokens, vocab, dtype=DTYPES[precision], device=device)
     targets = torch.randint(0, vocab, (tokens,), device=device)

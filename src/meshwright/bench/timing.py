@@ -32,7 +32,7 @@ def seconds_in_turns(
     The median of each. What else a machine does comes in bursts, longer than a call: in turns they
     hit all calls alike, and not those of one. A CPU's calls take what their thread computed, if
     they have but one: not what other processes, or ranks beyond the cores, took of its core, for
-    which predictions have a term of their own (`launch.pricing.planned.slower`).
+    which predictions have a term of their own (`runtime.pricing.planned.slower`).
     On CUDA each turn is as
     many calls as take some milliseconds, after which the device is waited for: the host runs ahead
     of it, as in training. One call of each before does not count.

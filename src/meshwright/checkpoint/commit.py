@@ -26,7 +26,7 @@ from meshwright.spec.stored import best_step
 FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"
-LOCK: Final = "lock"  # of the run that writes into the folder, as `launch.supervise.lock` keeps it
+LOCK: Final = "lock"  # of the run that writes into the folder, as `runtime.supervise.lock` keeps it
 # Where a save has got to: about to begin, half-way in a shard, about to write the manifest, to
 # rename the folder, to change `latest`, to remove old steps.
 PLACES: Final = ("begin", "shard", "manifest", "rename", "pointer", "purge")

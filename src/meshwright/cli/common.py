@@ -40,7 +40,7 @@ def read_config(args: argparse.Namespace, default: Path | None = None) -> Config
     """Return the config that the arguments name, or a default file's with the overrides.
 
     Predictions for it use what was measured of this machine, if anything was; see
-    `launch.pricing.measured`. Raises `ConfigError`.
+    `runtime.pricing.measured`. Raises `ConfigError`.
     """
     file, overrides = read_words(args)
     return as_measured_here(load_config(file or default, overrides), os.environ)

@@ -168,7 +168,7 @@ def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSecond
 
 
 def gathering(setting: Setting, layout: Layout) -> str:
-    """Return how ZeRO gathers a unit's weights, as a kind of collective in `predict.network`."""
+    """Return how ZeRO gathers a unit's weights, as a kind of collective in `cost.network`."""
     return "rows" if sums_in_place(layout, setting.target) else "all_gather"
 
 

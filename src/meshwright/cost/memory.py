@@ -1,7 +1,7 @@
 """Bytes of one rank at the peak of a step in closed form, by category, each with its formula.
 
-For Meshwright's engine, a search uses them only to skip layouts; `predict.peak` prices the results,
-see `predict.price.memory`. For other systems, they are the only estimate.
+For Meshwright's engine, a search uses them only to skip layouts; `cost.peak` prices the results,
+see `cost.price.memory`. For other systems, they are the only estimate.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class _Leaving(NamedTuple):
 
 
 class Moves:
-    """Counts what leaves the device and comes back, as `execute.offload` has it.
+    """Counts what leaves the device and comes back, as `parallel.offload` has it.
 
     A layer's tensors leave at the end of its forward, and are on the device until those of the
     next have left; a backward has its own layer's there, and those of the layer before.

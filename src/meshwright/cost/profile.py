@@ -49,7 +49,7 @@ def predicted_profile(
 ) -> StepProfile:
     """Return the predicted step, by default of one rank at each place in the pipeline.
 
-    The setting's cluster has the layout's number of devices (`search.plan.on_cluster`). The spans
+    The setting's cluster has the layout's number of devices (`planner.plan.on_cluster`). The spans
     of the rank whose microbatches take longest end with the step; those of other ranks may end
     earlier, because their sums or updates are smaller. In the price, the optimizer waits for all
     ranks, because the norm includes all gradients, and for the host's overhead at the end of a

@@ -215,7 +215,7 @@ def may_hold_most(setting: Setting, layout: Layout) -> list[int]:
 def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> LayoutWork:
     """Return the work of a microbatch of a layout.
 
-    For a system that recomputes named modules, the work without recomputation: `predict.modules`
+    For a system that recomputes named modules, the work without recomputation: `cost.modules`
     has the difference.
     """
     if recompute is None and layout.recompute == "selective":

@@ -38,7 +38,7 @@ def pipeline_spans(
 
     These events determine the price, so they end with it. Parts of the price that are not events
     stretch all spans alike: the share of idle time that other systems show, and the part that a
-    price extrapolates over hundreds of microbatches (`predict.pipeline.by_events`). Messages within
+    price extrapolates over hundreds of microbatches (`cost.pipeline.by_events`). Messages within
     an action are summed at its end. A receive is the wait for it; a send is the exposed part of it.
     Empty if our action tables lack the schedule, as with other systems' rules.
     """

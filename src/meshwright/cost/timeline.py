@@ -1,8 +1,8 @@
 """`timeline`: a rank's memory through a step, operation by operation, in bytes by category.
 
 Walks over the rank's action table, with what our engine allocates and releases for each action. The
-saved bytes of operations come from the program, their temporary memory from `predict.needs`, and
-what data parallelism gathers and reduces from `predict.units`.
+saved bytes of operations come from the program, their temporary memory from `cost.needs`, and
+what data parallelism gathers and reduces from `cost.units`.
 """
 
 from __future__ import annotations

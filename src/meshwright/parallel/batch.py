@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     """Rows of this rank on its device: int64 `[rows, seq]`; segments and bounds where packed.
 
     `keys` int64 `[rows]` are the rows' dropout keys, where the model drops. `bounds` are those of
-    the documents that the segments number (`execute.kernels.documents`).
+    the documents that the segments number (`parallel.kernels.documents`).
     """
 
     inputs: Tensor

@@ -2,7 +2,7 @@
 
 On a GPU that is not measured it is the choice of whoever knows them: between its products a block
 reads and writes the memory once an operation, and the compiler joins them. What a compiler cannot
-take stays outside of the graphs, see `execute.kernels.apart`.
+take stays outside of the graphs, see `parallel.kernels.apart`.
 """
 
 from __future__ import annotations

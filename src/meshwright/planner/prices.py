@@ -49,7 +49,7 @@ class Prices:
         return self._times[key]
 
     def kept_of(self, layout: Layout) -> KeptBytes:
-        """Return the bytes that a layout's microbatch keeps: see `predict.memory.kept_of`."""
+        """Return the bytes that a layout's microbatch keeps: see `cost.memory.kept_of`."""
         key = shape_of(layout)
         if key not in self._kept:
             self._kept[key] = kept_of(self.setting, layout)

@@ -83,7 +83,7 @@ class Search:
     The price of a layout consists of parts that depend on few choices each: the microbatch's time
     on its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. The parts
     are priced once. Each layout of a core is a sum of them, with memory and the pipeline in closed
-    form. The best layouts are then checked and ranked by their exact price: `predict.price`.
+    form. The best layouts are then checked and ranked by their exact price: `cost.price`.
     `prices` come from an earlier search of the same setting, which may have another batch.
     """
 

@@ -66,7 +66,7 @@ class Operation:
 def is_joint(program: Program) -> bool:
     """Whether our own function computes the products of one input together.
 
-    See `execute.tensor_parallel.deferred`. Under tp, and where weight gradients may be deferred;
+    See `parallel.tensor_parallel.deferred`. Under tp, and where weight gradients may be deferred;
     not where weights are frozen.
     """
     layout = program.layout

@@ -1,8 +1,8 @@
 """The rectangles of queries and keys that each rank computes in ring attention.
 
 The sequence is cut into 2 cp chunks. Rank r holds chunk r, then chunk 2 cp - 1 - r.
-`execute.context_parallel.context` computes the pieces that this module lists for a sequence,
-`execute.kernels.documents` those for a document. So the module also counts the work that a window
+`parallel.context_parallel.context` computes the pieces that this module lists for a sequence,
+`parallel.kernels.documents` those for a document. So the module also counts the work that a window
 saves.
 """
 

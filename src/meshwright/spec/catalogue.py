@@ -1,6 +1,6 @@
 """The devices and links that a config may name, as the rows of `catalogue.toml`.
 
-`predict.catalogue` converts them for pricing.
+`cost.catalogue` converts them for pricing.
 """
 
 from __future__ import annotations

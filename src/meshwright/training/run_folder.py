@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Who uses the folder, as `launch.supervise.lock` keeps it."""
+        """Who uses the folder, as `runtime.supervise.lock` keeps it."""
         return self.path / "lock"
 
     def log(self, rank: int) -> Path:
@@ -75,7 +75,7 @@ class RunFolder:
         return self.path / "logs" / f"rank-{rank}.stacks"
 
     def flight_recorder(self, rank: int) -> Path:
-        """What a rank is doing, as `execute.record.flight_recorder` keeps it."""
+        """What a rank is doing, as `parallel.record.flight_recorder` keeps it."""
         return self.path / "logs" / f"rank-{rank}.recorder"
 
     @property

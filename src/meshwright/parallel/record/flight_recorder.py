@@ -2,7 +2,7 @@
 
 A record is a store to memory: no system call, no lock, nothing that could wait. The file outlives
 the rank, however it ended. No torch here;
-`execute.observe.collective_recorder` enters the collectives.
+`parallel.observe.collective_recorder` enters the collectives.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class Channel:
     def _look(self, word: int, number: int, late: Sequence[int], waited_s: float) -> None:
         """Raise where there is nothing to wait for any more.
 
-        In gloo's words, by which `launch.supervise.explain` tells what has befallen others.
+        In gloo's words, by which `runtime.supervise.explain` tells what has befallen others.
         """
         for rank in late:  # never this one, which would lose its own lock
             try:

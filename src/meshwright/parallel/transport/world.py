@@ -43,7 +43,7 @@ class World:
     """All ranks as one of them sees them, numbered node by node (`rendezvous.seated`).
 
     `store` holds small texts that all ranks can read. `opened` are the groups that
-    `execute.transport.groups` has opened so far, by how they divide the ranks. `recorder` is where
+    `parallel.transport.groups` has opened so far, by how they divide the ranks. `recorder` is where
     this rank enters what it does. `nodes` are the names of the nodes, which have equally many ranks
     in a row; ranks that a supervisor has started have none.
     """

@@ -1,6 +1,6 @@
 """Measures on local ranks: starts them with a request and passes on rank 0's results.
 
-No torch here: the ranks are processes of `launch.measure.bench_worker`.
+No torch here: the ranks are processes of `runtime.measure.bench_worker`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Meshwright's modes beside the same modes of its peers: two ranks with one thread each.
 
 All train the same Llama on the same number of random tokens a step, with gradient clipping and
-AdamW. Each run of a peer says how long its steps took, see `launch.peers.common`; Meshwright's are
+AdamW. Each run of a peer says how long its steps took, see `runtime.peers.common`; Meshwright's are
 `step_time_s` of its events. The first two steps of a run do not count. Runs alternate, so that the
 machine's noise hits all alike. A peer gets the microbatch that is fastest in a short sweep,
 Meshwright its default. PyTorch's own wrappers always take part.

@@ -1,6 +1,6 @@
 """Proves cases on local ranks: starts them, follows their results, and survives their failures.
 
-No torch here: the ranks are processes of `launch.proofs.proof_worker`.
+No torch here: the ranks are processes of `runtime.proofs.proof_worker`.
 """
 
 from __future__ import annotations
