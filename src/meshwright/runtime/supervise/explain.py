@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from meshwright.cost.price import memory
 from meshwright.errors import MeshwrightError
+from meshwright.files import read_text
 from meshwright.parallel.machine.interfaces import machine_id
 from meshwright.parallel.machine.processor import processor
 from meshwright.parallel.record.flight_recorder_file import Reading, Record, read_flight_recorder
@@ -59,7 +60,7 @@ _FAILURE: Final[Mapping[str, type | tuple[type, ...]]] = {
 def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
     """Return a rank's record of its failure; None if there is none, or it is damaged."""
     try:
-        said = parse_json(folder.failure(rank).read_text(encoding="utf-8"))
+        said = parse_json(read_text(folder.failure(rank)))
     except (OSError, ValueError):
         return None
     if not isinstance(said, dict):
