@@ -81,6 +81,10 @@ class HeldOut:
         """Whether a step should be saved because of its loss."""
         return self.is_over or (self._keeps_best and self.best.step == step)
 
+    def lacks(self, step: int) -> bool:
+        """Whether no loss of a step is known; the same on all ranks."""
+        return all(at != step for at, _ in self.losses)
+
     def keep(self, step: int) -> None:
         """Keep a step, if it is the best and saved; a collective."""
         if self._keeps_best and self.best.step == step:
