@@ -239,6 +239,19 @@ def create(job: Job) -> None:
             temporary.replace(latest)
 
 
+def restore(job: Job) -> None:
+    """Write a run's config and plan again, with a note, where they no longer say what the run does.
+
+    For a restart: its ranks read what another process may have removed or damaged since.
+    """
+    with contextlib.suppress(ConfigError):
+        stored = read_job(job.folder.path)
+        if (stored.layout, stored.run) == (job.layout, job.run):
+            return
+    note(f"{job.folder.plan} or {job.folder.config} was removed or damaged: both are written again")
+    create(job)
+
+
 def put_step(folder: RunFolder, found: StepProfile) -> None:
     """Put a step profile into a run's `ledger.json`, replacing one of the same source.
 

@@ -22,6 +22,7 @@ from meshwright.runtime.supervise.explain import (
     explain,
     lost_a_peer,
     mismatch,
+    raised,
     read_failure,
     witnesses,
 )
@@ -140,7 +141,7 @@ def _state(
         return "failed", str(last["cause"])
     # No supervisor has told: it was ended itself, or torchrun started the ranks.
     first = {rank: said for rank, said in failures.items() if not lost_a_peer(said)}
-    parts = [f"rank {rank} raised {_raised(said)}" for rank, said in first.items()]
+    parts = [raised(rank, said) for rank, said in first.items()]
     return "failed", "; ".join([mismatch(found), *parts]).strip("; ") or explain(found)
 
 

@@ -21,7 +21,7 @@ from meshwright.files import write_atomic
 from meshwright.parallel.machine.interfaces import boot_id
 from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.parsing import parse_json
-from meshwright.runtime.supervise.explain import read_failure
+from meshwright.runtime.supervise.explain import raised, read_failure
 from meshwright.runtime.supervise.restart import restart_event
 from meshwright.spec.loading import Config
 from meshwright.training.run_folder import Job, read_job
@@ -143,6 +143,6 @@ def restarted(job: Job, at: Rendezvous) -> dict[str, Any]:
     for rank in range(job.layout.world):
         said = read_failure(job.folder, rank)
         if said is not None:
-            causes.append((said["time"], f"rank {rank} raised {said['type']}: {said['message']}"))
+            causes.append((said["time"], raised(rank, said)))
     cause = min(causes)[1] if causes else f"{starter(at)} started the ranks again"
     return restart_event(job, at.attempt, cause, time.time(), None)

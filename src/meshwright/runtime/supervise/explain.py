@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from meshwright.parsing import parse_json
 from meshwright.planner.plan import setting_of
 from meshwright.program.events import Events
 from meshwright.training.run_folder import RunFolder, read_job
-from meshwright.units import format_bytes, format_seconds
+from meshwright.units import format_bytes, format_seconds, parse_bytes
 
 # The letters of /proc/PID/status.
 _STATES: Final = {
@@ -34,6 +35,13 @@ _STATES: Final = {
 }
 
 
+# What torch, numpy and C++ say when the system refuses memory.
+REFUSED: Final = (
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "Cannot allocate memory",
+)
 # What gloo, NCCL and the store say when a peer is gone: a consequence, not a cause.
 _SECOND_HAND: Final = ("DistNetworkError", "DistBackendError", "DistStoreError")
 _SECOND_HAND_WORDS: Final = (
@@ -41,6 +49,7 @@ _SECOND_HAND_WORDS: Final = (
     "Connection reset by peer",
     "Broken pipe",
 )
+_NAMES_RANKS: Final = re.compile(r"(?:out of memory: )?ranks? \d")
 TIMED_OUT: Final = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
@@ -67,6 +76,33 @@ def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
         return None
     is_whole = all(isinstance(said.get(key), kind) for key, kind in _FAILURE.items())
     return said if is_whole else None
+
+
+def raised(rank: int, said: Mapping[str, Any]) -> str:
+    """Return what a rank raised, as a sentence that names a rank once.
+
+    An error that all ranks raise together, such as one of comparing them, names the rank at fault
+    itself.
+    """
+    message = str(said["message"])
+    if _NAMES_RANKS.match(message):
+        return message
+    return f"rank {rank} raised {'' if said['expected'] else said['type'] + ': '}{message}"
+
+
+def out_of_memory(folder: RunFolder, rank: int, limit: int | None, said: str) -> str:
+    """Return the message of a rank whose allocation was refused; `said` is the allocator's own.
+
+    `limit` is `cluster.memory` in bytes, if the config sets it.
+    """
+    found = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", said)
+    size = "" if found is None else format_bytes(parse_bytes(found[1] + (found[2] or "")))
+    asked = f"asked for {size}," if size else "asked for"
+    of_limit = "" if limit is None else f" of cluster.memory = {format_bytes(limit)}"
+    return (
+        f"out of memory: rank {rank} {asked} more than was left{of_limit}. What would fit: "
+        f"meshwright plan --after-oom {shlex.quote(str(folder.path))}"
+    )
 
 
 def lost_a_peer(failure: Mapping[str, Any]) -> bool:
