@@ -152,3 +152,17 @@ def test_a_run_that_is_over_takes_no_further_step(folder):
 def test_what_goes_by_the_held_out_loss_needs_one(word, legal):
     with pytest.raises(ConfigError, match=r"train\.eval_every = 0.*" + legal.replace(".", r"\.")):
         load_config(None, [word])
+
+
+@pytest.mark.parametrize("step", [4, 6], ids=["between", "at the end"])
+def test_an_evaluation_that_a_kill_left_out_is_made_up_for(folder, monkeypatch, step):
+    """The step was saved, so that a resumed run does not come to it again."""
+    whole = [*RUN, "train.steps=6", "checkpoint.every=2", "layout.dp_replicate=2"]
+    assert main(["train", *whole]) == 0
+    undisturbed = [(event["step"], event["loss"]) for event in events(folder, "eval")]
+    monkeypatch.setenv("FAULT", f"1:eval:{step}:kill")
+    assert main(["train", *whole, "log.name=killed"]) == 0
+    (resumed,) = events(folder.parent / "killed", "resume")
+    assert resumed["step"] == step
+    losses = [(event["step"], event["loss"]) for event in events(folder.parent / "killed", "eval")]
+    assert losses == undisturbed

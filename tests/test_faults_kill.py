@@ -275,7 +275,7 @@ def test_a_run_whose_disk_is_full_ends_and_keeps_its_steps(small_disk, go, confi
     fill = "os.environ.pop('FAULT', None)"  # nothing: the disk is fault enough
     _, text, events = go(None, *words, f"checkpoint.dir={root}", body=fill, error=RankFailed)
     assert re.match(
-        rf"rank \d raised rank \d: {root}/\.tmp-step-\d+-\w+/[\w.-]+ was not written: No space "
+        rf"rank \d: {root}/\.tmp-step-\d+-\w+/[\w.-]+ was not written: No space "
         r"left on device, after \d+ of \d+ bytes",
         text,
     ), text

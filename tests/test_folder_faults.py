@@ -25,6 +25,7 @@ from meshwright.report.markup import Html, escape
 from meshwright.report.page import Page, grid, prose, titled
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
+from meshwright.runtime.ranks import local
 from meshwright.runtime.ranks.worker import record_failure
 from meshwright.runtime.session import train
 from meshwright.runtime.supervise.diagnosis import diagnose
@@ -34,7 +35,7 @@ from meshwright.runtime.supervise.restart import run_attempts
 from meshwright.runtime.supervise.supervisor import RanksFailed, failure_of
 from meshwright.spec.loading import load_config
 from meshwright.training.events import JsonLines, _Scalars
-from meshwright.training.run_folder import read_job, resumed_folder
+from meshwright.training.run_folder import read_job, restore, resumed_folder
 from run_folders import write_run
 from runs import TINY, clean_environ
 
@@ -297,3 +298,26 @@ def test_what_is_not_html_is_escaped_where_it_enters_a_page():
         assert f"&lt;{letter}&gt;" in html
     assert isinstance(prose("a") + "<b>", Html)
     assert (prose("a") + "<b>").endswith("&lt;b&gt;")
+
+
+@pytest.mark.parametrize("harm", ["plan removed", "plan damaged", "config removed"])
+def test_a_restart_writes_a_removed_plan_again(harm, corpus, tmp_path, monkeypatch, capsys):
+    """The ranks of the first attempt have read it; those of the next could not."""
+    where = [f"data.source={corpus}", f"data.cache={tmp_path / 'c'}", f"log.dir={tmp_path}"]
+    words = [*TINY, *where, "train.steps=4", "checkpoint.every=2", "log.name=run", "log.trace=0"]
+    name, deed = harm.split()
+    file = tmp_path / "run" / {"plan": "plan.json", "config": "config.toml"}[name]
+
+    def harmed(job):
+        assert file.is_file()
+        file.unlink() if deed == "removed" else file.write_text("{")
+        restore(job)
+
+    monkeypatch.setattr(local, "restore", harmed)
+    monkeypatch.setenv("FAULT", "0:backward:4:kill")
+    assert main(["train", *words, "layout.dp_replicate=1"]) == 0
+    assert "written again" in capsys.readouterr().err
+    assert read_job(tmp_path / "run").layout.world == 1
+    assert [
+        event["step"] for event in events_of(tmp_path / "run") if event["event"] == "resume"
+    ] == [2]

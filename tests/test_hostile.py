@@ -26,6 +26,7 @@ from meshwright.errors import (
     MeshwrightError,
     nearest_divisors,
 )
+from meshwright.files import read_bytes, read_text
 from meshwright.interop.importing import import_files
 from meshwright.layout import Machine, resolve_layout
 from meshwright.parsing import parse_json, parse_toml, printable
@@ -322,3 +323,30 @@ def test_steps_outside_the_run_folder_are_found(tmp_path, capsys, outcome):
     words = ["generate", str(run), "--prompt", "a", "--max-tokens", "1", "--tokenizer", "bytes"]
     assert main(words) == 0
     outcome.add(0, capsys.readouterr().out.strip(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "/dev/zero"],
+        ["plan", "--calibration", "/dev/zero"],
+        ["plan", "cluster.calibration=/dev/zero"],
+        ["train", "--plan", "/dev/zero"],
+        ["predict", "--rows", "/dev/zero", "--out", "rows.jsonl"],
+        ["config", "import", "/dev/zero"],
+        ["plan", "data.source=stdlib", "data.tokenizer=/dev/zero"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_without_end_fills_no_memory(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert "/dev/zero" in capsys.readouterr().err
+
+
+def test_a_document_has_a_largest_size(tmp_path):
+    path = tmp_path / "long.json"
+    path.write_bytes(b"[1,\r\n2]")
+    assert (read_bytes(path, 7), read_text(path, 7)) == (b"[1,\r\n2]", "[1,\n2]")
+    with pytest.raises(OSError, match="it has more than 6 B"):
+        read_bytes(path, 6)

@@ -1,6 +1,7 @@
 """`cluster.memory`: read, held by the system, and what a rank says that wanted more."""
 
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,11 @@ from meshwright.errors import ConfigError, RankFailed
 from meshwright.layout import Layout
 from meshwright.runtime.ranks.worker import MemoryLimit, is_out_of_memory
 from meshwright.runtime.session import train
+from meshwright.runtime.supervise.explain import out_of_memory, raised
+from meshwright.runtime.supervise.supervisor import failure_of
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
+from meshwright.training.run_folder import RunFolder
 from meshwright.units import GIB, MIB, parse_bytes
 from runs import clean_environ
 
@@ -60,7 +64,7 @@ def test_a_rank_over_the_limit_ends_the_run(config, monkeypatch, capsys):
     # What first finds no room may be torch's allocator, which says how much it wanted, or C++,
     # which doesn't.
     assert re.fullmatch(
-        r"rank 0 raised out of memory: rank 0 asked for (\d+\.\d\d [KM]iB, )?more than was left of "
+        r"out of memory: rank 0 asked for (\d+\.\d\d [KM]iB, )?more than was left of "
         r"cluster\.memory = 4\.00 MiB\. What would fit: meshwright plan --after-oom \S+/small",
         str(caught.value),
     )
@@ -116,8 +120,7 @@ def test_what_counts_as_out_of_memory():
     ],
 )
 def test_what_was_asked_for_is_told(said, asked):
-    limit = MemoryLimit(job("cluster.memory=1GiB"), 3, torch.device("cpu"))
-    text = limit.refusal(said, GIB)
+    text = out_of_memory(RunFolder(Path("runs/one")), 3, GIB, said)
     assert text.startswith(
         f"out of memory: rank 3 {asked} more than was left of cluster.memory = 1"
     )
@@ -168,3 +171,25 @@ def test_long_context_is_trained_by_two(overrides, tmp_path, corpus):
     assert run.exit_code == 0
     (step,) = run.events("step")
     assert 0 < step["loss"] < 8
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_ran_out_in_a_thread_of_cpp_is_told(tmp_path, rank):
+    """Nothing catches it there: the process aborts, and only its log says why."""
+    folder = RunFolder(tmp_path)
+    folder.log(rank).parent.mkdir(parents=True)
+    folder.log(rank).write_text(
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc"
+    )
+    failure = failure_of(folder, rank, -signal.SIGABRT)
+    assert failure.kind == "memory"
+    assert failure.cause.startswith(f"out of memory: rank {rank} asked for more than was left. ")
+    folder.log(rank).write_text("free(): invalid pointer")
+    assert "was killed by SIGABRT" in failure_of(folder, rank, -signal.SIGABRT).cause
+
+
+def test_an_error_about_a_rank_is_told_once():
+    said = {"type": "CheckpointError", "expected": True, "message": "rank 0: no space left"}
+    assert raised(1, said) == "rank 0: no space left"
+    assert raised(1, said | {"message": "a file"}) == "rank 1 raised a file"
+    assert raised(1, said | {"expected": False}) == "rank 0: no space left"

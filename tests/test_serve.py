@@ -14,13 +14,14 @@ import pytest
 from meshwright.cli import main
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.planner.plan import plan
-from meshwright.serve.answer import answer, devices_answer, model_words
+from meshwright.serve.answer import SECTIONS as PAGE_SECTIONS
+from meshwright.serve.answer import answer, devices_answer, model_words, named_files
 from meshwright.serve.app import HAS_UI, HOST, LARGEST_BODY, MISSING, application, serve
 from meshwright.serve.conditions import Conditions
 from meshwright.serve.detail import detail
 from meshwright.serve.page import page
 from meshwright.serve.worker import reply
-from meshwright.spec.loading import load_config
+from meshwright.spec.loading import KEYS, load_config, read_given
 
 needs_ui = pytest.mark.skipif(not HAS_UI, reason="the extra ui is not installed")
 PORT = 8000
@@ -235,6 +236,45 @@ def test_a_dropped_config_is_a_model():
 )
 def test_what_cannot_be_planned_is_refused_with_a_reason(question, said):
     assert said in reply("plan", question)["error"]
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """The names of files that this process opens while the tests of this module run."""
+    names, watching = [], True
+
+    def watch(event, facts):  # a hook for audits cannot be removed
+        if watching and event == "open":
+            names.append(str(facts[0]))
+
+    sys.addaudithook(watch)
+    yield names
+    watching = False
+
+
+@pytest.mark.parametrize(
+    "key", [f"{section}.{key}" for section in PAGE_SECTIONS for key in KEYS[section]]
+)
+def test_no_request_has_a_file_read(tmp_path, opened, key):
+    path = tmp_path / "secret.toml"
+    path.write_text("[h100]\nmemory = 1\n")
+    opened.clear()
+    for name in (path, f'["{path}"]'):
+        reply("plan", {"words": [*SMALL, f"{key}={name}"]})
+        reply("devices", {"words": [*SMALL, f"{key}={name}"], "first": 1, "last": 1})
+    assert not [name for name in opened if name.startswith(str(tmp_path))]
+
+
+def test_the_files_that_the_command_named_are_read(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("")
+    question = {"words": [*SMALL, f"cluster.calibration={path}"]}
+    assert "the page names no files" in reply("plan", question)["error"]
+    files = named_files(read_given(None, question["words"]))
+    conditions = Conditions.from_json(json.loads(json.dumps(Conditions(files=files).as_json())))
+    assert "answer" in reply("plan", question, conditions)
+    shipped = {"words": [*SMALL, "cluster.calibration=shipped"]}
+    assert "answer" in reply("plan", shipped, conditions)
 
 
 def test_the_page_holds_its_state_and_asks_nobody_else():

@@ -2,7 +2,10 @@
 
 import json
 import os
+import resource
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -308,3 +311,27 @@ def test_more_ranks_than_cores_are_noted(config):
     job = prepare_job(own, clean_environ())
     (told,) = [text for text in run_notes(job, clean_environ()) if "cores" in text]
     assert told.endswith(f"has {2 * cores} ranks on this machine, which share {cores} cores")
+
+
+@pytest.mark.parametrize(("hard", "code"), [(None, 0), (36, 2)], ids=["raised", "too low"])
+def test_open_files_are_counted_before_the_start(tmp_path, hard, code):
+    """Ranks whose connections find no file otherwise fail one after the other, in gloo's words."""
+
+    def limit():
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (36, most if hard is None else hard))
+
+    words = [*TINY, "layout.dp_replicate=2", "train.steps=1", f"data.cache={tmp_path / 'cache'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "train", *words],
+        cwd=tmp_path,
+        env=clean_environ(),
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    if code:
+        assert "needs about 48 open files and connections a rank" in done.stderr
+        assert "but the limit is 36. ulimit -n 48" in done.stderr
+        assert not (tmp_path / "runs").exists()

@@ -3,7 +3,6 @@
 import ast
 import functools
 import re
-import re
 import subprocess
 import sys
 from pathlib import Path

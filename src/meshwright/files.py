@@ -15,10 +15,12 @@ from pathlib import Path
 from types import TracebackType
 
 from meshwright.errors import ConfigError, DataError
-from meshwright.units import MIB
+from meshwright.units import MIB, format_bytes
 
 # What a write that finds no room raises: on the disk, in a quota, in the limit of a process.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Configs, tokenizers, manifests and logs are smaller.
+LARGEST_DOCUMENT = 256 * MIB
 BLOCK_BYTES = MIB  # a damaged file is narrowed down to one block of this size
 _TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -85,6 +87,23 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def read_bytes(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
+    """Return the bytes of a document, which may be a pipe.
+
+    Raises `OSError` if there are more than `most`, so that /dev/zero cannot fill the memory.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most)}", str(path))
+    return content
+
+
+def read_text(path: Path, most: int = LARGEST_DOCUMENT) -> str:
+    """Return the UTF-8 text of a document, as `read_bytes`; raises `UnicodeDecodeError` too."""
+    return read_bytes(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 class AtomicFile:

@@ -20,6 +20,7 @@ from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from meshwright.errors import CheckpointError
+from meshwright.files import read_text
 from meshwright.parsing import parse_json
 from meshwright.spec.stored import best_step
 
@@ -82,7 +83,7 @@ def _refuse_others(root: Path, run: str) -> None:
     """Raise `CheckpointError` where another run writes under `root`, or has written there."""
     writers = []
     with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody has it locked
-        holder = parse_json((root / LOCK).read_text(encoding="utf-8"))
+        holder = parse_json(read_text(root / LOCK))
         writers.append((holder.get("run"), "locked it"))
     writers += [(run_of(path), f"written {path.name}") for path in steps(root)[-1:]]
     for writer, action in writers:
@@ -150,7 +151,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = dict(parse_json(path.read_text(encoding="utf-8")))
+        manifest = dict(parse_json(read_text(path)))
         digest = manifest.pop("digest", None)
         files = dict(manifest["files"])
         is_whole = digest == _digest(manifest) and all(

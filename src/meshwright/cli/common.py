@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import ConfigError
+from meshwright.files import read_text
 from meshwright.lines import GOES_ON, fitted, folded
 from meshwright.parsing import parse_json
 from meshwright.runtime.pricing.measured import as_measured_here
@@ -120,7 +121,7 @@ def read_rows(path: Path, needed: str) -> list[dict[str, Any]]:
     Raises `ConfigError`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{needed} {path} cannot be read: {problem}") from None

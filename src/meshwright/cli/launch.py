@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from meshwright.cli.common import add_config_arguments, read_words
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
-from meshwright.files import write_atomic
+from meshwright.files import read_text, write_atomic
 from meshwright.layout import Machine, left_over, resolve_layout
 from meshwright.planner.plan import setting_of
 from meshwright.planner.saved import load_planned
@@ -174,7 +174,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     return JobSpec(
         name=args.name,
         arguments=tuple(arguments),
-        files={str(path): path.read_text("utf-8") for path in carried if path is not None},
+        files={str(path): read_text(path) for path in carried if path is not None},
         nodes=nodes,
         per_node=cluster.per_node,
         device=device,

@@ -15,7 +15,7 @@ from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.planner.plan import Plan
 from meshwright.planner.rank import MARGIN
 from meshwright.runtime.pricing.measured import VARIABLES
-from meshwright.serve.answer import asked_words, document
+from meshwright.serve.answer import asked_words, document, named_files
 from meshwright.serve.conditions import TOP, Conditions
 from meshwright.serve.page import page
 from meshwright.spec.loading import read_given
@@ -51,8 +51,9 @@ def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
         calibration = measured.calibration if measured.file is None else None
     environ = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     flags = tuple(_flags(args, named if calibration else ()))
-    conditions = Conditions(environ, calibration, args.margin, args.top, flags)
-    arguments = asked_words(read_given(*read_words(args)))
+    stated = read_given(*read_words(args))
+    conditions = Conditions(environ, calibration, args.margin, args.top, flags, named_files(stated))
+    arguments = asked_words(stated)
     with suppress(KeyboardInterrupt):
         serve(
             args.port,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import ConfigError
+from meshwright.files import read_text
 from meshwright.parsing import parse_toml
 from meshwright.spec.model import ModelSpec
 
@@ -156,9 +157,10 @@ def shipped_calibration() -> Calibration:
 def read_calibration(path: Path) -> Calibration:
     """Return your own calibration on top of the shipped one; raises `ConfigError`."""
     try:
-        own = parse_calibration(path.read_text(encoding="utf-8"))
+        own = parse_calibration(read_text(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"calibration {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"calibration {path} cannot be read: {reason}") from None
     return over_shipped(own)
 
 

@@ -19,7 +19,7 @@ from meshwright.data.messages import (
 )
 from meshwright.data.template_engine import MARKS, Compiled, TemplateMarks
 from meshwright.errors import DataError
-from meshwright.files import reading, sha256_bytes
+from meshwright.files import read_bytes, reading, sha256_bytes
 from meshwright.parsing import parse_json
 
 TEMPLATE, CONFIG, SPECIAL = (
@@ -200,7 +200,7 @@ def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplat
         if not file.is_file():
             raise DataError(f"data.chat_template = {given!r} is no file")
         with reading(file):
-            content, origin = file.read_bytes(), str(file)
+            content, origin = read_bytes(file), str(file)
         try:
             source = content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -260,7 +260,7 @@ def json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         with reading(path):
-            return dict(parse_json(path.read_bytes()))
+            return dict(parse_json(read_bytes(path)))
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} is not a JSON object: {error}") from error
 

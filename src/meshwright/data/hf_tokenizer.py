@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.data.boundaries import ends_of, stated_ends, with_begin
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import DataError
-from meshwright.files import reading, write_atomic
+from meshwright.files import read_bytes, reading, write_atomic
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat
 
@@ -79,13 +79,13 @@ def copy_tokenizer(file: Path, folder: Path, template: Path | None = None) -> No
     A `template` takes the place of the tokenizer's own chat template.
     """
     with reading(file):
-        contents = {TOKENIZER: file.read_bytes(), **_read(file.parent)}
+        contents = {TOKENIZER: read_bytes(file), **_read(file.parent)}
     ends = stated_ends(file.parent)
     if ends and GENERATION not in contents:  # stated by config.json, which is not a tokenizer's
         contents[GENERATION] = _json({"eos_token_id": ends})
     if template is not None:
         with reading(template):
-            contents[TEMPLATE] = template.read_bytes()
+            contents[TEMPLATE] = read_bytes(template)
     for name, content in contents.items():
         write_atomic(folder / name, content)
 
@@ -95,7 +95,7 @@ def _read(folder: Path) -> dict[str, bytes]:
     contents = {}
     for path in found:
         with reading(path):
-            contents[path.name] = path.read_bytes()
+            contents[path.name] = read_bytes(path)
     return contents
 
 

@@ -22,7 +22,7 @@ from meshwright.data.store import (
 )
 from meshwright.data.view import map_array
 from meshwright.errors import DataError
-from meshwright.files import AtomicFile, plain_name, reading, write_atomic
+from meshwright.files import AtomicFile, plain_name, read_bytes, reading, write_atomic
 
 
 def seal(
@@ -49,7 +49,7 @@ def seal(
     copy = None
     if tokenizer.file is not None:
         with AtomicFile(out / TOKENIZER) as copied, reading(tokenizer.file):
-            copied.write(tokenizer.file.read_bytes())
+            copied.write(read_bytes(tokenizer.file))
         copy = file_record(copied)
     templates = []
     if encoder.template is not None:

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from meshwright.data.corpora import Files, Fingerprint, Skip, SourcePart
 from meshwright.errors import DataError
-from meshwright.files import AtomicFile, hash_file, locked, reading, write_atomic
+from meshwright.files import AtomicFile, hash_file, locked, read_text, reading, write_atomic
 from meshwright.parsing import parse_json
 from meshwright.units import MIB, format_bytes
 
@@ -85,7 +85,7 @@ class TinyStories:
 
     def _recorded(self) -> dict[str, Any]:
         with reading(self._record_path):
-            text = self._record_path.read_text("utf-8")
+            text = read_text(self._record_path)
         try:
             record = parse_json(text)
             return {"size": int(record["size"]), "sha256": str(record["sha256"])}

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from meshwright.data.byte_level import byte_level_json
 from meshwright.data.patterns import check_patterns
 from meshwright.errors import DataError, either, nearest, refusal
-from meshwright.files import reading, sha256_bytes, writable_folder, write_atomic
+from meshwright.files import (
+    read_bytes,
+    read_text,
+    reading,
+    sha256_bytes,
+    writable_folder,
+    write_atomic,
+)
 from meshwright.parsing import parse_json
 from meshwright.units import MIB
 
@@ -138,7 +145,7 @@ class JsonTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Backend
 
         with reading(file):
-            content = file.read_bytes()
+            content = read_bytes(file)
         try:
             check_patterns(content)
             backend = Backend.from_str(content.decode("utf-8"))
@@ -384,7 +391,7 @@ def _config_beside(config: Path) -> dict[str, Any]:
         return {}
     try:
         with reading(config):
-            return dict(parse_json(config.read_text("utf-8")))
+            return dict(parse_json(read_text(config)))
     except (ValueError, TypeError) as error:
         raise DataError(f"{config} is not a JSON object: {error}") from error
 

@@ -34,6 +34,7 @@ from meshwright.files import (
     AtomicFile,
     hash_file,
     locked,
+    read_bytes,
     reading,
     remove_temporaries,
     sha256_bytes,
@@ -157,7 +158,7 @@ def _some(files: Sequence[Path]) -> str:
 def _skipped(task: _Task) -> list[str]:
     """Return what a shard that is written has left out."""
     with reading(task.record_path):
-        return list(parse_json(task.record_path.read_bytes()).get("skipped", ()))
+        return list(parse_json(read_bytes(task.record_path)).get("skipped", ()))
 
 
 def _notes(tasks: Sequence[_Task]) -> list[str]:
@@ -165,7 +166,7 @@ def _notes(tasks: Sequence[_Task]) -> list[str]:
     counts: Counter[str] = Counter()
     for task in tasks:
         with reading(task.record_path):
-            counts.update(parse_json(task.record_path.read_bytes()).get("notes", {}))
+            counts.update(parse_json(read_bytes(task.record_path)).get("notes", {}))
     most = [f"{line} ({counted(count, 'conversation')})" for line, count in counts.most_common()]
     return [*most[:MOST_NOTES], *([f"{len(most) - MOST_NOTES} more"] if most[MOST_NOTES:] else [])]
 
@@ -343,7 +344,7 @@ def _kept(task: _Task) -> ShardRecord | None:
         return None
     try:
         with reading(task.record_path):
-            body = parse_json(task.record_path.read_bytes())
+            body = parse_json(read_bytes(task.record_path))
         if body["job"] != task.job:
             return None
         record = ShardRecord.model_validate_json(json.dumps(body["record"]))

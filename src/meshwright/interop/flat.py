@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
+from meshwright import files
 from meshwright.errors import ConfigError, refusal
 from meshwright.parsing import check_size, parse_json
 
@@ -37,7 +38,7 @@ _Loader.add_implicit_resolver(
 def read_text(path: Path) -> str:
     """Return a file's text; raises `ConfigError` where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path} cannot be read: {reason}") from None

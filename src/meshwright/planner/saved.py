@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
+from meshwright.files import read_text
 from meshwright.layout import Layout
 from meshwright.parsing import foreign, parse_json
 from meshwright.planner.compiling import CompileChoice, decided
@@ -62,7 +63,7 @@ def read_plan(plan: Path, needed: str) -> dict[str, Any]:
     Raises `ConfigError` for anything else.
     """
     try:
-        saved = parse_json(plan.read_text(encoding="utf-8"))
+        saved = parse_json(read_text(plan))
     except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{needed} {plan} cannot be read: {problem}") from None

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from meshwright.cost.catalogue import Cluster
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.files import read_text
 from meshwright.layout import Layout
 from meshwright.parsing import parse_json
 from meshwright.planner.plan import setting_of
@@ -115,7 +116,7 @@ def read_run(path: Path) -> RunRecord:
 
 def _document(path: Path, missing: list[str], tells: str) -> dict[str, Any]:
     try:
-        document = parse_json(path.read_text(encoding="utf-8"))
+        document = parse_json(read_text(path))
     except FileNotFoundError:
         missing.append(f"{path.name} is not there: it tells {tells}.")
     except (OSError, ValueError) as error:
@@ -180,7 +181,7 @@ def _events(path: Path, missing: list[str]) -> tuple[Mapping[str, Any], ...]:
 def _profiles(path: Path, missing: list[str]) -> tuple[StepProfile, ...]:
     not_shown = "timeline, memory over a step, causes and messages are not shown"
     try:
-        profiles = from_json(parse_json(path.read_text(encoding="utf-8")))
+        profiles = from_json(parse_json(read_text(path)))
     except FileNotFoundError:
         missing.append(
             f"ledger.json is not there: the run recorded no step, or was made by an older version; "

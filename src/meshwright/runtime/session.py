@@ -31,6 +31,7 @@ from meshwright.report.run import write_report
 from meshwright.runtime.checks.notes import run_notes
 from meshwright.runtime.checks.resuming import Resume, resumed, resumed_folder_with_steps
 from meshwright.runtime.checks.start import (
+    allow_open_files,
     check_device,
     check_extras,
     check_limit,
@@ -163,6 +164,7 @@ def prepare_job(
         config = compiled_as(config, before)
     config = settled(config, machine, lacks)
     layout = resolve_layout(config, machine)
+    allow_open_files(layout)
     check_compiler(config.train, lacks)
     check_extras(config)
     check_engine(config, layout, resumes=resume is not None)

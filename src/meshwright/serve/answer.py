@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.calibration import SHIPPED, shipped_calibration
 from meshwright.cost.setting import Setting
 from meshwright.errors import ConfigError, refusal
 from meshwright.planner.advice import lost_by
@@ -32,6 +32,8 @@ from meshwright.units import format_bytes, format_count
 
 # What the page may set: nothing that writes, and nothing of another run.
 SECTIONS: Final = ("model", "train", "cluster", "layout", "lora")
+# Keys that name files or folders of this machine.
+FILES: Final = ("cluster.calibration", "lora.init_from", "model.init_from")
 _MOST_WORDS: Final = 64
 _MOST_SHOWN: Final = 2
 # So many numbers of devices are planned for a curve, and so many tokens are trained on.
@@ -42,7 +44,7 @@ _PLAIN: Final = Conditions()
 
 def answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
     """Return the plan for a question; raises `ConfigError` for an invalid one."""
-    arguments, shown = _words(question), _labels(question)
+    arguments, shown = _words(question, conditions), _labels(question)
     plan = conditions.plan(_config(arguments))
     labels = shown or ([plan.best.layout.label] if plan.best else [])
     return document(plan, arguments, labels, read_given(None, arguments), conditions.flags)
@@ -103,7 +105,7 @@ def _word(value: Any) -> str:
 
 def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
     """Return the best layout for each number of devices from `first` to `last`, doubling."""
-    arguments = _words(question)
+    arguments = _words(question, conditions)
     first, last = (question.get(key) for key in ("first", "last"))
     for name, value in (("first", first), ("last", last)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 17:
@@ -136,7 +138,13 @@ def model_words(document: Any) -> list[str]:
     ]
 
 
-def _words(question: Mapping[str, Any]) -> list[str]:
+def named_files(stated: Mapping[str, Values]) -> dict[str, str]:
+    """Return the keys of a config that name files or folders, with their values."""
+    values = {f"{name}.{key}": value for name in SECTIONS for key, value in stated[name].items()}
+    return {key: str(values[key].value) for key in FILES if key in values and values[key].value}
+
+
+def _words(question: Mapping[str, Any], conditions: Conditions) -> list[str]:
     arguments = question.get("words", [])
     if not isinstance(arguments, list) or not all(isinstance(text, str) for text in arguments):
         raise ConfigError("words must be a list of texts such as 'train.batch=1024'")
@@ -146,6 +154,10 @@ def _words(question: Mapping[str, Any]) -> list[str]:
         section = argument.partition("=")[0].partition(".")[0]
         if section not in SECTIONS:
             raise ConfigError(refusal(f"{argument[:80]}: the page does not set it", legal=SECTIONS))
+    for key, name in named_files(read_given(None, arguments)).items():
+        if name not in (conditions.files.get(key), SHIPPED if key == FILES[0] else None):
+            rule = f"{key} = {name[:80]}: the page names no files; start `plan --serve` with it"
+            raise ConfigError(rule)
     return arguments
 
 

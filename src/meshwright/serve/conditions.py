@@ -23,8 +23,9 @@ class Conditions:
     `environ` has the variables that say where calibrations are stored. Each question is priced by
     the stored calibration of its cluster, like the command, or by `calibration` if the command line
     sets it. `margin` is the share of memory to leave free, `top` the number of ranked layouts.
-    `flags` are these options as command-line arguments. `prices` are cached from earlier questions
-    to this process.
+    `flags` are these options as command-line arguments. `files` has the keys that name files or
+    folders, as the command set them: a question may not name others. `prices` are cached from
+    earlier questions to this process.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Conditions:
     margin: float = MARGIN
     top: int = TOP
     flags: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
     prices: KnownPrices = field(default_factory=KnownPrices, compare=False)
 
     def plan(self, config: Config) -> Plan:
@@ -55,4 +57,5 @@ class Conditions:
             document["margin"],
             document["top"],
             tuple(document["flags"]),
+            document["files"],
         )

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
+from meshwright.files import read_text
 from meshwright.parsing import parse_toml, printable
 from meshwright.spec.base import Spec
 from meshwright.spec.catalogue import LOCAL, check_device, check_link
@@ -274,7 +275,7 @@ def _check_known(section: str, key: str, origin: str) -> None:
 
 def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"config file {path} cannot be read: {reason}") from None

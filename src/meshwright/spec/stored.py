@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import ValidationError
 
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.files import read_text
 from meshwright.parsing import parse_json, parse_toml
 from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.model import ModelSpec
@@ -45,7 +46,7 @@ def find_step(folder: Path) -> Path | None:
 def best_step(root: Path) -> Path | None:
     """Return the step that a folder of steps has kept as the best, if it still exists."""
     try:
-        name = (root / BEST).read_text(encoding="utf-8").strip()
+        name = read_text(root / BEST).strip()
     except (OSError, ValueError):
         return None
     return root / name if _STEP.fullmatch(name) and (root / name).is_dir() else None
@@ -58,7 +59,7 @@ def steps_folder(run: Path) -> Path:
     """
     own = None
     with suppress(OSError, ValueError):
-        text = (run / CONFIG).read_text(encoding="utf-8")
+        text = read_text(run / CONFIG)
         own = parse_toml(text).get("checkpoint")
     folder = own.get("dir") if isinstance(own, Mapping) else None
     is_path = isinstance(folder, str) and folder and "\0" not in folder
@@ -125,7 +126,7 @@ def stored_base(path: Path) -> str | None:
     """Return the folder of a run's initial weights, if its config names one."""
     for folder in (path, *path.resolve().parents[:2]):
         with suppress(OSError, ValueError):
-            model = parse_toml((folder / CONFIG).read_text(encoding="utf-8")).get("model")
+            model = parse_toml(read_text(folder / CONFIG)).get("model")
             found = model.get("init_from") if isinstance(model, Mapping) else None
             return found if isinstance(found, str) else None
     return None
@@ -134,7 +135,7 @@ def stored_base(path: Path) -> str | None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raises `ConfigError` if there is none."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, Mapping):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.saver import Saver
 from meshwright.errors import CheckpointError
-from meshwright.files import write_atomic
+from meshwright.files import read_bytes, write_atomic
 from meshwright.parallel.transport.world import World, exchange
 from meshwright.parsing import foreign, parse_json
 from meshwright.training.run_folder import Job
@@ -64,7 +64,7 @@ class HeldOut:
         self._keeps_best = job.config.checkpoint.keep_best
         text = "[]"
         if step and self._writes and self._path.is_file():
-            text = self._path.read_bytes().decode(errors="replace")
+            text = read_bytes(self._path).decode(errors="replace")
         text = exchange(text, dist.group.WORLD if world.size > 1 else None)[0]
         with foreign(str(self._path), CheckpointError):
             kept = parse_json(text)
@@ -80,6 +80,10 @@ class HeldOut:
     def wants(self, step: int) -> bool:
         """Whether a step should be saved because of its loss."""
         return self.is_over or (self._keeps_best and self.best.step == step)
+
+    def lacks(self, step: int) -> bool:
+        """Whether no loss of a step is known; the same on all ranks."""
+        return all(at != step for at, _ in self.losses)
 
     def keep(self, step: int) -> None:
         """Keep a step, if it is the best and saved; a collective."""

@@ -74,6 +74,9 @@ def train(
     held_out = HeldOut(job, world, saver, step)
     keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
     look = partial(evaluated, parallel, job, world, dataset, emit, asked_to_stop, held_out)
+    is_committed = is_due(config.train.eval_every, step, step == steps) and step > 0
+    if is_committed and not stopped and held_out.lacks(step):  # ended between a save and this
+        stopped = not look(step)
     while step < steps and not stopped and not held_out.is_over:
         step += 1
         begin(step, world, recording, readings)
@@ -101,8 +104,6 @@ def train(
         if not saved and (stopped or held_out.wants(step)):
             keep(step, readings.loss)
             held_out.keep(step)
-    if progress.step == steps and config.train.eval_every and not stopped:  # ended before this
-        stopped = not look(step)
     saver.finish()
     return ended(step, readings.loss, stopped, held_out, job, world, emit)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.errors import ConfigError, DataError, refusal
-from meshwright.files import write_atomic
+from meshwright.files import read_text, write_atomic
 from meshwright.layout import Layout, Machine
 from meshwright.parsing import parse_json
 from meshwright.program.profile import StepProfile, from_json, to_json
@@ -239,6 +239,19 @@ def create(job: Job) -> None:
             temporary.replace(latest)
 
 
+def restore(job: Job) -> None:
+    """Write a run's config and plan again, with a note, where they no longer say what the run does.
+
+    For a restart: its ranks read what another process may have removed or damaged since.
+    """
+    with contextlib.suppress(ConfigError):
+        stored = read_job(job.folder.path)
+        if (stored.layout, stored.run) == (job.layout, job.run):
+            return
+    note(f"{job.folder.plan} or {job.folder.config} was removed or damaged: both are written again")
+    create(job)
+
+
 def put_step(folder: RunFolder, found: StepProfile) -> None:
     """Put a step profile into a run's `ledger.json`, replacing one of the same source.
 
@@ -247,7 +260,7 @@ def put_step(folder: RunFolder, found: StepProfile) -> None:
     path = folder.step_profile
     before: tuple[StepProfile, ...] = ()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or damaged
-        before = from_json(parse_json(path.read_text(encoding="utf-8")))
+        before = from_json(parse_json(read_text(path)))
     profiles = [*(one for one in before if one.source != found.source), found]
     try:
         write_atomic(path, (json.dumps(to_json(profiles), separators=(",", ":")) + "\n").encode())
@@ -262,7 +275,7 @@ def read_job(path: Path) -> Job:
         raise ConfigError(f"{path} is not a run folder: {folder.plan} is missing")
     config = load_config(folder.config)
     with _readable(folder.plan):
-        plan = parse_json(folder.plan.read_text(encoding="utf-8"))
+        plan = parse_json(read_text(folder.plan))
         layout = Layout(**plan["layout"])
         if layout.world > MOST_RANKS:
             raise ValueError(f"a layout of {layout.world} ranks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,12 @@ _STATES: Final = ("weights", "gradients", "optimizer")
 # What a CPU rank needs besides tensors: measured were 4 to 20 MiB, by the layout. With less no
 # thread can start, and the C library ends the process without a word of Python's.
 _OWN: Final = 24 * MIB
+
+# Files that one rank has open, and those that each connection to another rank adds. A rank alone
+# trains with 32, two ranks each with 48, four with 64 (torch 2.13, gloo).
+_FILES: Final = 32
+_FILES_OF_A_PEER: Final = 8
+_USUAL_FILES: Final = 1024  # Linux's default
 
 
 def check_extras(config: Config) -> None:
@@ -76,6 +83,33 @@ def check_tokenizer(config: Config) -> None:
         f"model.init_from = {init_from!r} does not say which tokenizer it was trained with: give "
         "data.tokenizer"
     )
+
+
+def open_files(layout: Layout) -> int:
+    """Return how many files and connections a rank of a layout has open, about.
+
+    Each group of an axis has a connection to each of its ranks, and so has the group of all.
+    """
+    axes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
+    peers = sum(size - 1 for size in (layout.world, *axes))
+    return _FILES + _FILES_OF_A_PEER * peers
+
+
+def allow_open_files(layout: Layout) -> None:
+    """Raise this process's limit of open files to what ranks need, which inherit it.
+
+    Raises `ConfigError` if the system does not allow as many.
+    """
+    needed = open_files(layout)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        rule = f"the layout {layout.label} needs about {needed} open files and connections a rank"
+        raise ConfigError(refusal(f"{rule}, but the limit is {hard}", hint=f"ulimit -n {needed}"))
+    wanted = max(2 * needed, _USUAL_FILES)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def check_limit(config: Config, layout: Layout, machine: Machine) -> None:

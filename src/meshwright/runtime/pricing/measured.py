@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from meshwright.cost.calibration import SHIPPED, Calibration, parse_calibration
 from meshwright.errors import ConfigError, DataError
+from meshwright.files import read_text
 from meshwright.layout import Machine
 from meshwright.parallel.machine.processor import fingerprint
 from meshwright.runtime.machines.finding import Finding
@@ -98,7 +99,7 @@ def _kept_for(config: Config, environ: Mapping[str, str]) -> Kept | None:
     path = kept_of_cluster(config, environ)
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         if path is not None:
-            return Kept(path, parse_calibration(path.read_text(encoding="utf-8")))
+            return Kept(path, parse_calibration(read_text(path)))
     return None
 
 
@@ -131,7 +132,7 @@ def find_kept(config: Config, environ: Mapping[str, str]) -> Kept | None:
         for precision in ("", config.train.precision):
             path = kept_at(machine, environ, precision)
             with contextlib.suppress(OSError, ValueError):  # nothing that can be read
-                return Kept(path, parse_calibration(path.read_text(encoding="utf-8")))
+                return Kept(path, parse_calibration(read_text(path)))
     return None
 
 

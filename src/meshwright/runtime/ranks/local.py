@@ -25,7 +25,7 @@ from meshwright.runtime.supervise.traces import traced
 from meshwright.runtime.supervise.view import EventTail, Room, View
 from meshwright.runtime.supervise.watchdog import Watchdog
 from meshwright.training.events import JsonLines
-from meshwright.training.run_folder import Job
+from meshwright.training.run_folder import Job, restore
 
 
 class LocalRun:
@@ -74,6 +74,8 @@ class LocalRun:
             stopping.look()
 
         def attempt(number: int) -> int:
+            if number:
+                restore(job)
             meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
             watchdog = Watchdog(job.folder, job.layout.world, job.config.cluster.hang)
             with self._traces() as traces, self._ranks(number, meet, traces) as ranks:

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import resource
-import shlex
 import signal
 import sys
 import threading
@@ -46,23 +45,15 @@ from meshwright.program.events import Event
 from meshwright.runtime.pricing.correcting import correcting
 from meshwright.runtime.ranks.alike import digests_of, refuse_unlike
 from meshwright.runtime.ranks.inject import injector
+from meshwright.runtime.supervise.explain import REFUSED, out_of_memory
 from meshwright.runtime.supervise.signals import stop_signals
 from meshwright.training.events import Sink, open_sinks
 from meshwright.training.loop import train
 from meshwright.training.run_folder import Job, RunFolder, read_job
-from meshwright.units import format_bytes, parse_bytes
+from meshwright.units import format_bytes
 
 M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
 PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl.h
-# What torch, numpy and C++ say when the system refuses memory.
-REFUSED: Final = (
-    "can't allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "Cannot allocate memory",
-)
-
-
 # What C++ says where a thread finds no room for its stack.
 NO_THREAD: Final = "Resource temporarily unavailable"
 
@@ -149,20 +140,8 @@ class MemoryLimit:
         if self.device.type != "cuda":  # what follows needs memory, too
             _set_data_limit(None)
         if error is not None and (is_out_of_memory(error) or NO_THREAD in str(error)):
-            raise RankFailed(self.refusal(str(error), self.limit)) from error
-
-    def refusal(self, message: str, limit: int) -> str:
-        """Return the message of a rank that exceeded its limit; `message` is the allocator's."""
-        match = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", message)
-        asked_bytes = (
-            "" if match is None else format_bytes(parse_bytes(match[1] + (match[2] or "")))
-        )
-        asked = f"asked for {asked_bytes}," if asked_bytes else "asked for"
-        return (
-            f"out of memory: rank {self.rank} {asked} more than was left of "
-            f"cluster.memory = {format_bytes(limit)}. What would fit: "
-            f"meshwright plan --after-oom {shlex.quote(str(self.job.folder.path))}"
-        )
+            message = out_of_memory(self.job.folder, self.rank, self.limit, str(error))
+            raise RankFailed(message) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -22,6 +22,7 @@ from meshwright.runtime.supervise.explain import (
     explain,
     lost_a_peer,
     mismatch,
+    raised,
     read_failure,
     witnesses,
 )
@@ -144,8 +145,8 @@ def _state(
         return "failed", str(last["cause"])
     # No supervisor has told: it was ended itself, or torchrun started the ranks.
     first = {rank: failure for rank, failure in failures.items() if not lost_a_peer(failure)}
-    raised = [f"rank {rank} raised {_raised(failure)}" for rank, failure in first.items()]
-    return "failed", "; ".join([mismatch(seen), *raised]).strip("; ") or explain(seen)
+    causes = [raised(rank, failure) for rank, failure in first.items()]
+    return "failed", "; ".join([mismatch(seen), *causes]).strip("; ") or explain(seen)
 
 
 def _is_held(folder: RunFolder, seen: tuple[Witness, ...]) -> bool:

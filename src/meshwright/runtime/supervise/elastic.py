@@ -21,7 +21,7 @@ from meshwright.files import write_atomic
 from meshwright.parallel.machine.interfaces import boot_id
 from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.parsing import parse_json
-from meshwright.runtime.supervise.explain import read_failure
+from meshwright.runtime.supervise.explain import raised, read_failure
 from meshwright.runtime.supervise.restart import restart_event
 from meshwright.spec.loading import Config
 from meshwright.training.run_folder import Job, read_job
@@ -147,8 +147,6 @@ def restarted(job: Job, rendezvous: Rendezvous) -> dict[str, Any]:
     for rank in range(job.layout.world):
         failure = read_failure(job.folder, rank)
         if failure is not None:
-            causes.append(
-                (failure["time"], f"rank {rank} raised {failure['type']}: {failure['message']}")
-            )
+            causes.append((failure["time"], raised(rank, failure)))
     cause = min(causes)[1] if causes else f"{starter(rendezvous)} started the ranks again"
     return restart_event(job, rendezvous.attempt, cause, time.time(), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 from meshwright.cost.price import memory
 from meshwright.errors import MeshwrightError
+from meshwright.files import read_text
 from meshwright.parallel.machine.interfaces import machine_id
 from meshwright.parallel.machine.processor import processor
 from meshwright.parallel.record.flight_recorder_file import Reading, Record, read_flight_recorder
@@ -19,7 +21,7 @@ from meshwright.parsing import parse_json
 from meshwright.planner.plan import setting_of
 from meshwright.program.events import Events
 from meshwright.training.run_folder import RunFolder, read_job
-from meshwright.units import format_bytes, format_seconds
+from meshwright.units import format_bytes, format_seconds, parse_bytes
 
 # The letters of /proc/PID/status.
 _STATES: Final = {
@@ -33,6 +35,13 @@ _STATES: Final = {
 }
 
 
+# What torch, numpy and C++ say when the system refuses memory.
+REFUSED: Final = (
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "Cannot allocate memory",
+)
 # What gloo, NCCL and the store say when a peer is gone: a consequence, not a cause.
 _SECOND_HAND: Final = ("DistNetworkError", "DistBackendError", "DistStoreError")
 _SECOND_HAND_WORDS: Final = (
@@ -40,6 +49,7 @@ _SECOND_HAND_WORDS: Final = (
     "Connection reset by peer",
     "Broken pipe",
 )
+_NAMES_RANKS: Final = re.compile(r"(?:out of memory: )?ranks? \d")
 TIMED_OUT: Final = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
@@ -59,13 +69,40 @@ _FAILURE: Final[Mapping[str, type | tuple[type, ...]]] = {
 def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
     """Return a rank's record of its failure; None if there is none, or it is damaged."""
     try:
-        failure = parse_json(folder.failure(rank).read_text(encoding="utf-8"))
+        failure = parse_json(read_text(folder.failure(rank)))
     except (OSError, ValueError):
         return None
     if not isinstance(failure, dict):
         return None
     is_whole = all(isinstance(failure.get(key), kind) for key, kind in _FAILURE.items())
     return failure if is_whole else None
+
+
+def raised(rank: int, failure: Mapping[str, Any]) -> str:
+    """Return what a rank raised, as a sentence that names a rank once.
+
+    An error that all ranks raise together, such as one of comparing them, names the rank at fault
+    itself.
+    """
+    message = str(failure["message"])
+    if _NAMES_RANKS.match(message):
+        return message
+    return f"rank {rank} raised {'' if failure['expected'] else failure['type'] + ': '}{message}"
+
+
+def out_of_memory(folder: RunFolder, rank: int, limit: int | None, message: str) -> str:
+    """Return the message of a rank whose allocation was refused; `message` is the allocator's own.
+
+    `limit` is `cluster.memory` in bytes, if the config sets it.
+    """
+    size = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", message)
+    asked_bytes = "" if size is None else format_bytes(parse_bytes(size[1] + (size[2] or "")))
+    asked = f"asked for {asked_bytes}," if asked_bytes else "asked for"
+    of_limit = "" if limit is None else f" of cluster.memory = {format_bytes(limit)}"
+    return (
+        f"out of memory: rank {rank} {asked} more than was left{of_limit}. What would fit: "
+        f"meshwright plan --after-oom {shlex.quote(str(folder.path))}"
+    )
 
 
 def lost_a_peer(failure: Mapping[str, Any]) -> bool:

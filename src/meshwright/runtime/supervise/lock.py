@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, RankFailed
-from meshwright.files import open_own
+from meshwright.files import open_own, read_text
 from meshwright.parsing import parse_json
 
 
@@ -81,7 +81,7 @@ class RunLock:
 def read_holder(path: Path) -> dict[str, Any] | None:
     """Return pid, host and time of a lock's holder, if it was not released."""
     try:
-        entry = parse_json(path.read_text(encoding="utf-8"))
+        entry = parse_json(read_text(path))
         time.localtime(entry["time"])
         return {"pid": int(entry["pid"]), "host": str(entry["host"]), "time": entry["time"]}
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError):

@@ -24,6 +24,7 @@ from meshwright.errors import (
     EXIT_STOPPED,
     ConfigError,
     Diverged,
+    MeshwrightError,
     RankFailed,
     refusal,
 )
@@ -32,18 +33,21 @@ from meshwright.parallel.machine.secret import VARIABLE
 from meshwright.parallel.record.flight_recorder_file import forget
 from meshwright.runtime.supervise.core_dumps import allow_core_dump, take_core_dump
 from meshwright.runtime.supervise.explain import (
+    REFUSED,
     TIMED_OUT,
     explain,
     lost_a_peer,
     memory_words,
     mismatch,
+    out_of_memory,
+    raised,
     ranks_text,
     read_failure,
     witnesses,
 )
 from meshwright.runtime.supervise.traces import ask_for_traces
 from meshwright.runtime.supervise.watchdog import Watchdog
-from meshwright.training.run_folder import RunFolder
+from meshwright.training.run_folder import RunFolder, read_job
 
 LOOPBACK = "127.0.0.1"
 # A process that they end prints the stacks of its threads first.
@@ -265,14 +269,9 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
     failure = read_failure(folder, rank)
     if failure is not None:
         is_lost = lost_a_peer(failure)
-        cause = (
-            failure["message"]
-            if failure["expected"]
-            else f"{failure['type']}: {failure['message']}"
-        )
         return RankFailure(
             rank,
-            f"rank {rank} raised {cause}",
+            raised(rank, failure),
             "" if failure["expected"] else failure["traceback"],
             failure["time"],
             is_first_hand=not is_lost,
@@ -287,9 +286,16 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
         hint = ""
         if name == "SIGKILL":
             hint = f", possibly by the system because memory ran out{memory_words(folder, rank)}"
+        log = _tail(folder.log(rank), 60)
+        if name == "SIGABRT" and (words := next((w for w in REFUSED if w in log), "")):
+            limit = None
+            with contextlib.suppress(MeshwrightError):
+                limit = read_job(folder.path).config.cluster.memory
+            cause = out_of_memory(folder, rank, limit, words)
+            return RankFailure(rank, cause, log, kind="memory")
         cause = f"rank {rank} was killed by {name}{hint}, {where}"
         # What it was doing as it crashed stands there: see `worker.tell_stacks`.
-        stacks = _tail(folder.log(rank), 60) if -code in _CRASHES else ""
+        stacks = log if -code in _CRASHES else ""
         return RankFailure(rank, cause, stacks, kind="killed")
     cause = f"rank {rank} exited with code {code}, {where}"
     # It has raised, and could not say what: one that was killed comes before it.
