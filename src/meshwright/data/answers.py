@@ -37,7 +37,7 @@ def answer_spans(
             f"cannot be located exactly. {_MARK}"
         )
     for number in conversation.trained:
-        ranges = [(start, stop) for start, stop, at in rendered.turns if at == number]
+        ranges = [(start, stop) for start, stop, message in rendered.turns if message == number]
         if not ranges:
             raise ValueError(f"the chat template writes nothing of turn {number + 1}")
         (start, stop), *_ = ranges
@@ -47,7 +47,7 @@ def answer_spans(
         _check_content(conversation, number, said)
         first, last = ranges[-1]
         ranges[-1] = (first, first + _end(rendered.text[first:last], special))
-        yield from (some for some in ranges if some[1] > some[0])
+        yield from (span for span in ranges if span[1] > span[0])
 
 
 def _header(
@@ -82,19 +82,21 @@ def _header(
 
 
 def _before_content(template: ChatTemplate, conversation: Conversation, number: int) -> str:
-    """Return what the template writes of this turn before a content, without calls or thoughts."""
+    """Return the text that the template puts before the content of an answer without calls."""
     messages = list(conversation.messages)
     messages[number] = {"role": ASSISTANT, "content": _CONTENT}
     rendered = template.render(messages, **conversation.given, has_turns=True)
-    texts = [rendered.text[start:stop] for start, stop, at in rendered.turns if at == number]
+    texts = [
+        rendered.text[start:stop] for start, stop, message in rendered.turns if message == number
+    ]
     return "".join(texts).partition(_CONTENT)[0]
 
 
 def _without_prompt(
     conversation: Conversation, number: int, written: str, shared: int, special: re.Pattern[str]
 ) -> int:
-    """Return the same where the template has no prompt: what is written before either way."""
-    if any(found.end() == shared for found in special.finditer(written)):
+    """Return how much of an answer's range is not the answer's, for a template without a prompt."""
+    if any(match.end() == shared for match in special.finditer(written)):
         return shared
     content = text_of(conversation.messages[number]).strip()
     if content and not written.lstrip().startswith(content):
@@ -106,7 +108,7 @@ def _without_prompt(
 
 
 def _check_content(conversation: Conversation, number: int, said: str) -> None:
-    """Refuse a template that leaves the text of an answer out, if that is all that it says."""
+    """Refuse a template that drops the text of an answer that has nothing else."""
     message = conversation.messages[number]
     if not message.get("tool_calls") and visible(message) not in said:
         raise ValueError(f"the chat template does not write the content of turn {number + 1}")
@@ -119,5 +121,5 @@ def visible(message: Mapping[str, Any]) -> str:
 
 def _end(written: str, special: re.Pattern[str]) -> int:
     """Return where a turn ends: after its last special token, if only white space follows that."""
-    ends = [found.end() for found in special.finditer(written)]
+    ends = [match.end() for match in special.finditer(written)]
     return ends[-1] if ends and not written[ends[-1] :].strip() else len(written)

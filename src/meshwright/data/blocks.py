@@ -60,10 +60,10 @@ def sampled_digest(path: Path) -> str:
     """
     with reading(path), path.open("rb") as file:
         size = path.stat().st_size
-        found = [str(size).encode()]
+        pieces = [str(size).encode()]
         for number in range(_PIECES):
             file.seek(max(0, size - _PIECE_BYTES) * number // (_PIECES - 1))
-            found.append(file.read(_PIECE_BYTES))
+            pieces.append(file.read(_PIECE_BYTES))
             if size <= _PIECE_BYTES:
                 break
-    return sha256_bytes(b"".join(found))
+    return sha256_bytes(b"".join(pieces))
