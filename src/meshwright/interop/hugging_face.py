@@ -34,7 +34,7 @@ _TARGETS = {
     "rope_local_base_freq": "layer_pattern",
     "no_rope_layers": "layer_pattern",
     "no_rope_layer_interval": "layer_pattern",
-    **{key.theirs: key.ours for family in FAMILIES.values() for key in family.keys},
+    **{key.hf_key: key.ours for family in FAMILIES.values() for key in family.keys},
 }
 # Tables of rotary settings, and where each of their keys lands. A table inside one is of a kind of
 # layer, of which those with a window have their settings in the pattern.

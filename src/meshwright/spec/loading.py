@@ -159,16 +159,16 @@ def _built(name: str, spec: type[T], values: Values) -> T:
 def _check_texts(name: str, values: Values) -> None:
     """Refuse texts that no file can have as its name, whatever they are for."""
     for key, value in values.items():
-        some = value.value if isinstance(value.value, list | tuple) else [value.value]
-        for text in (one for one in some if isinstance(one, str)):
+        items = value.value if isinstance(value.value, list | tuple) else [value.value]
+        for text in (item for item in items if isinstance(item, str)):
             if _NO_TEXT.search(text):
-                what = f"{name}.{key} = {printable(repr(text))} ({printable(value.origin)})"
-                raise ConfigError(f"{what} has control characters")
+                rule = f"{name}.{key} = {printable(repr(text))} ({printable(value.origin)})"
+                raise ConfigError(f"{rule} has control characters")
             coded = text.encode()
             if max(map(len, coded.split(b"/"))) > _LONGEST_NAME or len(coded) > _LONGEST_TEXT:
-                what = f"{name}.{key} = {text[:40]}... has {len(coded)} bytes"
+                rule = f"{name}.{key} = {text[:40]}... has {len(coded)} bytes"
                 limits = f"{_LONGEST_TEXT}, and {_LONGEST_NAME} between two slashes"
-                raise ConfigError(f"{what}; at most {limits}")
+                raise ConfigError(f"{rule}; at most {limits}")
 
 
 def _check_types(name: str, spec: type[Spec], values: Values) -> None:
@@ -237,11 +237,13 @@ def _derive_lora(values: Values) -> None:
         raise type(error)(f"{asked}: {error}") from error
     for key, value in stated.items():
         given = values.setdefault(key, Value(value, folder.value))
-        told = (given.value,) if key == "targets" and isinstance(given.value, str) else given.value
-        same = set(told) == set(value) if key == "targets" else told == value
+        chosen = (
+            (given.value,) if key == "targets" and isinstance(given.value, str) else given.value
+        )
+        same = set(chosen) == set(value) if key == "targets" else chosen == value
         if not same and key != "dropout":
-            what = f"lora.{key} = {shown(given.value)} ({given.origin}), but {asked} has another"
-            raise ConfigError(refusal(what, legal=[f"lora.{key} = {shown(value)}"]))
+            rule = f"lora.{key} = {shown(given.value)} ({given.origin}), but {asked} has another"
+            raise ConfigError(refusal(rule, legal=[f"lora.{key} = {shown(value)}"]))
 
 
 def _merge(given: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> None:
@@ -260,14 +262,16 @@ def _check_known(section: str, key: str, origin: str) -> None:
     known = KEYS[section]
     if key in known:
         return
-    own, why = instead_of(key)
-    if own or why:
-        raise ConfigError(refusal(f"unknown key {section}.{key} ({origin})", legal=own, hint=why))
+    replacement, hint = instead_of(key)
+    if replacement or hint:
+        raise ConfigError(
+            refusal(f"unknown key {section}.{key} ({origin})", legal=replacement, hint=hint)
+        )
     close = [f"{section}.{name}" for name in nearest(key, known)]
     elsewhere = [f"{name}.{key}" for name, keys in KEYS.items() if key in keys]
     if not close and not elsewhere:
-        every = [f"{name}.{k}" for name, keys in KEYS.items() for k in keys]
-        close = nearest(f"{section}.{key}", every)
+        all_keys = [f"{name}.{k}" for name, keys in KEYS.items() for k in keys]
+        close = nearest(f"{section}.{key}", all_keys)
     legal = elsewhere or close
     raise ConfigError(refusal(f"unknown key {section}.{key} ({origin})", legal=legal))
 
@@ -281,10 +285,10 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
     try:
         content = parse_toml(text)
     except ValueError as error:
-        why = str(error).replace("Cannot overwrite a value", "a key is there twice")
-        raise ConfigError(f"config file {path} is not valid TOML: {why}") from None
+        reason = str(error).replace("Cannot overwrite a value", "a key is there twice")
+        raise ConfigError(f"config file {path} is not valid TOML: {reason}") from None
     lines = _key_lines(text)
-    found = []
+    entries = []
     for section, values in content.items():
         origin = f"{path.name}:{lines.get((section, ''), lines.get(('', section), 1))}"
         if not isinstance(values, dict):
@@ -296,8 +300,8 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
             _check_known(section, "", origin)
         for key, value in values.items():
             line = lines.get((section, key))
-            found.append((section, key, Value(value, f"{path.name}:{line}" if line else origin)))
-    return found
+            entries.append((section, key, Value(value, f"{path.name}:{line}" if line else origin)))
+    return entries
 
 
 def _key_lines(text: str) -> dict[tuple[str, str], int]:
@@ -315,13 +319,13 @@ def _key_lines(text: str) -> dict[tuple[str, str], int]:
             lines.setdefault((section, ".".join(names[1:2])), number)
         elif key := re.match(r"\s*([\w\"-]+)(?:\.([\w\"-]+))?[\w.\"\s-]*=", line):
             first, second = key[1].strip('"'), (key[2] or "").strip('"')
-            at = (section, first) if section or not second else (first, second)
-            lines.setdefault(at, number)
+            entry = (section, first) if section or not second else (first, second)
+            lines.setdefault(entry, number)
     return lines
 
 
 def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
-    found = []
+    entries = []
     for text in overrides:
         name, equals, written = text.partition("=")
         if not equals or not name:
@@ -329,16 +333,18 @@ def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
         value, origin = _parse(written), f"override {text}"
         if "." not in name:
             if name not in ALIASES:
-                every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
-                legal = [k for k in every if k.split(".")[1] == name]
-                own, why = instead_of(name)
-                if not (legal := legal or own) and not why:
-                    legal = nearest(name, ALIASES) or nearest(name, every, 2)
-                raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=why))
+                all_keys = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
+                legal = [k for k in all_keys if k.split(".")[1] == name]
+                replacement, hint = instead_of(name)
+                if not (legal := legal or replacement) and not hint:
+                    legal = nearest(name, ALIASES) or nearest(name, all_keys, 2)
+                raise ConfigError(
+                    refusal(f"unknown name {name} ({origin})", legal=legal, hint=hint)
+                )
             name, value = _expand(name, value, origin)
         section, key = name.split(".", 1)
-        found.append((section, key, Value(value, origin)))
-    return found
+        entries.append((section, key, Value(value, origin)))
+    return entries
 
 
 def _expand(name: str, value: Any, origin: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Sentences about a config or a machine that several rooms print."""
+"""Sentences about a config or a machine that several packages print."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.spec.families.base import Family, Key, preset, sizes_of
 
 
-def _neox(vocab: int, dim: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return preset("neox", vocab, dim, layers, heads, context=2048, **more)
+def _neox(vocab: int, dim: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
+    return preset("neox", vocab, dim, layers, heads, context=2048, **fields)
 
 
 def _pythia(dim: int, layers: int, heads: int, vocab: int = 50304) -> dict[str, Any]:

@@ -37,8 +37,8 @@ PHI3: Final = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     modules=llama_modules(
-        **{f"attn.{one}": _QKV for one in "qkv"},
-        **{f"mlp.{one}": _GATE_UP for one in ("gate", "up")},
+        **{f"attn.{proj}": _QKV for proj in "qkv"},
+        **{f"mlp.{proj}": _GATE_UP for proj in ("gate", "up")},
     ),
     sizes=sizes_of(32064, 3072, 8192, 32, 32, 4096),
     keys=(
