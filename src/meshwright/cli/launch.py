@@ -156,7 +156,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     if (unused := left_over(config, layout, cluster.devices)) is not None:
         what = f"the layout has {layout.world} ranks, and {nodes} node(s) have {cluster.devices}"
         fewer = "fewer devices by cluster.devices_per_node or --nodes"
-        raise ConfigError(refusal(f"{what}: {unused.why}", legal=[*unused.legal, fewer]))
+        raise ConfigError(refusal(f"{what}: {unused.reason}", legal=[*unused.legal, fewer]))
     words = [str(word) for word in args.words]
     if args.plan is not None:
         words += ["--plan", str(args.plan)]

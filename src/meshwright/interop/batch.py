@@ -103,8 +103,8 @@ def _data_ranks(
         rule = f"{text} = {ranks} ranks hold one model, but there are {devices} devices"
         source.contradict(present, f"{rule}; nearest: --devices {nearest}", ["train.batch"])
         return 0, ""
-    told = f"{devices} devices" if source.setting.is_fixed else f"{_HERE}, {devices},"
-    return devices // ranks, f"{told} / ({text})"
+    origin = f"{devices} devices" if source.setting.is_fixed else f"{_HERE}, {devices},"
+    return devices // ranks, f"{origin} / ({text})"
 
 
 def _contradiction(
@@ -127,19 +127,19 @@ def _contradiction(
     legal = [product] if exact else [n for n in (lower, upper) if n]
     rule = f"{names.total} = {total} is not {'' if exact else 'a multiple of '}"
     text = f"{rule}{' x '.join(factors)} = {product}"
-    wanted = either(f"{names.total} = {n}" for n in legal)
-    source.contradict(present, f"{text}; nearest: {wanted}", ["train.batch"])
+    nearest = either(f"{names.total} = {n}" for n in legal)
+    source.contradict(present, f"{text}; nearest: {nearest}", ["train.batch"])
 
 
-def _fill(source: ImportSource, micro: int, total: int, ranks: int, why: str) -> None:
+def _fill(source: ImportSource, micro: int, total: int, ranks: int, reason: str) -> None:
     """Set what the file implies: the microbatch, the batch, and how the data ranks divide."""
     for key, value in (("layout.microbatch", micro), ("train.batch", total)):
         if source.target(key) is None:
-            source.fill(key, value, why)
-    _spread(source, ranks, why)
+            source.fill(key, value, reason)
+    _spread(source, ranks, reason)
 
 
-def _spread(source: ImportSource, ranks: int | None, why: str) -> None:
+def _spread(source: ImportSource, ranks: int | None, reason: str) -> None:
     """Set how the data-parallel ranks divide: under ZeRO, the states are sharded over all of them.
 
     Degrees that the user gave, or that the file has, stay.
@@ -153,8 +153,8 @@ def _spread(source: ImportSource, ranks: int | None, why: str) -> None:
     if ranks is None:
         if not shards or not base[0] or base[1]:
             return
-        ranks, why = int(base[0]), "ZeRO shards over all data-parallel ranks of the config"
+        ranks, reason = int(base[0]), "ZeRO shards over all data-parallel ranks of the config"
     elif ranks == (base[0] or 1) * (base[1] or 1) and base[1]:
         return  # the base config says how they divide
-    source.imply(_DEGREES[0], 1 if shards else ranks, why)
-    source.imply(_DEGREES[1], ranks if shards else 1, why)
+    source.imply(_DEGREES[0], 1 if shards else ranks, reason)
+    source.imply(_DEGREES[1], ranks if shards else 1, reason)

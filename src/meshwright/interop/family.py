@@ -75,8 +75,8 @@ def take_family(source: ImportSource, model: ForeignModel) -> Family:
     for field, value in {"family": name, **fields}.items():
         setting = [key for key, feature in _setters(model) if field in _set_by(feature)]
         if not any(key in source.values for key in setting):
-            why = f"the default of {setting[0]}" if setting else f"as {name} can have it"
-            source.fill(f"model.{field}", value, why)
+            reason = f"the default of {setting[0]}" if setting else f"as {name} can have it"
+            source.fill(f"model.{field}", value, reason)
     fields["family"] = name
     for key in dict.fromkeys(key for key, _ in _setters(model)):
         sets = [field for k, feature in _setters(model) if k == key for field in _set_by(feature)]
@@ -198,9 +198,9 @@ def _refuse(source: ImportSource, family: Family, model: ForeignModel, misfit: s
         instead = f"has {_toml(family.fixed.get(misfit, FEATURES[misfit]))}"
     keys = model.keys.get(misfit, model.keys["norm"])
     key = next((key for key in keys if key in source.values), keys[0])
-    why = f"no family has {asked} with the rest of this model; nearest: {family.name}"
+    reason = f"no family has {asked} with the rest of this model; nearest: {family.name}"
     default = "none" if value is None else value
-    source.refuse(key, f"{why}, which {instead}", default=default, is_final=is_needed)
+    source.refuse(key, f"{reason}, which {instead}", default=default, is_final=is_needed)
 
 
 def _toml(value: Any) -> str:

@@ -83,14 +83,16 @@ def _take_rotary(source: ImportSource, key: str, fields: dict[str, Any]) -> None
         if fields.get("rope_scaling") is None:
             source.honour(key, {"model.rope_scaling": None})
         return
-    found = ["rope_scaling"]
+    stated = ["rope_scaling"]
     tables = {FULL: table, **table}  # what is not in the table of a kind is of all layers
-    for kind, own in tables.items():
-        if kind == SLIDING and isinstance(own, dict):
-            found.append("layer_pattern")
-        elif isinstance(own, dict):
-            found += [field for name, field in _IN_ROTARY.items() if own.get(name) is not None]
-    source.translate(key, {f"model.{field}": fields[field] for field in found if field in fields})
+    for kind, settings in tables.items():
+        if kind == SLIDING and isinstance(settings, dict):
+            stated.append("layer_pattern")
+        elif isinstance(settings, dict):
+            stated += [
+                field for name, field in _IN_ROTARY.items() if settings.get(name) is not None
+            ]
+    source.translate(key, {f"model.{field}": fields[field] for field in stated if field in fields})
 
 
 def _fields(source: ImportSource, config: dict[str, Any]) -> dict[str, Any]:

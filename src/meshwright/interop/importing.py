@@ -62,8 +62,8 @@ def import_files(
     unsupported keys that may be left out ("all": every one). Raises `ConfigError` for files that
     cannot be read; what cannot be had is in the report.
     """
-    words = list(overrides)
-    stated, over = read_given(base), read_given(None, words)
+    assignments = list(overrides)
+    stated, over = read_given(base), read_given(None, assignments)
     known = system or guess_system(paths[0])
     if known != "gpt-neox" and len(paths) > 1:
         raise ConfigError(f"{known} has one config file, but there are {len(paths)}")
@@ -78,9 +78,11 @@ def import_files(
     for key, how in clashes.items():
         row = source.tables[0].find(key)
         source.contradict([key], f"{how}; keep one", [row.to] if row and row.to else [])
-    found = _ordered(source)
-    refused = [entry for entry in found if entry.refuses(accepted, setting.given)]
-    entries = tuple(one if one in refused else _overridden(one, _by_name(over)) for one in found)
+    ordered = _ordered(source)
+    refused = [entry for entry in ordered if entry.refuses(accepted, setting.given)]
+    entries = tuple(
+        entry if entry in refused else _overridden(entry, _by_name(over)) for entry in ordered
+    )
     files = tuple(path.name for path in paths)
     report = Report(known, files, entries, tuple(source.filled), tuple(refused))
     given = _compose(report, stated, over)
@@ -93,11 +95,11 @@ def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
     given = {key: over[key] for key in settles if key in over and over[key] != entry.to.get(key)}
     if not given:
         return entry
-    told = f"given: {', '.join(f'{key} = {toml_value(value)}' for key, value in given.items())}"
-    rest = {key: value for key, value in entry.to.items() if key not in given}
-    if rest:
-        return replace(entry, to=rest, note="; ".join(filter(None, (told, entry.note))))
-    return replace(entry, verdict="ignored", to={}, note=told)
+    note = f"given: {', '.join(f'{key} = {toml_value(value)}' for key, value in given.items())}"
+    remaining = {key: value for key, value in entry.to.items() if key not in given}
+    if remaining:
+        return replace(entry, to=remaining, note="; ".join(filter(None, (note, entry.note))))
+    return replace(entry, verdict="ignored", to={}, note=note)
 
 
 def _in_effect(report: Report, given: Mapping[str, Values]) -> Iterator[Filled]:
@@ -109,7 +111,7 @@ def _in_effect(report: Report, given: Mapping[str, Values]) -> Iterator[Filled]:
 
 
 def _origin(filled: Filled) -> str:
-    return f"import: {filled.why}"
+    return f"import: {filled.reason}"
 
 
 def _ordered(source: ImportSource) -> tuple[Any, ...]:
@@ -173,8 +175,8 @@ def refusal_text(report: Report) -> str:
     keys = "1 key" if len(report.refused) == 1 else f"{len(report.refused)} keys"
     lines = [f"{keys} of {' + '.join(report.files)} cannot be taken over:"]
     for entry in report.refused:
-        told = " (left out)" if entry.is_default else ""
-        lines.append(f"  {entry.key} = {entry.value!r}{told}: {entry.note}")
+        suffix = " (left out)" if entry.is_default else ""
+        lines.append(f"  {entry.key} = {entry.value!r}{suffix}: {entry.note}")
     refused = [entry for entry in report.refused if entry.verdict == "unsupported"]
     names = [entry.key for entry in refused if not entry.is_final]
     if names and len(names) == len(refused):

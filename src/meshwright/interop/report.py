@@ -58,7 +58,7 @@ class Filled:
 
     key: str
     value: Any
-    why: str
+    reason: str
     is_default: bool = True
 
 
@@ -103,7 +103,7 @@ class Report:
                 }
                 for entry in self.entries
             ],
-            "filled": [{"key": f.key, "value": f.value, "why": f.why} for f in self.filled],
+            "filled": [{"key": f.key, "value": f.value, "why": f.reason} for f in self.filled],
             "counts": {verdict: self.count(verdict) for verdict in VERDICTS},
             "share": round(self.share, 4),
             "is_refused": bool(self.refused),

@@ -345,7 +345,7 @@ def _check_world(job: Job, at: Rendezvous) -> None:
     if job.layout.world != at.size:
         what = f"the layout {job.layout.label} has {job.layout.world} ranks, and {at.size} started"
         unused = left_over(job.config, job.layout, at.size)
-        why, legal = (f": {unused.why}", unused.legal) if unused else ("", ("another layout",))
+        why, legal = (f": {unused.reason}", unused.legal) if unused else ("", ("another layout",))
         raise ConfigError(refusal(what + why, legal=[f"{job.layout.world} ranks", *legal]))
 
 
