@@ -112,14 +112,14 @@ def _hash(keys: Tensor, places: Tensor, site: int, first: int, dim: int) -> Tens
     return mixed
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """Return int64 words of any shape, mixed so that each bit depends on all."""
+def _mixed(ints: Tensor) -> Tensor:
+    """Return int64 numbers of any shape, mixed so that each bit depends on all."""
     for shift, factor in _MIX:
-        words = (words ^ _shifted(words, shift)) * factor
-    return words ^ _shifted(words, 31)
+        ints = (ints ^ _shifted(ints, shift)) * factor
+    return ints ^ _shifted(ints, 31)
 
 
-def _shifted(words: Tensor, by: int) -> Tensor:
-    """Return words shifted to the right, with zeros coming in instead of the sign."""
-    bits = 8 * words.element_size()
-    return (words >> by).bitwise_and_((1 << (bits - by)) - 1)
+def _shifted(ints: Tensor, by: int) -> Tensor:
+    """Return integers shifted to the right, with zeros coming in instead of the sign."""
+    bits = 8 * ints.element_size()
+    return (ints >> by).bitwise_and_((1 << (bits - by)) - 1)

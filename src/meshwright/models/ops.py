@@ -102,7 +102,7 @@ class Glu(NamedTuple):
         return x if self.limit is None else x.clamp(-self.limit, self.limit).add_(1)
 
     def through_gate(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x of that of `gate(x)`, in the latter's memory."""
+        """Return the gradient of x from that of `gate(x)`, in the memory of the latter."""
         if self.limit is None:
             return through_activation(grad, x, self.name)
         share = torch.sigmoid(x * self.alpha)
@@ -110,12 +110,12 @@ class Glu(NamedTuple):
         return grad.mul_(slope).masked_fill_(x > self.limit, 0)
 
     def through_up(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x of that of `up(x)`, in the latter's memory."""
+        """Return the gradient of x from that of `up(x)`, in the memory of the latter."""
         return grad if self.limit is None else grad.masked_fill_(x.abs() > self.limit, 0)
 
 
 def through_activation(grad: Tensor, x: Tensor, name: Activation) -> Tensor:
-    """Return the gradient of x of that of `activated(x)`, in the latter's memory."""
+    """Return the gradient of x from that of `activated(x)`, in the memory of the latter."""
     aten = torch.ops.aten
     if name == "silu":
         aten.silu_backward.grad_input(grad, x, grad_input=grad)

@@ -114,8 +114,8 @@ class LoraSection(Spec):
     @model_validator(mode="after")
     def _check_base(self) -> LoraSection:
         if self.base != "precision" and self.rank == 0 and self.init_from is None:
-            what = f"lora.base = {self.base} needs lora.rank above 0: weights that are trained "
-            raise ValueError(refusal(f"{what}are not kept in four bits", legal=["lora.rank = 16"]))
+            rule = f"lora.base = {self.base} needs lora.rank above 0: weights that are trained "
+            raise ValueError(refusal(f"{rule}are not kept in four bits", legal=["lora.rank = 16"]))
         return self
 
     @property
