@@ -74,7 +74,7 @@ class Copies:
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Begin to copy to the first of each pair from the second; returns what to wait for."""
-        if not any(one.is_cuda for pair in pairs for one in pair):
+        if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
             return None
@@ -109,8 +109,8 @@ class Stay:
     `_copied` keeps those that a copy works with. `left` are storages that don't move.
     """
 
-    def __init__(self, of: Offload, before: Stay | None, left: set[int], device: Any) -> None:
-        self._of, self._before, self.left, self._device = of, before, left, device
+    def __init__(self, offload: Offload, before: Stay | None, left: set[int], device: Any) -> None:
+        self._of, self._before, self.left, self._device = offload, before, left, device
         self.cached: list[Mapping[Any, Any]] = []
         self.place: Place = "device"
         self._by_storage = WeakValueDictionary[int, MovedStorage]()
@@ -128,8 +128,8 @@ class Stay:
             return tensor
         piece = self._by_storage.get(key)
         if piece is None:
-            whole = (size // tensor.element_size(),)
-            piece = MovedStorage(tensor.detach().as_strided(whole, (1,), 0))
+            flat_shape = (size // tensor.element_size(),)
+            piece = MovedStorage(tensor.detach().as_strided(flat_shape, (1,), 0))
             self._by_storage[key] = piece
             self._pieces.append(ref(piece))
         where = tensor.size(), tensor.stride(), int(tensor.storage_offset())
@@ -137,15 +137,15 @@ class Stay:
 
     def _pack_cached(self) -> None:
         """Take what selective recomputation keeps beside autograd."""
-        for kept in tree_leaves([list(one.values()) for one in self.cached]):
-            if isinstance(kept, _VersionWrapper) and isinstance(kept.val, Tensor):
-                kept.val = self.pack(kept.val)
-                if isinstance(kept.val, SavedPlace):
-                    kept.__class__ = _Moved
+        for result in tree_leaves([list(storage.values()) for storage in self.cached]):
+            if isinstance(result, _VersionWrapper) and isinstance(result.val, Tensor):
+                result.val = self.pack(result.val)
+                if isinstance(result.val, SavedPlace):
+                    result.__class__ = _Moved
         self.cached.clear()
 
     def _alive(self) -> list[MovedStorage]:
-        return [piece for one in self._pieces for piece in [one()] if piece is not None]
+        return [piece for reference in self._pieces for piece in [reference()] if piece is not None]
 
     def leave(self) -> None:
         """Begin to copy to the host."""
@@ -179,7 +179,7 @@ class Stay:
         self._event, self.place = self._of.copies.begin(pairs), "coming"
 
     def need(self) -> None:
-        """Have everything on the device for the backward, and that of the block before sent for."""
+        """Bring everything to the device for the backward, and begin to fetch the block before."""
         if self.place == "device":
             return
         if self._of.leaving is self:
@@ -205,8 +205,8 @@ class Offload:
     `leaving` is what left last: the device still has it.
     """
 
-    def __init__(self, least: int) -> None:
-        self.least, self.copies = least, Copies()
+    def __init__(self, least_bytes: int) -> None:
+        self.least, self.copies = least_bytes, Copies()
         self.leaving: Stay | None = None
         self._last: Stay | None = None
         self._open: Stay | None = None
@@ -248,7 +248,7 @@ class Offload:
         experts.forward = forward
 
     def note(self, cached: Mapping[Any, Any]) -> None:
-        """Take where selective recomputation keeps what the open block makes."""
+        """Remember where selective recomputation keeps the open block's results."""
         if self._open is not None:
             self._open.cached.append(cached)
 
@@ -268,8 +268,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
@@ -277,6 +277,6 @@ def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
     yield from map(_local, block.parameters())
     yield from block.buffers()
     yield from block.attn.rope.held()
-    yield from (one for one in context if isinstance(one, Tensor))
+    yield from (tensor for tensor in context if isinstance(tensor, Tensor))
     if x.is_leaf:
         yield x

@@ -55,7 +55,7 @@ class Stages(Protocol):
         """Return shape and dtype of a stage's output for a microbatch."""
 
     def forward(self, stage: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return a stage's output: the stream, or the last one's summed loss."""
+        """Return a stage's output: the residual stream, or the last one's summed loss."""
 
 
 class Departure(NamedTuple):

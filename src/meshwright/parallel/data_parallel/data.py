@@ -146,8 +146,8 @@ def _begin_together(turns: Sequence[Sequence[Any]]) -> None:
     earlier, where something after it needs recomputed tensors, such as dropout. FSDP2 would take
     that for the forward of another microbatch, with operations that the first one lacked.
     """
-    for block, *others in turns:
-        for inner in others:
+    for block, *inner_units in turns:
+        for inner in inner_units:
             block.register_forward_hook(partial(_begin_with, _state(inner)))
 
 
@@ -196,7 +196,7 @@ def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter] | None:
     """Return the weights that FSDP2 is to leave alone: frozen ones, where ranks do not cut them."""
     if cuts_frozen(layout):
         return None
-    return {one for one in model.parameters() if not one.requires_grad} or None
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad} or None
 
 
 def replicate_in_place(
@@ -219,8 +219,8 @@ def replicate_in_place(
 
 def replicas_of(model: nn.Module) -> Replicas | None:
     """Return the `Replicas` of a model, or None if FSDP2 sums its gradients."""
-    found = getattr(model, "replicas", None)
-    return found if isinstance(found, Replicas) else None
+    replicas = getattr(model, "replicas", None)
+    return replicas if isinstance(replicas, Replicas) else None
 
 
 def finish_replicas(model: nn.Module) -> None:

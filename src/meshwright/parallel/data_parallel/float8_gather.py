@@ -61,8 +61,8 @@ class Float8Shard:
             out._scale = scale
             return None
         role = GemmInputRole.WEIGHT
-        whole = Float8TrainingTensor(data, scale, dtype, self._products, gemm_input_role=role)
-        return whole, (data,)
+        weight = Float8TrainingTensor(data, scale, dtype, self._products, gemm_input_role=role)
+        return weight, (data,)
 
 
 class Float8Gathers:
@@ -95,11 +95,11 @@ class Float8Gathers:
 
         if not self.shards:
             return
-        every = [shard.rows for shard in self.shards]
-        norms = iter(torch._foreach_norm([rows for rows in every if rows.numel()], math.inf))
+        all_rows = [shard.rows for shard in self.shards]
+        norms = iter(torch._foreach_norm([rows for rows in all_rows if rows.numel()], math.inf))
         # Of fewer rows than ranks, the last ranks have none.
-        found = [next(norms) if rows.numel() else rows.new_zeros(()) for rows in every]
-        largest = torch.stack(found)
+        amaxes = [next(norms) if rows.numel() else rows.new_zeros(()) for rows in all_rows]
+        largest = torch.stack(amaxes)
         if self._link.size > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, self._link.group)
         scales = amax_to_scale(largest.to(self._dtype), _E4M3)

@@ -44,7 +44,7 @@ def _set_experts_apart(mlp: ExpertMLP, program: Program, *, splits: bool) -> Non
     if program.layout.ep > 1:
         begin = mlp.begin
         # What ends it is made anew each time.
-        mlp.begin = disable(lambda *of: disable(begin(*of)))  # type: ignore[method-assign]
+        mlp.begin = disable(lambda *arguments: disable(begin(*arguments)))  # type: ignore[method-assign]
     elif splits or not has_kernel:
         apart.append(mlp.experts)
     for module in apart:

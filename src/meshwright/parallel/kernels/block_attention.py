@@ -254,8 +254,8 @@ def _(
 def _capped_forward(
     cap: float, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = torch.ops.meshwright.capped_attention(q, k, v, mask, causal, cap)
-    return found
+    out: tuple[Tensor, Tensor] = torch.ops.meshwright.capped_attention(q, k, v, mask, causal, cap)
+    return out
 
 
 def _plain_backward(

@@ -91,10 +91,10 @@ class CollectiveRecorder:
     def _begun(self, name: str, names: Sequence[str], inner: Kernel) -> Kernel:
         """Return a kernel that enters a collective or a transfer, with these arguments."""
         kind, message = {**MESSAGES, **_OTHERS}.get(name, ("other", ""))
-        places = {argument: at for at, argument in enumerate(names)}
-        at_group, at_message = places["process_group"], places.get(message)
-        at_peer = places.get("dst", places.get("src"))
-        at_async = places.get("async_op", len(names))
+        indices = {argument: index for index, argument in enumerate(names)}
+        at_group, at_message = indices["process_group"], indices.get(message)
+        at_peer = indices.get("dst", indices.get("src"))
+        at_async = indices.get("async_op", len(names))
         is_transfer = kind in TRANSFERS
 
         def recorded(keys: Any, *args: Any) -> Any:
@@ -144,7 +144,7 @@ def _marked() -> Callable[[], bool]:
     return lambda: bool(event.query())
 
 
-def _bytes(found: Any) -> int:
-    if isinstance(found, Tensor):
-        return found.numel() * found.element_size()
-    return sum(_bytes(one) for one in found)
+def _bytes(message: Any) -> int:
+    if isinstance(message, Tensor):
+        return message.numel() * message.element_size()
+    return sum(_bytes(tensor) for tensor in message)

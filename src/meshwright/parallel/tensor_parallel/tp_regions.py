@@ -44,10 +44,10 @@ def begin_gather(x: Tensor, link: Link) -> Arrival:
     parts = ops.all_gather_into_tensor(x.contiguous(), link.size, link.name)
 
     def arrived() -> Tensor:
-        found: Tensor = ops.wait_tensor(parts)
+        gathered: Tensor = ops.wait_tensor(parts)
         if x.shape[0] == 1 and not link.in_pieces:
-            return found.view(1, -1, *x.shape[2:])
-        return torch.cat(torch.chunk(found, link.size, 0), 1)  # as a compiler knows it
+            return gathered.view(1, -1, *x.shape[2:])
+        return torch.cat(torch.chunk(gathered, link.size, 0), 1)  # as a compiler knows it
 
     return arrived
 
@@ -64,7 +64,7 @@ def begin_scatter(x: Tensor, link: Link) -> Arrival:
 
 
 class _Exit(torch.autograd.Function):
-    """The sum of what ranks made out of a region, and the gradient of each one's part back."""
+    """Leaves a region: sums the ranks' partial results; each part gets the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
@@ -77,7 +77,7 @@ class _Exit(torch.autograd.Function):
 
 
 class _Entry(torch.autograd.Function):
-    """The stream into a region, and the sum of its gradient over the ranks back."""
+    """Enters a region with the residual stream; sums its gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
@@ -128,13 +128,13 @@ class TPRegion:
         For anything but linear layers, which enter by themselves and overlap messages with
         products.
         """
-        found: Tensor = _Entry.apply(x, self)  # type: ignore[no-untyped-call]
-        return found
+        inside: Tensor = _Entry.apply(x, self)  # type: ignore[no-untyped-call]
+        return inside
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the stream from the partial sums of row-parallel layers; differentiable."""
-        found: Tensor = _Exit.apply(x, self)  # type: ignore[no-untyped-call]
-        return found
+        summed: Tensor = _Exit.apply(x, self)  # type: ignore[no-untyped-call]
+        return summed
 
     def leaving(self, x: Tensor) -> Tensor:
         """Return the stream from this rank's partial sums, without overwriting them."""

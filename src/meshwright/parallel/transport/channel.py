@@ -74,8 +74,8 @@ class Channel:
         self._ranks, size = tuple(ranks), len(ranks)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = torch.frombuffer(mmap.mmap(file, bytes_of(size)), dtype=torch.uint8)
-        words = memory[: size * _PAGE].view(torch.int64).view(size, -1).numpy()
-        self._words = list(words)
+        counters = memory[: size * _PAGE].view(torch.int64).view(size, -1).numpy()
+        self._words = list(counters)
         self._rooms = memory[size * _PAGE :].view(size, ROOM)
         self._next, self._at = 0, 0
         self._live: deque[tuple[int, int, int]] = deque()  # of this rank: number, start, stop
@@ -100,9 +100,9 @@ class Channel:
         self._rooms[self._rank, start : start + size].view(part.dtype).view(part.shape).copy_(
             part.detach()
         )
-        mine = self._words[self._rank]
-        mine[_PLACES + number % _TURNS], mine[_SIZES + number % _TURNS] = start, size
-        mine[_LEFT] = number + 1  # from here on the others may read it
+        counters = self._words[self._rank]
+        counters[_PLACES + number % _TURNS], counters[_SIZES + number % _TURNS] = start, size
+        counters[_LEFT] = number + 1  # from here on the others may read it
         self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
         self._live.append((number, start, self._at))
         self._due.append(_Due(number, size, part.shape, part.dtype, finish, entries))
@@ -123,11 +123,13 @@ class Channel:
         self._due_bytes -= size
         self._wait(_LEFT, number, entries)
         parts = []
-        for rank, (words, room) in enumerate(zip(self._words, self._rooms, strict=True)):
-            start, theirs = (int(words[at + number % _TURNS]) for at in (_PLACES, _SIZES))
-            if theirs != size:
+        for rank, (counters, room) in enumerate(zip(self._words, self._rooms, strict=True)):
+            start, part_bytes = (
+                int(counters[base + number % _TURNS]) for base in (_PLACES, _SIZES)
+            )
+            if part_bytes != size:
                 raise dist.DistError(
-                    f"rank {self._ranks[rank]} left {theirs} bytes for a message where "
+                    f"rank {self._ranks[rank]} left {part_bytes} bytes for a message where "
                     f"{size} were due"
                 )
             parts.append(room[start : start + size].view(dtype).view(shape))
@@ -140,24 +142,24 @@ class Channel:
         self._forget()
         if not self._live:
             return 0  # the same pages again, which are in the cache
-        taken = [n for n, first, stop in self._live if first < start + size and start < stop]
+        overlapping = [n for n, first, stop in self._live if first < start + size and start < stop]
         if len(self._live) >= _TURNS:
-            taken.append(self._live[-_TURNS][0])
-        if taken:
-            self._wait(_READ, max(taken), entries)
+            overlapping.append(self._live[-_TURNS][0])
+        if overlapping:
+            self._wait(_READ, max(overlapping), entries)
             self._forget()
         return start
 
     def _forget(self) -> None:
         """Forget the parts of this rank that all have read."""
         if self._live:
-            read = min(int(words[_READ]) for words in self._words)
+            read = min(int(counters[_READ]) for counters in self._words)
             while self._live and self._live[0][0] < read:
                 self._live.popleft()
 
     def _late(self, word: int, number: int) -> list[int]:
         """Return the ranks, by their places, that have not left or not read a message."""
-        return [rank for rank, words in enumerate(self._words) if words[word] <= number]
+        return [rank for rank, counters in enumerate(self._words) if counters[word] <= number]
 
     def _wait(self, word: int, number: int, entries: Sequence[int]) -> None:
         """Wait until all have left or read a message; enter it by `entries`, if there are any."""
@@ -168,21 +170,21 @@ class Channel:
             self.recorder.wait(*entries)
         began = looked = time.monotonic()
         while late := self._late(word, number):
-            now = time.monotonic()
-            if now - began < _YIELD_S:
+            time_s = time.monotonic()
+            if time_s - began < _YIELD_S:
                 os.sched_yield()
                 continue
             time.sleep(_NAP_S)
-            if now - looked > _LOOK_S:
-                looked = now
-                self._look(word, number, late, now - began)
+            if time_s - looked > _LOOK_S:
+                looked = time_s
+                self._look(word, number, late, time_s - began)
         if entries:
             self.recorder.go_on(*entries)
 
     def _look(self, word: int, number: int, late: Sequence[int], waited_s: float) -> None:
         """Raise where there is nothing to wait for any more.
 
-        In gloo's words, by which `launch.supervise.explain` tells what has befallen others.
+        In gloo's words, by which `runtime.supervise.explain` tells what has befallen others.
         """
         for rank in late:  # never this one, which would lose its own lock
             try:
@@ -219,10 +221,10 @@ def open_channel(
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     name = f"meshwright-{uuid.uuid4().hex}"
     file = _made(name, len(ranks)) if rank == 0 else None
-    mine = "" if file is None else f"/proc/{os.getpid()}/fd/{file} {name}"
-    theirs = exchange(mine, group)[0]
-    if rank and theirs:
-        file = _opened(*theirs.split())
+    offer = "" if file is None else f"/proc/{os.getpid()}/fd/{file} {name}"
+    offered = exchange(offer, group)[0]
+    if rank and offered:
+        file = _opened(*offered.split())
     works = exchange("" if file is None else "works", group)
     if file is None or not all(works):
         if file is not None:
