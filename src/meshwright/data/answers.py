@@ -43,8 +43,8 @@ def answer_spans(
         (start, stop), *_ = ranges
         start += _header(template, conversation, number, rendered.text[start:stop], special)
         ranges[0] = (start, stop)
-        said = "".join(rendered.text[first:last] for first, last in ranges)
-        _check_content(conversation, number, said)
+        answer_text = "".join(rendered.text[first:last] for first, last in ranges)
+        _check_content(conversation, number, answer_text)
         first, last = ranges[-1]
         ranges[-1] = (first, first + _end(rendered.text[first:last], special))
         yield from (span for span in ranges if span[1] > span[0])
@@ -59,13 +59,18 @@ def _header(
 ) -> int:
     """Return how many characters of an answer's range are the prompt for it."""
     before = conversation.messages[:number]
-    asked = template.render(before, **conversation.given, prompts=True).text
+    with_prompt = template.render(before, **conversation.given, prompts=True).text
     plain = template.render(before, **conversation.given).text
     shared = next(
-        (n for n in range(min(len(asked), len(written)), 0, -1) if asked.endswith(written[:n])), 0
+        (
+            n
+            for n in range(min(len(with_prompt), len(written)), 0, -1)
+            if with_prompt.endswith(written[:n])
+        ),
+        0,
     )
-    prompt = asked[len(plain) :] if asked.startswith(plain) else ""
-    if asked == plain:
+    prompt = with_prompt[len(plain) :] if with_prompt.startswith(plain) else ""
+    if with_prompt == plain:
         return _without_prompt(conversation, number, written, shared, special)
     if shared and shared >= len(prompt):
         return shared
@@ -107,10 +112,10 @@ def _without_prompt(
     return 0
 
 
-def _check_content(conversation: Conversation, number: int, said: str) -> None:
+def _check_content(conversation: Conversation, number: int, answer_text: str) -> None:
     """Refuse a template that drops the text of an answer that has nothing else."""
     message = conversation.messages[number]
-    if not message.get("tool_calls") and visible(message) not in said:
+    if not message.get("tool_calls") and visible(message) not in answer_text:
         raise ValueError(f"the chat template does not write the content of turn {number + 1}")
 
 

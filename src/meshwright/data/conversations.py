@@ -221,8 +221,8 @@ def _add_instruction(turns: Turns, fields: _Fields, answer: str) -> None:
             raise ValueError("field 'history' is no list of pairs of a question and its answer")
         add_text(turns, "user", pair[0])
         add_text(turns, ASSISTANT, pair[1])
-    asked, about = fields.text("instruction"), fields.first_text(_INPUTS)
-    add_text(turns, "user", f"{asked}\n\n{about}" if about else asked)
+    instruction, context = fields.text("instruction"), fields.first_text(_INPUTS)
+    add_text(turns, "user", f"{instruction}\n\n{context}" if context else instruction)
     add_text(turns, ASSISTANT, fields.text(answer))
 
 

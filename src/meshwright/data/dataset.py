@@ -284,9 +284,9 @@ def _open_prepared(name: str, store: Store, spec: DataSpec) -> _Opened:
     # The default tokenizer stands for "the store's": a resolved config spells defaults out, so
     # that one which was asked for cannot be told from one which was not.
     if spec.tokenizer != DataSpec.model_fields["tokenizer"].default:
-        asked = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
+        config_tokenizer = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
         record = store.manifest.tokenizer
-        if asked.digest != record.digest:
+        if config_tokenizer.digest != record.digest:
             raise DataError(
                 f"data.tokenizer = {spec.tokenizer!r}, but the store {store.folder} was prepared "
                 f"with {record.name!r} (vocabulary {record.vocab_size}, texts begin with the ids "
@@ -323,13 +323,13 @@ def _steps(task: str, say: Say | None) -> Progress | None:
     """Return a callback that says a line at each tenth of the work, at most one a second."""
     if say is None:
         return None
-    said, last = -1, time.monotonic()
+    last_tenth, last_time_s = -1, time.monotonic()
 
     def report(done: int, total: int) -> None:
-        nonlocal said, last
+        nonlocal last_tenth, last_time_s
         tenth, time_s = 10 * done // max(1, total), time.monotonic()
-        if tenth > said and time_s - last >= SAY_EVERY_S:
-            said, last = tenth, time_s
+        if tenth > last_tenth and time_s - last_time_s >= SAY_EVERY_S:
+            last_tenth, last_time_s = tenth, time_s
             say(f"{task}: {10 * tenth}% of {format_bytes(total)}")
 
     return report

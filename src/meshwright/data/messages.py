@@ -89,16 +89,16 @@ def add_text(turns: Turns, role: str, text: str, *, is_trained: bool = True) -> 
 
 
 def _from_share_gpt(turns: Turns, turn: Message, number: int) -> Message:
-    said, text = turn["from"], turn.get("value")
+    speaker, text = turn["from"], turn.get("value")
     if not isinstance(text, str):
         raise ValueError(f"turn {number} of 'conversations' has no text under 'value'")
-    if said not in ROLES:
-        legal = nearest(str(said), ROLES) or ["human", "gpt", "system"]
-        raise ValueError(refusal(f"turn {number} is from {said!r}", legal=legal))
+    if speaker not in ROLES:
+        legal = nearest(str(speaker), ROLES) or ["human", "gpt", "system"]
+        raise ValueError(refusal(f"turn {number} is from {speaker!r}", legal=legal))
     known: Message = {key: turn[key] for key in (*_TRAINED, *_RANGES, *REASONING) if key in turn}
     unused = turn.keys() - known.keys() - {"from", "value"}
     turns.unused |= {f"{key} of turns" for key in unused}
-    return {"role": said, "content": text, **known}
+    return {"role": speaker, "content": text, **known}
 
 
 def _calls(text: str, number: int) -> list[Message]:

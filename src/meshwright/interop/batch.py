@@ -144,9 +144,9 @@ def _spread(source: ImportSource, ranks: int | None, reason: str) -> None:
 
     Degrees that the user gave, or that the file has, stay.
     """
-    given = source.setting.given
+    overridden = source.setting.given
     of_file = [key for entry in source.entries.values() for key in entry.to]
-    if any(key in given or key in of_file for key in _DEGREES):
+    if any(key in overridden or key in of_file for key in _DEGREES):
         return
     shards = int(source.target("layout.zero") or 0) > 0
     base = [source.setting.base.get(key) for key in _DEGREES]

@@ -101,10 +101,10 @@ def read_zero(source: ImportSource) -> None:
         f"{_ZERO}.offload_optimizer.device": "optimizer",
         f"{_ZERO}.cpu_offload": "optimizer",
     }
-    asked = {key: source.get(key) for key in devices}
-    targets = [to for key, to in devices.items() if asked[key] not in (None, False, "none")]
+    settings = {key: source.get(key) for key in devices}
+    targets = [to for key, to in devices.items() if settings[key] not in (None, False, "none")]
     best = "params" if "params" in targets else "optimizer"
-    for key, value in asked.items():
+    for key, value in settings.items():
         if value in (False, "none"):
             source.honour(key, note="off")
         elif value == "nvme":

@@ -189,16 +189,16 @@ def _refuse(source: ImportSource, family: Family, model: ForeignModel, misfit: s
     """Refuse the key that sets a feature which the nearest family does not have."""
     value, is_needed = model.value(misfit), misfit in family.free
     if misfit in _WORDS and (is_needed or misfit not in FEATURES):
-        asked, instead = _WORDS[misfit]
+        feature, instead = _WORDS[misfit]
     elif misfit == "rope_scaling":
-        asked = f"model.rope_scaling of kind {model.scaling}"
+        feature = f"model.rope_scaling of kind {model.scaling}"
         instead = f"has {' and '.join(family.scalings)}"
     else:
-        asked = f"model.{misfit} = {_toml(value)}"
+        feature = f"model.{misfit} = {_toml(value)}"
         instead = f"has {_toml(family.fixed.get(misfit, FEATURES[misfit]))}"
     keys = model.keys.get(misfit, model.keys["norm"])
     key = next((key for key in keys if key in source.values), keys[0])
-    reason = f"no family has {asked} with the rest of this model; nearest: {family.name}"
+    reason = f"no family has {feature} with the rest of this model; nearest: {family.name}"
     default = "none" if value is None else value
     source.refuse(key, f"{reason}, which {instead}", default=default, is_final=is_needed)
 

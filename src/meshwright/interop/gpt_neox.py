@@ -69,15 +69,15 @@ def _read_gas(source: ImportSource, accumulation: int | None) -> None:
     Releases that knew it have the accumulation in `gas`, too, but read
     `gradient_accumulation_steps` alone: what a file has for `gas` is overwritten.
     """
-    asked = source.whole("gas")
-    if asked is None or accumulation is None:
+    gas = source.whole("gas")
+    if gas is None or accumulation is None:
         return
-    if asked == accumulation:
+    if gas == accumulation:
         source.honour("gas", note=f"{BATCH.accumulation} is as many")
     else:
         reason = (
             f"GPT-NeoX reads {BATCH.accumulation}, not gas, and accumulates {accumulation}; "
-            f"nearest: gas = {accumulation}, or {BATCH.accumulation} = {asked}"
+            f"nearest: gas = {accumulation}, or {BATCH.accumulation} = {gas}"
         )
         source.contradict(["gas"], reason, ["train.batch"])
 
@@ -203,12 +203,12 @@ def _read_ffn(source: ImportSource, is_gated: bool) -> int | None:
     if width is None and source.get("expansion_factor") is not None:
         key, width = "expansion_factor", int(source.number("expansion_factor", 4.0) * dim)
     multiple = source.whole("mlp_multiple_of") or 1
-    asked = width or 4 * dim
-    inner = int(asked * 2 / 3) // 2 if is_gated else asked
+    whole_width = width or 4 * dim
+    inner = int(whole_width * 2 / 3) // 2 if is_gated else whole_width
     inner = round_up(inner, multiple)
-    formula = f"{asked} x 2/3 / 2" if is_gated else f"{asked}"
+    formula = f"{whole_width} x 2/3 / 2" if is_gated else f"{whole_width}"
     note = f"{formula} in multiples of {multiple}"
-    if key in source.values and inner == asked:
+    if key in source.values and inner == whole_width:
         source.honour(key, {"model.ffn_dim": inner})
     elif key in source.values:
         source.translate(key, {"model.ffn_dim": inner}, note)

@@ -85,28 +85,30 @@ def import_files(
     )
     files = tuple(path.name for path in paths)
     report = Report(known, files, entries, tuple(source.filled), tuple(refused))
-    given = _compose(report, stated, over)
-    return Imported(replace(report, filled=tuple(_in_effect(report, given))), given)
+    config_values = _compose(report, stated, over)
+    return Imported(replace(report, filled=tuple(_in_effect(report, config_values))), config_values)
 
 
 def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
     """Return an entry as the overrides leave it: what was given takes the place of its own."""
     settles = (*entry.to, *entry.settled_by)
-    given = {key: over[key] for key in settles if key in over and over[key] != entry.to.get(key)}
-    if not given:
+    overrides = {
+        key: over[key] for key in settles if key in over and over[key] != entry.to.get(key)
+    }
+    if not overrides:
         return entry
-    note = f"given: {', '.join(f'{key} = {toml_value(value)}' for key, value in given.items())}"
-    remaining = {key: value for key, value in entry.to.items() if key not in given}
+    note = f"given: {', '.join(f'{key} = {toml_value(value)}' for key, value in overrides.items())}"
+    remaining = {key: value for key, value in entry.to.items() if key not in overrides}
     if remaining:
         return replace(entry, to=remaining, note="; ".join(filter(None, (note, entry.note))))
     return replace(entry, verdict="ignored", to={}, note=note)
 
 
-def _in_effect(report: Report, given: Mapping[str, Values]) -> Iterator[Filled]:
+def _in_effect(report: Report, config_values: Mapping[str, Values]) -> Iterator[Filled]:
     """Yield what follows from what the files leave out, where nothing else has set it."""
     for filled in report.filled:
         section, _, key = filled.key.partition(".")
-        if given[section][key].origin == _origin(filled):
+        if config_values[section][key].origin == _origin(filled):
             yield filled
 
 
@@ -135,10 +137,10 @@ def _read(path: Path, system: System) -> dict[str, Any]:
     return {key.removeprefix(_EXTRA): value for key, value in flat.items()}
 
 
-def _by_name(given: Mapping[str, Values]) -> dict[str, Any]:
+def _by_name(sections: Mapping[str, Values]) -> dict[str, Any]:
     return {
         f"{section}.{key}": value.value
-        for section, values in given.items()
+        for section, values in sections.items()
         for key, value in values.items()
     }
 
@@ -147,27 +149,27 @@ def _compose(
     report: Report, stated: Mapping[str, Values], over: Mapping[str, Values]
 ) -> dict[str, Values]:
     """Return what the config states, lowest precedence first."""
-    given: dict[str, Values] = {name: {} for name in SECTIONS}
+    config_values: dict[str, Values] = {name: {} for name in SECTIONS}
 
     def put(name: str, value: Any, origin: str) -> None:
         section, _, key = name.partition(".")
-        given[section][key] = Value(value, origin)
+        config_values[section][key] = Value(value, origin)
 
     for section, values in stated.items():
-        given[section].update(values)
+        config_values[section].update(values)
     if report.system == "hf":  # the model is the file's as a whole
-        given["model"] = {}
+        config_values["model"] = {}
     for filled in report.filled:
         section, _, key = filled.key.partition(".")
-        if key not in given[section] or not filled.is_default:
+        if key not in config_values[section] or not filled.is_default:
             put(filled.key, filled.value, _origin(filled))
     where = " + ".join(report.files)
     for entry in report.entries:
         for name, value in entry.to.items():
             put(name, value, f"{where}: {entry.key}")
     for section, values in over.items():
-        given[section].update(values)
-    return given
+        config_values[section].update(values)
+    return config_values
 
 
 def refusal_text(report: Report) -> str:

@@ -54,7 +54,7 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
     """
     section = config.layout
     left_out = {key for key in (*_DATA_DEGREES, "microbatch") if getattr(section, key) is None}
-    given = Layout(**section.model_dump(exclude={"auto", *left_out}))
+    stated = Layout(**section.model_dump(exclude={"auto", *left_out}))
 
     def settle(train: TrainSpec, layout: Layout, changed: Collection[str]) -> Layout | None:
         free = {key for key in left_out if f"layout.{key}" not in changed}
@@ -64,15 +64,15 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
         complete = settle(config.train, layout, ())
         return complete is not None and broken(config.model, config.train, complete) is None
 
-    layout = settle(config.train, given, ())
+    layout = settle(config.train, stated, ())
     if layout is None:
         raise ConfigError(
             refusal(
-                f"the layout needs a multiple of {given.world} ranks (pp {given.pp} x dp_replicate "
-                f"{given.dp_replicate} x dp_shard {given.dp_shard} x cp {given.cp} "
-                f"x tp {given.tp}), but there are {machine.devices * config.cluster.nodes} "
+                f"the layout needs a multiple of {stated.world} ranks (pp {stated.pp} x "
+                f"dp_replicate {stated.dp_replicate} x dp_shard {stated.dp_shard} x cp {stated.cp} "
+                f"x tp {stated.tp}), but there are {machine.devices * config.cluster.nodes} "
                 f"{machine.device} devices",
-                legal=_smaller(given, fits),
+                legal=_smaller(stated, fits),
             )
         )
     rule = broken(config.model, config.train, layout)

@@ -45,9 +45,9 @@ def left_over(config: Config, layout: Layout, devices: int) -> Unused | None:
         reason = f"train.batch = {batch} does not divide among {data_ranks} data-parallel ranks"
         legal = [f"train.batch={n}" for n in (lower, lower + data_ranks) if n]
         return Unused(layout.world, devices, reason, tuple(legal))
-    given = [key for key in AXES if key in data or (key not in _DATA and getattr(layout, key) > 1)]
-    degrees = " and ".join(f"layout.{key} = {getattr(layout, key)}" for key in given)
-    reason = f"{degrees} {'is' if len(given) == 1 else 'are'} given"
+    stated = [key for key in AXES if key in data or (key not in _DATA and getattr(layout, key) > 1)]
+    degrees = " and ".join(f"layout.{key} = {getattr(layout, key)}" for key in stated)
+    reason = f"{degrees} {'is' if len(stated) == 1 else 'are'} given"
     return Unused(layout.world, devices, reason, tuple(_with_all(config, layout, devices)))
 
 

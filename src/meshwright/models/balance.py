@@ -47,13 +47,13 @@ class Sequences(NamedTuple):
         return cls(number, unpadded.mask.flatten(), unpadded.lengths)
 
     def data(self, values: Tensor) -> Tensor:
-        """Return what belongs to tokens `[tokens, ...]`, with 0 for padding."""
+        """Return values of tokens `[tokens, ...]` with 0 for padding."""
         if self.is_data is None:
             return values
         return values * self.is_data.view(-1, *[1] * (values.dim() - 1))
 
     def add(self, values: Tensor, into: Tensor) -> None:
-        """Add what is of each sequence `[number, n]` to its tokens `[tokens, n]`, in place."""
+        """Add the values of each sequence `[number, n]` to its tokens `[tokens, n]`, in place."""
         by_row = into.view(self.number, -1, into.shape[-1])
         if self.is_data is None:
             by_row += values[:, None]
@@ -112,7 +112,7 @@ class Balance:
         return weights.gather(-1, ids), ids
 
     def placed(self, ids: Tensor, sequences: Sequences, experts: int) -> Tensor:
-        """Return the ids int64 `[tokens, top_k]`, with padding meeting experts in turn.
+        """Return the ids int64 `[tokens, top_k]`, with padding spread over experts in turn.
 
         It is alike, and would all meet the same. With a capacity, it meets none: see `bounded`.
         """

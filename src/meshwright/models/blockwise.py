@@ -119,7 +119,7 @@ def attention_backward(
 def _query_blocks(
     cut: PlannedCut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
 ) -> list[Callable[[Tensor], None]]:
-    """Return what writes blocks of a part's result, each of all keys that its queries see."""
+    """Return functions that compute a block of a part's result each, over all keys that it sees."""
     scores = FactorMemory.of(cut.room, values.dtype)
     results = torch.empty(queries[:, : BLOCK * cut.shared].shape, dtype=values.dtype).flatten()
     hidden = Hidden.of(cut)
@@ -161,7 +161,7 @@ def _key_blocks(
     sums: Tensor,
     deltas: Tensor,
 ) -> list[Callable[[Tensor, Tensor], None]]:
-    """Return what does blocks of a part's keys, each with all queries that see any of them.
+    """Return functions that differentiate a block of keys each, over all queries that see any.
 
     They write their gradients, and add to `total`, that of the queries.
     """

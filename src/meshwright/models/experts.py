@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
 
 def _adapters(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
-    """Return the projections of experts that have adapters; those that have one, together."""
+    """Return the names of the projections of each adapter of experts, in order."""
     if JOINT in spec.adapted:
         names: list[tuple[str, ...]] = [("gate", "up")]
     else:

@@ -27,7 +27,7 @@ _LEAST: Final = 1e-38  # in place of the scale of a block of zeros
 
 
 def pairs(device: torch.device | str) -> Tensor:
-    """Return what the two halves of each byte stand for, fp32 `[256, 2]`."""
+    """Return the two numbers that each byte stands for, fp32 `[256, 2]`."""
     levels = torch.tensor(LEVELS, device=device)
     first, second = levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))
     return torch.stack((first, second), -1)

@@ -65,7 +65,7 @@ class PlannedCut(Cut):
         return slice(keys.start, min(self.length, keys.stop + window - 1))
 
     def adding(self, part: Tensor, total: Tensor, keys: slice) -> Callable[[], None]:
-        """Return what adds the part of a block of keys to the sum over blocks, in their order.
+        """Return a function that adds a block of keys' part to the sum over blocks, in their order.
 
         Queries that saw none of the blocks before have no sum yet.
         """

@@ -67,7 +67,7 @@ class Rope:
     def reach(
         self, stop: int, device: torch.device, cached: int = 0, *, mixed_lengths: bool = False
     ) -> None:
-        """Make sure that the tables are those of a forward up to `stop`, on `device`.
+        """Build the tables that a forward up to `stop` needs, on `device`, unless they exist.
 
         `mixed_lengths`: for documents that are long and documents that are not. Raises
         `ConfigError` where `cached` positions of it were rotated by other tables.

@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         unpadded: Unpadded | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Return what the head multiplies, `[batch, seq, dim]`; arguments as for `forward`."""
+        """Return the head's input `[batch, seq, dim]`; arguments as for `forward`."""
         mask = self.mask_of(input_ids, segments, cache)
         if lengths is None and segments is not None and self.mask_of is causal_mask:
             lengths = lengths_of(segments)

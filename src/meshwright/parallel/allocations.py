@@ -98,10 +98,10 @@ def labelled_in_data() -> Iterator[None]:
         label("buffers", buffer)
         return buffer
 
-    room = offload.host_room
+    host_room = offload.host_room
 
     def left(flat: Tensor) -> Tensor:
-        host = room(flat)
+        host = host_room(flat)
         label(HOST, host)
         return host
 

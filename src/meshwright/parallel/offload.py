@@ -87,12 +87,12 @@ class Copies:
         return self.stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Have what the device computes from now on wait for copies, not the host."""
+        """Have later work of the device wait for copies; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def keep(self, tensor: Tensor) -> None:
-        """Have a tensor's memory not be given anew before the copies are done with it."""
+        """Keep a tensor's memory from reuse until the copies are done with it."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 
@@ -103,7 +103,7 @@ def host_room(flat: Tensor) -> Tensor:
 
 
 class Stay:
-    """What a block has saved of one microbatch, and where that is.
+    """The tensors that a block has saved for one microbatch, and where they are.
 
     Autograd alone keeps the pieces, so that each is freed with the operation that needs it;
     `_copied` keeps those that a copy works with. `left` are storages that don't move.
@@ -119,7 +119,7 @@ class Stay:
         self._event: Any = None
 
     def pack(self, tensor: Tensor) -> Tensor | SavedPlace:
-        """Return what autograd keeps of a tensor that it saves: itself, or its place."""
+        """Return what autograd saves of a tensor: itself, or the place of its offloaded storage."""
         if isinstance(tensor, DTensor) or not tensor.is_floating_point():
             return tensor
         storage = tensor.untyped_storage()
@@ -136,7 +136,7 @@ class Stay:
         return SavedPlace(self, piece, tensor.dtype, *where)
 
     def _pack_cached(self) -> None:
-        """Take what selective recomputation keeps beside autograd."""
+        """Pack the results that selective recomputation keeps outside of autograd."""
         for result in tree_leaves([list(storage.values()) for storage in self.cached]):
             if isinstance(result, _VersionWrapper) and isinstance(result.val, Tensor):
                 result.val = self.pack(result.val)

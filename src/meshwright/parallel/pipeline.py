@@ -237,7 +237,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _wait(departures: list[Departure]) -> None:
-    """Wait until transfers are over, and let go of what they carried."""
+    """Wait until transfers are over, and release their tensors."""
     while departures:
         departures.pop().work.wait()
 

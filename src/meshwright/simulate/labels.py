@@ -56,9 +56,9 @@ def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
 
         return run
 
-    def leaving(room: Any) -> Any:
+    def leaving(allocate_on_host: Any) -> Any:
         def run(flat: Tensor) -> Tensor:
-            host: Tensor = room(flat)
+            host: Tensor = allocate_on_host(flat)
             memory.label(HOST, host)
             return host
 

@@ -110,9 +110,9 @@ def _main() -> None:
     # Before anything of what trains: its branches for CUDA become those for the stand-in.
     from meshwright.simulate.standin import Edit, install
 
-    asked = json.load(sys.stdin)
-    device = install([Edit(*edit) for edit in asked["edits"]])
-    for case in asked["cases"]:
+    request = json.load(sys.stdin)
+    device = install([Edit(*edit) for edit in request["edits"]])
+    for case in request["cases"]:
         for rank in case["ranks"]:
             print(json.dumps(_rehearsed(case, rank, device)._asdict()), flush=True)
 

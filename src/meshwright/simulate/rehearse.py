@@ -237,7 +237,7 @@ def _leave_fakes(model: nn.Module) -> None:
 
 
 def _on_fakes(run: Callable[..., None]) -> Callable[..., None]:
-    """Return what runs it on tensors without bytes."""
+    """Return a function that runs another one on tensors without bytes."""
 
     def ran(*arguments: object) -> None:
         with fake_tensors():

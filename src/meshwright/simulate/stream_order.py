@@ -64,7 +64,7 @@ class StreamOrder:
         return {number: clock.get(number, 0) for number, clock in self._clocks.items()}
 
     def wait(self, stream: int, until: Time) -> None:
-        """Have what comes after on a stream wait for a time."""
+        """Have later work on a stream wait for a time."""
         clock = self._clocks[stream]
         for number, count in until.items():
             clock[number] = max(clock.get(number, 0), count)
@@ -75,7 +75,7 @@ class StreamOrder:
         self.wait(HOST, until)
 
     def keep(self, tensor: Any, stream: int) -> None:
-        """Have a tensor's memory not be given anew while a stream may use it."""
+        """Keep a tensor's memory from reuse while a stream may use it."""
         self._of(tensor, HOST).keepers.add(stream)
 
     def use(self, stream: int, reads: Iterable[Any], writes: Iterable[Any], name: str) -> None:
@@ -131,7 +131,7 @@ class StreamOrder:
             self._free.setdefault(memory.home, []).extend(late)
 
     def _give_anew(self, stream: int) -> None:
-        """Memory that was freed goes to a new tensor of the stream that it was allocated on."""
+        """Give freed memory to a new tensor of the stream that it was allocated on."""
         clock = self._clocks[stream]
         for other, count, fault in self._free.pop(stream, []):
             if clock.get(other, 0) < count:

@@ -74,10 +74,10 @@ def default_precision(device: str) -> Value:
     return Value(name, f"derived: the fastest precision for matmuls on {device}")
 
 
-def default_training(model: ModelSpec, cluster: Values, given: Values) -> Values:
+def default_training(model: ModelSpec, cluster: Values, train: Values) -> Values:
     """Return the default batch, length and precision on a cluster of the catalogue.
 
-    `given` is the [train] section, whose keys stay. Empty for this machine, which is not examined
+    `train` is the [train] section, whose keys stay. Empty for this machine, which is not examined
     here; for Meshwright's default model only the precision, because its other defaults are for a
     first try.
     """
@@ -86,15 +86,15 @@ def default_training(model: ModelSpec, cluster: Values, given: Values) -> Values
         return {}
     defaults = {"precision": default_precision(device)}
     if model.preset not in (None, "demo") or model.init_from is not None:
-        defaults |= _default_batch(model, given)
-    return {key: value for key, value in defaults.items() if key not in given}
+        defaults |= _default_batch(model, train)
+    return {key: value for key, value in defaults.items() if key not in train}
 
 
-def _default_batch(model: ModelSpec, given: Values) -> Values:
+def _default_batch(model: ModelSpec, train: Values) -> Values:
     count = parameter_count(model)
     length = Value(min(model.context, _LONGEST), "derived: model.context, up to 8192")
     tokens = next(size for threshold, size in reversed(_BATCHES) if count >= threshold)
-    sequences = max(1, tokens // int(given.get("seq_len", length).value))
+    sequences = max(1, tokens // int(train.get("seq_len", length).value))
     origin = f"derived: {format_count(tokens)} tokens for {format_count(count)} parameters"
     # A power of two, which devices divide.
     return {"seq_len": length, "batch": Value(1 << (sequences.bit_length() - 1), origin)}

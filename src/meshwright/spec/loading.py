@@ -115,33 +115,33 @@ def read_given(
 
     Raises `ConfigError` for unreadable files and unknown keys.
     """
-    given: dict[str, Values] = {name: {} for name in SECTIONS}
+    stated: dict[str, Values] = {name: {} for name in SECTIONS}
     if path is not None:
-        _merge(given, _read_toml(Path(path)))
+        _merge(stated, _read_toml(Path(path)))
     _merge(
-        given,
+        stated,
         [
             (section, key, Value(value, "plan"))
             for section, values in (plan or {}).items()
             for key, value in values.items()
         ],
     )
-    _merge(given, _read_overrides(overrides))
-    return given
+    _merge(stated, _read_overrides(overrides))
+    return stated
 
 
-def build_config(given: dict[str, Values]) -> Config:
+def build_config(stated: dict[str, Values]) -> Config:
     """Return the complete config of the given values by section; derives missing ones."""
     for name, spec in SECTIONS.items():
-        _check_texts(name, given[name])
-        _check_types(name, spec, given[name])
-    _check_cluster(given["cluster"])
-    check_held_out(given)
-    _derive(given)
+        _check_texts(name, stated[name])
+        _check_types(name, spec, stated[name])
+    _check_cluster(stated["cluster"])
+    check_held_out(stated)
+    _derive(stated)
     sections: dict[str, Spec] = {}
     origins: dict[str, str] = {}
     for name, spec in SECTIONS.items():
-        values = given[name]
+        values = stated[name]
         sections[name] = _built(name, spec, values)
         for key in KEYS[name]:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
@@ -193,33 +193,35 @@ def _check_cluster(values: Values) -> None:
         check_link(link, f" ({links.origin})")
 
 
-def _derive(given: dict[str, Values]) -> None:
+def _derive(stated: dict[str, Values]) -> None:
     """Fill what follows from other keys: packing, tokenizer, model's sizes, rate, warm-up, hang."""
-    data = given["data"]
+    data = stated["data"]
     if data.get("format", Value("text", "")).value == "chat":
         data.setdefault("packing", Value("documents", "derived from data.format"))
-    init_from = given["model"].get("init_from", Value(None, "")).value
+    init_from = stated["model"].get("init_from", Value(None, "")).value
     if init_from is not None and "tokenizer" not in data:
         for key, value in default_tokenizer(init_from).items():
             data.setdefault(key, value)
     source = data.get("source", Value("stdlib", "default")).value
     folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
     tokenizer = data.get("tokenizer", Value("bytes", "default"))
-    given["model"] = resolve_model(given["model"], tokenizer, folder)
-    _derive_lora(given["lora"])
-    lora = _built("lora", LoraSection, given["lora"])
+    stated["model"] = resolve_model(stated["model"], tokenizer, folder)
+    _derive_lora(stated["lora"])
+    lora = _built("lora", LoraSection, stated["lora"])
     if lora.adapters is not None:
-        given["model"]["lora"] = Value(lora.adapters, "[lora]")
-    model = _built("model", ModelSpec, given["model"])
-    if "lr" not in given["optimizer"] and (rate := default_rate(model)) is not None:
-        given["optimizer"]["lr"] = rate
-    for key, value in default_training(model, given["cluster"], given["train"]).items():
-        given["train"][key] = value
-    steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
-    if "warmup_steps" not in given["optimizer"]:
+        stated["model"]["lora"] = Value(lora.adapters, "[lora]")
+    model = _built("model", ModelSpec, stated["model"])
+    if "lr" not in stated["optimizer"] and (rate := default_rate(model)) is not None:
+        stated["optimizer"]["lr"] = rate
+    for key, value in default_training(model, stated["cluster"], stated["train"]).items():
+        stated["train"][key] = value
+    steps = stated["train"].get("steps", Value(TrainSpec().steps, "default")).value
+    if "warmup_steps" not in stated["optimizer"]:
         warmup = min(100, steps // 10)
-        given["optimizer"]["warmup_steps"] = Value(warmup, "derived: train.steps / 10, at most 100")
-    cluster = given["cluster"]
+        stated["optimizer"]["warmup_steps"] = Value(
+            warmup, "derived: train.steps / 10, at most 100"
+        )
+    cluster = stated["cluster"]
     timeout = cluster.get("timeout", Value(None, "")).value
     if isinstance(timeout, int | float) and "hang" not in cluster:
         cluster["hang"] = Value(timeout / 2, "derived: cluster.timeout / 2")
@@ -230,26 +232,30 @@ def _derive_lora(values: Values) -> None:
     folder = values.get("init_from", Value(None, ""))
     if folder.value is None:
         return
-    asked = f"lora.init_from = {folder.value!r} ({folder.origin})"
+    source = f"lora.init_from = {folder.value!r} ({folder.origin})"
     try:
         stated = read_adapter_config(Path(folder.value))
     except MeshwrightError as error:
-        raise type(error)(f"{asked}: {error}") from error
+        raise type(error)(f"{source}: {error}") from error
     for key, value in stated.items():
-        given = values.setdefault(key, Value(value, folder.value))
+        setting = values.setdefault(key, Value(value, folder.value))
         chosen = (
-            (given.value,) if key == "targets" and isinstance(given.value, str) else given.value
+            (setting.value,)
+            if key == "targets" and isinstance(setting.value, str)
+            else setting.value
         )
         same = set(chosen) == set(value) if key == "targets" else chosen == value
         if not same and key != "dropout":
-            rule = f"lora.{key} = {shown(given.value)} ({given.origin}), but {asked} has another"
+            rule = (
+                f"lora.{key} = {shown(setting.value)} ({setting.origin}), but {source} has another"
+            )
             raise ConfigError(refusal(rule, legal=[f"lora.{key} = {shown(value)}"]))
 
 
-def _merge(given: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> None:
+def _merge(stated: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> None:
     for section, key, value in new:
         _check_known(section, key, value.origin)
-        given[section][key] = value
+        stated[section][key] = value
 
 
 def _check_known(section: str, key: str, origin: str) -> None:
@@ -374,17 +380,17 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     if not error["loc"]:
         return str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
     key = str(error["loc"][0])
-    given = values.get(key)
-    where = f" ({given.origin})" if given else ""
-    if given and is_of_kind(error):
+    setting = values.get(key)
+    where = f" ({setting.origin})" if setting else ""
+    if setting and is_of_kind(error):
         kind = kind_of(SECTIONS[section].model_fields[key].annotation)
         if kind != "a table" or len(error["loc"]) == 1:  # else it is a key inside
-            return f"{section}.{key} = {shown(given.value)}{where} must be {kind}"
+            return f"{section}.{key} = {shown(setting.value)}{where} must be {kind}"
     name = ".".join([section, *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{name} is missing"
     if error["type"] == "extra_forbidden":
-        return refusal(f"unknown key {name} ({given.origin if given else 'default'})")
+        return refusal(f"unknown key {name} ({setting.origin if setting else 'default'})")
     if error["type"] == "value_error" and "ctx" in error:
         return str(error["ctx"]["error"])
     rule = error["msg"][0].lower() + error["msg"][1:]

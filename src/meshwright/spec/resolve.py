@@ -39,17 +39,17 @@ def model_spec(**fields: Any) -> ModelSpec:
 
     Raises `ConfigError` for an unknown preset, `pydantic.ValidationError` for a broken rule.
     """
-    given = {key: Value(value, "argument") for key, value in fields.items()}
-    resolved = resolve_model(given, tokenizer=Value("bytes", "default"), source=None)
+    section = {key: Value(value, "argument") for key, value in fields.items()}
+    resolved = resolve_model(section, tokenizer=Value("bytes", "default"), source=None)
     return ModelSpec(**{key: value.value for key, value in resolved.items()})
 
 
-def check_held_out(given: Mapping[str, Values]) -> None:
+def check_held_out(sections: Mapping[str, Values]) -> None:
     """Refuse settings that need the held-out loss if nothing is evaluated."""
-    if given["train"].get("eval_every", Value(0, "default")).value:
+    if sections["train"].get("eval_every", Value(0, "default")).value:
         return
     for section, key in _BY_HELD_OUT:
-        setting = given[section].get(key, Value(0, "default"))
+        setting = sections[section].get(key, Value(0, "default"))
         if setting.value:
             rule = (
                 f"{section}.{key} = {shown(setting.value)} ({setting.origin}) needs the held-out "
@@ -58,13 +58,13 @@ def check_held_out(given: Mapping[str, Values]) -> None:
             raise ConfigError(refusal(f"{rule}loss, but train.eval_every = 0", legal=legal))
 
 
-def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Values:
+def resolve_model(section: Values, tokenizer: Value, source: Path | None) -> Values:
     """Complete the [model] section from its preset or a model folder, the family and the tokenizer.
 
     `source` is the first data source where it is a folder: an indexed store brings its tokenizer.
     """
-    values: Values = dict(given)
-    for base in _bases(given):
+    values: Values = dict(section)
+    for base in _bases(section):
         for key, value in base.items():
             values.setdefault(key, value)
     family = FAMILIES.get(values.setdefault("family", Value("llama", "default")).value)
@@ -87,18 +87,18 @@ def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Value
     return values
 
 
-def _bases(given: Values) -> list[Values]:
+def _bases(section: Values) -> list[Values]:
     """Return what fills the keys that were not given: a stored model, a preset, or the demo's."""
-    init_from = given.get("init_from")
+    init_from = section.get("init_from")
     if init_from is not None and init_from.value is not None:
         try:
             spec, origin = stored_spec(Path(init_from.value))
         except MeshwrightError as error:
-            asked = f"model.init_from = {init_from.value!r} ({init_from.origin})"
-            raise type(error)(f"{asked}: {error}") from error
+            setting = f"model.init_from = {init_from.value!r} ({init_from.origin})"
+            raise type(error)(f"{setting}: {error}") from error
         fields = spec.model_dump(exclude={"preset", "init_from", "lora"})
         return [{key: Value(value, str(origin)) for key, value in fields.items()}]
-    named = given.get("preset", Value(None, ""))
+    named = section.get("preset", Value(None, ""))
     name = "demo" if named.value is None else named.value
     if name not in PRESETS:
         legal = nearest(str(name), PRESETS, 3) or sorted(PRESETS)
@@ -109,9 +109,9 @@ def _bases(given: Values) -> list[Values]:
     if named.value is None:
         base = {key: Value(value.value, "default") for key, value in base.items()}
         base["preset"] = Value(None, "default")
-        if "n_heads" in given:  # the default's own head count no longer limits the groups
+        if "n_heads" in section:  # the default's own head count no longer limits the groups
             base.pop("n_kv_heads")
-        family = FAMILIES.get(given.get("family", Value("llama", "")).value)
+        family = FAMILIES.get(section.get("family", Value("llama", "")).value)
         if family is not None and not family.grouped:
             base.pop("n_kv_heads", None)
     return [base]

@@ -119,7 +119,7 @@ def distribute_data(
 
 
 def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]]) -> None:
-    """Have each unit gather the one that is taken up after it, in forwards and in backwards.
+    """Have each unit prefetch the one that computes after it, in forwards and in backwards.
 
     By itself FSDP2 takes the order of backwards from the forward, last in first out: with several
     microbatches under way it gathers a unit again that it has just dropped. The last of a backward
@@ -300,7 +300,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def ready_parameters(model: nn.Module) -> Iterator[Any]:
-    """Yield what FSDP2 keeps of each parameter (private), their memory as forwards will have it."""
+    """Yield FSDP2's (private) record of each parameter, allocated as forwards will have it."""
     for module in wrapped(model):
         for group in _param_groups(_state(module)):
             group.lazy_init()  # else the first forward would pad uneven rows in other memory

@@ -53,7 +53,7 @@ class Float8Shard:
         *,
         out: Any = None,
     ) -> Any:
-        """Return the whole weight and its memory; or give one that has the memory its scale."""
+        """Return the gathered weight and its memory, or give `out`, which has that, its scale."""
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
         (data,), (scale,) = gathered, scales
@@ -90,7 +90,7 @@ class Float8Gathers:
 
     @torch.no_grad()
     def rescale(self) -> None:
-        """Find the scales, which each update of the weights changes; one message for all."""
+        """Compute the scales anew after an update of the weights, with one message for all."""
         from torchao.float8.float8_utils import amax_to_scale
 
         if not self.shards:

@@ -40,7 +40,7 @@ class HeldParameter(NamedTuple):
         return local_shard(self.parameter.detach())
 
     def fill(self, weights: Tensor, dtype: torch.dtype) -> None:
-        """Take a shard's weights; in four bits they are kept of those rounded to `dtype`."""
+        """Copy weights into the shard; NF4 is quantised from the weights rounded to `dtype`."""
         shard = self.shard
         if self.sharding.part.four_bits:
             weights = quantise(weights.to(shard.device, dtype))

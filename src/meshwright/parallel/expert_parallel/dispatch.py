@@ -39,19 +39,19 @@ class _Trade:
     _on_the_way: list[tuple[Pending, Tensor, Tensor]] = field(default_factory=list)
 
     def there(self, rows: Tensor) -> Tensor:
-        """Return the received rows for the sent ones."""
+        """Return the rows that arrive at the experts' ranks."""
         return _traded(rows, self.leaving, self.arriving, self.link)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return the rows that come back for the received ones."""
+        """Return the rows that arrive back at their tokens' ranks."""
         return _traded(rows, self.arriving, self.leaving, self.link)
 
     def begin_there(self, rows: Tensor) -> Tensor:
-        """Return where the rows for those that leave will be, once `wait` has returned."""
+        """Begin to send rows to the experts' ranks; returns the buffer that `wait` fills."""
         return self._begin(rows, self.leaving, self.arriving)
 
     def begin_back(self, rows: Tensor) -> Tensor:
-        """Return where the rows for those that have arrived will be, once `wait` has returned."""
+        """Begin to send rows back to their tokens' ranks; returns the buffer that `wait` fills."""
         return self._begin(rows, self.arriving, self.leaving)
 
     def _begin(self, rows: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:

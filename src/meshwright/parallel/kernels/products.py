@@ -22,7 +22,7 @@ from meshwright.spec.training import TrainSpec
 
 
 def take_route(matmul: Matmul, device: torch.device) -> Route:
-    """From now on, compute fp32 products of a device in this process by this route."""
+    """Set how this process computes fp32 matmuls on a device, and return the route."""
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high" if takes_tf32(matmul) else "highest")
         return Route()
@@ -117,5 +117,5 @@ def _is_dense(x: Tensor) -> bool:
 
 @cache
 def _router() -> _Router:
-    """Return this process's one; kernels are the process's, whoever asks for them."""
+    """Return this process's router: its kernels are registered once."""
     return _Router()

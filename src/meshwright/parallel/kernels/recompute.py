@@ -77,7 +77,7 @@ def recompute(
     *,
     draws: bool = False,
 ) -> None:
-    """Make a block recompute its forward in the backward: nothing, all, or all but products.
+    """Make a block recompute its forward in the backward: nothing, all, or all but matmuls.
 
     `note` is given where the selective kind keeps results, in each forward that is not compiled.
     The method is replaced on the instance, so that parameters keep their names and the hooks of

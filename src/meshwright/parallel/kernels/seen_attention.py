@@ -55,7 +55,7 @@ _NEEDED: Final = (
 
 
 def takes(q: Tensor, segments: Tensor | None, scores: ScoreBounds) -> bool:
-    """Whether blocks of a ring go this way: on a GPU, where FlashAttention alone does not serve."""
+    """Whether a ring uses FlexAttention: on a GPU, where FlashAttention alone does not serve."""
     is_bounded = segments is not None or scores.window is not None or scores.cap is not None
     kind = q.device, q.dtype, q.shape[-1]
     return flex.takes(*kind) and (is_bounded or not has_cuda_flash(*kind))
@@ -194,7 +194,7 @@ def _empty_grads(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: An
 
 @contextmanager
 def _as_outside() -> Iterator[None]:
-    """Have what is called inside an operator be dispatched as outside of any (private)."""
+    """Dispatch calls inside an operator as if they were outside of any (private)."""
     private: Any = torch._C
     without = private._dispatch_tls_local_exclude_set()
     for name in _NEEDED:

@@ -89,9 +89,9 @@ def interfaces() -> dict[str, str]:
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
+            request = struct.pack("256s", name.encode()[:15])
             try:
-                reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, asked)
+                reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
             except OSError:  # it is down, or has none
                 continue
             addresses[name] = socket.inet_ntoa(reply[20:24])

@@ -84,7 +84,7 @@ def _agent(error_file: str) -> str | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
-    """Return what `srun` told one of several tasks, each of which is a rank; None for any other.
+    """Return the rendezvous of one of several tasks of `srun`, the ranks; None elsewhere.
 
     The batch script itself has no step, and a step of one task starts its ranks itself. Rank 0
     is on the first node of the list. `MASTER_ADDR` and `MASTER_PORT` win where they are set.
@@ -192,7 +192,7 @@ def seated(seats: Sequence[Seat]) -> list[int]:
 
 
 def _check_reachable(seats: Sequence[Seat]) -> None:
-    """Refuse machines that know no way to each other but loopback."""
+    """Raise `ConfigError` for machines that reach each other by loopback alone."""
     several = len({seat.boot for seat in seats}) > 1
     if several and all(is_loopback(seat.address) for seat in seats):
         known = "; ".join(sorted({f"{seat.node} {seat.address}" for seat in seats}))
@@ -202,7 +202,7 @@ def _check_reachable(seats: Sequence[Seat]) -> None:
 
 
 def _check_nodes(seats: Sequence[Seat], nodes: Sequence[Sequence[int]]) -> None:
-    """Refuse nodes on which no mesh can be laid as it was planned."""
+    """Raise `ConfigError` for nodes with different numbers of ranks, or with others than stated."""
     listed = "; ".join(f"{seats[ranks[0]].node} has ranks {list(ranks)}" for ranks in nodes)
     sizes = {len(ranks) for ranks in nodes}
     if len(sizes) > 1:

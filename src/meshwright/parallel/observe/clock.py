@@ -93,7 +93,7 @@ def clock_offset(
 
 
 def _ask(world: World, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return how long rank 0 took to say its time, and how far that is from this rank's."""
+    """Return the seconds of an exchange with rank 0, and the offset to its clock."""
     reply = torch.zeros(1, dtype=torch.float64)
     sent = clock()
     Pending(world.recorder, dist.isend(reply, 0)).wait()

@@ -74,7 +74,7 @@ class CollectiveRecorder:
             library._destroy()
 
     def _stand_before(self, name: str, make: Callable[[Kernel], Kernel]) -> None:
-        """Put what `make` returns before the kernels of an operation, which it gets to call."""
+        """Register the kernel that `make` wraps around an operation's own kernels."""
         space, _, operation = name.partition("::")
         if space not in self._libraries:
             library = torch.library.Library(space, "IMPL")  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ class CollectiveRecorder:
         self._libraries[space].impl(operation, make(inner), _KEY.name, with_keyset=True)
 
     def _begun(self, name: str, names: Sequence[str], inner: Kernel) -> Kernel:
-        """Return a kernel that enters a collective or a transfer, with these arguments."""
+        """Return a kernel that records a collective or a transfer before it calls `inner`."""
         kind, message = {**MESSAGES, **_OTHERS}.get(name, ("other", ""))
         indices = {argument: index for index, argument in enumerate(names)}
         at_group, at_message = indices["process_group"], indices.get(message)
@@ -119,7 +119,7 @@ class CollectiveRecorder:
         return recorded
 
     def _waited(self, inner: Kernel) -> Kernel:
-        """Return a kernel that enters the wait for a functional collective."""
+        """Return a kernel that records the wait for a functional collective."""
 
         def recorded(keys: Any, *args: Any) -> Any:
             entries = self._recorder.left_open()
@@ -138,7 +138,7 @@ class CollectiveRecorder:
 
 
 def _marked() -> Callable[[], bool]:
-    """Mark where the device's stream is; returns what says whether the device has come there."""
+    """Mark the device's stream as it is now; returns a function: whether the mark is reached."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return lambda: bool(event.query())

@@ -41,7 +41,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """Enters the part that is cut over tp, and multiplies with some weights there.
+    """Enters a tensor-parallel region, and multiplies the input with each of some weights.
 
     One function, so that autograd knows the weights' gradients when the input's is there: data
     parallelism's hooks need not be told of any.

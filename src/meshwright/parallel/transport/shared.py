@@ -135,7 +135,7 @@ def _begin(
 
 
 def _wait(x: Tensor) -> Tensor:
-    """Return a tensor with what it was begun for; one that was begun by none is as it is."""
+    """Return a tensor once its collective is complete; any other tensor is returned as it is."""
     begun = _process().begun.pop(x.data_ptr(), None)
     if begun is not None:
         opened, number, entry = begun
@@ -155,7 +155,7 @@ def _sum(out: Tensor, reduced: Callable[..., Tensor], parts: list[Tensor]) -> No
 
 @cache
 def _process() -> _Process:
-    """Return this process's; its operators are defined once, with the first channel."""
+    """Return this process's channels; the operators are defined once, with the first one."""
     _define()
     return _Process()
 

@@ -112,12 +112,12 @@ def join(
         rank_device = torch.device("cuda", rendezvous.local_rank)
         torch.cuda.set_device(rank_device)
         backend = "cpu:gloo,cuda:nccl"
-    met = meet(rendezvous, timeout_s)
-    if met.interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", met.interface)
-        if len(met.nodes) > 1:  # NCCL takes a bare name for all that begin with it
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={met.interface}")
-    rank, store = met.rank, met.store
+    meeting = meet(rendezvous, timeout_s)
+    if meeting.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+        if len(meeting.nodes) > 1:  # NCCL takes a bare name for all that begin with it
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={meeting.interface}")
+    rank, store = meeting.rank, meeting.store
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=rendezvous.size, timeout=timeout
     )
@@ -127,7 +127,7 @@ def join(
         rank_device,
         store,
         recorder=recorder or FlightRecorder(),
-        nodes=met.nodes,
+        nodes=meeting.nodes,
     )
 
 
@@ -154,7 +154,7 @@ def meet(rendezvous: Rendezvous, timeout_s: float) -> Meeting:
     derived from it, so nobody can guess them. Raises like `join`, and `MeshwrightError` if ranks do
     not prove that they know the secret.
     """
-    asked = asked_for(os.environ)
+    chosen = asked_for(os.environ)
     store = _store(rendezvous, datetime.timedelta(seconds=timeout_s))
     seat = Seat("", "", 0, 0) if rendezvous.is_local else own_seat(rendezvous, os.environ)
     texts: list[str] = []
@@ -167,9 +167,9 @@ def meet(rendezvous: Rendezvous, timeout_s: float) -> Meeting:
             rendezvous.rank,
             store,
             (),
-            asked or loopback_interface(),
+            chosen or loopback_interface(),
             rendezvous.host,
-            asked is None,
+            chosen is None,
         )
     seats = [Seat(*json.loads(text)) for text in texts]
     try:
@@ -180,11 +180,11 @@ def meet(rendezvous: Rendezvous, timeout_s: float) -> Meeting:
     names = [seat.node for _, seat in sorted(zip(numbers, seats, strict=True))]
     nodes = tuple(names[:: rendezvous.local_size])
     addresses = [seat.address for seat in seats]
-    if asked is None:
+    if chosen is None:
         address = own_address(seat.address, addresses, rendezvous.port)
         return Meeting(numbers[rendezvous.rank], store, nodes, interface_of(address), address)
-    address = interfaces().get(asked) or own_address(seat.address, addresses, rendezvous.port)
-    return Meeting(numbers[rendezvous.rank], store, nodes, asked, address, is_chosen=False)
+    address = interfaces().get(chosen) or own_address(seat.address, addresses, rendezvous.port)
+    return Meeting(numbers[rendezvous.rank], store, nodes, chosen, address, is_chosen=False)
 
 
 def roll_call(store: Store, rendezvous: Rendezvous, text: str) -> tuple[list[str], Store]:
@@ -194,22 +194,22 @@ def roll_call(store: Store, rendezvous: Rendezvous, text: str) -> tuple[list[str
     rank 0 sends back all answers. Each message is signed, so nobody can forge or replay an answer
     or rank 0's messages. Raises `MeshwrightError` naming the ranks that do not prove it.
     """
-    secret, drawn = rendezvous.secret, secrets.token_hex(16)
+    secret, nonce = rendezvous.secret, secrets.token_hex(16)
     hidden = dist.PrefixStore(secret.tag("keys", str(rendezvous.attempt)), store)  # type: ignore[attr-defined]
     if rendezvous.rank == 0:
-        hidden.set("asked", drawn)
-    asked = _awaited(hidden, "asked", [0])
-    answer = json.dumps([text, drawn])
-    hidden.set(f"answer/{rendezvous.rank}", secret.sign(answer, asked, str(rendezvous.rank)))
+        hidden.set("asked", nonce)
+    challenge = _awaited(hidden, "asked", [0])
+    answer = json.dumps([text, nonce])
+    hidden.set(f"answer/{rendezvous.rank}", secret.sign(answer, challenge, str(rendezvous.rank)))
     if rendezvous.rank == 0:
         answers = []
         for rank in range(rendezvous.size):
             signed = _awaited(hidden, f"answer/{rank}", range(rank, rendezvous.size))
-            answers.append(_proved(secret.opened(signed, asked, str(rank)), rank))
-        hidden.set("all", secret.sign(json.dumps(answers), asked, "all"))
+            answers.append(_proved(secret.opened(signed, challenge, str(rank)), rank))
+        hidden.set("all", secret.sign(json.dumps(answers), challenge, "all"))
     else:
         signed = _awaited(hidden, "all", [0])
-        answers = json.loads(_proved(secret.opened(signed, asked, "all"), 0))
+        answers = json.loads(_proved(secret.opened(signed, challenge, "all"), 0))
         _proved(answer if answers[rendezvous.rank] == answer else None, 0)
     session = dist.PrefixStore(secret.tag("session", *answers), store)  # type: ignore[attr-defined]
     return [str(json.loads(answer)[0]) for answer in answers], session
@@ -225,7 +225,7 @@ def _proved(answer: str | None, rank: int) -> str:
 
 
 def _awaited(store: Store, key: str, ranks: Sequence[int]) -> str:
-    """Return what one of some ranks puts into the store; those that have not come are named."""
+    """Return the text of a key in the store; a timeout names the `ranks` that have not come."""
     try:
         return str(store.get(key).decode("utf-8", "replace"))
     except dist.DistError as error:
@@ -304,7 +304,7 @@ def _tcp_store(
 
 
 def _from_rank_0(store: Store, world: World | Rendezvous, key: str, make: Callable[[], str]) -> str:
-    """Return the text that rank 0 makes, on every rank, or raise what it says instead."""
+    """Return the text that rank 0 makes, on every rank; raises on every rank if rank 0 fails."""
     if world.rank == 0:
         try:
             text = make()
@@ -314,11 +314,11 @@ def _from_rank_0(store: Store, world: World | Rendezvous, key: str, make: Callab
             raise
         store.set(key, f"={text}")
         return text
-    said = str(store.get(key).decode())
+    reply = str(store.get(key).decode())
     store.add(f"{key}/read", 1)
-    if said.startswith("!"):
-        raise MeshwrightError(f"rank 0 refused: {said[1:]}")
-    return said[1:]
+    if reply.startswith("!"):
+        raise MeshwrightError(f"rank 0 refused: {reply[1:]}")
+    return reply[1:]
 
 
 def part(store: Store, world: World | Rendezvous) -> None:
