@@ -68,7 +68,7 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """Identify what the template writes."""
+        """The SHA-256 of the source and the special tokens, which determine all that it renders."""
         return sha256_bytes(json.dumps([self.source, dict(self.tokens)]).encode())
 
     def files(self) -> dict[str, bytes]:

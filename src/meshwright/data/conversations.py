@@ -57,7 +57,7 @@ class Conversation:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the template receives beside the messages."""
+        """The arguments of `ChatTemplate.render` besides the messages."""
         return {"tools": self.tools, "documents": self.documents, "options": self.options}
 
     def to_text(self) -> str:
@@ -66,7 +66,7 @@ class Conversation:
 
     @staticmethod
     def from_text(text: str) -> Conversation:
-        """Read what `to_text` wrote."""
+        """Return the conversation that `to_text` has written."""
         where, messages, trained, tools, documents, options, unused = json.loads(text)
         lists = tuple(messages), tuple(trained)
         return Conversation(where, *lists, tools, documents, options, tuple(unused))

@@ -206,7 +206,7 @@ class Files:
                     start = stop
 
     def _boundary(self, path: Path) -> re.Pattern[bytes] | None:
-        """Return what separates the documents of a file; None where it is one document."""
+        """Return the pattern that ends the documents of a file; None where it is one document."""
         if is_lines(path):
             return re.compile(rb"\n")
         if self.separator is not None:

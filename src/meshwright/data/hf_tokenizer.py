@@ -74,7 +74,7 @@ def hf_tokenizer(
 
 
 def copy_tokenizer(file: Path, folder: Path, template: Path | None = None) -> None:
-    """Copy a `tokenizer.json` and what belongs to it into a folder.
+    """Copy a `tokenizer.json` and its companion files into a folder.
 
     A `template` takes the place of the tokenizer's own chat template.
     """

@@ -56,7 +56,7 @@ class StreamPosition:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> StreamPosition:
-        """Read what `to_json` returned."""
+        """Return the position that `to_json` has written."""
         rows = {row: (document, used) for row, document, used in values["rows"]}
         return StreamPosition(rows, Mark(Place(**values["place"]), tuple(values["given"])))
 

@@ -128,7 +128,7 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it holds: the tokens, their documents and the tokenizer."""
+        """The SHA-256 of its content: the tokens, their documents and the tokenizer."""
         names = [record.sha256 for record in self.manifest.files()]
         return sha256_bytes("\n".join([self.manifest.tokenizer.digest, *names]).encode())
 
@@ -322,7 +322,7 @@ def _inconsistent(manifest: Manifest) -> list[str]:
 
 
 def _present(folder: Path, record: FileRecord) -> str | None:
-    """Return what is wrong with a file as the folder lists it; None where nothing is."""
+    """Return the problem of a file that is missing or has another size; None if there is none."""
     path = folder / record.file
     if path.is_symlink():
         return f"{record.file} is a symbolic link; a store holds its files itself"

@@ -121,7 +121,7 @@ class Compiled:
 
 
 class _Bounds:
-    """What one rendering has used of its bounds, and the marks that it writes."""
+    """The limits of one rendering, with how much of them is used, and the marks that it writes."""
 
     marks = MARKS[0]
 

@@ -131,7 +131,7 @@ class TokenView:
     def _gather(
         self, starts: NDArray[np.int64], length: int, read: _Read, dtype: type[np.generic]
     ) -> NDArray[Any]:
-        """Return what `read` has of windows of `length` tokens at each start, [n, length]."""
+        """Return windows of `length` tokens at each start, [n, length], as `read` returns them."""
         if len(starts) and (starts.min() < 0 or starts.max() + length > self._length):
             raise IndexError(f"a window leaves the stream of {self._length} tokens")
         out = np.empty((len(starts), length), dtype=dtype)

@@ -55,7 +55,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Task:
-    """One shard to write: its number, what goes into it, and how."""
+    """One shard to write: its number, its parts of sources, and the settings."""
 
     number: int
     pieces: tuple[tuple[Source, SourcePart], ...]
@@ -161,7 +161,7 @@ def _skipped(task: _Task) -> list[str]:
 
 
 def _notes(tasks: Sequence[_Task]) -> list[str]:
-    """Return lines on what of the documents is not read or trained, the commonest first."""
+    """Return a line on each kind of content that is not read or trained, the commonest first."""
     counts: Counter[str] = Counter()
     for task in tasks:
         with reading(task.record_path):
@@ -184,7 +184,7 @@ def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:
 
 
 def read_notes(folder: Path) -> list[str]:
-    """Return what of a store's conversations is not read or trained, a line each."""
+    """Return a store's lines on content of conversations that is not read or trained."""
     path = folder / NOTES
     if not path.is_file():
         return []

@@ -11,7 +11,7 @@ _DEGREES = ("layout.dp_replicate", "layout.dp_shard")
 
 
 class Names(NamedTuple):
-    """What a system calls the global batch, the microbatch and the accumulation."""
+    """A system's keys of the global batch, the microbatch and the accumulation."""
 
     total: str
     micro: str
@@ -19,7 +19,7 @@ class Names(NamedTuple):
 
 
 def read_batch(source: ImportSource, names: Names) -> int | None:
-    """Take the batch keys, fill in what follows, and report numbers that contradict each other.
+    """Take the batch keys, derive the missing ones, and report numbers that contradict each other.
 
     The data-parallel degree is that of the base config, else what the number of devices leaves
     after `pp`, `cp` and `tp`; where the user gave none and the file has all three sizes, it is what
@@ -132,7 +132,7 @@ def _contradiction(
 
 
 def _fill(source: ImportSource, micro: int, total: int, ranks: int, reason: str) -> None:
-    """Set what the file implies: the microbatch, the batch, and how the data ranks divide."""
+    """Set the implied microbatch, batch, and division of the data-parallel ranks."""
     for key, value in (("layout.microbatch", micro), ("train.batch", total)):
         if source.target(key) is None:
             source.fill(key, value, reason)

@@ -158,7 +158,7 @@ def _output_bias(model: ForeignModel) -> bool:
 
 
 def _misfit_layers(family: Family, model: ForeignModel) -> Iterable[str]:
-    """Yield what no model of the family has in its layers: "window", "rotary", "dense"."""
+    """Yield features of layers that no model of the family has: "window", "rotary", "dense"."""
     keys, layers = family.layers, model.layers
     windows = {layer.window for layer in layers}
     has_window = any(window is not None for window in windows)

@@ -38,7 +38,7 @@ _EXTRA = "deepspeed_extra_args."
 
 
 class Imported(NamedTuple):
-    """The report, and what the config states: the base, then the files, then the overrides."""
+    """The report, and the config's values: of the base, the files and the overrides, in order."""
 
     report: Report
     given: dict[str, Values]
@@ -90,7 +90,7 @@ def import_files(
 
 
 def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
-    """Return an entry as the overrides leave it: what was given takes the place of its own."""
+    """Return an entry with the values that overrides have replaced."""
     settles = (*entry.to, *entry.settled_by)
     overrides = {
         key: over[key] for key in settles if key in over and over[key] != entry.to.get(key)
@@ -105,7 +105,7 @@ def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
 
 
 def _in_effect(report: Report, config_values: Mapping[str, Values]) -> Iterator[Filled]:
-    """Yield what follows from what the files leave out, where nothing else has set it."""
+    """Yield the filled keys that are in effect: those that nothing else has set."""
     for filled in report.filled:
         section, _, key = filled.key.partition(".")
         if config_values[section][key].origin == _origin(filled):
@@ -117,13 +117,13 @@ def _origin(filled: Filled) -> str:
 
 
 def _ordered(source: ImportSource) -> tuple[Any, ...]:
-    """Return the entries in the order of the files; what they leave out comes last."""
+    """Return the entries in the order of the files; defaults that they leave out come last."""
     of_file = [source.entries[key] for key in source.values]
     return (*of_file, *(entry for entry in source.entries.values() if entry.is_default))
 
 
 def _read_all(paths: Sequence[Path], system: System) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of all files, and what the files or arguments give in two ways."""
+    """Return the keys of all files, and how those differ that are given twice."""
     if system == "megatron":
         return read_arguments(read_text(paths[0]), str(paths[0]))
     return merge({path.name: _read(path, system) for path in paths})
@@ -148,7 +148,7 @@ def _by_name(sections: Mapping[str, Values]) -> dict[str, Any]:
 def _compose(
     report: Report, stated: Mapping[str, Values], over: Mapping[str, Values]
 ) -> dict[str, Values]:
-    """Return what the config states, lowest precedence first."""
+    """Return the config's values, set in order of precedence, the lowest first."""
     config_values: dict[str, Values] = {name: {} for name in SECTIONS}
 
     def put(name: str, value: Any, origin: str) -> None:
@@ -173,7 +173,7 @@ def _compose(
 
 
 def refusal_text(report: Report) -> str:
-    """Return why an import is refused: each key with its value and reason, and what to do."""
+    """Return the text of a refused import: each key with its value and reason, and the remedy."""
     keys = "1 key" if len(report.refused) == 1 else f"{len(report.refused)} keys"
     lines = [f"{keys} of {' + '.join(report.files)} cannot be taken over:"]
     for entry in report.refused:

@@ -185,7 +185,7 @@ def _read_recompute(source: ImportSource) -> None:
 
 
 def _read_documents(source: ImportSource) -> None:
-    """Take what keeps the documents of a sample apart: attention and loss together, or neither."""
+    """Take the flags that keep documents of a sample apart: in attention and loss, or neither."""
     keys = ("reset-attention-mask", "eod-mask-loss")
     on = [key for key in keys if source.get(key) is True]
     if len(on) == len(keys):

@@ -18,7 +18,7 @@ VERDICTS: tuple[Verdict, ...] = (
 
 @dataclass(frozen=True)
 class KeyReport:
-    """What becomes of one key.
+    """The verdict on one key of the files.
 
     `to` are the Meshwright keys that it sets, by name. `note` says what differs, why the key does
     not matter, or why it cannot be had and what is nearest. `changes` marks an unsupported key
@@ -64,7 +64,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Report:
-    """Every key of the files once, and what follows from what they leave out."""
+    """Every key of the files once, and the keys that were filled in."""
 
     system: str
     files: tuple[str, ...]

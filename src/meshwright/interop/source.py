@@ -28,7 +28,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ImportSetting:
-    """What an import knows beside the files.
+    """The base config, the overrides and the devices of an import.
 
     `base` are the values of the base config and the overrides, by `section.key`; `given` those
     that were overridden, which have the last word. `devices` is how many ranks there are;
@@ -81,7 +81,7 @@ class ImportSource:
         return float(value)
 
     def target(self, key: str) -> Any:
-        """Return what a Meshwright key is so far: overridden, imported, of the base, or filled."""
+        """Return a Meshwright key's value so far: overridden, imported, of the base, or filled."""
         if key in self.setting.given:
             return self.setting.base[key]
         for entry in self.entries.values():
@@ -169,7 +169,7 @@ class ImportSource:
         self.filled.append(Filled(key, value, reason, is_default=False))
 
     def take(self, key: str) -> None:
-        """Give one key the verdict of its row now, for rules that need what it sets."""
+        """Give one key the verdict of its row now, for rules that need the value that it sets."""
         if key in self.values and key not in self.entries:
             self._classify(key, self.values[key])
 
@@ -249,7 +249,7 @@ class ImportSource:
             self.entries[key] = entry
 
     def _auto(self, row: KeyRow) -> str:
-        """Return what a value "auto" stands for: the base config's, or the default here."""
+        """Return the note on a value "auto": it is the base config's, or the default here."""
         if not row.to:
             return "as the base config or the default has it"
         base = self.target(row.to)

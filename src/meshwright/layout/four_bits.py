@@ -10,7 +10,7 @@ _WHY = "(lora.base = nf4)"
 
 
 def four_bit_rule(model: ModelSpec, layout: Layout) -> str | None:
-    """Return what keeps the weights of a model in NF4 from a layout, or None.
+    """Return the rule of NF4 weights that a layout breaks, or None.
 
     Blocks lie along the inputs of a layer, which tp cuts for the last layers of attention and MLP.
     """

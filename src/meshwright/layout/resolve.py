@@ -105,7 +105,7 @@ def _smaller(layout: Layout, fits: Callable[[Layout], bool]) -> list[str]:
 def _complete(
     train: TrainSpec, layout: Layout, left_out: set[str], machine: Machine, nodes: int
 ) -> Layout | None:
-    """Return the layout with what was left out filled in, or None if the devices do not fit it."""
+    """Return the layout with missing keys filled in, or None if the devices do not fit it."""
     bare = layout.model_copy(update=dict.fromkeys(left_out, 1))
     devices = machine.devices * nodes
     if not machine.is_fixed:

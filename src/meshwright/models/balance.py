@@ -72,7 +72,7 @@ class Sequences(NamedTuple):
 
 @dataclass
 class Balance:
-    """The weights of a router's losses, and what its tokens came to since that was last read.
+    """The weights of a router's losses, and its counts and losses since they were last read.
 
     `aux` weighs the load-balancing loss, `z` the z-loss. `scale` multiplies both: one over the
     sequences of the global batch times the loss scale, 0 on ranks that compute what another does.

@@ -74,7 +74,7 @@ def _parts(scores: ScoreBounds, length: int, device: torch.device) -> _Parts:
 
 
 def bound(cap: float | Tensor) -> Callable[..., Tensor]:
-    """Return what makes `cap * tanh(x / cap)` of a score x."""
+    """Return a score modifier for FlexAttention: `cap * tanh(x / cap)` of a score x."""
 
     def bounded(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)

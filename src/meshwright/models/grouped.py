@@ -52,7 +52,7 @@ class Sorted(NamedTuple):
         return by_pair[: len(self.tokens)]
 
     def of_tokens(self, pairs: Tensor) -> Tensor:
-        """Return what belongs to pairs in the order of tokens; 0 for pairs that were dropped."""
+        """Return values of pairs in the order of tokens; 0 for pairs that were dropped."""
         if len(self.tokens) == len(self.back):
             return pairs[self.back]
         padded = torch.cat([pairs, pairs.new_zeros(1, *pairs.shape[1:])])

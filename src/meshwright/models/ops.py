@@ -76,7 +76,7 @@ class _Gated(torch.autograd.Function):
 
 
 class Glu(NamedTuple):
-    """What a gated MLP makes of gate and up: `activated(gate) * up`.
+    """The activation of a gated MLP: `activated(gate) * up`.
 
     With a `limit` `(up + 1) * gate * sigmoid(alpha * gate)` of gate and up within it: gate from
     above, up on both sides, as gpt-oss has it.

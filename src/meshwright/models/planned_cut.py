@@ -111,7 +111,7 @@ class PlannedCut(Cut):
 
 
 class Hidden(NamedTuple):
-    """What is added to scores of keys that come after a query, or lie before its window."""
+    """Masks to add to scores of keys that come after a query, or lie before its window."""
 
     later: Tensor
     past: Tensor
@@ -126,7 +126,7 @@ class Hidden(NamedTuple):
         return cls(later, past, cut.shared, cut.sees.window or cut.length)
 
     def corners(self, scores: Tensor, keys: slice, queries: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return the corners of scores `[heads, keys, queries]` with what is added to each.
+        """Return the corners of scores `[heads, keys, queries]`, with the mask of each.
 
         The tokens that are among both are on the diagonal. Beyond the window are pairs of some
         first keys and as many last queries.
@@ -156,7 +156,7 @@ class FactorMemory(NamedTuple):
         return cls(wide, wide if dtype == wide.dtype else make(dtype=dtype))
 
     def fill(self, view: Callable[[Tensor], Tensor], source: Tensor) -> None:
-        """Copy `source` into what `view` makes of both."""
+        """Copy `source` into `view` of both memories."""
         view(self.narrow).copy_(source)
         if self.wide is not self.narrow:
             self.wide.copy_(self.narrow)

@@ -54,7 +54,7 @@ class Transformer(nn.Module):
             freeze(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert the tensors, but leave in fp32 what half precision would falsify.
+        """Move or convert the tensors, but keep buffers in fp32 that half precision would falsify.
 
         PyTorch calls it for `to`, `bfloat16`, `half`, `cuda` and the like.
         """
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
         return cast(list[Block], list(self.layers.values()))
 
     def keep(self, layers: Iterable[int], *, first: bool, last: bool) -> Self:
-        """Drop what a pipeline stage does not hold; returns the model itself.
+        """Drop the modules that a pipeline stage does not hold; returns the model itself.
 
         The last stage of a tied model keeps the embedding, as its head.
         """

@@ -331,7 +331,7 @@ class MemoryProfile:
     def __init__(
         self, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Take what the step will work on."""
+        """Take the model, shards and optimizer of the step."""
         self._trained = parallel, shards, optimizer
         self._device = parallel.device.type
         self._known: dict[int, AllocatedPiece] = {}

@@ -126,7 +126,7 @@ class Parallel:
         return out
 
     def _documents(self, batch: Batch) -> Tensor | None:
-        """Return what attention gets of documents: segments, their bounds, or else a mask."""
+        """Return the documents' segments, bounds or mask, whichever attention uses."""
         layout, train, model = self.program.layout, self.program.train, self.program.model
         if batch.segments is None or (layout.cp > 1 and layout.cp_kind == "ring"):
             return batch.segments

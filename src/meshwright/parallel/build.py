@@ -145,7 +145,7 @@ def compiler(
     recomputes: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Wrap:
-    """Return what has a block compiled, its products by a route; see `compile_block`."""
+    """Return a function that compiles a block, its matmuls by a route; see `compile_block`."""
     # Not at the top: the compiler is a second of imports.
     from meshwright.parallel.kernels.compiled import compile_block
 

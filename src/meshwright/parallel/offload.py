@@ -38,7 +38,7 @@ class MovedStorage:
 
 
 class SavedPlace(NamedTuple):
-    """What autograd holds in place of a saved tensor: where it is in a piece of a block."""
+    """The place of an offloaded tensor in a block's storage, which autograd saves instead of it."""
 
     stay: Stay
     piece: MovedStorage
@@ -73,7 +73,7 @@ class Copies:
         self.stream: Any = None
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Begin to copy to the first of each pair from the second; returns what to wait for."""
+        """Begin to copy to the first of each pair from the second; returns the event of its end."""
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
@@ -253,7 +253,7 @@ class Offload:
             self._open.cached.append(cached)
 
     def let_go(self) -> None:
-        """Free what left last from the device's memory, once it is on the host."""
+        """Free the device's memory of the tensors that left last, once they are on the host."""
         if self.leaving is not None:
             self.leaving.let_go()
             self.leaving = None
@@ -273,7 +273,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
-    """Yield what others hold as well: weights, tables, the context, what frozen weights made."""
+    """Yield tensors that others hold as well: weights, tables, the context, an input leaf."""
     yield from map(_local, block.parameters())
     yield from block.buffers()
     yield from block.attn.rope.held()

@@ -220,7 +220,7 @@ class Pipeline:
 
 
 class _Enter(torch.autograd.Function):
-    """Begins a stage's graph with what has arrived, and gives its gradient to a list.
+    """Begins a stage's graph with a received tensor, and appends its gradient to a list.
 
     A leaf would hold what has arrived until its gradient is there, even if no operation needs it.
     """

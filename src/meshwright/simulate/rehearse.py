@@ -88,11 +88,11 @@ class Observer(Protocol):
         """It has been handed to the device."""
 
     def arrived(self, *entries: int) -> None:
-        """What was begun is waited for."""
+        """The rank waits for what it has begun."""
 
 
 class _Phases(FlightRecorder):
-    """A rank's flight recorder that also tells the tracker of memory what the rank turns to."""
+    """A rank's flight recorder that also tells the memory tracker of each phase."""
 
     def __init__(self, memory: MemoryTracker) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Phases(FlightRecorder):
             self.observer.arrived(*entries)
 
     def phase(self, name: str) -> None:
-        """Enter what the rank turns to."""
+        """Record the beginning of a phase."""
         self._turn(name, -1)
         super().phase(name)
 
@@ -151,7 +151,7 @@ class _Phases(FlightRecorder):
 
     @property
     def gradient_kind(self) -> str:
-        """What shards of gradients are: on the host where the weights are."""
+        """The category of gradients' shards: host memory where the weights are there."""
         assert self.gradients_of is not None
         layout = self.gradients_of.program.layout
         return HOST if layout.offload == "params" else "gradients"

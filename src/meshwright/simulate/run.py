@@ -54,18 +54,18 @@ class Simulated:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by category at the peak, with what is not the program's."""
+        """Bytes by category at the peak, with those besides tensors."""
         sizes = {name: size for name, size in self.rehearsal.worst.peak.items() if size}
         return {**sizes, **{t.category: round(t.bytes) for t in self.outside if t.bytes}}
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak, with what is not the program's."""
+        """Bytes at the peak, with those besides tensors."""
         return sum(self.memory.values())
 
     @property
     def beside(self) -> float:
-        """Bytes of what is not the program's."""
+        """Bytes that the device holds besides tensors."""
         return sum(term.bytes for term in self.outside)
 
     @property
@@ -111,7 +111,7 @@ class Simulation:
 
     @property
     def agrees(self) -> bool:
-        """Whether all of them send and compute what the program says."""
+        """Whether the messages and FLOPs of all ranks are the program's."""
         return not any(simulated.differences for simulated in self.ranks)
 
 

@@ -89,7 +89,7 @@ class Event:
 
 
 class Module(backend_registration._DummyBackendModule):
-    """What `torch.cuda` is for CUDA."""
+    """The stand-in's `torch.cuda`."""
 
     def __init__(self) -> None:
         # A GPU's module has the classes by these names.
@@ -144,7 +144,7 @@ class Module(backend_registration._DummyBackendModule):
         """Nothing is cached."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return what a recomputed forward asks for."""
+        """Return the dtypes of autocast, which a recomputed forward asks for."""
         return [torch.float16, torch.bfloat16]
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
@@ -159,7 +159,7 @@ def module() -> Module:
 
 
 class Edit(NamedTuple):
-    """A fault that is seeded: a text that stands once in a module, and what takes its place."""
+    """A seeded fault: a text that occurs once in a module, and its replacement."""
 
     module: str
     old: str

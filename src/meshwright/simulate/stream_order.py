@@ -36,7 +36,7 @@ class _Memory:
 
 
 class StreamOrder:
-    """What streams do, in the order in which the host tells them.
+    """The work of streams, in the order in which the host enqueues it.
 
     `faults` are sentences; `waits` are what the host has waited for, with the place in the code.
     """
@@ -143,7 +143,7 @@ def _named(stream: int) -> str:
 
 
 def place() -> str:
-    """Return the innermost function of FSDP2 or of the package, outside of what rehearses."""
+    """Return the innermost function of FSDP2 or of the package, outside of the dry run's code."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

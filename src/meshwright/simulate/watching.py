@@ -46,7 +46,7 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.order.waits.clear()
 
     def began(self, message: Begun) -> None:
-        """Keep what begins."""
+        """Record a message that begins."""
         self.sent.append(message)
 
     def ends_step(self) -> None:
@@ -54,7 +54,7 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.in_step = [*self.syncs, *self.order.waits]
 
     def arrived(self, *entries: int) -> None:
-        """Have the current stream wait for what was begun."""
+        """Have the current stream wait for messages that were begun."""
         current = module().current_stream().number
         for entry in entries:
             stream = self._travelling.pop(entry, None)
@@ -93,13 +93,13 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _on_host(self, func: Any, inputs: list[Tensor], out: Any) -> Any:
-        """Note what the host reads of memory that a device may not have filled yet."""
+        """Record the host's reads of memory that a device may not have filled yet."""
         if func.overloadpacket.__name__ not in _SIZES and not func.is_view and inputs:
             self.order.use(HOST, inputs, (), func.overloadpacket.__name__)
         return out
 
     def _sync(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> bool:
-        """Note what holds up the host; returns whether it does."""
+        """Record an operation that blocks the host; returns whether it does."""
         name = func.overloadpacket.__name__
         waits = name in _READS or (name.startswith("index") and _by_mask(args))
         if name == "copy_":
@@ -129,7 +129,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _is_async(func: Any, args: Any) -> bool:
-    """Whether what is sent goes on beside the stream: transfers, and what is waited for later."""
+    """Whether a message runs beside the stream: a transfer, or one that is waited for later."""
     if func.namespace != "c10d":
         return True
     names = [argument.name for argument in func._schema.arguments]

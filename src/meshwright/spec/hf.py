@@ -145,7 +145,7 @@ def hf_config(
 
 
 def _is_read(quantisation: object, family: Family) -> bool:
-    """Whether weights of a quantisation are read as what they stand for."""
+    """Whether quantised weights can be read, as the numbers that they stand for."""
     if not isinstance(quantisation, Mapping):
         return False
     return quantisation.get("quant_method") in family.quantised

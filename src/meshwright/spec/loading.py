@@ -67,7 +67,7 @@ _INSTEAD: Final = "Preference optimisation is not supported; train on the answer
 
 
 class _Alias(NamedTuple):
-    """What a short name stands for: a key, and a value for each value that it accepts."""
+    """The key that a short name stands for, and the key's value for each value of the name."""
 
     key: str
     values: Mapping[str, Any] | None = None
@@ -194,7 +194,7 @@ def _check_cluster(values: Values) -> None:
 
 
 def _derive(stated: dict[str, Values]) -> None:
-    """Fill what follows from other keys: packing, tokenizer, model's sizes, rate, warm-up, hang."""
+    """Fill keys that follow from others: packing, tokenizer, model's sizes, rate, warm-up, hang."""
     data = stated["data"]
     if data.get("format", Value("text", "")).value == "chat":
         data.setdefault("packing", Value("documents", "derived from data.format"))
@@ -228,7 +228,7 @@ def _derive(stated: dict[str, Values]) -> None:
 
 
 def _derive_lora(values: Values) -> None:
-    """Fill what a folder of adapters states; raises `ConfigError` where something else is given."""
+    """Fill keys from a folder of adapters; raises `ConfigError` where the config differs."""
     folder = values.get("init_from", Value(None, ""))
     if folder.value is None:
         return

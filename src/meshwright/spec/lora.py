@@ -74,7 +74,7 @@ class Lora(Spec):
 
     @model_serializer(mode="wrap")
     def _without_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a base in the run's precision: earlier versions' dumps stay what they were."""
+        """Leave out a base in the run's precision, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
         return {
             key: value for key, value in values.items() if (key, value) != ("base", "precision")

@@ -54,7 +54,7 @@ class LayerSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what only models with experts have: earlier dumps stay what they were."""
+        """Leave out fields of models with experts, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
         return {key: value for key, value in values.items() if key != "dense" or value}
 
@@ -269,12 +269,12 @@ class ModelSpec(Spec):
 
     @property
     def norms_before(self) -> bool:
-        """Whether sublayers normalize their input from the stream."""
+        """Whether sublayers normalize their input from the residual stream."""
         return self.norm_placement != "after"
 
     @property
     def norms_after(self) -> bool:
-        """Whether sublayers normalize what they add to the stream."""
+        """Whether sublayers normalize their output before it is added to the residual stream."""
         return self.norm_placement != "before"
 
     @property
@@ -302,7 +302,7 @@ class ModelSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _of_family(cls, values: Any) -> Any:
-        """Fill what all models of a family have, where it is not given."""
+        """Fill fields that are the same in all models of a family, where they are not given."""
         if not isinstance(values, Mapping):
             return values
         name = values.get("family", "llama")  # of any type: it is not validated yet
@@ -338,7 +338,7 @@ class ModelSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out adapters where there are none: earlier versions' dumps stay what they were."""
+        """Leave out adapters where there are none, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
         return {key: value for key, value in values.items() if key != "lora" or value is not None}
 

@@ -88,7 +88,7 @@ def resolve_model(section: Values, tokenizer: Value, source: Path | None) -> Val
 
 
 def _bases(section: Values) -> list[Values]:
-    """Return what fills the keys that were not given: a stored model, a preset, or the demo's."""
+    """Return the values of keys that were not given: a stored model's, a preset's or the demo's."""
     init_from = section.get("init_from")
     if init_from is not None and init_from.value is not None:
         try:

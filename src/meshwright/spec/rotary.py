@@ -91,7 +91,7 @@ class RopeScaling(Spec):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what another kind is made of: earlier versions' dumps stay what they were."""
+        """Leave out fields of other kinds, so that dumps are as those of earlier versions."""
         values: dict[str, Any] = handler(self)
         used = (*_OF_EVERY_KIND, *_OWN_KEYS.get(self.kind, _OF_THE_FIRST))
         return {key: value for key, value in values.items() if key in used}
@@ -143,7 +143,7 @@ class RopeScaling(Spec):
 
 
 class RotaryBase(NamedTuple):
-    """What layers with the same rotary table share: a base, and whether the scaling applies."""
+    """The key of a rotary table: its base, and whether the model's scaling applies."""
 
     theta: float
     scaled: bool

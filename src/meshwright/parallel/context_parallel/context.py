@@ -208,7 +208,7 @@ def _cut(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _trade(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return what each rank sends here, stacked; x[i] goes to rank i."""
+    """Return the tensors that the ranks send here, stacked; x[i] goes to rank i."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=group)
     return received

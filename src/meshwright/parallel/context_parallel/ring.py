@@ -78,7 +78,7 @@ class RingPlace:
 
 @dataclass(frozen=True)
 class RingWork:
-    """What a call of the ring computes, and by which blocks: without a mask, and with one.
+    """The arguments of a call of the ring, and its kernels: without a mask, and with one.
 
     With `is_whole` all that is seen in a step is one piece, and its mask a `Seen`.
     """
@@ -287,7 +287,7 @@ def _total(sums: Callable[[], Tensor] | None, kv: Tensor) -> Tensor:
 
 @cache
 def _places() -> WeakValueDictionary[str, RingPlace]:
-    """Return this process's rings, by the names of their groups: what operators can be told."""
+    """Return this process's rings by the names of their groups, which operators can take."""
     return WeakValueDictionary()
 
 

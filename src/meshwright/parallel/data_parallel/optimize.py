@@ -24,7 +24,7 @@ class Shards:
 
     @property
     def parts(self) -> list[Part]:
-        """What each leaf is a shard of."""
+        """The parameter of each leaf."""
         return [h.sharding.part for h in self.held]
 
     def _copy(self, shard: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class Replicas:
 
     @torch.no_grad()
     def _gather(self, unit: Unit) -> None:
-        """Begin to bring what products use up to date, where weights may have changed."""
+        """Begin to bring the weights that matmuls use up to date, where they may have changed."""
         if unit.is_current:
             return
         unit.is_current = True
@@ -279,7 +279,7 @@ class Replicas:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Add up what the last exchange has brought."""
+        """Add up the rows that the last exchange has received."""
         if self._leaving is None:
             return
         exchange, unit, is_complete = self._leaving
@@ -325,7 +325,7 @@ class Replicas:
 
 
 def _peers(groups: Groups, rank: int) -> tuple[Peers, Peers]:
-    """Return the peers of a rank for what all ranks have, and for experts."""
+    """Return the peers of a rank for weights that all ranks have, and for experts."""
     shard_rank = rank % groups.shard.size
     plain = Peers.of(groups.parameters, groups.shard, groups.replicate, shard_rank)
     experts = groups.experts

@@ -62,7 +62,7 @@ class _Trade:
         return received
 
     def wait(self) -> list[Tensor]:
-        """Wait until what has begun is there, and return it."""
+        """Wait for the messages that have begun, and return the received rows."""
         for pending, *_ in self._on_the_way:
             pending.wait()
         arrived = [received for *_, received in self._on_the_way]

@@ -23,7 +23,7 @@ disable: Any = torch.compiler.disable
 
 
 def set_apart(block: Block, program: Program, *, splits: bool) -> nn.Module:
-    """Exclude what a graph can't contain from compilation; returns the module to compile.
+    """Exclude code that a graph can't contain from compilation; returns the module to compile.
 
     This is the block. If it recomputes and something was excluded, it is only its attention,
     because a recomputed region is compiled as a whole or not at all. `splits` as in `Deferral`,

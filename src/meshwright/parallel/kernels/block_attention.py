@@ -29,7 +29,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class Seen(NamedTuple):
-    """Which keys queries see, without a square: what `seen_attention` takes as its mask.
+    """Which keys queries see, in memory linear in their numbers: the mask of `seen_attention`.
 
     `at_*` int `[n]` are positions in the row, `of_*` int `[batch or 1, n]` segments, None where
     there are none. A query sees keys of its segment up to its own position, in a window the last of

@@ -194,7 +194,7 @@ def _forward_by_flex(
 
 
 def _seen(bounds: Tensor, seq: int, window: int | None) -> Seen:
-    """Return what the queries of rows see of their keys: earlier ones of the same document."""
+    """Return which keys the queries of rows see: earlier ones of the same document."""
     positions = torch.arange(seq, dtype=torch.int32, device=bounds.device)
     # Empty documents begin at the end of the row, so they have no place.
     rows = positions.expand(len(bounds), -1).contiguous()

@@ -69,7 +69,7 @@ def seen_attention(cap: float | None = None) -> BlockAttention:
 def seen(
     positions: tuple[Tensor, Tensor], segments: tuple[Tensor, Tensor] | None, window: int | None
 ) -> Seen:
-    """Return what queries see of keys, from both's positions int `[n]` and segments `[batch, n]`.
+    """Return which keys queries see, from both's positions int `[n]` and segments `[batch, n]`.
 
     The host waits for nothing.
     """

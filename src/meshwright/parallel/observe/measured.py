@@ -102,7 +102,7 @@ def recorded(tape: Tape, label: Callable[[int], str], *, pp: int, dp: int) -> Re
 def _waits(
     tape: Tape, label: Callable[[int], str], seconds_of: Callable[[object], float]
 ) -> Iterator[_Waited]:
-    """Yield the waits along the layout's axes; what is saved meanwhile has groups of its own."""
+    """Yield the waits along the layout's axes, not those of a save, which has its own groups."""
     for wait in tape.waits:
         messages = tuple(tape.sent[entry] for entry in wait.entries if entry in tape.sent)
         axis = label(messages[-1].group) if messages else ""

@@ -154,7 +154,7 @@ _BEGINS: Final[Mapping[CollectiveKind, Callable[[Tensor, Link], Arrival]]] = {
 
 
 def _begin(kind: CollectiveKind | None, x: Tensor, link: Link) -> Arrival:
-    """Begin to send a tensor as the program says; nothing is sent of what stays as it is."""
+    """Begin the program's collective for a tensor; without one, the tensor stays as it is."""
     return partial(_same, x) if kind is None else _BEGINS[kind](x, link)
 
 

@@ -137,7 +137,7 @@ class Channel:
         self._words[self._rank][_READ] = number + 1
 
     def _place(self, size: int, entries: Sequence[int]) -> int:
-        """Return where a part of some bytes goes, once nobody reads what was there."""
+        """Return the offset for a part of some bytes, once nobody reads the memory there."""
         start = self._at if self._at + size <= ROOM else 0
         self._forget()
         if not self._live:

@@ -151,7 +151,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
 
 
 def _of_experts(layout: Layout, world: World, opener: _Opener, plain: DeviceMesh) -> ExpertGroups:
-    """Return what experts communicate through, of a layout that shares them out."""
+    """Return the groups of experts of a layout that divides them over ranks."""
     names = ("pp", "replicate", "shard", "ep", "tp")
     sizes = (layout.expert_replica_ranks, layout.expert_shard_ranks, layout.ep)
     shared = ("pp", "tp") if layout.folds == 1 else ("pp",)
@@ -178,7 +178,7 @@ def _shared(link: Link, world: World, timeout_s: float) -> Link:
 
 
 def _label(groups: Groups) -> None:
-    """Enter into the flight recorder what each group is for."""
+    """Enter the purpose of each group into the flight recorder."""
     by_axis = {"world": cast(dist.ProcessGroup, dist.group.WORLD)}
     for axis in ("replicate", "shard", "tp", "cp", "pp", "data", "ends"):
         link: Link = getattr(groups, axis)

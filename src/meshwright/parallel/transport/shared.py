@@ -44,7 +44,7 @@ class Open:
 
 @dataclass
 class _Process:
-    """What a process has: channels by the names of groups, and what was begun by its memory.
+    """A process's channels by the names of groups, and its open collectives by their memory.
 
     The channels are those that links keep.
     """

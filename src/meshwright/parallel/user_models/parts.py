@@ -82,7 +82,7 @@ class PartFollower(Following):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute an operator; what it makes of parts is one."""
+        """Compute an operator, whose result is a part if an input is one."""
         kwargs = kwargs or {}
         leaves, form = tree_flatten((args, kwargs))
         if self._inside or not any(map(is_part, leaves)):
@@ -186,7 +186,7 @@ class GradientAgreement:
             )
 
     def _off(self, name: str, grad: Tensor) -> float | None:
-        """Return by what share of its size a gradient differs, if by more than rounding."""
+        """Return the relative difference of a gradient between ranks, if beyond rounding."""
         gradient = local_shard(grad).float()
         mean = gradient.clone()
         dist.all_reduce(mean, group=self._link.group)

@@ -63,7 +63,7 @@ class LayerKeys:
         )
 
     def write(self, layers: Sequence[StoredLayer], family: str) -> dict[str, Any]:
-        """Return the keys that describe layers; `ConfigError` for what no key can describe."""
+        """Return the keys that describe layers; `ConfigError` for layers that none can describe."""
         windows = {layer.window for layer in layers}
         sizes = sorted(size for size in windows if size is not None)
         rule = f"model.layer_pattern cannot be written as {family}:"

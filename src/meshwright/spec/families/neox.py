@@ -19,7 +19,7 @@ def _pythia(dim: int, layers: int, heads: int, vocab: int = 50304) -> dict[str, 
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for what transformers' class does not read either."""
+    """Raise `ConfigError` for settings that transformers' class does not read either."""
     heads = config.get("num_attention_heads") or 64
     size = (config.get("hidden_size") or 6144) // heads
     for key, fixed in (("num_key_value_heads", heads), ("head_dim", size), ("mlp_bias", True)):
