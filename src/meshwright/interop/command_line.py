@@ -25,7 +25,7 @@ _PRODUCT = re.compile(r"\$\(\(([\d\s*+()-]+)\)\)")
 
 
 def read_arguments(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the `--name value ...` of a command line by name, and those that it gives differently.
+    """Return a command line's `--name value ...` by name, and the names with different values.
 
     A flag alone is true, several values are a list. Conditions of a script are not evaluated: where
     that, or a repetition, gives a name two values, the second result says which. Raises

@@ -64,7 +64,7 @@ def read_gpt_neox(source: ImportSource) -> None:
 
 
 def _read_gas(source: ImportSource, accumulation: int | None) -> None:
-    """Hold `gas` against the accumulation that the other keys mean.
+    """Compare `gas` with the accumulation that the other keys mean.
 
     Releases that knew it have the accumulation in `gas`, too, but read
     `gradient_accumulation_steps` alone: what a file has for `gas` is overwritten.

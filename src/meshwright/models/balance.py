@@ -122,7 +122,7 @@ class Balance:
         return ids.where(sequences.is_data[:, None], turns)
 
     def bounded(self, ids: Tensor, sequences: Sequences, experts: int) -> Tensor:
-        """Return the ids, with the number of experts in place of those of full experts.
+        """Return the ids, with those of full experts replaced by the number of experts.
 
         ids int64 `[tokens, top_k]`. The first tokens of a row have precedence, so that no token
         depends on later ones: GShard, arXiv:2006.16668, algorithm 1, by sequence. Padding meets no

@@ -45,7 +45,7 @@ class Sorted(NamedTuple):
         return cls(order // ids.shape[-1], back, counts)
 
     def sorted(self, shares: Tensor) -> Tensor:
-        """Return the share of each pair, `[pairs]`, of those of each token `[tokens, top_k]`."""
+        """Return the share of each pair, `[pairs]`, from the shares of tokens `[tokens, top_k]`."""
         flat = shares.flatten()
         by_pair = torch.empty_like(flat)
         by_pair[self.back] = flat

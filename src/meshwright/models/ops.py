@@ -87,18 +87,18 @@ class Glu(NamedTuple):
     alpha: float = 1.0
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return it for gate and up of one shape, in memory of its own."""
+        """Return `activated(gate) * up` of tensors of one shape, in new memory."""
         return self.gate(gate).mul_(self.up(up))
 
     def gate(self, x: Tensor) -> Tensor:
-        """Return the factor that gate makes, in memory of its own."""
+        """Return the factor from gate, in new memory."""
         if self.limit is None:
             return activated(x, self.name)
         bounded = x.clamp(max=self.limit)
         return torch.sigmoid(bounded * self.alpha).mul_(bounded)
 
     def up(self, x: Tensor) -> Tensor:
-        """Return the factor that up makes."""
+        """Return the factor from up."""
         return x if self.limit is None else x.clamp(-self.limit, self.limit).add_(1)
 
     def through_gate(self, grad: Tensor, x: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def materialise(
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Have buffers where they are computed with, also where parameters are kept on the host."""
+    """Move buffers to the device, also where parameters are kept on the host."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, torch.empty_like(buffer, device=device))

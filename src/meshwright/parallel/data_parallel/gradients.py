@@ -111,7 +111,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a 2-norm as that of its rows' norms, which are taken in fp64.
+    """Return a tensor's 2-norm, as the fp64 norm of the norms of its rows.
 
     A CPU's kernel adds up squares one by one, and is 0.2% short at 33 million elements. To fp64 it
     would convert the whole tensor first, in 25 times the time.

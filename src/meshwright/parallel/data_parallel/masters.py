@@ -165,7 +165,7 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def take_over(model: nn.Module, make: Callable[[str, nn.Parameter], Weight]) -> dict[str, Weight]:
-    """Replace the parameters of a model by those that products use; returns them by name.
+    """Replace the parameters of a model by those that matmuls use; returns the weights by name.
 
     `make` is called with a parameter's name and the parameter. One that several modules share stays
     shared.

@@ -296,7 +296,7 @@ class Replicas:
         self._meet(unit.peers.replicas, non_empty)
 
     def _meet(self, link: Link | None, gradients: list[Tensor]) -> None:
-        """Sum gradients where they are, with those of other ranks if there are any."""
+        """Sum gradients in place over the ranks of a link, if there are others."""
         if link is None or link.group is None or not gradients:
             return
         work = link.group.allreduce_coalesced(gradients)

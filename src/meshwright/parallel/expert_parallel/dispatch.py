@@ -163,7 +163,7 @@ class _Back(torch.autograd.Function):
 
 
 def _traded(rows: Tensor, leaving: list[int], arriving: list[int], link: Link) -> Tensor:
-    """Return the rows that an all-to-all brings for those that it takes, by rank."""
+    """Return the rows that an all-to-all of `rows` receives, both in the order of ranks."""
     received = torch.empty(sum(arriving), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
     dist.all_to_all_single(received, rows.contiguous(), arriving, leaving, group=link.required)
     return received

@@ -99,7 +99,7 @@ def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries the number of blocks of keys, and these, the others last.
+    """Return for each block of queries the number of its blocks of keys, and all, its own first.
 
     `pairs` is bool `[batch, of queries, of keys]`; for all heads alike.
     """

@@ -20,7 +20,7 @@ from meshwright.spec.families.layers import LayerKeys
 
 
 def _check_written(fields: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for heads of a size of their own, which its config has no key for."""
+    """Raise `ConfigError` for a head size other than dim / heads: its config has no key for it."""
     dim, heads, size = fields["dim"], fields["n_heads"], fields["head_dim"]
     if size * heads != dim:
         raise ConfigError(
