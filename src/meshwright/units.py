@@ -19,10 +19,10 @@ _BYTES: Final[dict[str, int]] = {
 def parse_bytes(text: str) -> int:
     """Return a number of bytes, from `2GiB`, `1.5 GB` or `4096`; else raises `ValueError`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = _BYTES.get(match[2].upper()) if match else None
-    if match is None or size is None:
+    unit_bytes = _BYTES.get(match[2].upper()) if match else None
+    if match is None or unit_bytes is None:
         raise ValueError(f"{text!r} is no number of bytes, as 2GiB, 1.5GB or 4096")
-    exact = float(match[1]) * size
+    exact = float(match[1]) * unit_bytes
     return round(exact)
 
 

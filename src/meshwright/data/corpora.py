@@ -360,8 +360,8 @@ def _walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> li
 
 
 def _whole(path: Path) -> SourcePart:
-    size = path.stat().st_size
-    return SourcePart(str(path), 0, size, size)
+    file_bytes = path.stat().st_size
+    return SourcePart(str(path), 0, file_bytes, file_bytes)
 
 
 def _read(part: SourcePart) -> bytes:

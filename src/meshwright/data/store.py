@@ -328,10 +328,10 @@ def _present(folder: Path, record: FileRecord) -> str | None:
         return f"{record.file} is a symbolic link; a store holds its files itself"
     if not path.is_file():
         return f"{record.file} is missing"
-    size = path.stat().st_size
+    file_bytes = path.stat().st_size
     return (
-        f"{record.file} has {size} bytes, should be {record.bytes}"
-        if size != record.bytes
+        f"{record.file} has {file_bytes} bytes, should be {record.bytes}"
+        if file_bytes != record.bytes
         else None
     )
 

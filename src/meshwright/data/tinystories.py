@@ -62,9 +62,9 @@ class TinyStories:
                 file_hash = hash_file(self.path)
                 self._record({"url": None, "size": file_hash.size, "sha256": file_hash.sha256})
             record = self._recorded()
-        size = self.path.stat().st_size
-        if size != record["size"]:
-            raise self._damaged(f"{size} bytes, recorded {record['size']}")
+        file_bytes = self.path.stat().st_size
+        if file_bytes != record["size"]:
+            raise self._damaged(f"{file_bytes} bytes, recorded {record['size']}")
         return {"kind": "tinystories", "part": self.part, **record}
 
     def parts(self) -> list[SourcePart]:

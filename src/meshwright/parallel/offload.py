@@ -123,12 +123,12 @@ class Stay:
         if isinstance(tensor, DTensor) or not tensor.is_floating_point():
             return tensor
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.left or size < self._of.least or tensor.device != self._device:
+        key, storage_bytes = storage._cdata, storage.nbytes()
+        if key in self.left or storage_bytes < self._of.least or tensor.device != self._device:
             return tensor
         piece = self._by_storage.get(key)
         if piece is None:
-            flat_shape = (size // tensor.element_size(),)
+            flat_shape = (storage_bytes // tensor.element_size(),)
             piece = MovedStorage(tensor.detach().as_strided(flat_shape, (1,), 0))
             self._by_storage[key] = piece
             self._pieces.append(ref(piece))

@@ -106,8 +106,10 @@ class CollectiveRecorder:
             peer = -1
             if is_transfer and at_peer is not None:
                 peer = dist.get_process_group_ranks(group)[args[at_peer]]
-            size = 0 if at_message is None else _bytes(args[at_message])
-            entry = self._recorder.begin(kind, self._number(group), size, peer, waits=waits)
+            message_bytes = 0 if at_message is None else _bytes(args[at_message])
+            entry = self._recorder.begin(
+                kind, self._number(group), message_bytes, peer, waits=waits
+            )
             out = inner(keys, *args)
             if waits:
                 if keys.has(torch._C.DispatchKey.CPU):

@@ -91,22 +91,22 @@ class Channel:
         others reach the same point, whatever they do in between. The recorder records the wait
         under the `entries` of the message.
         """
-        number, size = self._next, part.numel() * part.itemsize
-        assert size <= LARGEST, "a larger message goes another way"
-        if self._due_bytes + size > ROOM // 2 or len(self._due) >= _TURNS // 2:
+        number, part_bytes = self._next, part.numel() * part.itemsize
+        assert part_bytes <= LARGEST, "a larger message goes another way"
+        if self._due_bytes + part_bytes > ROOM // 2 or len(self._due) >= _TURNS // 2:
             while self._due:
                 self._collect_first(self._due[0].entries)
-        start = self._place(size, entries)
-        self._rooms[self._rank, start : start + size].view(part.dtype).view(part.shape).copy_(
+        start = self._place(part_bytes, entries)
+        self._rooms[self._rank, start : start + part_bytes].view(part.dtype).view(part.shape).copy_(
             part.detach()
         )
         counters = self._words[self._rank]
-        counters[_PLACES + number % _TURNS], counters[_SIZES + number % _TURNS] = start, size
+        counters[_PLACES + number % _TURNS], counters[_SIZES + number % _TURNS] = start, part_bytes
         counters[_LEFT] = number + 1  # from here on the others may read it
-        self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
+        self._next, self._at = number + 1, start + -(-part_bytes // _ALIGNED) * _ALIGNED
         self._live.append((number, start, self._at))
-        self._due.append(_Due(number, size, part.shape, part.dtype, finish, entries))
-        self._due_bytes += size
+        self._due.append(_Due(number, part_bytes, part.shape, part.dtype, finish, entries))
+        self._due_bytes += part_bytes
         return number
 
     def collect(self, number: int) -> None:
@@ -119,30 +119,32 @@ class Channel:
             self._collect_first(())
 
     def _collect_first(self, entries: Sequence[int]) -> None:
-        number, size, shape, dtype, finish, _ = self._due.popleft()
-        self._due_bytes -= size
+        number, expected_bytes, shape, dtype, finish, _ = self._due.popleft()
+        self._due_bytes -= expected_bytes
         self._wait(_LEFT, number, entries)
         parts = []
         for rank, (counters, room) in enumerate(zip(self._words, self._rooms, strict=True)):
             start, part_bytes = (
                 int(counters[base + number % _TURNS]) for base in (_PLACES, _SIZES)
             )
-            if part_bytes != size:
+            if part_bytes != expected_bytes:
                 raise dist.DistError(
                     f"rank {self._ranks[rank]} left {part_bytes} bytes for a message where "
-                    f"{size} were due"
+                    f"{expected_bytes} were due"
                 )
-            parts.append(room[start : start + size].view(dtype).view(shape))
+            parts.append(room[start : start + expected_bytes].view(dtype).view(shape))
         finish(parts)
         self._words[self._rank][_READ] = number + 1
 
-    def _place(self, size: int, entries: Sequence[int]) -> int:
+    def _place(self, part_bytes: int, entries: Sequence[int]) -> int:
         """Return the offset for a part of some bytes, once nobody reads the memory there."""
-        start = self._at if self._at + size <= ROOM else 0
+        start = self._at if self._at + part_bytes <= ROOM else 0
         self._forget()
         if not self._live:
             return 0  # the same pages again, which are in the cache
-        overlapping = [n for n, first, stop in self._live if first < start + size and start < stop]
+        overlapping = [
+            n for n, first, stop in self._live if first < start + part_bytes and start < stop
+        ]
         if len(self._live) >= _TURNS:
             overlapping.append(self._live[-_TURNS][0])
         if overlapping:

@@ -128,8 +128,8 @@ def _begin(
     opened: Open, kind: str, x: Tensor, out: Tensor, message: Tensor, finish: Finish
 ) -> Tensor:
     """Leave this rank's part `x` of what `out` will be; `message` is what the recorder counts."""
-    size = message.numel() * message.element_size()
-    entry = opened.channel.recorder.begin(kind, opened.number, size)
+    message_bytes = message.numel() * message.element_size()
+    entry = opened.channel.recorder.begin(kind, opened.number, message_bytes)
     _process().begun[out.data_ptr()] = (opened, opened.channel.leave(x, finish, (entry,)), entry)
     return out
 

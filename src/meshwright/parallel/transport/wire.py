@@ -111,8 +111,8 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if like in MESSAGES:
             tensors = values[message] if message else out
         sent = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-        self.messages[_message(kind, self._axis_of(group), size)] += 1
+        message_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        self.messages[_message(kind, self._axis_of(group), message_bytes)] += 1
 
     def _axis_of(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
