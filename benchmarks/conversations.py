@@ -274,7 +274,7 @@ def _theirs(
 
 def _judged(encoder: ChatEncoder, piece: Any, wanted: Any) -> tuple[str, str]:
     if not isinstance(piece, str):
-        return ("refused", piece.why) if wanted is not None else ("refused by both", "")
+        return ("refused", piece.reason) if wanted is not None else ("refused by both", "")
     try:
         ids, mask = encoder.one(Conversation.from_text(piece))
     except ValueError as error:

@@ -193,12 +193,12 @@ def of_readers():
 
 
 def written(tree):
-    """Yield the reasons that a reader writes out: those of refuse and miss, and every `why`."""
+    """Yield the reasons that a reader writes out: those of refuse and miss, and every `reason`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("refuse", "miss") and len(node.args) > 1:
                 yield text(node.args[1])
-        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "why":
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "reason":
             yield text(node.value)
 
 

@@ -264,10 +264,10 @@ def test_tables_are_kept_for_both_kinds():
     """A row of one kind after packed rows takes the same tables again."""
     rope, cpu = Rope(spec_of(), 32), torch.device("cpu")
     rope.build(cpu, 32)
-    rope.reach(32, cpu, both=True)
+    rope.reach(32, cpu, mixed_lengths=True)
     before = [one.data_ptr() for one in rope.held()]
     rope.reach(16, cpu)
-    rope.reach(32, cpu, both=True)
+    rope.reach(32, cpu, mixed_lengths=True)
     assert [one.data_ptr() for one in rope.held()] == before
     is_long = torch.tensor([[True] * 16 + [False] * 16])
     cos, _ = rope.tables(0, 32, is_long=is_long)

@@ -75,9 +75,11 @@ class StoppedOnRequest(MeshwrightError):
     exit_code = EXIT_STOPPED
 
 
-def lacks_training(what: str) -> ConfigError:
+def lacks_training(command: str) -> ConfigError:
     """Return the refusal of a command that needs torch, which the planner doesn't."""
-    return ConfigError(f'{what} needs PyTorch, which is not here: pip install "meshwright[train]"')
+    return ConfigError(
+        f'{command} needs PyTorch, which is not here: pip install "meshwright[train]"'
+    )
 
 
 def _cut(word: re.Match[str]) -> str:
@@ -91,13 +93,15 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     """
     if len(name) > _LONGEST_NAME:  # comparing takes the square of it
         return []
-    names = [one for one in known if one and len(one) <= _LONGEST_NAME]
-    longer = [one for one in names if len(name) > 1 and one.startswith(name)]
-    shorter = [one for one in names if len(one) > 1 and name.startswith(one)]
-    found: list[str] = []
-    for some, cutoff in ((longer, 0.0), (shorter, 0.0), (names, 0.5)):
-        found += difflib.get_close_matches(name, some, n=count, cutoff=cutoff)
-    return list(dict.fromkeys(found))[:count]
+    names = [candidate for candidate in known if candidate and len(candidate) <= _LONGEST_NAME]
+    longer = [candidate for candidate in names if len(name) > 1 and candidate.startswith(name)]
+    shorter = [
+        candidate for candidate in names if len(candidate) > 1 and name.startswith(candidate)
+    ]
+    close: list[str] = []
+    for pool, cutoff in ((longer, 0.0), (shorter, 0.0), (names, 0.5)):
+        close += difflib.get_close_matches(name, pool, n=count, cutoff=cutoff)
+    return list(dict.fromkeys(close))[:count]
 
 
 def nearest_divisors(value: int, near: int, count: int = 2) -> list[int]:
@@ -109,8 +113,8 @@ def nearest_divisors(value: int, near: int, count: int = 2) -> list[int]:
 
 def either(values: Iterable[object]) -> str:
     """Return alternatives as "a, b or c"; empty for none."""
-    *others, last = ["", *map(str, values)]
-    return f"{', '.join(others[1:])} or {last}" if len(others) > 1 else last
+    *leading, last = ["", *map(str, values)]
+    return f"{', '.join(leading[1:])} or {last}" if len(leading) > 1 else last
 
 
 def refusal(rule: str, *, legal: Sequence[object] = (), hint: str = "") -> str:

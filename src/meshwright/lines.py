@@ -18,7 +18,7 @@ def folded(text: str, width: int, *, joint: str = "") -> str:
     Continued lines are indented by two more columns. `joint` ends each line that continues:
     `GOES_ON` for commands to paste into a shell.
     """
-    found: list[str] = []
+    lines: list[str] = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
         parts = textwrap.wrap(
@@ -28,8 +28,8 @@ def folded(text: str, width: int, *, joint: str = "") -> str:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        found += [part + joint for part in parts[:-1]] + (parts[-1:] or [""])
-    return "\n".join(found)
+        lines += [part + joint for part in parts[:-1]] + (parts[-1:] or [""])
+    return "\n".join(lines)
 
 
 def fitted(text: str, out: Any, *, joint: str = "") -> str:

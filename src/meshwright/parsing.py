@@ -34,52 +34,52 @@ def parse_json(text: str | bytes, of_pairs: Callable[[_Pairs], Any] | None = Non
     Raises `ValueError` for anything else, and for nesting of more than `MAX_DEPTH` levels.
     """
     try:
-        found = json.loads(text, object_pairs_hook=of_pairs, parse_int=_integer)
+        value = json.loads(text, object_pairs_hook=of_pairs, parse_int=_integer)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     brackets: tuple[Any, Any] = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if sum(map(text.count, brackets)) > MAX_DEPTH:
-        check_size(found)
-    return found
+        check_size(value)
+    return value
 
 
 def distinct_keys(pairs: _Pairs) -> dict[str, Any]:
     """Return an object of a JSON text; raises `ValueError` if it has a key twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return found
+    return table
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text; raises `ValueError` as `parse_json` does."""
     try:
-        found = tomllib.loads(text)
+        tables = tomllib.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    check_size(found)
-    return found
+    check_size(tables)
+    return tables
 
 
-def check_size(value: Any, most: int | None = None) -> None:
+def check_size(value: Any, limit: int | None = None) -> None:
     """Raise `ValueError` for lists and tables nested more than `MAX_DEPTH` levels deep.
 
-    Also for integers of more than `MAX_DIGITS` digits, and for more than `most` values; a part that
-    occurs several times counts each time.
+    Also for integers of more than `MAX_DIGITS` digits, and for more than `limit` values; a part
+    that occurs several times counts each time.
     """
     level, count = [value], 0
     for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                below.extend(one.values())
-            elif isinstance(one, list | tuple):
-                below.extend(one)
-            elif isinstance(one, int) and abs(one) >= _TOO_LARGE:
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list | tuple):
+                below.extend(item)
+            elif isinstance(item, int) and abs(item) >= _TOO_LARGE:
                 raise ValueError(_too_long("more than " + str(MAX_DIGITS)))
-            if most is not None and count + len(below) > most:
-                raise ValueError(f"it has more than {most} values")
+            if limit is not None and count + len(below) > limit:
+                raise ValueError(f"it has more than {limit} values")
         if not below:
             return
         count += len(below)
@@ -98,13 +98,13 @@ def _too_long(digits: str) -> str:
 
 
 @contextmanager
-def foreign(what: str, error: type[MeshwrightError]) -> Iterator[None]:
+def foreign(source: str, error: type[MeshwrightError]) -> Iterator[None]:
     """Convert errors about a value's kind or size to an `error`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as raised:
-        why = f"it holds a value that is not as it should be ({type(raised).__name__}: {raised})"
-        raise error(f"{what} cannot be read: {why}") from raised
+        reason = f"it holds a value that is not as it should be ({type(raised).__name__}: {raised})"
+        raise error(f"{source} cannot be read: {reason}") from raised
 
 
 def printable(text: str) -> str:
@@ -113,7 +113,7 @@ def printable(text: str) -> str:
     Keeps line ends and tabs. A terminal would act on control characters, including those that
     change the direction of writing.
     """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 _TOO_DEEP: Final = f"it is nested more than {MAX_DEPTH} levels deep"

@@ -18,11 +18,11 @@ _BYTES: Final[dict[str, int]] = {
 
 def parse_bytes(text: str) -> int:
     """Return a number of bytes, from `2GiB`, `1.5 GB` or `4096`; else raises `ValueError`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = _BYTES.get(found[2].upper()) if found else None
-    if found is None or size is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit_bytes = _BYTES.get(match[2].upper()) if match else None
+    if match is None or unit_bytes is None:
         raise ValueError(f"{text!r} is no number of bytes, as 2GiB, 1.5GB or 4096")
-    exact = float(found[1]) * size
+    exact = float(match[1]) * unit_bytes
     return round(exact)
 
 
@@ -39,9 +39,9 @@ _SECONDS: Final[dict[str, float]] = {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "min
 
 def parse_seconds(text: str) -> float:
     """Return a duration, from `13.9s`, `850ms` or `13.9`; else, or for 0, raises `ValueError`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
-    scale = _SECONDS.get(found[2]) if found else None
-    seconds = float(found[1]) * scale if found and scale is not None else 0.0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
+    scale = _SECONDS.get(match[2]) if match else None
+    seconds = float(match[1]) * scale if match and scale is not None else 0.0
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{text!r} is no time, as 13.9s or 850ms, above 0")
     return seconds
@@ -63,11 +63,11 @@ def format_money(amount: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Format a duration, such as `1h02m`, `3m20s`, `4.1s`, `12ms` or `3.4ms`."""
     if seconds >= 3600:
-        hours, rest = divmod(round(seconds / 60), 60)
-        return f"{hours}h{rest:02d}m"
+        hours, remaining = divmod(round(seconds / 60), 60)
+        return f"{hours}h{remaining:02d}m"
     if seconds >= 60:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes}m{rest:02d}s"
+        minutes, remaining = divmod(round(seconds), 60)
+        return f"{minutes}m{remaining:02d}s"
     if seconds >= 1:
         return f"{seconds:.1f}s"
     is_short = 0.05 <= seconds * 1e3 < 9.95

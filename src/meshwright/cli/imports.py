@@ -96,7 +96,7 @@ def train_config(args: argparse.Namespace, default: Path | None, out: TextIO) ->
             if entry.verdict == "unsupported" or entry.value == AUTO:
                 print(f"  {entry.key} = {entry.value}: {entry.note}", file=out)
         for filled in imported.report.filled:
-            print(f"  {filled.key} = {_short(filled.value)}: {filled.why}", file=out)
+            print(f"  {filled.key} = {_short(filled.value)}: {filled.reason}", file=out)
     return config
 
 
@@ -127,7 +127,9 @@ def print_report(report: Report, out: TextIO) -> None:
         defaults_table.add_column(overflow="fold")
         defaults_table.add_column(overflow="fold")
         for filled in report.filled:
-            defaults_table.add_row(Text(f"{filled.key} = {_short(filled.value)}"), Text(filled.why))
+            defaults_table.add_row(
+                Text(f"{filled.key} = {_short(filled.value)}"), Text(filled.reason)
+            )
         console.print(defaults_table)
     console.print(f"\n{summary(report)}", soft_wrap=True)
     taken = report.count("honoured") + report.count("translated")

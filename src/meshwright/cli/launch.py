@@ -156,7 +156,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     if (unused := left_over(config, layout, cluster.devices)) is not None:
         problem = f"the layout has {layout.world} ranks, and {nodes} node(s) have {cluster.devices}"
         fewer = "fewer devices by cluster.devices_per_node or --nodes"
-        raise ConfigError(refusal(f"{problem}: {unused.why}", legal=[*unused.legal, fewer]))
+        raise ConfigError(refusal(f"{problem}: {unused.reason}", legal=[*unused.legal, fewer]))
     arguments = [str(argument) for argument in args.words]
     if args.plan is not None:
         arguments += ["--plan", str(args.plan)]

@@ -37,17 +37,17 @@ def answer_spans(
             f"cannot be located exactly. {_MARK}"
         )
     for number in conversation.trained:
-        ranges = [(start, stop) for start, stop, at in rendered.turns if at == number]
+        ranges = [(start, stop) for start, stop, message in rendered.turns if message == number]
         if not ranges:
             raise ValueError(f"the chat template writes nothing of turn {number + 1}")
         (start, stop), *_ = ranges
         start += _header(template, conversation, number, rendered.text[start:stop], special)
         ranges[0] = (start, stop)
-        said = "".join(rendered.text[first:last] for first, last in ranges)
-        _check_content(conversation, number, said)
+        answer_text = "".join(rendered.text[first:last] for first, last in ranges)
+        _check_content(conversation, number, answer_text)
         first, last = ranges[-1]
         ranges[-1] = (first, first + _end(rendered.text[first:last], special))
-        yield from (some for some in ranges if some[1] > some[0])
+        yield from (span for span in ranges if span[1] > span[0])
 
 
 def _header(
@@ -59,13 +59,18 @@ def _header(
 ) -> int:
     """Return how many characters of an answer's range are the prompt for it."""
     before = conversation.messages[:number]
-    asked = template.render(before, **conversation.given, prompts=True).text
+    with_prompt = template.render(before, **conversation.given, prompts=True).text
     plain = template.render(before, **conversation.given).text
     shared = next(
-        (n for n in range(min(len(asked), len(written)), 0, -1) if asked.endswith(written[:n])), 0
+        (
+            n
+            for n in range(min(len(with_prompt), len(written)), 0, -1)
+            if with_prompt.endswith(written[:n])
+        ),
+        0,
     )
-    prompt = asked[len(plain) :] if asked.startswith(plain) else ""
-    if asked == plain:
+    prompt = with_prompt[len(plain) :] if with_prompt.startswith(plain) else ""
+    if with_prompt == plain:
         return _without_prompt(conversation, number, written, shared, special)
     if shared and shared >= len(prompt):
         return shared
@@ -82,19 +87,21 @@ def _header(
 
 
 def _before_content(template: ChatTemplate, conversation: Conversation, number: int) -> str:
-    """Return what the template writes of this turn before a content, without calls or thoughts."""
+    """Return the text that the template puts before the content of an answer without calls."""
     messages = list(conversation.messages)
     messages[number] = {"role": ASSISTANT, "content": _CONTENT}
     rendered = template.render(messages, **conversation.given, has_turns=True)
-    texts = [rendered.text[start:stop] for start, stop, at in rendered.turns if at == number]
+    texts = [
+        rendered.text[start:stop] for start, stop, message in rendered.turns if message == number
+    ]
     return "".join(texts).partition(_CONTENT)[0]
 
 
 def _without_prompt(
     conversation: Conversation, number: int, written: str, shared: int, special: re.Pattern[str]
 ) -> int:
-    """Return the same where the template has no prompt: what is written before either way."""
-    if any(found.end() == shared for found in special.finditer(written)):
+    """Return how much of an answer's range is not the answer's, for a template without a prompt."""
+    if any(match.end() == shared for match in special.finditer(written)):
         return shared
     content = text_of(conversation.messages[number]).strip()
     if content and not written.lstrip().startswith(content):
@@ -105,10 +112,10 @@ def _without_prompt(
     return 0
 
 
-def _check_content(conversation: Conversation, number: int, said: str) -> None:
-    """Refuse a template that leaves the text of an answer out, if that is all that it says."""
+def _check_content(conversation: Conversation, number: int, answer_text: str) -> None:
+    """Refuse a template that drops the text of an answer that has nothing else."""
     message = conversation.messages[number]
-    if not message.get("tool_calls") and visible(message) not in said:
+    if not message.get("tool_calls") and visible(message) not in answer_text:
         raise ValueError(f"the chat template does not write the content of turn {number + 1}")
 
 
@@ -119,5 +126,5 @@ def visible(message: Mapping[str, Any]) -> str:
 
 def _end(written: str, special: re.Pattern[str]) -> int:
     """Return where a turn ends: after its last special token, if only white space follows that."""
-    ends = [found.end() for found in special.finditer(written)]
+    ends = [match.end() for match in special.finditer(written)]
     return ends[-1] if ends and not written[ends[-1] :].strip() else len(written)

@@ -47,10 +47,10 @@ class Blend:
         ]
         heapq.heapify(heap)
         while len(heap) > 1:
-            right, order, light = heapq.heappop(heap)
-            left, other, heavy = heapq.heappop(heap)
+            right, light_order, light = heapq.heappop(heap)
+            left, heavy_order, heavy = heapq.heappop(heap)
             pair = _Pair(heavy, light, left / (left + right))
-            heapq.heappush(heap, (left + right, min(order, other), pair))
+            heapq.heappush(heap, (left + right, min(light_order, heavy_order), pair))
         self._root = heap[0][2]
 
     def place(self, sample: int) -> tuple[int, int]:
@@ -66,7 +66,7 @@ class Blend:
 
     def counts(self, samples: int) -> list[int]:
         """Return how many of the first samples each source gives."""
-        found = [0] * len(self.shares)
+        counts = [0] * len(self.shares)
 
         def walk(node: int | _Pair, count: int) -> None:
             if isinstance(node, _Pair):
@@ -74,10 +74,10 @@ class Blend:
                 walk(node.left, left)
                 walk(node.right, count - left)
             else:
-                found[node] = count
+                counts[node] = count
 
         walk(self._root, samples)
-        return found
+        return counts
 
 
 class BlendSampler:
@@ -98,17 +98,17 @@ class BlendSampler:
     def rows(self, step: int, rows: range | slice | None = None) -> Rows:
         """Return rows of the global batch of a step; left out, all of them; see `Sampler.rows`."""
         first = step * self.batch
-        places = [self.blend.place(first + row) for row in chosen_rows(self.batch, rows)]
-        of = np.array([source for source, _ in places], dtype=np.int64)
+        draws = [self.blend.place(first + row) for row in chosen_rows(self.batch, rows)]
+        sources = np.array([source for source, _ in draws], dtype=np.int64)
         parts: list[Rows | None] = [None] * len(self.samplers)
-        for number in np.unique(of).tolist():
-            wanted = [sample for source, sample in places if source == number]
-            parts[number] = self.samplers[number].read(wanted)
-        found = {number: part for number, part in enumerate(parts) if part is not None}
-        inputs = _woven(of, {number: part.inputs for number, part in found.items()})
-        targets = _woven(of, {number: part.targets for number, part in found.items()})
-        segments = {n: part.segments for n, part in found.items() if part.segments is not None}
-        return Rows(inputs, targets, _woven(of, segments) if segments else None)
+        for number in np.unique(sources).tolist():
+            samples = [sample for source, sample in draws if source == number]
+            parts[number] = self.samplers[number].read(samples)
+        drawn = {number: part for number, part in enumerate(parts) if part is not None}
+        inputs = _woven(sources, {number: part.inputs for number, part in drawn.items()})
+        targets = _woven(sources, {number: part.targets for number, part in drawn.items()})
+        segments = {n: part.segments for n, part in drawn.items() if part.segments is not None}
+        return Rows(inputs, targets, _woven(sources, segments) if segments else None)
 
     def passes(self, samples: int) -> list[dict[str, object]]:
         """Return for each source its share, its samples, and how often some samples read it."""
@@ -125,10 +125,10 @@ class BlendSampler:
         ]
 
 
-def _woven(of: NDArray[np.int64], parts: dict[int, NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Put the rows of each source where they belong, int64 [rows, seq_len]."""
+def _woven(sources: NDArray[np.int64], parts: dict[int, NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the rows of all sources in the order of the batch, int64 [rows, seq_len]."""
     width = next(iter(parts.values())).shape[1] if parts else 0
-    out = np.empty((len(of), width), dtype=np.int64)
+    out = np.empty((len(sources), width), dtype=np.int64)
     for number, part in parts.items():
-        out[of == number] = part
+        out[sources == number] = part
     return out

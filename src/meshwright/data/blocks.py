@@ -59,11 +59,11 @@ def sampled_digest(path: Path) -> str:
     It distinguishes files without reading them completely, and may miss a changed bit.
     """
     with reading(path), path.open("rb") as file:
-        size = path.stat().st_size
-        found = [str(size).encode()]
+        file_bytes = path.stat().st_size
+        pieces = [str(file_bytes).encode()]
         for number in range(_PIECES):
-            file.seek(max(0, size - _PIECE_BYTES) * number // (_PIECES - 1))
-            found.append(file.read(_PIECE_BYTES))
-            if size <= _PIECE_BYTES:
+            file.seek(max(0, file_bytes - _PIECE_BYTES) * number // (_PIECES - 1))
+            pieces.append(file.read(_PIECE_BYTES))
+            if file_bytes <= _PIECE_BYTES:
                 break
-    return sha256_bytes(b"".join(found))
+    return sha256_bytes(b"".join(pieces))

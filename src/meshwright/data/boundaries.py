@@ -45,9 +45,9 @@ def stated_ends(folder: Path | None) -> list[int]:
     for name in (GENERATION, MODEL) if folder is not None else ():
         assert folder is not None
         ends = json_object(folder / name).get("eos_token_id")
-        found = [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
-        if found:
-            return found
+        ids = [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+        if ids:
+            return ids
     return []
 
 

@@ -34,8 +34,8 @@ def byte_level_json(ranks: Mapping[bytes, int], eos: str, eos_id: int) -> bytes:
 def byte_characters() -> list[str]:
     """Return the printable character that stands for each of the 256 bytes, as in GPT-2's files."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
@@ -44,20 +44,20 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     It is what merges of lower rank make of the token's bytes; ranks of a trained BPE always leave
     two parts.
     """
-    found = []
+    merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
             left, right = _merged(ranks, token, below=rank)
-            found.append((left, right))
-    return found
+            merges.append((left, right))
+    return merges
 
 
 def _merged(ranks: Mapping[bytes, int], token: bytes, below: int) -> list[bytes]:
-    parts = [token[at : at + 1] for at in range(len(token))]
+    parts = [token[index : index + 1] for index in range(len(token))]
     while True:
         pairs = [ranks.get(left + right, below) for left, right in pairwise(parts)]
         best = min(pairs, default=below)
         if best >= below:
             return parts
-        at = pairs.index(best)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        index = pairs.index(best)
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]

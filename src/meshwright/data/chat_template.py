@@ -45,7 +45,7 @@ class TextSpan(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A text, what of it the template marks as the assistant's, and what each message wrote.
+    """A rendered text, the spans marked as the assistant's, and the spans that each message wrote.
 
     `turns` is empty if that was not asked, or if it cannot be told.
     """
@@ -68,7 +68,7 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """Identify what the template writes."""
+        """The SHA-256 of the source and the special tokens, which determine all that it renders."""
         return sha256_bytes(json.dumps([self.source, dict(self.tokens)]).encode())
 
     def files(self) -> dict[str, bytes]:
@@ -116,7 +116,10 @@ class ChatTemplate:
 
     def _rendered(self, values: Mapping[str, Any], messages: list[Message] | None) -> Rendered:
         written = json.dumps(values, ensure_ascii=False)
-        marks = next((some for some in MARKS if not any(map(written.__contains__, some))), None)
+        marks = next(
+            (candidate for candidate in MARKS if not any(map(written.__contains__, candidate))),
+            None,
+        )
         if marks is None:
             raise ValueError("it has characters of Unicode's private areas that mark answers here")
         plain = _without_marks(self._compiled.run(values, marks), marks)
@@ -128,7 +131,7 @@ class ChatTemplate:
     @cached_property
     def arguments(self) -> str:
         """How the template reads the arguments of a call: "object", "text" of JSON, or "either"."""
-        texts = [self._probed_call(given) for given in ({"k": "v"}, '{"k": "v"}')]
+        texts = [self._probed_call(value) for value in ({"k": "v"}, '{"k": "v"}')]
         if texts[0] is None:
             return "either" if texts[1] is None else "text"
         return "either" if texts[0] == texts[1] else "object"
@@ -148,7 +151,7 @@ class ChatTemplate:
         return name in self._compiled.names
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Raise ValueError where an answer would lack its calls, or a message leave no trace."""
+        """Raise ValueError if the template drops the calls of an answer, or a whole message."""
         if any("tool_calls" in message for message in messages) and not self.reads("tool_calls"):
             raise ValueError("the chat template does not write tool_calls")
         for role in sorted({str(message["role"]) for message in messages} - {"user", ASSISTANT}):
@@ -168,7 +171,7 @@ class ChatTemplate:
         return {}
 
     def _writes(self, role: str) -> bool:
-        """Whether the content of messages of a role is written, as far as this can be tried."""
+        """Whether the template writes the content of a role's messages, found by a probe."""
         if role not in self._written_roles:
             message = {"role": role, "content": _PROBE, "name": "f", "tool_call_id": "call00000"}
             call = {"id": "call00000", "type": "function"}
@@ -186,8 +189,8 @@ class ChatTemplate:
         return self._written_roles[role]
 
 
-def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplate:
-    """Return the template of the files next to a `tokenizer.json`, or of the file `given`.
+def load_template(tokenizer_file: Path, template_file: str | None = None) -> ChatTemplate:
+    """Return the template beside a `tokenizer.json`, or the one in `template_file`.
 
     `chat_template.jinja` comes before `chat_template` of tokenizer_config.json; of several there,
     the one named "default" is used. Raises DataError if there is no usable one.
@@ -195,10 +198,10 @@ def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplat
     config = json_object(tokenizer_file.with_name(CONFIG))
     special = json_object(tokenizer_file.with_name(SPECIAL)) | config
     tokens = {f"{name}_token": text for name in _TOKENS if (text := _text(special, name))}
-    file = Path(given) if given else tokenizer_file.with_name(TEMPLATE)
-    if given or file.is_file():
+    file = Path(template_file) if template_file else tokenizer_file.with_name(TEMPLATE)
+    if template_file or file.is_file():
         if not file.is_file():
-            raise DataError(f"data.chat_template = {given!r} is no file")
+            raise DataError(f"data.chat_template = {template_file!r} is no file")
         with reading(file):
             content, origin = read_bytes(file), str(file)
         try:
@@ -219,27 +222,27 @@ def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplat
 
 
 def _without_marks(text: str, marks: TemplateMarks) -> Rendered:
-    """Take the marks out of a text and return where they stood."""
+    """Return a text without its marks, and the spans that they enclosed."""
     parts: list[str] = []
     marked: list[TextSpan] = []
     turns: list[TextSpan] = []
     loops: list[tuple[str, int]] = []  # the loops over messages that are open, and where they are
     length, opened, last = 0, -1, None
-    pattern = f"([{marks.begin}{marks.end}]|{marks.turn}[^{marks.of}]*{marks.of})"
+    pattern = f"([{marks.begin}{marks.end}]|{marks.turn}[^{marks.turn_end}]*{marks.turn_end})"
     for number, part in enumerate(re.split(pattern, text)):
-        at = loops[-1][1] if loops else None
+        current = loops[-1][1] if loops else None
         if number % 2 == 0:
             parts.append(part)
-            if part and turns and turns[-1].stop == length and turns[-1].message == at:
+            if part and turns and turns[-1].stop == length and turns[-1].message == current:
                 turns[-1] = turns[-1]._replace(stop=length + len(part))
-            elif part and at is not None:
-                turns.append(TextSpan(length, length + len(part), at))
+            elif part and current is not None:
+                turns.append(TextSpan(length, length + len(part), current))
             length += len(part)
         elif part == marks.begin:
             opened = length
         elif part == marks.end:
             if length > opened >= 0:
-                marked.append(TextSpan(opened, length, last if at is None else at))
+                marked.append(TextSpan(opened, length, last if current is None else current))
                 opened = -1
         else:
             loop, _, message = part[1:-1].partition(" ")
@@ -274,6 +277,8 @@ def _text(config: Mapping[str, Any], name: str) -> str | None:
 def _stated(value: object) -> str:
     """Return a config's template, the one named "default" of several; empty where it has none."""
     if isinstance(value, list):
-        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        named = {
+            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
+        }
         value = named.get("default")
     return value if isinstance(value, str) else ""

@@ -57,7 +57,7 @@ class Conversation:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the template receives beside the messages."""
+        """The arguments of `ChatTemplate.render` besides the messages."""
         return {"tools": self.tools, "documents": self.documents, "options": self.options}
 
     def to_text(self) -> str:
@@ -66,7 +66,7 @@ class Conversation:
 
     @staticmethod
     def from_text(text: str) -> Conversation:
-        """Read what `to_text` wrote."""
+        """Return the conversation that `to_text` has written."""
         where, messages, trained, tools, documents, options, unused = json.loads(text)
         lists = tuple(messages), tuple(trained)
         return Conversation(where, *lists, tools, documents, options, tuple(unused))
@@ -87,10 +87,10 @@ class TextRows:
     def document(self, row: object, where: str, *, is_padded: bool = False) -> str:
         """Return the document of a row; raises ValueError if it has none."""
         del where, is_padded
-        found = _object(row)
-        if self.key not in found:
-            raise ValueError(_no_field(self.key, found))
-        text = found[self.key]
+        fields = _object(row)
+        if self.key not in fields:
+            raise ValueError(_no_field(self.key, fields))
+        text = fields[self.key]
         if not isinstance(text, str):
             raise ValueError(f"field {self.key!r} is a {type(text).__name__}, not text")
         if not text.isascii():
@@ -123,11 +123,11 @@ RowReader = TextRows | ChatRows
 
 def conversation_of(row: object, where: str, *, is_padded: bool = False) -> Conversation:
     """Return the conversation of a row; raises ValueError for an unknown format."""
-    found = {key: value for key, value in _object(row).items() if value is not None}
+    values = {key: value for key, value in _object(row).items() if value is not None}
     if is_padded:
-        found = without_padding(found)
-    form = _form(found)
-    fields = _Fields(found)
+        values = without_padding(values)
+    form = _form(values)
+    fields = _Fields(values)
     turns = Turns()
     if len(form) == 1:
         add_messages(turns, fields.take(form[0]), form[0])
@@ -137,12 +137,12 @@ def conversation_of(row: object, where: str, *, is_padded: bool = False) -> Conv
         for name, role in zip(form, ("user", ASSISTANT), strict=True):
             _add_side(turns, fields.take(name), name, role, is_trained=role == ASSISTANT)
     _add_system(turns, fields)
-    if any(found.get(name) for name in _MEDIA):
-        name = next(name for name in _MEDIA if found.get(name))
+    if any(values.get(name) for name in _MEDIA):
+        name = next(name for name in _MEDIA if values.get(name))
         raise ValueError(f"field {name!r}: only text is read")
     if not turns.trained:
-        why = "it has no turn of the assistant that is trained"
-        raise ValueError(f"{why}: there is nothing to learn from it")
+        reason = "it has no turn of the assistant that is trained"
+        raise ValueError(f"{reason}: there is nothing to learn from it")
     return Conversation(
         where,
         tuple(turns.messages),
@@ -155,7 +155,7 @@ def conversation_of(row: object, where: str, *, is_padded: bool = False) -> Conv
 
 
 class _Fields:
-    """The fields of a row, of which some are taken and the others are unused."""
+    """The fields of a row, with a record of which were read."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._row, self._taken = row, set(_MEDIA)
@@ -178,7 +178,7 @@ class _Fields:
         return value
 
     def first_text(self, names: Sequence[str]) -> str:
-        """Return the first of some fields that says something; empty without one."""
+        """Return the first text among some fields that is not empty; empty without one."""
         return next((self.text(name) for name in names if self._row.get(name)), "")
 
     def tools(self) -> Any:
@@ -190,9 +190,11 @@ class _Fields:
         raise ValueError("field 'tools' is no list of tools")
 
     def documents(self) -> Any:
-        """Return the row's documents; a field of another kind is of no use here."""
+        """Return the row's `documents` where they are a list of objects, else None."""
         documents = self._row.get("documents")
-        if isinstance(documents, list) and all(isinstance(one, dict) for one in documents):
+        if isinstance(documents, list) and all(
+            isinstance(document, dict) for document in documents
+        ):
             return self.take("documents")
         return None
 
@@ -200,8 +202,8 @@ class _Fields:
         options = dict(self.decoded(_OPTIONS) or {})
         if isinstance(self._row.get("enable_thinking"), bool):
             options.setdefault("enable_thinking", self.take("enable_thinking"))
-        if taken := _RESERVED & options.keys():
-            raise ValueError(f"field {_OPTIONS!r} sets {min(taken)!r}, which is the row's own")
+        if reserved := _RESERVED & options.keys():
+            raise ValueError(f"field {_OPTIONS!r} sets {min(reserved)!r}, which is the row's own")
         return options
 
     def unused(self) -> set[str]:
@@ -219,8 +221,8 @@ def _add_instruction(turns: Turns, fields: _Fields, answer: str) -> None:
             raise ValueError("field 'history' is no list of pairs of a question and its answer")
         add_text(turns, "user", pair[0])
         add_text(turns, ASSISTANT, pair[1])
-    asked, about = fields.text("instruction"), fields.first_text(_INPUTS)
-    add_text(turns, "user", f"{asked}\n\n{about}" if about else asked)
+    instruction, context = fields.text("instruction"), fields.first_text(_INPUTS)
+    add_text(turns, "user", f"{instruction}\n\n{context}" if context else instruction)
     add_text(turns, ASSISTANT, fields.text(answer))
 
 
@@ -237,10 +239,12 @@ def _is_messages(text: str) -> bool:
     if not text.startswith("[{"):
         return False
     try:
-        found = parse_json(text)
+        messages = parse_json(text)
     except ValueError:
         return False
-    return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in found)
+    return all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    )
 
 
 def _add_system(turns: Turns, fields: _Fields) -> None:

@@ -89,12 +89,12 @@ class Stdlib:
     )
 
     def _files(self) -> list[Path]:
-        found = _walk(self.root, (".py",), self._LEFT_OUT)
-        if not found:
+        files = _walk(self.root, (".py",), self._LEFT_OUT)
+        if not files:
             raise DataError(
                 f"the Python standard library has no sources in {self.root}; use own text files"
             )
-        return found
+        return files
 
     def fingerprint(self) -> Fingerprint:
         """Return the interpreter's version and a hash of the names and sizes."""
@@ -140,19 +140,19 @@ class Files:
         return rows_of(self.format, self.text_key)
 
     def _files(self) -> list[Path]:
-        found: list[Path] = []
+        files: list[Path] = []
         for path in self.paths:
             if path.is_dir():
                 inside = _walk(path, SUFFIXES, frozenset())
                 if not inside:
-                    kinds = " ".join(dict.fromkeys(Path(one).stem for one in SUFFIXES))
+                    kinds = " ".join(dict.fromkeys(Path(suffix).stem for suffix in SUFFIXES))
                     raise DataError(f"{path} has no text files (looked for {kinds})")
-                found += inside
+                files += inside
             elif path.is_file():
-                found.append(path)
+                files.append(path)
             else:
                 raise DataError(_missing(path))
-        return found
+        return files
 
     def left_out(self) -> list[Path]:
         """Return the files of folders whose names are not those of text files."""
@@ -206,7 +206,7 @@ class Files:
                     start = stop
 
     def _boundary(self, path: Path) -> re.Pattern[bytes] | None:
-        """Return what separates the documents of a file; None where it is one document."""
+        """Return the pattern that ends the documents of a file; None where it is one document."""
         if is_lines(path):
             return re.compile(rb"\n")
         if self.separator is not None:
@@ -258,8 +258,8 @@ class HuggingFace:
     @staticmethod
     def parse(text: str, text_key: str, form: DataFormat = "text") -> HuggingFace:
         """Read `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`; an empty CONFIG is the default."""
-        name, _, rest = text.partition(":")
-        config, _, split = rest.partition(":")
+        name, _, config_and_split = text.partition(":")
+        config, _, split = config_and_split.partition(":")
         if not name or ":" in split:
             raise DataError(f'source = "hf:{text}": write hf:NAME or hf:NAME:CONFIG:SPLIT')
         return HuggingFace(name, config or None, split or "train", text_key, form)
@@ -342,26 +342,26 @@ class HuggingFace:
 
 
 def _stated(form: DataFormat) -> Fingerprint:
-    """Return a format as fingerprints have it: not, where it is the one that was always there."""
+    """Return what a fingerprint says of a format: nothing of text, the only one at first."""
     return {} if form == "text" else {"format": form}
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> list[Path]:
     """Return the files under a folder by suffix, sorted by path; hidden names are left out."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in left_out and not f.startswith(".")]
-        found += [
+        paths += [
             Path(folder, name)
             for name in names
             if name.lower().endswith(suffixes) and not name.startswith(".")
         ]
-    return sorted((path for path in found if path.is_file()), key=Path.as_posix)
+    return sorted((path for path in paths if path.is_file()), key=Path.as_posix)
 
 
 def _whole(path: Path) -> SourcePart:
-    size = path.stat().st_size
-    return SourcePart(str(path), 0, size, size)
+    file_bytes = path.stat().st_size
+    return SourcePart(str(path), 0, file_bytes, file_bytes)
 
 
 def _read(part: SourcePart) -> bytes:
@@ -374,11 +374,11 @@ def _read(part: SourcePart) -> bytes:
     return content
 
 
-def _below(found: Problem, part: SourcePart) -> Problem:
+def _below(problem: Problem, part: SourcePart) -> Problem:
     """Return a problem whose line is numbered within a part, with its number in the file."""
-    where, _, number = found.where.rpartition(" ")
+    where, _, number = problem.where.rpartition(" ")
     above = _read(SourcePart(part.path, 0, part.start, part.start)).count(b"\n")
-    return found._replace(where=f"{where} {above + int(number)}")
+    return problem._replace(where=f"{where} {above + int(number)}")
 
 
 def _missing(path: Path) -> str:

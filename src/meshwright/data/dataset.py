@@ -83,12 +83,12 @@ class Dataset:
         Returns notes for the user, one line each.
         """
         splits: list[Split] = ["train", "validation"] if train.eval_every else ["train"]
-        found = []
-        for one in splits:
-            sampler = self.sampler(one, train.seq_len, train.batch)
-            of = sampler.samplers if isinstance(sampler, BlendSampler) else (sampler,)
-            found += [_told(part, one) for part in of if isinstance(part, WholeSampler)]
-        return [line for line in found if line]
+        notes = []
+        for name in splits:
+            sampler = self.sampler(name, train.seq_len, train.batch)
+            samplers = sampler.samplers if isinstance(sampler, BlendSampler) else (sampler,)
+            notes += [_told(part, name) for part in samplers if isinstance(part, WholeSampler)]
+        return [line for line in notes if line]
 
     def sampler(self, split: Split, seq_len: int, batch: int) -> Sampler | BlendSampler:
         """Return the sampler of a split; DataError if a source is shorter than one sample."""
@@ -119,7 +119,7 @@ class Dataset:
 
 
 def _told(sampler: WholeSampler, split: Split) -> str:
-    """Return what truncation takes of a split's conversations; nothing where it takes none."""
+    """Return a line on how many conversations of a split are cut or left out; empty if none is."""
     facts = sampler.facts()
     if not facts["cut"] and not facts["left_out"]:
         return ""
@@ -163,13 +163,13 @@ def open_data(
     if not opened:
         raise DataError("data.source names nothing")
     first = opened[0]
-    for other in opened[1:]:
-        if other.tokenizer.digest != first.tokenizer.digest:
+    for source in opened[1:]:
+        if source.tokenizer.digest != first.tokenizer.digest:
             raise DataError(
                 f"sources of different tokenizers cannot be mixed: {first.name} has "
-                f"{first.tokenizer.name}, {other.name} has {other.tokenizer.name}"
+                f"{first.tokenizer.name}, {source.name} has {source.tokenizer.name}"
             )
-    size = first.tokenizer.vocab_size
+    tokenizer_size = first.tokenizer.vocab_size
     check_vocabulary(first.tokenizer, vocab_size)
     identity = {
         "tokenizer": first.tokenizer.digest,
@@ -182,9 +182,9 @@ def open_data(
     }
     return Dataset(
         spec=spec,
-        parts=tuple(_parts(opened, spec, size)),
+        parts=tuple(_parts(opened, spec, tokenizer_size)),
         tokenizer=first.tokenizer,
-        vocab_size=size,
+        vocab_size=tokenizer_size,
         unigram_entropy=_entropy(opened, spec),
         identity=identity,
         folders=tuple(source.folder for source in opened if source.folder is not None),
@@ -193,17 +193,17 @@ def open_data(
 
 
 def _entropy(opened: list[_Opened], spec: DataSpec) -> float | None:
-    """Return the unigram entropy of what is drawn, where the ids of every source are counted."""
+    """Return the unigram entropy of the weighted sources, None if one of them has no counts."""
     counts = [source.counts for source in opened if source.counts is not None]
     if len(counts) < len(opened):
         return None
-    weights = [int(one.sum()) for one in counts] if spec.weights is None else spec.weights
+    weights = [int(count.sum()) for count in counts] if spec.weights is None else spec.weights
     pairs = zip(weights, counts, strict=True)
-    return entropy_of(np.sum([weight * one / one.sum() for weight, one in pairs], axis=0))
+    return entropy_of(np.sum([weight * count / count.sum() for weight, count in pairs], axis=0))
 
 
 def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[BlendPart]:
-    """Split what was opened: each source by itself where they are drawn from by weight."""
+    """Yield one part of all sources joined, or one per source where they are drawn by weight."""
     divides = spec.format == "text"
     if spec.weights is None:
         shards = [shard for source in opened for shard in source.shards]
@@ -214,28 +214,28 @@ def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[B
         yield BlendPart(source.name, *parts)
 
 
-def refuse_changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
+def refuse_changed(recorded: Mapping[str, str], current: Mapping[str, str]) -> None:
     """Raise DataError if the data of a resumed run has changed.
 
     Both arguments are a data set's `identity`; the message names the differences, with both values.
     """
-    changed = [key for key in recorded if recorded[key] != now.get(key)]
+    changed = [key for key in recorded if recorded[key] != current.get(key)]
     if changed:
-        pairs = [f"{key} was {recorded[key]:.16}, is {now.get(key)!s:.16}" for key in changed]
+        pairs = [f"{key} was {recorded[key]:.16}, is {current.get(key)!s:.16}" for key in changed]
         raise DataError(f"the run was started on other data: {'; '.join(pairs)}")
 
 
 def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None = None) -> Source:
     """Return the source of documents for a name; reads nothing yet."""
-    kind, _, rest = name.partition(":")
+    kind, _, argument = name.partition(":")
     if spec.format == "chat" and kind in ("stdlib", "tinystories"):
         raise DataError(f"data.format = 'chat': {name} is text, not conversations")
     if name == "stdlib":
         return Stdlib()
     if kind == "tinystories":
-        return TinyStories(cache / "downloads", rest or "train", progress=progress)
+        return TinyStories(cache / "downloads", argument or "train", progress=progress)
     if kind == "hf":
-        return HuggingFace.parse(rest, spec.text_key, spec.format)
+        return HuggingFace.parse(argument, spec.text_key, spec.format)
     return Files((Path(name),), spec.text_key, spec.separator, spec.format)
 
 
@@ -278,15 +278,15 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
 
 def _open_prepared(name: str, store: Store, spec: DataSpec) -> _Opened:
     if store.manifest.form != spec.format:
-        held = "conversations" if store.manifest.form == "chat" else "texts"
-        rule = f"data.format = {spec.format!r}, but the store {store.folder} holds {held}"
+        content = "conversations" if store.manifest.form == "chat" else "texts"
+        rule = f"data.format = {spec.format!r}, but the store {store.folder} holds {content}"
         raise DataError(refusal(rule, legal=[f"data.format = {store.manifest.form!r}"]))
     # The default tokenizer stands for "the store's": a resolved config spells defaults out, so
     # that one which was asked for cannot be told from one which was not.
     if spec.tokenizer != DataSpec.model_fields["tokenizer"].default:
-        asked = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
+        config_tokenizer = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
         record = store.manifest.tokenizer
-        if asked.digest != record.digest:
+        if config_tokenizer.digest != record.digest:
             raise DataError(
                 f"data.tokenizer = {spec.tokenizer!r}, but the store {store.folder} was prepared "
                 f"with {record.name!r} (vocabulary {record.vocab_size}, texts begin with the ids "
@@ -302,14 +302,14 @@ def _open_pair(name: str, prefix: Path, spec: DataSpec) -> _Opened:
     tokenizer = load_tokenizer(spec.tokenizer, spec.eos, spec.bos)
     # The pair does not say how it was tokenised. All ids are checked as they are read; a look at
     # the first ones tells of a wrong tokenizer before anything starts.
-    whole, _ = split([pair.shard], 0.0, tokenizer.vocab_size)
+    view, _ = split([pair.shard], 0.0, tokenizer.vocab_size)
     try:
-        whole.read(0, min(len(whole), PROBE_TOKENS))
+        view.read(0, min(len(view), PROBE_TOKENS))
     except DataError as error:
         raise DataError(
             f"{error}. Is data.tokenizer = {spec.tokenizer!r} what {name} was tokenised with?"
         ) from error
-    begin = whole.read(0, min(len(whole), len(tokenizer.bos_ids)))
+    begin = view.read(0, min(len(view), len(tokenizer.bos_ids)))
     if spec.bos is None and tuple(begin.tolist()) != tokenizer.bos_ids:
         tokenizer = load_tokenizer(spec.tokenizer, spec.eos, bos=False)  # as the pair was written
     return _Opened(name, (pair.shard,), tokenizer, pair.digest, None, None, pair.files)
@@ -319,17 +319,17 @@ def _about(name: str, say: Say) -> Say:
     return lambda text: say(f"{name}: {text}")
 
 
-def _steps(what: str, say: Say | None) -> Progress | None:
-    """Return a progress callback that says a line at tenths of the work, if it takes a while."""
+def _steps(task: str, say: Say | None) -> Progress | None:
+    """Return a callback that says a line at each tenth of the work, at most one a second."""
     if say is None:
         return None
-    said, last = -1, time.monotonic()
+    last_tenth, last_time_s = -1, time.monotonic()
 
     def report(done: int, total: int) -> None:
-        nonlocal said, last
-        tenth, now = 10 * done // max(1, total), time.monotonic()
-        if tenth > said and now - last >= SAY_EVERY_S:
-            said, last = tenth, now
-            say(f"{what}: {10 * tenth}% of {format_bytes(total)}")
+        nonlocal last_tenth, last_time_s
+        tenth, time_s = 10 * done // max(1, total), time.monotonic()
+        if tenth > last_tenth and time_s - last_time_s >= SAY_EVERY_S:
+            last_tenth, last_time_s = tenth, time_s
+            say(f"{task}: {10 * tenth}% of {format_bytes(total)}")
 
     return report

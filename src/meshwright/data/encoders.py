@@ -104,7 +104,7 @@ class ChatEncoder:
     @cached_property
     def _special(self) -> re.Pattern[str]:
         added = self._backend.get_added_tokens_decoder().values()
-        names = sorted((one.content for one in added if one.special), key=len, reverse=True)
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,18 +122,18 @@ class ChatEncoder:
         for document in documents:
             conversation = Conversation.from_text(document)
             try:
-                some, mask = self.one(conversation)
-                notes.update(self._notes(conversation, some, mask))
+                document_ids, mask = self.one(conversation)
+                notes.update(self._notes(conversation, document_ids, mask))
             except ValueError as error:
-                told = f"{conversation.where}: {error}"
+                problem = f"{conversation.where}: {error}"
                 if skip is None:
-                    more = "data.on_error=skip passes over such conversations"
-                    raise DataError(f"{told}. {more}") from error
-                skip(told)
+                    hint = "data.on_error=skip passes over such conversations"
+                    raise DataError(f"{problem}. {hint}") from error
+                skip(problem)
                 continue
-            ids.append(some)
+            ids.append(document_ids)
             masks.append(mask)
-        lengths = np.array([len(some) for some in ids], dtype=np.int64)
+        lengths = np.array([len(document_ids) for document_ids in ids], dtype=np.int64)
         none = np.empty(0, dtype=np.int64)
         mask = np.concatenate([none.astype(bool), *masks])
         return Encoded(np.concatenate([none, *ids]), lengths, mask, notes)
@@ -144,13 +144,17 @@ class ChatEncoder:
         Reasons: the template refuses it, the trained text cannot be located exactly, or nothing is
         trained.
         """
-        given = conversation.given
-        self._refuse_quoted(conversation.messages, given)
+        template_values = conversation.given
+        self._refuse_quoted(conversation.messages, template_values)
         self.template.check(conversation.messages)
-        answers = {at for at, m in enumerate(conversation.messages) if m["role"] == ASSISTANT}
+        answers = {
+            number for number, m in enumerate(conversation.messages) if m["role"] == ASSISTANT
+        }
         is_whole = answers == set(conversation.trained)
         has_turns = not (self.template.has_marks and is_whole)
-        rendered = self.template.render(conversation.messages, **given, has_turns=has_turns)
+        rendered = self.template.render(
+            conversation.messages, **template_values, has_turns=has_turns
+        )
         if self.template.has_marks:
             marked = rendered.marked
             if not is_whole:
@@ -178,18 +182,18 @@ class ChatEncoder:
 
     def turn_ends(self) -> list[int]:
         """Return the ids of special tokens that end a turn of the assistant, in order."""
-        found = []
+        ends = []
         for messages in _PROBES:
             try:
                 ids, mask = self.one(Conversation("a probe", messages, (len(messages) - 1,)))
             except ValueError:
                 continue
-            if (end := self._end_of(ids, mask)) is not None and end not in found:
-                found.append(end)
-        return found
+            if (end := self._end_of(ids, mask)) is not None and end not in ends:
+                ends.append(end)
+        return ends
 
     def _end_of(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> int | None:
-        """Return the special token that ends what is trained; after it may be white space."""
+        """Return the special token at the end of the trained text; white space may follow it."""
         trained = ids[mask]
         special = np.flatnonzero(np.isin(trained, self._special_ids))
         if not len(special) or self.tokenizer.decode(trained[special[-1] + 1 :]).strip():
@@ -199,13 +203,13 @@ class ChatEncoder:
     def _notes(
         self, conversation: Conversation, ids: NDArray[np.int64], mask: NDArray[np.bool_]
     ) -> Iterator[str]:
-        """Yield what is not trained of a conversation, or not read."""
+        """Yield a note for each part of a conversation that is not read or not trained."""
         for name in conversation.unused:
             yield f"the field {name!r} is not used"
         for name in sorted(self.template.unread(conversation.messages)):
             yield f"the field {name!r} of messages is not read by the chat template"
-        given = {name for name in ("tools", "documents") if getattr(conversation, name)}
-        for name in sorted(given | conversation.options.keys()):
+        provided = {name for name in ("tools", "documents") if getattr(conversation, name)}
+        for name in sorted(provided | conversation.options.keys()):
             if not self.template.reads(name):
                 yield f"the field {name!r} is not read by the chat template"
         calls = [m for m in conversation.messages if m.get("tool_calls") and visible(m)]
@@ -214,13 +218,15 @@ class ChatEncoder:
         if self._end_of(ids, mask) is None:
             yield NO_END
 
-    def _refuse_quoted(self, messages: Sequence[Message], given: Mapping[str, Any]) -> None:
+    def _refuse_quoted(
+        self, messages: Sequence[Message], template_values: Mapping[str, Any]
+    ) -> None:
         """Refuse a text that quotes a special token, which would end a turn or begin one."""
-        where = {f"message {number}": message for number, message in enumerate(messages, 1)}
-        for name, value in {**where, **given}.items():
+        numbered = {f"message {number}": message for number, message in enumerate(messages, 1)}
+        for name, value in {**numbered, **template_values}.items():
             for text in texts_in(value):
-                if found := self._special.search(text):
-                    raise ValueError(f"{name} quotes the special token {found[0]!r}")
+                if match := self._special.search(text):
+                    raise ValueError(f"{name} quotes the special token {match[0]!r}")
 
 
 Encoder = TextEncoder | ChatEncoder
@@ -258,14 +264,14 @@ def encoder_of(tokenizer: Tokenizer, form: DataFormat, template: str | None = No
 def _covered(
     offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]], text: str
 ) -> NDArray[np.bool_]:
-    """Return which tokens lie in spans of characters; ValueError where one lies half in one."""
+    """Return which tokens lie in spans of characters; ValueError for one that is partly inside."""
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     for first, last in spans:
         touches, inside = (starts < last) & (stops > first), (starts >= first) & (stops <= last)
         if (touches & ~inside).any():
-            at = int(np.argmax(touches & ~inside))
-            token = text[offsets[at, 0] : offsets[at, 1]]
+            index = int(np.argmax(touches & ~inside))
+            token = text[offsets[index, 0] : offsets[index, 1]]
             raise ValueError(
                 f"the token {token!r} is in part the assistant's and in part the template's, so "
                 "what is trained cannot be located exactly"

@@ -32,8 +32,12 @@ JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
 TABLE_SUFFIXES: Final = (".json", ".csv", ".tsv", ".parquet")
 PACKED_SUFFIXES: Final = (".gz", ".zst")
 _INSIDE: Final = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, *TABLE_SUFFIXES)
-_PACKABLE: Final = tuple(one for one in _INSIDE if one != ".parquet")  # it compresses by itself
-SUFFIXES: Final = (*_INSIDE, *(one + packed for one in _PACKABLE for packed in PACKED_SUFFIXES))
+# Parquet compresses by itself.
+_PACKABLE: Final = tuple(suffix for suffix in _INSIDE if suffix != ".parquet")
+SUFFIXES: Final = (
+    *_INSIDE,
+    *(suffix + packed for suffix in _PACKABLE for packed in PACKED_SUFFIXES),
+)
 # Rows of a Parquet file in memory at a time.
 _ROWS: Final = 1024
 _NUL: Final = "it has NUL characters: UTF-16 read as UTF-8 looks like this"
@@ -45,10 +49,10 @@ class Problem(NamedTuple):
     """Why a row or a file gives no text, and where it is."""
 
     where: str
-    why: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.why}"
+        return f"{self.where}: {self.reason}"
 
 
 Piece = str | Problem
@@ -57,7 +61,7 @@ Piece = str | Problem
 def kind_of(path: Path) -> tuple[str, str | None]:
     """Return the suffix of a file's content, and that of its compression, if any."""
     name = path.name.lower()
-    packed = next((one for one in PACKED_SUFFIXES if name.endswith(one)), None)
+    packed = next((suffix for suffix in PACKED_SUFFIXES if name.endswith(suffix)), None)
     return Path(name.removesuffix(packed or "")).suffix, packed
 
 
@@ -111,8 +115,8 @@ def _opened(path: Path) -> IO[bytes]:
     with suppress(ImportError):
         import zstandard
 
-        found: IO[bytes] = zstandard.open(path, "rb")
-        return found
+        file: IO[bytes] = zstandard.open(path, "rb")
+        return file
     with suppress(ImportError):
         import pyarrow
 
@@ -177,11 +181,11 @@ def rows_of_lines(
 
 def _json(path: Path, content: bytes, rows: RowReader) -> Iterator[Piece]:
     try:
-        found = parse_json(content, distinct_keys)
+        document = parse_json(content, distinct_keys)
     except ValueError as error:
         yield Problem(str(path), f"not JSON: {error}")
         return
-    for number, row in enumerate(found if isinstance(found, list) else [found], 1):
+    for number, row in enumerate(document if isinstance(document, list) else [document], 1):
         yield from _row(f"{path}, row {number}", row, rows)
 
 
@@ -212,8 +216,8 @@ def _csv(path: Path, file: IO[bytes], rows: RowReader, delimiter: str) -> Iterat
             if isinstance(error, UnicodeDecodeError):
                 yield Problem(where, f"{error}; no row from here on is read")
                 return
-            why = f"quotes do not pair up ({error}), so no row from here on can be told apart"
-            yield Problem(f"{where}, from line {first_line}", why)
+            reason = f"quotes do not pair up ({error}), so no row from here on can be told apart"
+            yield Problem(f"{where}, from line {first_line}", reason)
 
 
 def _table_row(

@@ -52,9 +52,9 @@ def hf_tokenizer(
     id_of = _vocabulary(content)
     # The byte tokenizer ends documents with an id that has no name of its own.
     eos = tokenizer.eos_token or next(t for t, i in id_of.items() if i == tokenizer.eos_id)
-    beside = {} if tokenizer.file is None else _read(tokenizer.file.parent)
-    config = _object(CONFIG, beside) or _plain_config(content, context)
-    config.setdefault("bos_token", _name(_object(SPECIAL, beside).get("bos_token", eos)))
+    companions = {} if tokenizer.file is None else _read(tokenizer.file.parent)
+    config = _object(CONFIG, companions) or _plain_config(content, context)
+    config.setdefault("bos_token", _name(_object(SPECIAL, companions).get("bos_token", eos)))
     ends = ends_of(tokenizer, form)
     first = tokenizer.eos_id if form == "text" else ends[0]
     name_of = {number: name for name, number in id_of.items()}
@@ -68,13 +68,13 @@ def hf_tokenizer(
         content = with_begin(content, tokenizer.bos_ids)
         config["add_bos_token"] = bool(tokenizer.bos_ids)
     written = ends if len(ends) > 1 else ends[0]
-    generation = _object(GENERATION, beside) | {"bos_token_id": bos_id, "eos_token_id": written}
-    made = {TOKENIZER: content, CONFIG: _json(config), GENERATION: _json(generation)}
-    return HFTokenizer({**beside, **made}, bos_id, written)
+    generation = _object(GENERATION, companions) | {"bos_token_id": bos_id, "eos_token_id": written}
+    generated = {TOKENIZER: content, CONFIG: _json(config), GENERATION: _json(generation)}
+    return HFTokenizer({**companions, **generated}, bos_id, written)
 
 
 def copy_tokenizer(file: Path, folder: Path, template: Path | None = None) -> None:
-    """Copy a `tokenizer.json` and what belongs to it into a folder.
+    """Copy a `tokenizer.json` and its companion files into a folder.
 
     A `template` takes the place of the tokenizer's own chat template.
     """
@@ -91,9 +91,9 @@ def copy_tokenizer(file: Path, folder: Path, template: Path | None = None) -> No
 
 
 def _read(folder: Path) -> dict[str, bytes]:
-    found = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    paths = [folder / name for name in COMPANIONS if (folder / name).is_file()]
     contents = {}
-    for path in found:
+    for path in paths:
         with reading(path):
             contents[path.name] = read_bytes(path)
     return contents

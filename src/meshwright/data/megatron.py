@@ -37,7 +37,7 @@ DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class _Record(NamedTuple):
-    """What a file of a pair held when it was written."""
+    """The size and checksums of a file of a pair when it was written."""
 
     bytes: int
     sha256: str
@@ -159,14 +159,14 @@ def write_megatron(prefix: Path, shards: Sequence[Shard], vocab_size: int) -> in
 
 def _write_seal(prefix: Path, hashes: Mapping[str, FileHash]) -> None:
     body = {
-        suffix: {"bytes": one.size, "sha256": one.sha256, "blocks": one.blocks}
-        for suffix, one in hashes.items()
+        suffix: {"bytes": file_hash.size, "sha256": file_hash.sha256, "blocks": file_hash.blocks}
+        for suffix, file_hash in hashes.items()
     }
     write_atomic(_with(prefix, SEAL), (json.dumps(body, indent=1) + "\n").encode())
 
 
 def _read_seal(prefix: Path) -> Mapping[str, _Record] | None:
-    """Return what the files of a pair ought to hold, by their suffixes; None where nothing says."""
+    """Return the recorded sizes and checksums of a pair's files by suffix; None without a seal."""
     path = _with(prefix, SEAL)
     if not os.path.isfile(path):
         return None
@@ -174,13 +174,15 @@ def _read_seal(prefix: Path) -> Mapping[str, _Record] | None:
         text = path.read_bytes()
     with foreign(str(path), DataError):
         body = parse_json(text)
-        found = {}
+        records = {}
         for suffix in (".bin", ".idx"):
-            told = body[suffix]
-            found[suffix] = _Record(int(told["bytes"]), str(told["sha256"]), tuple(told["blocks"]))
-            if any(type(crc) is not int for crc in found[suffix].blocks):
+            entry = body[suffix]
+            records[suffix] = _Record(
+                int(entry["bytes"]), str(entry["sha256"]), tuple(entry["blocks"])
+            )
+            if any(type(crc) is not int for crc in records[suffix].blocks):
                 raise ValueError("a checksum that is no integer")
-    return found
+    return records
 
 
 def _other(prefix: Path, path: Path) -> DataError:

@@ -71,16 +71,16 @@ def add_messages(turns: Turns, value: object, name: str, *, are_trained: bool = 
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict):
             raise ValueError(f"message {number} of {name!r} is a {type(message).__name__}")
-        given = {key: part for key, part in message.items() if part is not None}
-        if "from" in given and "role" not in given:
-            given = _from_share_gpt(turns, given, number)
-        if not isinstance(given.get("role"), str):
+        fields = {key: part for key, part in message.items() if part is not None}
+        if "from" in fields and "role" not in fields:
+            fields = _from_share_gpt(turns, fields, number)
+        if not isinstance(fields.get("role"), str):
             raise ValueError(f"message {number} of {name!r} has no role")
-        if given["role"] == "function_call" and isinstance(given.get("content"), str):
-            given["tool_calls"] = _calls(given.pop("content"), number)
-        given["role"] = ROLES.get(given["role"], given["role"])
-        is_trained = _is_trained(turns, given, number) and are_trained
-        turns.add(_checked(given, number), is_trained)
+        if fields["role"] == "function_call" and isinstance(fields.get("content"), str):
+            fields["tool_calls"] = _calls(fields.pop("content"), number)
+        fields["role"] = ROLES.get(fields["role"], fields["role"])
+        is_trained = _is_trained(turns, fields, number) and are_trained
+        turns.add(_checked(fields, number), is_trained)
 
 
 def add_text(turns: Turns, role: str, text: str, *, is_trained: bool = True) -> None:
@@ -89,16 +89,16 @@ def add_text(turns: Turns, role: str, text: str, *, is_trained: bool = True) -> 
 
 
 def _from_share_gpt(turns: Turns, turn: Message, number: int) -> Message:
-    said, text = turn["from"], turn.get("value")
+    speaker, text = turn["from"], turn.get("value")
     if not isinstance(text, str):
         raise ValueError(f"turn {number} of 'conversations' has no text under 'value'")
-    if said not in ROLES:
-        legal = nearest(str(said), ROLES) or ["human", "gpt", "system"]
-        raise ValueError(refusal(f"turn {number} is from {said!r}", legal=legal))
+    if speaker not in ROLES:
+        legal = nearest(str(speaker), ROLES) or ["human", "gpt", "system"]
+        raise ValueError(refusal(f"turn {number} is from {speaker!r}", legal=legal))
     known: Message = {key: turn[key] for key in (*_TRAINED, *_RANGES, *REASONING) if key in turn}
-    others = turn.keys() - known.keys() - {"from", "value"}
-    turns.unused |= {f"{key} of turns" for key in others}
-    return {"role": said, "content": text, **known}
+    unused = turn.keys() - known.keys() - {"from", "value"}
+    turns.unused |= {f"{key} of turns" for key in unused}
+    return {"role": speaker, "content": text, **known}
 
 
 def _calls(text: str, number: int) -> list[Message]:
@@ -114,7 +114,7 @@ def _calls(text: str, number: int) -> list[Message]:
 
 
 def _is_trained(turns: Turns, message: Message, number: int) -> bool:
-    """Take out of a message what says whether it is trained, and return that."""
+    """Remove the training flags of a message and return whether it is trained."""
     for key in _RANGES:
         if message.pop(key, None):
             raise ValueError(f"message {number} has {key}: a turn is trained as a whole or not")
@@ -124,8 +124,8 @@ def _is_trained(turns: Turns, message: Message, number: int) -> bool:
         if value is None:
             continue
         if value not in (0, 1):
-            what = f"message {number} has {key} = {value!r}: a turn is trained or not"
-            raise ValueError(refusal(what, legal=[0, 1]))
+            rule = f"message {number} has {key} = {value!r}: a turn is trained or not"
+            raise ValueError(refusal(rule, legal=[0, 1]))
         flags.append(bool(value))
         if value and key != "weight" and message["role"] != ASSISTANT:
             turns.unused.add(f"{key} of turns that are not the assistant's")
@@ -133,7 +133,7 @@ def _is_trained(turns: Turns, message: Message, number: int) -> bool:
 
 
 def _checked(message: Message, number: int) -> Message:
-    """Return a message with its call as `tool_calls`; ValueError where nothing is said or read."""
+    """Return a message with its call as `tool_calls`; ValueError if it is empty or not text."""
     call = message.pop("function_call", None)
     if call is not None and "tool_calls" not in message:
         message["tool_calls"] = [{"type": "function", "function": call}]
@@ -141,7 +141,7 @@ def _checked(message: Message, number: int) -> Message:
     if isinstance(calls, str):
         calls = message["tool_calls"] = parse_json(calls) if calls.strip() else []
     if calls is not None and not (
-        isinstance(calls, list) and all(isinstance(one, dict) for one in calls)
+        isinstance(calls, list) and all(isinstance(entry, dict) for entry in calls)
     ):
         raise ValueError(f"message {number}: its tool_calls are no list of calls")
     content = message.get("content")
@@ -202,14 +202,14 @@ def _call_with_arguments(call: Message, form: str) -> Message:
     inner = call.get("function")
     if isinstance(inner, dict):
         return {**call, "function": _call_with_arguments(inner, form)}
-    given = call.get("arguments")
-    if form == "text" and isinstance(given, dict | list):
-        return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
-    if form == "object" and isinstance(given, str):
-        found = parse_json(given) if given.strip() else {}
-        if not isinstance(found, dict):
-            raise ValueError(f"the arguments {given!r:.80} of a tool call are no JSON object")
-        return {**call, "arguments": found}
+    arguments = call.get("arguments")
+    if form == "text" and isinstance(arguments, dict | list):
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    if form == "object" and isinstance(arguments, str):
+        parsed = parse_json(arguments) if arguments.strip() else {}
+        if not isinstance(parsed, dict):
+            raise ValueError(f"the arguments {arguments!r:.80} of a tool call are no JSON object")
+        return {**call, "arguments": parsed}
     return call
 
 
@@ -218,9 +218,11 @@ def named_once(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     As in transformers, `_alias_reasoning_fields`.
     """
-    found = []
+    renamed = []
     for message in messages:
-        said = next((message[key] for key in REASONING if message.get(key) is not None), None)
-        more = {} if said is None else {"reasoning_content": said}
-        found.append({**({} if said is None else {"thinking": said}), **message, **more})
-    return found
+        reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+        alias = {} if reasoning is None else {"reasoning_content": reasoning}
+        renamed.append(
+            {**({} if reasoning is None else {"thinking": reasoning}), **message, **alias}
+        )
+    return renamed

@@ -39,11 +39,11 @@ def _without(value: Any, schemas: Mapping[str, Any]) -> Any:
         return [_without(part, schemas) for part in value]
     if not isinstance(value, dict):
         return value
-    found = {key: _without(part, schemas) for key, part in value.items() if part is not None}
+    cleaned = {key: _without(part, schemas) for key, part in value.items() if part is not None}
     if isinstance(value.get("arguments"), dict) and isinstance(value.get("name"), str):
         name = value["name"]
-        found["arguments"] = _arguments(value["arguments"], schemas.get(name), name)
-    return found
+        cleaned["arguments"] = _arguments(value["arguments"], schemas.get(name), name)
+    return cleaned
 
 
 def _arguments(value: Any, schema: Any, name: str) -> Any:
@@ -53,29 +53,29 @@ def _arguments(value: Any, schema: Any, name: str) -> Any:
         return [_arguments(part, schema.get("items"), name) for part in value]
     if not isinstance(value, dict):
         return value
-    found, declared = {}, schema.get("properties")
+    cleaned, declared = {}, schema.get("properties")
     for key, part in value.items():
         if part is not None:
             inner = declared.get(key) if isinstance(declared, Mapping) else None
-            found[key] = _arguments(part, inner, name)
+            cleaned[key] = _arguments(part, inner, name)
         elif not isinstance(declared, Mapping) or (
             key in declared and key not in (schema.get("required") or ())
         ):
             rule = f"the argument {key!r} of {name!r} is null, or not given: a table cannot say"
             raise ValueError(refusal(rule, hint=_HINT))
         elif key in declared:
-            found[key] = None
-    return found
+            cleaned[key] = None
+    return cleaned
 
 
 def _schemas(tools: Any) -> dict[str, Any]:
     """Return the parameters of each tool by its name."""
-    found = {}
+    schemas = {}
     for tool in tools if isinstance(tools, list) else ():
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(inner, dict) and isinstance(inner.get("name"), str):
-            found[inner["name"]] = inner.get("parameters")
-    return found
+            schemas[inner["name"]] = inner.get("parameters")
+    return schemas
 
 
 def _dropped(value: Any) -> Any:

@@ -37,19 +37,19 @@ def check_patterns(content: bytes) -> None:
 
 def _patterns(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
-        found = value.get("Regex")
-        if isinstance(found, str):
-            yield found
-        for key, below in value.items():
+        regex = value.get("Regex")
+        if isinstance(regex, str):
+            yield regex
+        for key, child in value.items():
             if key not in ("vocab", "merges"):
-                yield from _patterns(below)
+                yield from _patterns(child)
     elif isinstance(value, list):
-        for below in value:
-            yield from _patterns(below)
+        for child in value:
+            yield from _patterns(child)
 
 
 def _doubling(pattern: str) -> str:
-    """Return the first group of a pattern that makes it take forever; empty where there is none."""
+    """Return the first group of a pattern that can take exponential time; empty if none can."""
     opened: list[tuple[int, bool]] = []  # where a group begins, and whether it can match in ways
     many, closed = False, (0, 0, False)
     for part in _PART.finditer(pattern):

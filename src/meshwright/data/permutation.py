@@ -12,12 +12,12 @@ ROUNDS = 8
 
 
 def permute(index: NDArray[np.int64], n: int, key: str) -> NDArray[np.int64]:
-    """Return where each index in [0, n) goes in the permutation of n things that `key` names.
+    """Return the image of each index in [0, n) under the permutation that `key` selects.
 
     A Feistel network on pairs (left < a, right < b) with a * b just above n, which keyed
     additions modulo a and b keep a bijection; a result outside [0, n) is sent through again until
-    it is inside (cycle walking), which keeps it one on [0, n). At most one pass in sqrt(n) is
-    repeated. No state and no table: any place costs the same.
+    it is inside (cycle walking), which keeps it a bijection of [0, n). At most one pass in sqrt(n)
+    is repeated. No state and no table: any index costs the same.
     """
     a = max(1, math.isqrt(n - 1) + 1) if n > 0 else 1
     b = -(-n // a)

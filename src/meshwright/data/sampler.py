@@ -104,11 +104,11 @@ class Sampler:
     def _windows(self, samples: Sequence[int]) -> NDArray[np.int64]:
         # Python integers until they are small: a far step times a large batch may pass 64 bits.
         pairs = [divmod(sample, self.samples) for sample in samples]
-        places = np.array([place for _, place in pairs], dtype=np.int64)
-        out = np.empty_like(places)
+        indices = np.array([index for _, index in pairs], dtype=np.int64)
+        out = np.empty_like(indices)
         for epoch in {epoch for epoch, _ in pairs}:
-            here = np.array([epoch == other for other, _ in pairs])
-            out[here] = permute(places[here], self.samples, f"{self.seed}/{epoch}")
+            in_epoch = np.array([epoch == sample_epoch for sample_epoch, _ in pairs])
+            out[in_epoch] = permute(indices[in_epoch], self.samples, f"{self.seed}/{epoch}")
         return out
 
     def _read(self, windows: NDArray[np.int64]) -> Rows:

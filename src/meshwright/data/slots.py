@@ -49,23 +49,23 @@ class StreamPosition:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return {
-            "rows": [[row, *at] for row, at in sorted(self.rows.items())],
+            "rows": [[row, *progress] for row, progress in sorted(self.rows.items())],
             "place": self.mark.place.to_json(),
             "given": list(self.mark.given),
         }
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> StreamPosition:
-        """Read what `to_json` returned."""
+        """Return the position that `to_json` has written."""
         rows = {row: (document, used) for row, document, used in values["rows"]}
         return StreamPosition(rows, Mark(Place(**values["place"]), tuple(values["given"])))
 
     @staticmethod
     def joined(positions: Iterable[StreamPosition]) -> StreamPosition:
         """Return the position of all rows from those of the ranks."""
-        found = list(positions)
-        rows = {row: at for position in found for row, at in position.rows.items()}
-        behind = min(found, key=lambda position: min(position.rows.values()))
+        per_rank = list(positions)
+        rows = {row: progress for position in per_rank for row, progress in position.rows.items()}
+        behind = min(per_rank, key=lambda position: min(position.rows.values()))
         return StreamPosition(rows, behind.mark)
 
 
@@ -104,12 +104,12 @@ class StreamSampler:
         Raises DataError for one of another batch.
         """
         assert self._reader is None
-        found = StreamPosition.from_json(position)
-        if len(found.rows) != self.batch:
+        begin = StreamPosition.from_json(position)
+        if len(begin.rows) != self.batch:
             raise DataError(
-                f"the run has read its stream as {len(found.rows)} rows, train.batch = {self.batch}"
+                f"the run has read its stream as {len(begin.rows)} rows, train.batch = {self.batch}"
             )
-        self._begin = self._position = found
+        self._begin = self._position = begin
 
     def rows(self, step: int, rows: range | slice | None = None) -> Rows:
         """Return rows of the global batch of a step, the same rows and the next step each time.
@@ -123,9 +123,9 @@ class StreamSampler:
             raise IndexError(f"a stream is at step {self._next} of {self._rows}, not {step}")
         while len(self._ahead) <= AHEAD:
             self._ahead.append(self._pool.submit(self._reader.step))
-        found, self._position = self._ahead.popleft().result()
+        batch_rows, self._position = self._ahead.popleft().result()
         self._next += 1
-        return found
+        return batch_rows
 
     def position(self) -> StreamPosition:
         """Return the position of the rows after those that `rows` returned last."""
@@ -141,7 +141,7 @@ class _Part(NamedTuple):
 
 
 class _Row:
-    """What one row of the batch has of its documents and has not used yet."""
+    """The tokens that one row of the batch has received and not used yet."""
 
     def __init__(self, document: int, used: int) -> None:
         self.at = (document, used)
@@ -158,28 +158,28 @@ class _Row:
 
     def window(self, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the next `length` tokens and the numbers of their documents, from 0."""
-        ids, of, used = np.empty(length, np.int64), np.empty(length, np.int64), self.at[1]
+        ids, documents, used = np.empty(length, np.int64), np.empty(length, np.int64), self.at[1]
         filled = 0
         for number, part in enumerate(self.parts):
-            taken = min(length - filled, len(part.ids) - used)
-            ids[filled : filled + taken] = part.ids[used : used + taken]
-            of[filled : filled + taken] = number
-            filled, used = filled + taken, 0
+            count = min(length - filled, len(part.ids) - used)
+            ids[filled : filled + count] = part.ids[used : used + count]
+            documents[filled : filled + count] = number
+            filled, used = filled + count, 0
             if filled == length:
                 break
-        return ids, of
+        return ids, documents
 
     def whole(self, length: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
         """Return the next documents that fit into `length` tokens, and use them."""
-        found: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
+        documents: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
         while len(self.parts[0].ids) <= length:
             part = self.parts.popleft()
             assert part.mask is not None
-            found.append((part.ids, part.mask))
+            documents.append((part.ids, part.mask))
             length -= len(part.ids)
             self.length -= len(part.ids)
         self.at = (self.parts[0].document, 0)
-        return found
+        return documents
 
     def advance(self, length: int) -> None:
         """Mark tokens as used; at least one more must exist."""
@@ -191,7 +191,7 @@ class _Row:
 
 
 class _Reader:
-    """Makes the rows of some places of the batch, step by step."""
+    """Reads the stream and fills the given rows of the batch, step by step."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class _Reader:
         self._encoder, self._seq_len, self._by_document = encoder, seq_len, by_document
         self._rows = {row: _Row(*begin.rows[row]) for row in rows}
         self._texts: dict[int, deque[tuple[int, str]]] = {row: deque() for row in rows}
-        self._heap = [(given, row) for row, given in enumerate(begin.mark.given)]
+        self._heap = [(received, row) for row, received in enumerate(begin.mark.given)]
         heapq.heapify(self._heap)
         self._blocks = documents.blocks(begin.mark.place)
         self._marks: deque[Mark] = deque()
@@ -213,76 +213,80 @@ class _Reader:
     def step(self) -> tuple[Rows, StreamPosition]:
         """Return the rows of the next step, and the position after them."""
         self._fill()
-        found = self._filled() if self._encoder.template is not None else self._cut()
-        at = {number: row.at for number, row in self._rows.items()}
-        first = min(document for document, _ in at.values())
+        rows = self._filled() if self._encoder.template is not None else self._cut()
+        progress = {number: row.at for number, row in self._rows.items()}
+        first = min(document for document, _ in progress.values())
         while len(self._marks) > 1 and self._marks[1].place.document <= first:
             self._marks.popleft()
-        return found, StreamPosition(at, self._marks[0])
+        return rows, StreamPosition(progress, self._marks[0])
 
     def _filled(self) -> Rows:
-        """Return rows of whole conversations, as many as there is room for."""
-        each = [filled_row(r.whole(self._seq_len + 1), self._seq_len) for r in self._rows.values()]
-        return Rows(*(np.stack(parts) for parts in zip(*each, strict=True)))
+        """Return rows of whole conversations, as many in each as fit."""
+        filled = [
+            filled_row(r.whole(self._seq_len + 1), self._seq_len) for r in self._rows.values()
+        ]
+        return Rows(*(np.stack(parts) for parts in zip(*filled, strict=True)))
 
     def _cut(self) -> Rows:
         """Return rows cut from the documents one after the other."""
         windows = [row.window(self._seq_len + 1) for row in self._rows.values()]
-        ids = np.stack([one for one, _ in windows])
-        of = np.stack([one for _, one in windows])
+        ids = np.stack([window_ids for window_ids, _ in windows])
+        documents = np.stack([window_documents for _, window_documents in windows])
         for row in self._rows.values():
             row.advance(self._seq_len)
-        found = Rows(ids[:, :-1].copy(), ids[:, 1:].copy(), None)
+        rows = Rows(ids[:, :-1].copy(), ids[:, 1:].copy(), None)
         if self._by_document:
-            found.targets[of[:, 1:] != of[:, :-1]] = IGNORE
-            found = Rows(found.inputs, found.targets, of[:, :-1].copy())
-        return found
+            rows.targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+            rows = Rows(rows.inputs, rows.targets, documents[:, :-1].copy())
+        return rows
 
     def _fill(self) -> None:
-        """Give each row what it lacks, tokenising the documents of all rows together."""
+        """Give each row the tokens that it lacks, tokenising the documents of all rows together."""
         # Of whole conversations one must be left over, which the position then is at.
         enough = self._seq_len + (1 if self._encoder.template is None else 2)
         while lacking := [n for n, row in self._rows.items() if row.length < enough]:
             for number in lacking:
                 while not self._texts[number]:
                     self._read_block()
-            taken = [self._texts[number].popleft() for number in lacking]
-            found = self._tokenised([text for _, text in taken])
-            for number, (document, _), (ids, mask) in zip(lacking, taken, found, strict=True):
+            pending = [self._texts[number].popleft() for number in lacking]
+            tokenised = self._tokenised([text for _, text in pending])
+            for number, (document, _), (ids, mask) in zip(lacking, pending, tokenised, strict=True):
                 self._rows[number].add(_Part(document, ids, mask))
 
     def _tokenised(
         self, texts: Sequence[str]
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_] | None]]:
-        found, tokenizer = self._encoder.encode(texts), self._encoder.tokenizer
-        limit, ids = tokenizer.vocab_size, found.ids
+        encoded, tokenizer = self._encoder.encode(texts), self._encoder.tokenizer
+        limit, ids = tokenizer.vocab_size, encoded.ids
         if ids.min() < 0 or ids.max() >= limit:
             raise DataError(
                 f"tokenizer {tokenizer.name} gave an id outside its vocabulary of {limit} "
                 f"(ids {ids.min()} to {ids.max()})"
             )
-        starts = np.cumsum(found.lengths)[:-1]
-        each = np.split(ids.astype(np.int32), starts)
-        if found.mask is None:
-            yield from ((some, None) for some in each)
+        starts = np.cumsum(encoded.lengths)[:-1]
+        split_ids = np.split(ids.astype(np.int32), starts)
+        if encoded.mask is None:
+            yield from ((document_ids, None) for document_ids in split_ids)
             return
         longest = self._seq_len + 1
-        for text, some, mask in zip(texts, each, np.split(found.mask, starts), strict=True):
+        for text, document_ids, mask in zip(
+            texts, split_ids, np.split(encoded.mask, starts), strict=True
+        ):
             if not mask[1:longest].any():
                 where = Conversation.from_text(text).where
                 raise DataError(
                     f"{where}: no token that is trained is among its first {longest} "
                     f"(train.seq_len = {self._seq_len}). Raise train.seq_len"
                 )
-            yield some[:longest], mask[:longest]
+            yield document_ids[:longest], mask[:longest]
 
     def _read_block(self) -> None:
         """Hand the documents of the next block out to the rows of the batch."""
-        given = tuple(given for given, _ in sorted(self._heap, key=lambda pair: pair[1]))
+        received = tuple(received for received, _ in sorted(self._heap, key=lambda pair: pair[1]))
         place, texts = next(self._blocks)
-        self._marks.append(Mark(place, given))
+        self._marks.append(Mark(place, received))
         for document, text in enumerate(texts, place.document):
-            given_before, number = self._heap[0]
-            heapq.heapreplace(self._heap, (given_before + len(text), number))
+            received_before, number = self._heap[0]
+            heapq.heapreplace(self._heap, (received_before + len(text), number))
             if number in self._rows and document >= self._rows[number].at[0]:
                 self._texts[number].append((document, text))

@@ -66,8 +66,8 @@ class ShardRecord(Spec):
 
     def files(self) -> list[FileRecord]:
         """Return the records of its files."""
-        found = [self.tokens_file, self.index_file, self.mask_file]
-        return [file for file in found if file is not None]
+        records = [self.tokens_file, self.index_file, self.mask_file]
+        return [file for file in records if file is not None]
 
 
 class TokenizerRecord(Spec):
@@ -128,7 +128,7 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it holds: the tokens, their documents and the tokenizer."""
+        """The SHA-256 of its content: the tokens, their documents and the tokenizer."""
         names = [record.sha256 for record in self.manifest.files()]
         return sha256_bytes("\n".join([self.manifest.tokenizer.digest, *names]).encode())
 
@@ -239,18 +239,20 @@ def dtype_of(vocab_size: int) -> Literal["uint16", "uint32"]:
 def problems_of(record: ShardRecord, width: int | None = None) -> list[str]:
     """Return the contradictions in a shard's own numbers."""
     tokens, index = record.tokens_file, record.index_file
-    found = []
+    problems = []
     if record.tokens == 0 or record.documents == 0:
-        found.append(f"{tokens.file} is empty")
+        problems.append(f"{tokens.file} is empty")
     if tokens.bytes not in (
         [record.tokens * width] if width else [record.tokens * 2, record.tokens * 4]
     ):
-        found.append(f"{tokens.file} has {tokens.bytes} bytes for {record.tokens} tokens")
+        problems.append(f"{tokens.file} has {tokens.bytes} bytes for {record.tokens} tokens")
     if record.mask_file is not None and record.mask_file.bytes != record.tokens:
-        found.append(f"{record.mask_file.file} has {record.mask_file.bytes} bytes, not one a token")
+        problems.append(
+            f"{record.mask_file.file} has {record.mask_file.bytes} bytes, not one a token"
+        )
     if index.bytes != 8 * record.documents:
-        found.append(f"{index.file} has {index.bytes} bytes for {record.documents} documents")
-    return found
+        problems.append(f"{index.file} has {index.bytes} bytes for {record.documents} documents")
+    return problems
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -258,9 +260,9 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _refused(folder: Path, problems: list[str]) -> DataError:
-    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+    omitted = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
     return DataError(
-        f"the store {folder} cannot be used: {'; '.join(problems[:3])}{more}. "
+        f"the store {folder} cannot be used: {'; '.join(problems[:3])}{omitted}. "
         "Restore the files, or remove the folder and prepare it again"
     )
 
@@ -276,8 +278,8 @@ def _read_manifest(folder: Path) -> Manifest:
         if not isinstance(body, dict):
             raise ValueError("not a JSON object")
         stated = body.pop("digest", None)
-        if stated != (found := _digest(body)):
-            raise ValueError(f"its content has digest {found}, it states {stated}")
+        if stated != (digest := _digest(body)):
+            raise ValueError(f"its content has digest {digest}, it states {stated}")
         manifest = Manifest.model_validate_json(json.dumps(body))
     except ValidationError as error:
         first = error.errors()[0]
@@ -296,13 +298,13 @@ def _read_manifest(folder: Path) -> Manifest:
 def _inconsistent(manifest: Manifest) -> list[str]:
     """Return how the manifest's numbers contradict each other."""
     width = np.dtype(manifest.dtype).itemsize
-    found = [problem for shard in manifest.shards for problem in problems_of(shard, width)]
-    found += [
+    problems = [problem for shard in manifest.shards for problem in problems_of(shard, width)]
+    problems += [
         f"{shard.tokens_file.file} has id {shard.max_id}, vocabulary is {manifest.vocab_size}"
         for shard in manifest.shards
         if shard.max_id >= manifest.vocab_size
     ]
-    found += [
+    problems += [
         f"{shard.tokens_file.file} has a mask without a chat template, or none beside one"
         for shard in manifest.shards
         if (shard.mask_file is None) == bool(manifest.template_files)
@@ -313,39 +315,41 @@ def _inconsistent(manifest: Manifest) -> list[str]:
         "vocab_size": (manifest.vocab_size, manifest.tokenizer.vocab_size),
         "bytes of counts": (manifest.counts.bytes, 8 * manifest.vocab_size),
     }
-    found += [f"{MANIFEST}: {what} {a}, should be {b}" for what, (a, b) in sums.items() if a != b]
-    return found
+    problems += [
+        f"{MANIFEST}: {quantity} {a}, should be {b}" for quantity, (a, b) in sums.items() if a != b
+    ]
+    return problems
 
 
 def _present(folder: Path, record: FileRecord) -> str | None:
-    """Return what is wrong with a file as the folder lists it; None where nothing is."""
+    """Return the problem of a file that is missing or has another size; None if there is none."""
     path = folder / record.file
     if path.is_symlink():
         return f"{record.file} is a symbolic link; a store holds its files itself"
     if not path.is_file():
         return f"{record.file} is missing"
-    size = path.stat().st_size
+    file_bytes = path.stat().st_size
     return (
-        f"{record.file} has {size} bytes, should be {record.bytes}"
-        if size != record.bytes
+        f"{record.file} has {file_bytes} bytes, should be {record.bytes}"
+        if file_bytes != record.bytes
         else None
     )
 
 
 def _damage(folder: Path, record: FileRecord) -> str | None:
     """Hash a file again and narrow a difference down; None where there is none."""
-    found = hash_file(folder / record.file)
-    if found.sha256 == record.sha256:
+    current = hash_file(folder / record.file)
+    if current.sha256 == record.sha256:
         return None
-    pairs = enumerate(zip(found.blocks, record.blocks, strict=False))
-    bad = [number for number, (here, there) in pairs if here != there]
+    pairs = enumerate(zip(current.blocks, record.blocks, strict=False))
+    bad = [number for number, (crc, recorded_crc) in pairs if crc != recorded_crc]
     if not bad:
-        return f"{record.file} is damaged: SHA-256 {found.sha256}, should be {record.sha256}"
+        return f"{record.file} is damaged: SHA-256 {current.sha256}, should be {record.sha256}"
     ranges = ", ".join(
         f"{n * BLOCK_BYTES}-{min((n + 1) * BLOCK_BYTES, record.bytes) - 1}" for n in bad[:4]
     )
-    more = f" and {len(bad) - 4} more blocks" if len(bad) > 4 else ""
-    return f"{record.file} is damaged within bytes {ranges}{more}: its SHA-256 differs"
+    omitted = f" and {len(bad) - 4} more blocks" if len(bad) > 4 else ""
+    return f"{record.file} is damaged within bytes {ranges}{omitted}: its SHA-256 differs"
 
 
 def _open_shard(folder: Path, manifest: Manifest, record: ShardRecord) -> Shard:
@@ -355,10 +359,10 @@ def _open_shard(folder: Path, manifest: Manifest, record: ShardRecord) -> Shard:
     ends = map_array(folder / record.index_file.file, "<i8", record.documents)
     file, mask = record.tokens_file, None
     if record.mask_file is not None:
-        of = folder / record.mask_file.file
-        bytes_of = map_array(of, "u1", record.tokens)
-        blocks = Blocks(of, bytes_of, record.mask_file.blocks, record.mask_file.sha256)
-        mask = Mask(bytes_of, blocks)
+        mask_path = folder / record.mask_file.file
+        mask_bytes = map_array(mask_path, "u1", record.tokens)
+        blocks = Blocks(mask_path, mask_bytes, record.mask_file.blocks, record.mask_file.sha256)
+        mask = Mask(mask_bytes, blocks)
     return Shard(path, tokens, ends, Blocks(path, tokens, file.blocks, file.sha256), mask)
 
 
@@ -392,6 +396,8 @@ def _ids(shard: Shard, vocab_size: int) -> list[str]:
         outside = shard.tokens[start : start + CHUNK_TOKENS] >= vocab_size
         if outside.any():
             token = start + int(np.argmax(outside))
-            found = int(shard.tokens[token])
-            return [f"id {found} at token {token} of {shard.path.name}, vocabulary is {vocab_size}"]
+            token_id = int(shard.tokens[token])
+            return [
+                f"id {token_id} at token {token} of {shard.path.name}, vocabulary is {vocab_size}"
+            ]
     return []

@@ -70,18 +70,18 @@ class Documents:
             opened = self._opened(place.state)
             texts = self._texts(opened, place.row)
             while True:
-                kept: list[str] = []
+                block: list[str] = []
                 row = place.row
                 for row, text in texts:
                     if not (self.held_every and row % self.held_every == 0) and text.strip():
-                        kept.append(text)
-                        if len(kept) == self.block:
+                        block.append(text)
+                        if len(block) == self.block:
                             break
-                if not kept:
+                if not block:
                     break
-                yield self._sealed(place, kept, begin), self._shuffled(place, kept)
-                place = Place(place.document + len(kept), place.epoch, row + 1, _state_of(opened))
-                if len(kept) < self.block:
+                yield self._sealed(place, block, begin), self._shuffled(place, block)
+                place = Place(place.document + len(block), place.epoch, row + 1, _state_of(opened))
+                if len(block) < self.block:
                     break
             if place.row == 0:
                 raise DataError(f"hf:{self.source.name} has no document to train on")
@@ -102,8 +102,8 @@ class Documents:
             except StopIteration:
                 return
             except Exception as error:  # network, files: the library raises all kinds
-                told = f"hf:{self.source.name}, row {number}: {error!s:.300}"
-                raise DataError(told) from error
+                problem = f"hf:{self.source.name}, row {number}: {error!s:.300}"
+                raise DataError(problem) from error
             yield number, self.source.document(number, row)
 
     def _sealed(self, place: Place, texts: list[str], begin: Place) -> Place:

@@ -99,7 +99,7 @@ class StreamedDataset:
         ]
 
     def truncation(self, seq_len: int) -> dict[str, int]:
-        """Return how many conversations were `read` of the beginning, and were `cut`; `tokens_cut`.
+        """Return how many of the first conversations were `read` and `cut`, and `tokens_cut`.
 
         Nothing where documents are not conversations.
         """
@@ -108,18 +108,18 @@ class StreamedDataset:
         return self._truncated(next(self.documents.blocks(Place()))[1], seq_len)
 
     def _truncated(self, texts: list[str], seq_len: int) -> dict[str, int]:
-        some = texts[:HELD_AT_ONCE]
-        over = np.maximum(np.asarray(self.encoder.encode(some).lengths) - (seq_len + 1), 0)
+        sample = texts[:HELD_AT_ONCE]
+        over = np.maximum(np.asarray(self.encoder.encode(sample).lengths) - (seq_len + 1), 0)
         cut = int((over > 0).sum())
-        return {"read": len(some), "cut": cut, "tokens_cut": int(over.sum())}
+        return {"read": len(sample), "cut": cut, "tokens_cut": int(over.sum())}
 
     def _read_held(self, tokens: int) -> TokenView:
         parts: list[Encoded] = []
         texts: Iterator[str] = self.documents.held_out()
         while sum(len(part.ids) for part in parts) < tokens and (
-            some := list(islice(texts, HELD_AT_ONCE))
+            batch := list(islice(texts, HELD_AT_ONCE))
         ):
-            parts.append(self.encoder.encode(some))
+            parts.append(self.encoder.encode(batch))
         if not parts:
             raise DataError(f"hf:{self.documents.source.name} holds no document out")
         ids = np.concatenate([part.ids for part in parts]).astype(np.int32)
@@ -140,7 +140,7 @@ def open_stream(spec: DataSpec, vocab_size: int | None = None) -> StreamedDatase
     tokenizer = encoder.tokenizer
     check_vocabulary(tokenizer, vocab_size)
     # One of how many documents is held out; at least every other one is trained on.
-    every = max(2, round(1 / spec.validation)) if spec.validation else 0
+    held_every = max(2, round(1 / spec.validation)) if spec.validation else 0
     names = ["stream", source.name, source.config, source.split, source.text_key]
     identity = {
         "tokenizer": encoder.digest,
@@ -149,7 +149,7 @@ def open_stream(spec: DataSpec, vocab_size: int | None = None) -> StreamedDatase
         "packing": spec.packing,
         "seed": str(spec.seed),
     }
-    documents = Documents(source, every, spec.shuffle_buffer, spec.seed)
+    documents = Documents(source, held_every, spec.shuffle_buffer, spec.seed)
     return StreamedDataset(spec, documents, encoder, tokenizer.vocab_size, identity)
 
 

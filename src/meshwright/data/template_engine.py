@@ -1,4 +1,4 @@
-"""The Jinja engine of chat templates, with limits, and marks of what writes each part of a text.
+"""The Jinja engine of chat templates: its limits, and marks of which message wrote which text.
 
 A template comes with a tokenizer from an untrusted source. It runs in Jinja's immutable sandbox;
 here, its loops are counted and its texts measured, because Jinja itself has no limits for these.
@@ -26,14 +26,14 @@ _MOST_SECONDS: Final = 10.0
 class TemplateMarks(NamedTuple):
     """Characters that a template does not write.
 
-    `begin` and `end` enclose an answer that the template marks; `turn` and `of` enclose the number
-    of a loop, and of the message that the loop is at.
+    `begin` and `end` enclose an answer that the template marks; `turn` and `turn_end` enclose the
+    number of a loop, and of the message that the loop is at.
     """
 
     begin: str
     end: str
     turn: str
-    of: str
+    turn_end: str
 
 
 # Of the Unicode ranges that are nobody's; the second ones are for conversations with the first.
@@ -44,7 +44,7 @@ MARKS: Final = (
 
 
 class Compiled:
-    """A template compiled, with what counts its loops and measures its texts.
+    """A compiled template that counts its loops and measures its texts.
 
     `has_marks`: it encloses answers in `{% generation %}`. `names` are all names and texts in its
     source, among them those of every field that it reads. Raises DataError with `origin` where it
@@ -121,7 +121,7 @@ class Compiled:
 
 
 class _Bounds:
-    """What one rendering has used of its bounds, and the marks that it writes."""
+    """The limits of one rendering, with how much of them is used, and the marks that it writes."""
 
     marks = MARKS[0]
 
@@ -136,14 +136,14 @@ class _Bounds:
         if number is None:
             return ""
         self._begun.add(loop)
-        return f"{self.marks.turn}{loop} {number}{self.marks.of}"
+        return f"{self.marks.turn}{loop} {number}{self.marks.turn_end}"
 
     def loop_end(self, loop: int) -> str:
         """Return the mark after a loop over messages."""
         if loop not in self._begun:
             return ""
         self._begun.remove(loop)
-        return f"{self.marks.turn}{loop}{self.marks.of}"
+        return f"{self.marks.turn}{loop}{self.marks.turn_end}"
 
     def check(self, length: int = 0) -> None:
         if length > _MOST_TEXT:
@@ -166,7 +166,7 @@ class _Bounds:
 
 
 def _with_turns(tree: Any) -> Any:
-    """Have each turn of a loop over messages write a mark first, and each loop one after it."""
+    """Write a mark at each turn of a loop over messages, and one after each loop."""
     from jinja2 import nodes
 
     numbers = count()
@@ -187,7 +187,7 @@ def _with_turns(tree: Any) -> Any:
 
 
 def _measured(tree: Any) -> Any:
-    """Have the sizes of all joined texts checked: each at most doubles what was checked before."""
+    """Check the length of all joined texts: each at most doubles what was checked before."""
     from jinja2 import nodes
 
     class Measure(_visitor()):  # type: ignore[misc]
@@ -239,8 +239,8 @@ def _environment(bounds: _Bounds) -> Any:
             return bounds.measured(super().call_binop(context, operator, left, right))
 
         def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-            own = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-            text = getattr(own, "__self__", None)
+            unwrapped = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+            text = getattr(unwrapped, "__self__", None)
             if isinstance(text, str):
                 bounds.check(_size(function.__name__, text, [*args, *kwargs.values()]))
             return bounds.measured(super().call(context, function, *args, **kwargs))
@@ -248,18 +248,26 @@ def _environment(bounds: _Bounds) -> Any:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    found = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    del found.globals["lipsum"]
-    found.filters = {name: _checked(name, one, bounds) for name, one in found.filters.items()}
-    found.filters |= {"tojson": _to_json, "counted": bounds.counted, "measured": bounds.measured}
+    environment = Bounded(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    del environment.globals["lipsum"]
+    environment.filters = {
+        name: _checked(name, function, bounds) for name, function in environment.filters.items()
+    }
+    environment.filters |= {
+        "tojson": _to_json,
+        "counted": bounds.counted,
+        "measured": bounds.measured,
+    }
     # Of a context: what has none is computed once, when the template is compiled.
-    found.filters["turn"] = pass_context(lambda _, value, loop: bounds.turn(value, loop))
-    found.filters["loop_end"] = pass_context(lambda _, loop: bounds.loop_end(loop))
-    found.globals |= {
+    environment.filters["turn"] = pass_context(lambda _, value, loop: bounds.turn(value, loop))
+    environment.filters["loop_end"] = pass_context(lambda _, loop: bounds.loop_end(loop))
+    environment.globals |= {
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    return found
+    return environment
 
 
 def _to_json(value: Any, indent: Any = None, separators: Any = None, sort_keys: bool = False,
@@ -269,28 +277,31 @@ def _to_json(value: Any, indent: Any = None, separators: Any = None, sort_keys: 
 
 
 def _checked(name: str, function: Any, bounds: _Bounds) -> Any:
-    """Return a filter that looks at its arguments first, and at its result."""
+    """Return a filter that checks the size of its arguments and of its result."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
+        arguments = [*args, *kwargs.values()]
         # The environment or the context may come before the value that is filtered.
-        own = next((at for at, one in enumerate(given) if isinstance(one, str)), len(given))
-        text = given[own] if own < len(given) else ""
-        bounds.check(_size(name, text, [*given[:own], *given[own + 1 :]]))
+        text_index = next(
+            (index for index, argument in enumerate(arguments) if isinstance(argument, str)),
+            len(arguments),
+        )
+        text = arguments[text_index] if text_index < len(arguments) else ""
+        bounds.check(_size(name, text, [*arguments[:text_index], *arguments[text_index + 1 :]]))
         return bounds.measured(function(*args, **kwargs))
 
     return run
 
 
 def _size(name: str, text: str, args: Sequence[Any]) -> int:
-    """Return at least as many characters as a method or a filter of a text makes of it."""
-    texts = [one for one in args if isinstance(one, str)]
+    """Return a bound on how many characters a method or a filter makes of a text."""
+    texts = [arg for arg in args if isinstance(arg, str)]
     if name in ("format", "format_map") and re.search(r"\d{5}|\*", text):
         raise ValueError(f"the width in the format {text!r:.80}")
     if name == "replace" and len(texts) >= 2:
         return len(text) + text.count(texts[0]) * len(texts[1])
-    lists = [one for one in args if isinstance(one, list | tuple)]
-    joined = sum(len(part) + len(text) for one in lists for part in one if isinstance(part, str))
-    widths = [abs(one) for one in args if isinstance(one, int)]
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    joined = sum(len(part) + len(text) for arg in lists for part in arg if isinstance(part, str))
+    widths = [abs(arg) for arg in args if isinstance(arg, int)]
     return max([joined if name == "join" else 0, *widths])

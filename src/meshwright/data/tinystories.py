@@ -59,20 +59,20 @@ class TinyStories:
             if not self.path.is_file():
                 self._download()
             elif not self._record_path.is_file():
-                found = hash_file(self.path)
-                self._record({"url": None, "size": found.size, "sha256": found.sha256})
+                file_hash = hash_file(self.path)
+                self._record({"url": None, "size": file_hash.size, "sha256": file_hash.sha256})
             record = self._recorded()
-        size = self.path.stat().st_size
-        if size != record["size"]:
-            raise self._damaged(f"{size} bytes, recorded {record['size']}")
+        file_bytes = self.path.stat().st_size
+        if file_bytes != record["size"]:
+            raise self._damaged(f"{file_bytes} bytes, recorded {record['size']}")
         return {"kind": "tinystories", "part": self.part, **record}
 
     def parts(self) -> list[SourcePart]:
         """Return byte ranges of the file, after its hash has been checked."""
         record = self.fingerprint()
-        found = hash_file(self.path).sha256
-        if found != record["sha256"]:
-            raise self._damaged(f"SHA-256 {found}, recorded {record['sha256']}")
+        sha256 = hash_file(self.path).sha256
+        if sha256 != record["sha256"]:
+            raise self._damaged(f"SHA-256 {sha256}, recorded {record['sha256']}")
         return self._files.parts()
 
     def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
@@ -95,8 +95,8 @@ class TinyStories:
     def _record(self, record: dict[str, Any]) -> None:
         write_atomic(self._record_path, json.dumps(record, indent=1).encode())
 
-    def _damaged(self, what: str) -> DataError:
-        return DataError(f"{self.path} has {what}; remove it and its .json to download it again")
+    def _damaged(self, problem: str) -> DataError:
+        return DataError(f"{self.path} has {problem}; remove it and its .json to download it again")
 
     def _download(self) -> None:
         url = f"{self.base}/{self.path.name}"
@@ -119,14 +119,14 @@ class TinyStories:
                 if self.progress:
                     self.progress(out.hash.size, size)
             if out.hash.size != size:
-                got = f"{format_bytes(out.hash.size)} ({out.hash.size} bytes)"
-                raise ValueError(f"got {got}, the server states {size} bytes")
+                received = f"{format_bytes(out.hash.size)} ({out.hash.size} bytes)"
+                raise ValueError(f"got {received}, the server states {size} bytes")
             if out.hash.sha256 != sha256:
                 raise ValueError(f"got SHA-256 {out.hash.sha256}, the server states {sha256}")
 
 
 class _StayHere(urllib.request.HTTPRedirectHandler):
-    """The hub states size and hash on its own answer, not where that redirects to."""
+    """Follows no redirect: the hub states size and hash in its own answer."""
 
     def redirect_request(
         self,

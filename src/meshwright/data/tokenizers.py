@@ -85,8 +85,8 @@ class Tokenizer(ABC):
         pieces = [list(_pieces(text)) for text in texts]
         encoded = iter(self.encode_batch(list(itertools.chain.from_iterable(pieces))))
         documents = [list(itertools.islice(encoded, len(group))) for group in pieces]
-        more = len(self.bos_ids) + 1
-        lengths = np.array([sum(map(len, ids)) + more for ids in documents], dtype=np.int64)
+        added = len(self.bos_ids) + 1
+        lengths = np.array([sum(map(len, ids)) + added for ids in documents], dtype=np.int64)
         ended = (itertools.chain(self.bos_ids, *ids, (self.eos_id,)) for ids in documents)
         flat = itertools.chain.from_iterable(ended)
         return np.fromiter(flat, dtype=np.int64, count=int(lengths.sum())), lengths
@@ -164,7 +164,9 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         added = sorted(backend.get_added_tokens_decoder().items())
         unknown = getattr(backend.model, "unk_token", None)
-        special = [one.content for _, one in added if one.special and one.content != unknown]
+        special = [
+            token.content for _, token in added if token.special and token.content != unknown
+        ]
         self.eos_token = _find_eos(file, vocabulary, special, eos)
         self.eos_id = vocabulary[self.eos_token]
         self.own_bos_ids, named = _begins(file, backend, vocabulary)
@@ -323,11 +325,11 @@ def _find_eos(
         legal = list(dict.fromkeys([*nearest(asked, likely), *likely]))[:3]
         hint = "" if legal else f"Leave data.eos out, and {_how_to_add(file)}"
         raise DataError(refusal(rule, legal=legal, hint=hint))
-    beside = [
+    stated = [
         _token_in(_config_beside(file.with_name(name)), "eos_token")
         for name in ("tokenizer_config.json", "special_tokens_map.json")
     ]
-    for name in (*beside, *EOS_NAMES):
+    for name in (*stated, *EOS_NAMES):
         if name is not None and name in vocabulary:
             return name
     hint = "Name it with data.eos (data prepare: --eos), "
@@ -350,10 +352,10 @@ def _begins(
 
 
 def _asked_begin(
-    file: Path, own: tuple[int, ...], named: tuple[int, ...], asked: bool | Sequence[int] | None
+    file: Path, default: tuple[int, ...], named: tuple[int, ...], asked: bool | Sequence[int] | None
 ) -> tuple[int, ...]:
-    if asked is None or (asked is True and own):
-        return own
+    if asked is None or (asked is True and default):
+        return default
     if asked is True and not named:
         where = f"{file} does not say which token begins a text"
         raise DataError(f"{where}: add bos_token to its tokenizer_config.json, or data.bos = false")
@@ -363,13 +365,13 @@ def _asked_begin(
 
 
 def _likely_ends(tokens: Iterable[str]) -> list[str]:
-    """Return those of some tokens that by their names end a document, most likely first."""
+    """Return the tokens whose names suggest the end of a document, most likely first."""
     names = {token: re.sub("[^a-z/]", "", token.lower()) for token in tokens}
     return [token for end in _ENDS for token, name in names.items() if re.fullmatch(end, name)]
 
 
 def _how_to_add(file: Path) -> str:
-    """Return the words and the command that add a token which ends documents to a file."""
+    """Return the advice and the command that add an end-of-document token to a file."""
     add = f"t.add_special_tokens(['{EOS_NAMES[0]}'])"
     code = f"t = Tokenizer.from_file('{file}'); {add}; t.save('{file}')"
     return (

@@ -124,14 +124,14 @@ class TokenView:
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Return which tokens at positions `start` to `stop` are trained, bool [stop - start]."""
-        at = np.array([start], dtype=np.int64)
-        found: NDArray[np.bool_] = self._gather(at, stop - start, Shard.read_mask, np.bool_)[0]
-        return found
+        starts = np.array([start], dtype=np.int64)
+        mask: NDArray[np.bool_] = self._gather(starts, stop - start, Shard.read_mask, np.bool_)[0]
+        return mask
 
     def _gather(
         self, starts: NDArray[np.int64], length: int, read: _Read, dtype: type[np.generic]
     ) -> NDArray[Any]:
-        """Return what `read` has of windows of `length` tokens at each start, [n, length]."""
+        """Return windows of `length` tokens at each start, [n, length], as `read` returns them."""
         if len(starts) and (starts.min() < 0 or starts.max() + length > self._length):
             raise IndexError(f"a window leaves the stream of {self._length} tokens")
         out = np.empty((len(starts), length), dtype=dtype)
@@ -141,9 +141,9 @@ class TokenView:
             while filled < length:
                 shard, first, stop = self._ranges[piece].tolist()
                 first += start + filled - int(self._begins[piece])
-                taken = min(length - filled, stop - first)
-                out[row, filled : filled + taken] = read(self._shards[shard], first, first + taken)
-                filled += taken
+                count = min(length - filled, stop - first)
+                out[row, filled : filled + count] = read(self._shards[shard], first, first + count)
+                filled += count
                 piece += 1
         return out
 
@@ -179,16 +179,16 @@ def split(
         raise DataError(f"validation = {share}: must be in [0, 1)")
     lengths = np.concatenate([np.diff(shard.ends, prepend=0) for shard in shards])
     total, count = int(lengths.sum()), len(lengths)
-    held = int(count * share)
+    held_out = int(count * share)
     if share and not divides and count > 1:
-        held = max(1, held)
-    if share and held == 0:
+        held_out = max(1, held_out)
+    if share and held_out == 0:
         cut = total - max(1, round(total * share))
         if cut < 1:
             raise DataError(f"a corpus of {total} tokens cannot be split (validation = {share})")
         return _by_tokens(shards, cut, vocab_size)
     mask = np.zeros(count, dtype=bool)
-    mask[permute(np.arange(held, dtype=np.int64), count, SPLIT_KEY)] = True
+    mask[permute(np.arange(held_out, dtype=np.int64), count, SPLIT_KEY)] = True
     return _by_mask(shards, lengths, ~mask, vocab_size), _by_mask(shards, lengths, mask, vocab_size)
 
 
@@ -214,9 +214,9 @@ def _by_tokens(shards: Sequence[Shard], cut: int, vocab_size: int) -> tuple[Toke
     begins = np.cumsum(sizes) - sizes
     ends = np.concatenate([shard.ends + begin for shard, begin in zip(shards, begins, strict=True)])
     index = np.arange(len(shards), dtype=np.int64)
-    here = np.clip(cut - begins, 0, sizes)
-    head = np.stack([index, np.zeros_like(here), here], axis=1)[here > 0]
-    tail = np.stack([index, here, sizes], axis=1)[here < sizes]
+    head_sizes = np.clip(cut - begins, 0, sizes)
+    head = np.stack([index, np.zeros_like(head_sizes), head_sizes], axis=1)[head_sizes > 0]
+    tail = np.stack([index, head_sizes, sizes], axis=1)[head_sizes < sizes]
     head_ends = np.concatenate([ends[ends < cut], np.array([cut], dtype=np.int64)])
     return (
         TokenView(shards, head, head_ends, vocab_size),

@@ -45,7 +45,9 @@ class WholeSampler(Sampler):
         self._cut = lengths > seq_len + 1
         self._tokens_cut = int((lengths - self._lengths).sum())
         self._left_out = [
-            at for at in np.flatnonzero(self._cut).tolist() if not self._is_trained(at)
+            document
+            for document in np.flatnonzero(self._cut).tolist()
+            if not self._is_trained(document)
         ]
         if self._left_out and not skips:
             raise DataError(
@@ -54,11 +56,11 @@ class WholeSampler(Sampler):
                 f"{len(self._left_out) - 1} others. Raise train.seq_len, or leave them out: "
                 "data.on_error = 'skip'"
             )
-        kept = np.ones(len(lengths), dtype=bool)
-        kept[self._left_out] = False
-        if not kept.any():
+        usable = np.ones(len(lengths), dtype=bool)
+        usable[self._left_out] = False
+        if not usable.any():
             raise DataError(f"the {name} has no conversation")
-        self._rows = best_fit(self._lengths, np.flatnonzero(kept), seq_len + 1)
+        self._rows = best_fit(self._lengths, np.flatnonzero(usable), seq_len + 1)
         self.samples = len(self._rows)
 
     def facts(self) -> dict[str, Any]:
@@ -66,10 +68,10 @@ class WholeSampler(Sampler):
 
         `fill` is the share of a row that is conversations.
         """
-        kept = sum(map(len, self._rows))
+        conversations = sum(map(len, self._rows))
         used = sum(int(self._lengths[row].sum()) for row in self._rows)
         return {
-            "conversations": kept,
+            "conversations": conversations,
             "cut": int(self._cut.sum()) - len(self._left_out),
             "tokens_cut": self._tokens_cut,
             "left_out": len(self._left_out),
@@ -81,8 +83,8 @@ class WholeSampler(Sampler):
         return bool(self.view.read_mask(start + 1, start + self.seq_len + 1).any())
 
     def _read(self, windows: NDArray[np.int64]) -> Rows:
-        found = [self._row(self._rows[window]) for window in windows.tolist()]
-        inputs, targets, segments = (np.stack(parts) for parts in zip(*found, strict=True))
+        rows = [self._row(self._rows[window]) for window in windows.tolist()]
+        inputs, targets, segments = (np.stack(parts) for parts in zip(*rows, strict=True))
         return Rows(inputs, targets, segments)
 
     def _row(self, documents: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
@@ -104,15 +106,15 @@ def filled_row(
     """
     ids = np.zeros(seq_len + 1, dtype=np.int64)
     trained = np.zeros(seq_len + 1, dtype=bool)
-    of = np.full(seq_len + 1, PADDING, dtype=np.int64)
+    segments = np.full(seq_len + 1, PADDING, dtype=np.int64)
     filled = 0
-    for number, (some, mask) in enumerate(documents):
-        part = slice(filled, filled + len(some))
-        ids[part], trained[part], of[part] = some, mask, number
+    for number, (document_ids, mask) in enumerate(documents):
+        part = slice(filled, filled + len(document_ids))
+        ids[part], trained[part], segments[part] = document_ids, mask, number
         trained[filled] = False  # it follows nothing that it could be told from
-        filled += len(some)
+        filled += len(document_ids)
     targets = np.where(trained[1:], ids[1:], IGNORE)
-    return ids[:-1].copy(), targets, of[:-1].copy()
+    return ids[:-1].copy(), targets, segments[:-1].copy()
 
 
 def best_fit(
@@ -124,15 +126,15 @@ def best_fit(
     rows_with: dict[int, list[int]] = {}
     order = documents[np.argsort(-lengths[documents], kind="stable")]
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        at = bisect_left(spaces, length)
-        if at == len(spaces):
+        index = bisect_left(spaces, length)
+        if index == len(spaces):
             row, space = len(rows), capacity
             rows.append([])
         else:
-            space = spaces[at]
+            space = spaces[index]
             row = rows_with[space].pop()
             if not rows_with[space]:
-                spaces.pop(at)
+                spaces.pop(index)
         rows[row].append(document)
         left = space - length
         if left:

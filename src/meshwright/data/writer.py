@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Task:
-    """One shard to write: its number, what goes into it, and how."""
+    """One shard to write: its number, its parts of sources, and the settings."""
 
     number: int
     pieces: tuple[tuple[Source, SourcePart], ...]
@@ -150,25 +150,28 @@ def _some(files: Sequence[Path]) -> str:
     kinds = Counter(file.suffix.lower() or "no suffix" for file in files).most_common(4)
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds)
     names = ", ".join(file.name for file in files[:3])
-    more = ", ..." if len(files) > 3 else ""
+    ellipsis = ", ..." if len(files) > 3 else ""
     verb = "is" if len(files) == 1 else "are"
-    return f"{counted(len(files), 'file')} that {verb} not text ({counts}): {names}{more}"
+    return f"{counted(len(files), 'file')} that {verb} not text ({counts}): {names}{ellipsis}"
 
 
 def _skipped(task: _Task) -> list[str]:
-    """Return what a shard that is written has left out."""
+    """Return the lines on files and rows that a written shard has skipped."""
     with reading(task.record_path):
         return list(parse_json(read_bytes(task.record_path)).get("skipped", ()))
 
 
 def _notes(tasks: Sequence[_Task]) -> list[str]:
-    """Return lines on what of the documents is not read or trained, the commonest first."""
+    """Return a line on each kind of content that is not read or trained, the commonest first."""
     counts: Counter[str] = Counter()
     for task in tasks:
         with reading(task.record_path):
             counts.update(parse_json(read_bytes(task.record_path)).get("notes", {}))
-    most = [f"{line} ({counted(count, 'conversation')})" for line, count in counts.most_common()]
-    return [*most[:MOST_NOTES], *([f"{len(most) - MOST_NOTES} more"] if most[MOST_NOTES:] else [])]
+    lines = [f"{line} ({counted(count, 'conversation')})" for line, count in counts.most_common()]
+    return [
+        *lines[:MOST_NOTES],
+        *([f"{len(lines) - MOST_NOTES} more"] if lines[MOST_NOTES:] else []),
+    ]
 
 
 def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:
@@ -182,7 +185,7 @@ def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:
 
 
 def read_notes(folder: Path) -> list[str]:
-    """Return what of a store's conversations is not read or trained, a line each."""
+    """Return a store's lines on content of conversations that is not read or trained."""
     path = folder / NOTES
     if not path.is_file():
         return []
@@ -195,8 +198,8 @@ def _finished(out: Path, fingerprints: tuple[dict[str, object], ...], digest: st
     same_tokenizer = store.encoder().digest == digest
     if same_tokenizer and _plain(store.manifest.sources) == _plain(fingerprints):
         return store
-    what = "another corpus" if same_tokenizer else "a corpus of another tokenizer"
-    raise DataError(f"{out} already holds {what}; choose another folder or remove it")
+    corpus = "another corpus" if same_tokenizer else "a corpus of another tokenizer"
+    raise DataError(f"{out} already holds {corpus}; choose another folder or remove it")
 
 
 def _plain(value: object) -> str:
@@ -284,15 +287,15 @@ def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> Shar
         if encoder.template is not None:
             mask = files.enter_context(AtomicFile(task.out / task.mask_name))
         for documents, done in _batches(task, skip):
-            found = encoder.encode(documents, skip)
-            if len(found.ids):
-                max_id = max(max_id, _largest(found.ids, tokenizer))
-            tokens.write(found.ids.astype(dtype).tobytes())
-            if mask is not None and found.mask is not None:
-                mask.write(found.mask.astype(np.uint8).tobytes())
-                supervised += int(found.mask.sum())
-            lengths.append(found.lengths)
-            notes.update(found.notes)
+            encoded = encoder.encode(documents, skip)
+            if len(encoded.ids):
+                max_id = max(max_id, _largest(encoded.ids, tokenizer))
+            tokens.write(encoded.ids.astype(dtype).tobytes())
+            if mask is not None and encoded.mask is not None:
+                mask.write(encoded.mask.astype(np.uint8).tobytes())
+                supervised += int(encoded.mask.sum())
+            lengths.append(encoded.lengths)
+            notes.update(encoded.notes)
             report(done)
     ends = np.cumsum(np.concatenate([np.empty(0, dtype=np.int64), *lengths]), dtype="<i8")
     with AtomicFile(task.out / task.index_name) as index:

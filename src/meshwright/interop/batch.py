@@ -11,7 +11,7 @@ _DEGREES = ("layout.dp_replicate", "layout.dp_shard")
 
 
 class Names(NamedTuple):
-    """What a system calls the global batch, the microbatch and the accumulation."""
+    """A system's keys of the global batch, the microbatch and the accumulation."""
 
     total: str
     micro: str
@@ -19,7 +19,7 @@ class Names(NamedTuple):
 
 
 def read_batch(source: ImportSource, names: Names) -> int | None:
-    """Take the batch keys, fill in what follows, and report numbers that contradict each other.
+    """Take the batch keys, derive the missing ones, and report numbers that contradict each other.
 
     The data-parallel degree is that of the base config, else what the number of devices leaves
     after `pp`, `cp` and `tp`; where the user gave none and the file has all three sizes, it is what
@@ -103,8 +103,8 @@ def _data_ranks(
         rule = f"{text} = {ranks} ranks hold one model, but there are {devices} devices"
         source.contradict(present, f"{rule}; nearest: --devices {nearest}", ["train.batch"])
         return 0, ""
-    told = f"{devices} devices" if source.setting.is_fixed else f"{_HERE}, {devices},"
-    return devices // ranks, f"{told} / ({text})"
+    origin = f"{devices} devices" if source.setting.is_fixed else f"{_HERE}, {devices},"
+    return devices // ranks, f"{origin} / ({text})"
 
 
 def _contradiction(
@@ -127,34 +127,34 @@ def _contradiction(
     legal = [product] if exact else [n for n in (lower, upper) if n]
     rule = f"{names.total} = {total} is not {'' if exact else 'a multiple of '}"
     text = f"{rule}{' x '.join(factors)} = {product}"
-    wanted = either(f"{names.total} = {n}" for n in legal)
-    source.contradict(present, f"{text}; nearest: {wanted}", ["train.batch"])
+    nearest = either(f"{names.total} = {n}" for n in legal)
+    source.contradict(present, f"{text}; nearest: {nearest}", ["train.batch"])
 
 
-def _fill(source: ImportSource, micro: int, total: int, ranks: int, why: str) -> None:
-    """Set what the file implies: the microbatch, the batch, and how the data ranks divide."""
+def _fill(source: ImportSource, micro: int, total: int, ranks: int, reason: str) -> None:
+    """Set the implied microbatch, batch, and division of the data-parallel ranks."""
     for key, value in (("layout.microbatch", micro), ("train.batch", total)):
         if source.target(key) is None:
-            source.fill(key, value, why)
-    _spread(source, ranks, why)
+            source.fill(key, value, reason)
+    _spread(source, ranks, reason)
 
 
-def _spread(source: ImportSource, ranks: int | None, why: str) -> None:
+def _spread(source: ImportSource, ranks: int | None, reason: str) -> None:
     """Set how the data-parallel ranks divide: under ZeRO, the states are sharded over all of them.
 
     Degrees that the user gave, or that the file has, stay.
     """
-    given = source.setting.given
+    overridden = source.setting.given
     of_file = [key for entry in source.entries.values() for key in entry.to]
-    if any(key in given or key in of_file for key in _DEGREES):
+    if any(key in overridden or key in of_file for key in _DEGREES):
         return
     shards = int(source.target("layout.zero") or 0) > 0
     base = [source.setting.base.get(key) for key in _DEGREES]
     if ranks is None:
         if not shards or not base[0] or base[1]:
             return
-        ranks, why = int(base[0]), "ZeRO shards over all data-parallel ranks of the config"
+        ranks, reason = int(base[0]), "ZeRO shards over all data-parallel ranks of the config"
     elif ranks == (base[0] or 1) * (base[1] or 1) and base[1]:
         return  # the base config says how they divide
-    source.imply(_DEGREES[0], 1 if shards else ranks, why)
-    source.imply(_DEGREES[1], ranks if shards else 1, why)
+    source.imply(_DEGREES[0], 1 if shards else ranks, reason)
+    source.imply(_DEGREES[1], ranks if shards else 1, reason)

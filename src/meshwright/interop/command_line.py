@@ -25,7 +25,7 @@ _PRODUCT = re.compile(r"\$\(\(([\d\s*+()-]+)\)\)")
 
 
 def read_arguments(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the `--name value ...` of a command line by name, and those that it gives differently.
+    """Return a command line's `--name value ...` by name, and the names with different values.
 
     A flag alone is true, several values are a list. Conditions of a script are not evaluated: where
     that, or a repetition, gives a name two values, the second result says which. Raises
@@ -41,19 +41,19 @@ def read_arguments(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]
     commands = _ASSIGNMENT.sub("", text)
     lines = [line for line in commands.splitlines() if "--" in _resolve(line, variables)]
     try:
-        words = [w for line in lines for w in (*shlex.split(_resolve(line, variables)), ";")]
-        words = [part for word in words for part in _parts(word)]
+        tokens = [w for line in lines for w in (*shlex.split(_resolve(line, variables)), ";")]
+        tokens = [part for word in tokens for part in _parts(word)]
     except ValueError as error:
         raise ConfigError(f"{name} cannot be read as a command line: {error}") from None
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     clashes: dict[str, str] = {}
-    for argument, value in _arguments(words):
-        if argument in found and found[argument] != value:
-            clashes[argument] = f"given as {found[argument]!r} and as {value!r}"
-        found[argument] = value
-    if not found:
+    for argument, value in _arguments(tokens):
+        if argument in arguments and arguments[argument] != value:
+            clashes[argument] = f"given as {arguments[argument]!r} and as {value!r}"
+        arguments[argument] = value
+    if not arguments:
         raise ConfigError(f"{name} has no argument of the form --name value")
-    return found, clashes
+    return arguments, clashes
 
 
 def _resolve(text: str, variables: dict[str, str]) -> str:
@@ -89,22 +89,22 @@ def _parts(word: str) -> list[str]:
     return shlex.split(word) if word.startswith("--") and " " in word else [word]
 
 
-def _arguments(words: list[str]) -> list[tuple[str, Any]]:
+def _arguments(tokens: list[str]) -> list[tuple[str, Any]]:
     """Return each argument with its value: true, one value, or a list."""
-    found: list[tuple[str, list[Any]]] = []
+    arguments: list[tuple[str, list[Any]]] = []
     is_open = False
-    for word in words:
+    for word in tokens:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            found.append((name.replace("_", "-"), [_typed(value)] if equals else []))
+            arguments.append((name.replace("_", "-"), [_typed(value)] if equals else []))
             is_open = True
         elif word.endswith(".py") or word in (";", "&&", "&", "|"):
             is_open = False  # the script that a launcher starts, or the end of the command
         elif is_open:
-            found[-1][1].append(_typed(word))
+            arguments[-1][1].append(_typed(word))
     return [
         (name, True if not values else values[0] if len(values) == 1 else values)
-        for name, values in found
+        for name, values in arguments
     ]
 
 

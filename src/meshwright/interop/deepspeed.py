@@ -84,8 +84,8 @@ def _read_autocast(source: ImportSource) -> None:
     dtype = str(source.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
     to = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     if to is None:
-        why = f"no autocast to {dtype}; train.precision has fp32, bf16, fp16"
-        source.refuse("torch_autocast.enabled", why, settled_by=[_PRECISION])
+        reason = f"no autocast to {dtype}; train.precision has fp32, bf16, fp16"
+        source.refuse("torch_autocast.enabled", reason, settled_by=[_PRECISION])
         return
     note = "all blocks compute in it, with fp32 weights kept by the optimizer"
     source.translate("torch_autocast.enabled", {_PRECISION: to}, note)
@@ -101,10 +101,10 @@ def read_zero(source: ImportSource) -> None:
         f"{_ZERO}.offload_optimizer.device": "optimizer",
         f"{_ZERO}.cpu_offload": "optimizer",
     }
-    asked = {key: source.get(key) for key in devices}
-    wanted = [to for key, to in devices.items() if asked[key] not in (None, False, "none")]
-    best = "params" if "params" in wanted else "optimizer"
-    for key, value in asked.items():
+    settings = {key: source.get(key) for key in devices}
+    targets = [to for key, to in devices.items() if settings[key] not in (None, False, "none")]
+    best = "params" if "params" in targets else "optimizer"
+    for key, value in settings.items():
         if value in (False, "none"):
             source.honour(key, note="off")
         elif value == "nvme":
@@ -152,8 +152,8 @@ def read_sgd(source: ImportSource, decay: str = "optimizer.params.weight_decay")
     """Refuse weight decay that goes through SGD's momentum; ours is of the weights alone."""
     momentum = source.number("optimizer.params.momentum", 0.0)
     if source.get("optimizer.type") == "SGD" and momentum and source.number(decay, 0.0):
-        why = "SGD adds it to gradients, so that momentum keeps it; here it is decoupled"
-        source.refuse(decay, f"{why}. Nearest: 0", settled_by=["optimizer.weight_decay"])
+        reason = "SGD adds it to gradients, so that momentum keeps it; here it is decoupled"
+        source.refuse(decay, f"{reason}. Nearest: 0", settled_by=["optimizer.weight_decay"])
 
 
 def read_scheduler(source: ImportSource) -> None:
@@ -164,8 +164,8 @@ def read_scheduler(source: ImportSource) -> None:
     to = _SCHEDULES.get(str(kind))
     params = "scheduler.params."
     if to is None:
-        why = "optimizer.schedule has cosine, linear, wsd and constant after a linear warm-up"
-        source.refuse("scheduler.type", f"no {kind}: {why}", settled_by=["optimizer.schedule"])
+        reason = "optimizer.schedule has cosine, linear, wsd and constant after a linear warm-up"
+        source.refuse("scheduler.type", f"no {kind}: {reason}", settled_by=["optimizer.schedule"])
         for key in [key for key in source.values if key.startswith(params)]:
             source.miss(key, f"of {kind}")
         return
@@ -196,12 +196,12 @@ def _read_rates(source: ImportSource, params: str, kind: str) -> None:
         source.honour(highest, {"optimizer.lr": lr})
         stated = source.get("optimizer.params.lr")
         if stated is not None and stated != lr:
-            why = f"the scheduler's warmup_max_lr = {lr:g} takes its place, as in DeepSpeed"
-            source.ignore("optimizer.params.lr", why)
+            reason = f"the scheduler's warmup_max_lr = {lr:g} takes its place, as in DeepSpeed"
+            source.ignore("optimizer.params.lr", reason)
     elif kind == "WarmupDecayLR" and source.values.get(highest) is None:
-        why = "DeepSpeed's default of warmup_max_lr"
-        source.imply("optimizer.lr", 0.001, why)
-        source.ignore("optimizer.params.lr", f"{why} = 0.001 takes its place, as in DeepSpeed")
+        reason = "DeepSpeed's default of warmup_max_lr"
+        source.imply("optimizer.lr", 0.001, reason)
+        source.ignore("optimizer.params.lr", f"{reason} = 0.001 takes its place, as in DeepSpeed")
     for key in (first, f"{params}warmup_min_ratio"):
         if source.get(key) in (0, 0.0):
             source.honour(key, note="warm-up from nothing")

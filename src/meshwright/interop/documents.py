@@ -16,6 +16,6 @@ def read_split(source: ImportSource, key: str) -> None:
     if not shares[0] > 0:
         source.contradict([key], f"{text!r} must have a training share above 0")
         return
-    held = round(1 - shares[0] / sum(shares), 6)
+    validation = round(1 - shares[0] / sum(shares), 6)
     note = "of documents, chosen by data.seed; validation and test together"
-    source.translate(key, {"data.validation": held}, note)
+    source.translate(key, {"data.validation": validation}, note)

@@ -75,8 +75,8 @@ def take_family(source: ImportSource, model: ForeignModel) -> Family:
     for field, value in {"family": name, **fields}.items():
         setting = [key for key, feature in _setters(model) if field in _set_by(feature)]
         if not any(key in source.values for key in setting):
-            why = f"the default of {setting[0]}" if setting else f"as {name} can have it"
-            source.fill(f"model.{field}", value, why)
+            reason = f"the default of {setting[0]}" if setting else f"as {name} can have it"
+            source.fill(f"model.{field}", value, reason)
     fields["family"] = name
     for key in dict.fromkeys(key for key, _ in _setters(model)):
         sets = [field for k, feature in _setters(model) if k == key for field in _set_by(feature)]
@@ -158,7 +158,7 @@ def _output_bias(model: ForeignModel) -> bool:
 
 
 def _misfit_layers(family: Family, model: ForeignModel) -> Iterable[str]:
-    """Yield what no model of the family has in its layers: "window", "rotary", "dense"."""
+    """Yield features of layers that no model of the family has: "window", "rotary", "dense"."""
     keys, layers = family.layers, model.layers
     windows = {layer.window for layer in layers}
     has_window = any(window is not None for window in windows)
@@ -189,18 +189,18 @@ def _refuse(source: ImportSource, family: Family, model: ForeignModel, misfit: s
     """Refuse the key that sets a feature which the nearest family does not have."""
     value, is_needed = model.value(misfit), misfit in family.free
     if misfit in _WORDS and (is_needed or misfit not in FEATURES):
-        asked, instead = _WORDS[misfit]
+        feature, instead = _WORDS[misfit]
     elif misfit == "rope_scaling":
-        asked = f"model.rope_scaling of kind {model.scaling}"
+        feature = f"model.rope_scaling of kind {model.scaling}"
         instead = f"has {' and '.join(family.scalings)}"
     else:
-        asked = f"model.{misfit} = {_toml(value)}"
+        feature = f"model.{misfit} = {_toml(value)}"
         instead = f"has {_toml(family.fixed.get(misfit, FEATURES[misfit]))}"
     keys = model.keys.get(misfit, model.keys["norm"])
     key = next((key for key in keys if key in source.values), keys[0])
-    why = f"no family has {asked} with the rest of this model; nearest: {family.name}"
+    reason = f"no family has {feature} with the rest of this model; nearest: {family.name}"
     default = "none" if value is None else value
-    source.refuse(key, f"{why}, which {instead}", default=default, is_final=is_needed)
+    source.refuse(key, f"{reason}, which {instead}", default=default, is_final=is_needed)
 
 
 def _toml(value: Any) -> str:

@@ -71,12 +71,12 @@ def _read_yaml(text: str) -> Any:
 
 def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse a key that a file has twice: the first would be dropped silently."""
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in content:
             raise ConfigError(f"{path} has the key {name} twice; keep one")
-        found[name] = value
-    return found
+        content[name] = value
+    return content
 
 
 def _language(path: Path) -> str:

@@ -64,22 +64,22 @@ def read_gpt_neox(source: ImportSource) -> None:
 
 
 def _read_gas(source: ImportSource, accumulation: int | None) -> None:
-    """Hold `gas` against the accumulation that the other keys mean.
+    """Compare `gas` with the accumulation that the other keys mean.
 
     Releases that knew it have the accumulation in `gas`, too, but read
     `gradient_accumulation_steps` alone: what a file has for `gas` is overwritten.
     """
-    asked = source.whole("gas")
-    if asked is None or accumulation is None:
+    gas = source.whole("gas")
+    if gas is None or accumulation is None:
         return
-    if asked == accumulation:
+    if gas == accumulation:
         source.honour("gas", note=f"{BATCH.accumulation} is as many")
     else:
-        why = (
+        reason = (
             f"GPT-NeoX reads {BATCH.accumulation}, not gas, and accumulates {accumulation}; "
-            f"nearest: gas = {accumulation}, or {BATCH.accumulation} = {asked}"
+            f"nearest: gas = {accumulation}, or {BATCH.accumulation} = {gas}"
         )
-        source.contradict(["gas"], why, ["train.batch"])
+        source.contradict(["gas"], reason, ["train.batch"])
 
 
 def _read_parallel(source: ImportSource) -> None:
@@ -97,8 +97,8 @@ def _read_model(source: ImportSource) -> None:
     norm = str(source.get("norm", "layernorm"))
     activation = str(source.get("activation", "gelu"))
     if norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
-        why = f"no {norm}; nearest: layernorm (model.family = neox) or rmsnorm (llama)"
-        source.refuse("norm", why)
+        reason = f"no {norm}; nearest: layernorm (model.family = neox) or rmsnorm (llama)"
+        source.refuse("norm", reason)
         return
     if activation not in _GATED | _PLAIN:
         source.refuse("activation", f"no {activation}; nearest: {', '.join(_GATED | _PLAIN)}")
@@ -127,12 +127,12 @@ def _read_model(source: ImportSource) -> None:
     if is_grouped and family.grouped:
         source.honour("num_kv_heads", {"model.n_kv_heads": kv_heads})
     if source.get("use_qk_layernorm", False):
-        why = "one norm of all heads, which queries and keys share; nearest: model.qk_norm"
-        source.refuse("use_qk_layernorm", why)
+        reason = "one norm of all heads, which queries and keys share; nearest: model.qk_norm"
+        source.refuse("use_qk_layernorm", reason)
     if source.get("gpt_j_residual", False):
-        why = "attention and MLP have a norm each; nearest: gpt_j_tied = false"
+        reason = "attention and MLP have a norm each; nearest: gpt_j_tied = false"
         if source.get("gpt_j_tied", False):
-            source.refuse("gpt_j_tied", why)
+            source.refuse("gpt_j_tied", reason)
     tied = not source.get("no_weight_tying", False)
     if "no_weight_tying" in source.values:
         source.translate("no_weight_tying", {"model.tie_embeddings": tied})
@@ -144,8 +144,8 @@ def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str,
     """Return the features of experts; those that tokens meet by Sinkhorn's rule are refused."""
     kind = source.get("moe_router_type", "sinkhorn")
     if kind != "topk":
-        why = f"no {kind}; nearest: topk, with train.router_aux_loss"
-        source.refuse("moe_router_type", why, default="sinkhorn")
+        reason = f"no {kind}; nearest: topk, with train.router_aux_loss"
+        source.refuse("moe_router_type", reason, default="sinkhorn")
     if source.number("moe_jitter_eps", 0.0):
         source.refuse("moe_jitter_eps", "no noise at the router; nearest: 0")
     top_k = source.whole("moe_top_k") or 1
@@ -158,10 +158,10 @@ def _layers(source: ImportSource, experts: int) -> list[StoredLayer]:
     width = source.get("sliding_window_width")
     # The kernel's window counts the tokens before a query, ours counts its own, too.
     window = None if width is None else (source.whole("sliding_window_width") or 0) + 1
-    every = source.whole("moe_expert_interval") or 1
+    interval = source.whole("moe_expert_interval") or 1
     return [
-        StoredLayer(window, dense=experts > 0 and at % every != 0)
-        for at in range(min(source.whole("num_layers") or 1, MOST_LAYERS))
+        StoredLayer(window, dense=experts > 0 and layer % interval != 0)
+        for layer in range(min(source.whole("num_layers") or 1, MOST_LAYERS))
     ]
 
 
@@ -181,12 +181,12 @@ def _read_activation(source: ImportSource, activation: str) -> None:
 
 
 def _read_norm(source: ImportSource, is_rms: bool) -> None:
-    mine, other = ("rms_norm_epsilon", "layernorm_epsilon")[:: 1 if is_rms else -1]
-    source.ignore(other, "of the other norm")
-    if source.get(mine) is not None:
-        source.honour(mine, {"model.norm_eps": source.number(mine, 1e-5)})
+    eps_key, unused_key = ("rms_norm_epsilon", "layernorm_epsilon")[:: 1 if is_rms else -1]
+    source.ignore(unused_key, "of the other norm")
+    if source.get(eps_key) is not None:
+        source.honour(eps_key, {"model.norm_eps": source.number(eps_key, 1e-5)})
     else:
-        source.fill("model.norm_eps", 1e-8 if is_rms else 1e-5, f"GPT-NeoX's default of {mine}")
+        source.fill("model.norm_eps", 1e-8 if is_rms else 1e-5, f"GPT-NeoX's default of {eps_key}")
     if is_rms:
         source.honour("use_bias_in_norms", note="RMSNorm has no bias")
     elif source.get("use_bias_in_norms", True) is False:
@@ -203,12 +203,12 @@ def _read_ffn(source: ImportSource, is_gated: bool) -> int | None:
     if width is None and source.get("expansion_factor") is not None:
         key, width = "expansion_factor", int(source.number("expansion_factor", 4.0) * dim)
     multiple = source.whole("mlp_multiple_of") or 1
-    asked = width or 4 * dim
-    inner = int(asked * 2 / 3) // 2 if is_gated else asked
+    whole_width = width or 4 * dim
+    inner = int(whole_width * 2 / 3) // 2 if is_gated else whole_width
     inner = round_up(inner, multiple)
-    of = f"{asked} x 2/3 / 2" if is_gated else f"{asked}"
-    note = f"{of} in multiples of {multiple}"
-    if key in source.values and inner == asked:
+    formula = f"{whole_width} x 2/3 / 2" if is_gated else f"{whole_width}"
+    note = f"{formula} in multiples of {multiple}"
+    if key in source.values and inner == whole_width:
         source.honour(key, {"model.ffn_dim": inner})
     elif key in source.values:
         source.translate(key, {"model.ffn_dim": inner}, note)
@@ -224,14 +224,14 @@ def _read_attention(source: ImportSource) -> None:
     if rotary == "rotary":
         source.honour(key, note="as both families do")
     else:
-        why = f"no {rotary} positions; nearest: rotary"
-        source.refuse(key, why, default="learned")
+        reason = f"no {rotary} positions; nearest: rotary"
+        source.refuse(key, reason, default="learned")
     kinds = _attention_kinds(source.get("attention_config", []))
     if kinds <= {"global", "flash"}:
         source.honour("attention_config", note="dense and causal; the kernel is torch's choice")
     else:
-        others = ", ".join(sorted(kinds - {"global", "flash"}))
-        source.refuse("attention_config", f"no {others} layers; nearest: global, flash")
+        unsupported = ", ".join(sorted(kinds - {"global", "flash"}))
+        source.refuse("attention_config", f"no {unsupported} layers; nearest: global, flash")
 
 
 def _attention_kinds(config: Any) -> set[str]:
@@ -253,29 +253,31 @@ def _read_precision(source: ImportSource) -> None:
     if stated in names:
         clash = [
             key
-            for key, other in (("fp16.enabled", "bf16"), ("bf16.enabled", "fp16"))
-            if source.get(key) is True and names[stated] in (other, "fp32")
+            for key, dtype in (("fp16.enabled", "bf16"), ("bf16.enabled", "fp16"))
+            if source.get(key) is True and names[stated] in (dtype, "fp32")
         ]
         if clash:
-            why = f"precision = {stated}, but {clash[0]} is true; keep one"
-            source.contradict(["precision", *clash], why, ["train.precision"])
+            reason = f"precision = {stated}, but {clash[0]} is true; keep one"
+            source.contradict(["precision", *clash], reason, ["train.precision"])
         source.translate("precision", {"train.precision": names[stated]})
     elif stated is not None:
-        why = f"no {stated}; nearest: {', '.join(names)}"
-        source.refuse("precision", why, settled_by=["train.precision"])
+        reason = f"no {stated}; nearest: {', '.join(names)}"
+        source.refuse("precision", reason, settled_by=["train.precision"])
     read_precision(source)
 
 
 def _read_schedule(source: ImportSource) -> None:
-    why = "DeepSpeed's schedule in place of GPT-NeoX's own; nearest: lr_decay_style, warmup, min_lr"
-    source.refuse("scheduler.type", why, settled_by=["optimizer.schedule"])
+    reason = (
+        "DeepSpeed's schedule in place of GPT-NeoX's own; nearest: lr_decay_style, warmup, min_lr"
+    )
+    source.refuse("scheduler.type", reason, settled_by=["optimizer.schedule"])
     for key in [key for key in source.values if key.startswith("scheduler.params.")]:
         source.refuse(key, "of scheduler.type", settled_by=["optimizer.schedule"])
     style = source.get("lr_decay_style", "linear")
     ours = {"cosine": "cosine", "linear": "linear", "constant": "constant"}.get(str(style))
     if ours is None:
-        why = f"no {style} decay; nearest: cosine, linear, constant"
-        source.refuse("lr_decay_style", why, settled_by=["optimizer.schedule"])
+        reason = f"no {style} decay; nearest: cosine, linear, constant"
+        source.refuse("lr_decay_style", reason, settled_by=["optimizer.schedule"])
     elif "lr_decay_style" in source.values:
         but = "falls straight to min_lr; there to 0, cut off at min_lr" if ours == "linear" else ""
         take = source.translate if but else source.honour
@@ -297,8 +299,10 @@ def _read_schedule(source: ImportSource) -> None:
         if decay == steps or ours == "constant":
             source.honour(key, note="the schedule ends where training does")
         elif decay < steps and ours == "cosine":
-            why = f"GPT-NeoX's cosine rises again after {decay} of {steps} steps; nearest: {steps}"
-            source.refuse(key, why, settled_by=["optimizer.schedule_steps"])
+            reason = (
+                f"GPT-NeoX's cosine rises again after {decay} of {steps} steps; nearest: {steps}"
+            )
+            source.refuse(key, reason, settled_by=["optimizer.schedule_steps"])
         else:
             source.translate(key, {"optimizer.schedule_steps": decay})
     total = decay or steps
@@ -349,8 +353,8 @@ def _read_data(source: ImportSource) -> None:
                 "vocab_file", "no such file here: give data.tokenizer", settled_by=settles
             )
     else:
-        why = f"no {kind}; nearest: gpt2, or a tokenizer.json as data.tokenizer"
-        source.refuse("tokenizer_type", why, settled_by=settles)
+        reason = f"no {kind}; nearest: gpt2, or a tokenizer.json as data.tokenizer"
+        source.refuse("tokenizer_type", reason, settled_by=settles)
         source.miss("vocab_file", f"of {kind}")
     _read_vocabulary(source)
 
@@ -376,8 +380,8 @@ def _read_vocabulary(source: ImportSource) -> None:
     if size is None and name is not None and Path(str(name)).is_file():
         size = tokenizer_json_size(Path(str(name)))
     if size is None:
-        why = "the vocabulary is the tokenizer's in multiples of 64; nearest: model.vocab_size"
-        source.miss(key, why)
+        reason = "the vocabulary is the tokenizer's in multiples of 64; nearest: model.vocab_size"
+        source.miss(key, reason)
         return
     multiple = (source.whole(key) or 128) * (source.whole("model_parallel_size") or 1)
     padded = round_up(size, multiple)

@@ -34,7 +34,7 @@ _TARGETS = {
     "rope_local_base_freq": "layer_pattern",
     "no_rope_layers": "layer_pattern",
     "no_rope_layer_interval": "layer_pattern",
-    **{key.theirs: key.ours for family in FAMILIES.values() for key in family.keys},
+    **{key.hf_key: key.ours for family in FAMILIES.values() for key in family.keys},
 }
 # Tables of rotary settings, and where each of their keys lands. A table inside one is of a kind of
 # layer, of which those with a window have their settings in the pattern.
@@ -83,14 +83,16 @@ def _take_rotary(source: ImportSource, key: str, fields: dict[str, Any]) -> None
         if fields.get("rope_scaling") is None:
             source.honour(key, {"model.rope_scaling": None})
         return
-    found = ["rope_scaling"]
+    stated = ["rope_scaling"]
     tables = {FULL: table, **table}  # what is not in the table of a kind is of all layers
-    for kind, own in tables.items():
-        if kind == SLIDING and isinstance(own, dict):
-            found.append("layer_pattern")
-        elif isinstance(own, dict):
-            found += [field for name, field in _IN_ROTARY.items() if own.get(name) is not None]
-    source.translate(key, {f"model.{field}": fields[field] for field in found if field in fields})
+    for kind, settings in tables.items():
+        if kind == SLIDING and isinstance(settings, dict):
+            stated.append("layer_pattern")
+        elif isinstance(settings, dict):
+            stated += [
+                field for name, field in _IN_ROTARY.items() if settings.get(name) is not None
+            ]
+    source.translate(key, {f"model.{field}": fields[field] for field in stated if field in fields})
 
 
 def _fields(source: ImportSource, config: dict[str, Any]) -> dict[str, Any]:

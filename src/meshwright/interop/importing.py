@@ -38,7 +38,7 @@ _EXTRA = "deepspeed_extra_args."
 
 
 class Imported(NamedTuple):
-    """The report, and what the config states: the base, then the files, then the overrides."""
+    """The report, and the config's values: of the base, the files and the overrides, in order."""
 
     report: Report
     given: dict[str, Values]
@@ -62,8 +62,8 @@ def import_files(
     unsupported keys that may be left out ("all": every one). Raises `ConfigError` for files that
     cannot be read; what cannot be had is in the report.
     """
-    words = list(overrides)
-    stated, over = read_given(base), read_given(None, words)
+    assignments = list(overrides)
+    stated, over = read_given(base), read_given(None, assignments)
     known = system or guess_system(paths[0])
     if known != "gpt-neox" and len(paths) > 1:
         raise ConfigError(f"{known} has one config file, but there are {len(paths)}")
@@ -78,48 +78,52 @@ def import_files(
     for key, how in clashes.items():
         row = source.tables[0].find(key)
         source.contradict([key], f"{how}; keep one", [row.to] if row and row.to else [])
-    found = _ordered(source)
-    refused = [entry for entry in found if entry.refuses(accepted, setting.given)]
-    entries = tuple(one if one in refused else _overridden(one, _by_name(over)) for one in found)
+    ordered = _ordered(source)
+    refused = [entry for entry in ordered if entry.refuses(accepted, setting.given)]
+    entries = tuple(
+        entry if entry in refused else _overridden(entry, _by_name(over)) for entry in ordered
+    )
     files = tuple(path.name for path in paths)
     report = Report(known, files, entries, tuple(source.filled), tuple(refused))
-    given = _compose(report, stated, over)
-    return Imported(replace(report, filled=tuple(_in_effect(report, given))), given)
+    config_values = _compose(report, stated, over)
+    return Imported(replace(report, filled=tuple(_in_effect(report, config_values))), config_values)
 
 
 def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
-    """Return an entry as the overrides leave it: what was given takes the place of its own."""
+    """Return an entry with the values that overrides have replaced."""
     settles = (*entry.to, *entry.settled_by)
-    given = {key: over[key] for key in settles if key in over and over[key] != entry.to.get(key)}
-    if not given:
+    overrides = {
+        key: over[key] for key in settles if key in over and over[key] != entry.to.get(key)
+    }
+    if not overrides:
         return entry
-    told = f"given: {', '.join(f'{key} = {toml_value(value)}' for key, value in given.items())}"
-    rest = {key: value for key, value in entry.to.items() if key not in given}
-    if rest:
-        return replace(entry, to=rest, note="; ".join(filter(None, (told, entry.note))))
-    return replace(entry, verdict="ignored", to={}, note=told)
+    note = f"given: {', '.join(f'{key} = {toml_value(value)}' for key, value in overrides.items())}"
+    remaining = {key: value for key, value in entry.to.items() if key not in overrides}
+    if remaining:
+        return replace(entry, to=remaining, note="; ".join(filter(None, (note, entry.note))))
+    return replace(entry, verdict="ignored", to={}, note=note)
 
 
-def _in_effect(report: Report, given: Mapping[str, Values]) -> Iterator[Filled]:
-    """Yield what follows from what the files leave out, where nothing else has set it."""
+def _in_effect(report: Report, config_values: Mapping[str, Values]) -> Iterator[Filled]:
+    """Yield the filled keys that are in effect: those that nothing else has set."""
     for filled in report.filled:
         section, _, key = filled.key.partition(".")
-        if given[section][key].origin == _origin(filled):
+        if config_values[section][key].origin == _origin(filled):
             yield filled
 
 
 def _origin(filled: Filled) -> str:
-    return f"import: {filled.why}"
+    return f"import: {filled.reason}"
 
 
 def _ordered(source: ImportSource) -> tuple[Any, ...]:
-    """Return the entries in the order of the files; what they leave out comes last."""
+    """Return the entries in the order of the files; defaults that they leave out come last."""
     of_file = [source.entries[key] for key in source.values]
     return (*of_file, *(entry for entry in source.entries.values() if entry.is_default))
 
 
 def _read_all(paths: Sequence[Path], system: System) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of all files, and what the files or arguments give in two ways."""
+    """Return the keys of all files, and how those differ that are given twice."""
     if system == "megatron":
         return read_arguments(read_text(paths[0]), str(paths[0]))
     return merge({path.name: _read(path, system) for path in paths})
@@ -133,10 +137,10 @@ def _read(path: Path, system: System) -> dict[str, Any]:
     return {key.removeprefix(_EXTRA): value for key, value in flat.items()}
 
 
-def _by_name(given: Mapping[str, Values]) -> dict[str, Any]:
+def _by_name(sections: Mapping[str, Values]) -> dict[str, Any]:
     return {
         f"{section}.{key}": value.value
-        for section, values in given.items()
+        for section, values in sections.items()
         for key, value in values.items()
     }
 
@@ -144,37 +148,37 @@ def _by_name(given: Mapping[str, Values]) -> dict[str, Any]:
 def _compose(
     report: Report, stated: Mapping[str, Values], over: Mapping[str, Values]
 ) -> dict[str, Values]:
-    """Return what the config states, lowest precedence first."""
-    given: dict[str, Values] = {name: {} for name in SECTIONS}
+    """Return the config's values, set in order of precedence, the lowest first."""
+    config_values: dict[str, Values] = {name: {} for name in SECTIONS}
 
     def put(name: str, value: Any, origin: str) -> None:
         section, _, key = name.partition(".")
-        given[section][key] = Value(value, origin)
+        config_values[section][key] = Value(value, origin)
 
     for section, values in stated.items():
-        given[section].update(values)
+        config_values[section].update(values)
     if report.system == "hf":  # the model is the file's as a whole
-        given["model"] = {}
+        config_values["model"] = {}
     for filled in report.filled:
         section, _, key = filled.key.partition(".")
-        if key not in given[section] or not filled.is_default:
+        if key not in config_values[section] or not filled.is_default:
             put(filled.key, filled.value, _origin(filled))
     where = " + ".join(report.files)
     for entry in report.entries:
         for name, value in entry.to.items():
             put(name, value, f"{where}: {entry.key}")
     for section, values in over.items():
-        given[section].update(values)
-    return given
+        config_values[section].update(values)
+    return config_values
 
 
 def refusal_text(report: Report) -> str:
-    """Return why an import is refused: each key with its value and reason, and what to do."""
+    """Return the text of a refused import: each key with its value and reason, and the remedy."""
     keys = "1 key" if len(report.refused) == 1 else f"{len(report.refused)} keys"
     lines = [f"{keys} of {' + '.join(report.files)} cannot be taken over:"]
     for entry in report.refused:
-        told = " (left out)" if entry.is_default else ""
-        lines.append(f"  {entry.key} = {entry.value!r}{told}: {entry.note}")
+        suffix = " (left out)" if entry.is_default else ""
+        lines.append(f"  {entry.key} = {entry.value!r}{suffix}: {entry.note}")
     refused = [entry for entry in report.refused if entry.verdict == "unsupported"]
     names = [entry.key for entry in refused if not entry.is_final]
     if names and len(names) == len(refused):

@@ -43,14 +43,14 @@ def read_megatron(source: ImportSource) -> None:
 
 def _read_launcher(source: ImportSource) -> None:
     """Take torchrun's number of ranks, where `--devices` does not say it."""
-    nodes, each = source.whole("nnodes"), source.whole("nproc-per-node")
-    if each is None:
+    nodes, per_node = source.whole("nnodes"), source.whole("nproc-per-node")
+    if per_node is None:
         return
     if not source.setting.is_fixed:
-        source.count_devices((nodes or 1) * each)
+        source.count_devices((nodes or 1) * per_node)
     total = source.setting.devices
     note = f"{total} ranks in all"
-    source.translate("nproc-per-node", {"cluster.devices_per_node": each}, note)
+    source.translate("nproc-per-node", {"cluster.devices_per_node": per_node}, note)
     source.translate("nnodes", {"cluster.nodes": nodes or 1}, note)
 
 
@@ -68,15 +68,17 @@ def _read_parallel(source: ImportSource) -> None:
     layers, key = source.whole("num-layers"), "num-virtual-stages-per-pipeline-rank"
     if per is not None and layers is not None:
         key = "num-layers-per-virtual-pipeline-stage"
-        stages, rest = divmod(layers, per * (pp or 1))
-        if rest:
-            why = f"{per} x pipeline-model-parallel-size {pp or 1} does not divide {layers} layers"
-            source.contradict([key], why, ["layout.virtual_stages"])
+        stages, remainder = divmod(layers, per * (pp or 1))
+        if remainder:
+            reason = (
+                f"{per} x pipeline-model-parallel-size {pp or 1} does not divide {layers} layers"
+            )
+            source.contradict([key], reason, ["layout.virtual_stages"])
             return
     if stages is not None:
         schedule = "interleaved_1f1b" if stages > 1 else "1f1b"
-        both = {"layout.virtual_stages": stages, "layout.schedule": schedule}
-        source.translate(key, both)
+        settings = {"layout.virtual_stages": stages, "layout.schedule": schedule}
+        source.translate(key, settings)
 
 
 def _read_precision(source: ImportSource) -> None:
@@ -103,11 +105,11 @@ def _read_fp8(source: ImportSource) -> None:
     recipe = source.get("fp8-recipe", "delayed")
     settled = ["train.fp8"]
     if kind != "hybrid":
-        why = "gradients are e5m2, the rest e4m3; nearest: hybrid"
-        source.refuse("fp8-format", why, settled_by=settled)
+        reason = "gradients are e5m2, the rest e4m3; nearest: hybrid"
+        source.refuse("fp8-format", reason, settled_by=settled)
     if recipe != "tensorwise":
-        why = f"no {recipe} scaling, tensors are scaled at each use; nearest: tensorwise"
-        source.refuse("fp8-recipe", why, settled_by=settled, default="delayed")
+        reason = f"no {recipe} scaling, tensors are scaled at each use; nearest: tensorwise"
+        source.refuse("fp8-recipe", reason, settled_by=settled, default="delayed")
     for key in ("fp8-format", "fp8-recipe", "fp8-param-gather"):
         source.translate(key, {"train.fp8": True})
     for key in ("fp8-margin", "fp8-interval", "fp8-amax-history-len", "fp8-amax-compute-algo"):
@@ -164,9 +166,9 @@ def _read_schedule(source: ImportSource) -> None:
     if source.get("optimizer") == "sgd" and "sgd-momentum" not in source.values:
         source.fill("optimizer.momentum", 0.9, "Megatron's default of sgd-momentum")
     if source.get("lr-decay-style") == "WSD":
-        why = "the last steps fall straight; nearest: linear"
+        reason = "the last steps fall straight; nearest: linear"
         if source.get("lr-wsd-decay-style", "exponential") != "linear":
-            source.refuse("lr-wsd-decay-style", why, default="exponential")
+            source.refuse("lr-wsd-decay-style", reason, default="exponential")
     betas = [source.number("adam-beta1", 0.9), source.number("adam-beta2", 0.999)]
     for name in ("adam-beta1", "adam-beta2"):
         source.translate(name, {"optimizer.betas": betas})
@@ -183,7 +185,7 @@ def _read_recompute(source: ImportSource) -> None:
 
 
 def _read_documents(source: ImportSource) -> None:
-    """Take what keeps the documents of a sample apart: attention and loss together, or neither."""
+    """Take the flags that keep documents of a sample apart: in attention and loss, or neither."""
     keys = ("reset-attention-mask", "eod-mask-loss")
     on = [key for key in keys if source.get(key) is True]
     if len(on) == len(keys):
@@ -191,12 +193,16 @@ def _read_documents(source: ImportSource) -> None:
             source.translate(key, {"data.packing": "documents"})
         source.honour("reset-position-ids", note="only differences of rotary positions matter")
     elif on:
-        (other,) = (key for key in keys if key not in on)
-        why = f"data.packing = documents keeps both attention and targets apart; nearest: {other}"
-        source.refuse(on[0], why, settled_by=["data.packing"])
+        (missing,) = (key for key in keys if key not in on)
+        reason = (
+            f"data.packing = documents keeps both attention and targets apart; nearest: {missing}"
+        )
+        source.refuse(on[0], reason, settled_by=["data.packing"])
     if source.get("reset-position-ids") is True:
-        why = "documents that see each other have positions of one sequence; nearest: "
-        source.refuse("reset-position-ids", why + " and ".join(keys), settled_by=["data.packing"])
+        reason = "documents that see each other have positions of one sequence; nearest: "
+        source.refuse(
+            "reset-position-ids", reason + " and ".join(keys), settled_by=["data.packing"]
+        )
 
 
 def _read_data(source: ImportSource) -> None:
@@ -214,11 +220,11 @@ def _read_data(source: ImportSource) -> None:
         if model is not None and Path(str(model)).exists():
             source.honour("tokenizer-model", {"data.tokenizer": str(model)})
         else:
-            why = "no such folder or tokenizer.json here: give data.tokenizer"
-            source.refuse("tokenizer-model", why, settled_by=settles)
+            reason = "no such folder or tokenizer.json here: give data.tokenizer"
+            source.refuse("tokenizer-model", reason, settled_by=settles)
     elif kind is not None:
-        why = f"no {kind}; nearest: gpt2, or a tokenizer.json as data.tokenizer"
-        source.refuse("tokenizer-type", why, settled_by=settles)
+        reason = f"no {kind}; nearest: gpt2, or a tokenizer.json as data.tokenizer"
+        source.refuse("tokenizer-type", reason, settled_by=settles)
     if source.get("split") is not None:
         read_split(source, "split")
     if source.get("tensorboard-dir") is not None:

@@ -34,8 +34,8 @@ def read_experts(source: ImportSource) -> None:
     _read_balancing(source)
     _read_bias(source, is_sigmoid)
     if is_sigmoid and source.number("moe-z-loss-coeff", 0.0):
-        why = "train.router_z_loss is of a softmax; nearest: 0"
-        source.refuse("moe-z-loss-coeff", why)
+        reason = "train.router_z_loss is of a softmax; nearest: 0"
+        source.refuse("moe-z-loss-coeff", reason)
     _read_capacity(source)
     if source.get(_FORCED) is True:
         note = "tokens meet experts in turn, there at random"
@@ -59,9 +59,9 @@ def _read_balancing(source: ImportSource) -> None:
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             source.contradict([_WEIGHT], f"{weight!r} must be a number", settled)
             return
-        why = _unlike(source, kind) if weight or kind in _OTHER_TYPES else ""
-        if why:
-            source.refuse(_TYPE, why, settled_by=settled, default=kind)
+        reason = _unlike(source, kind) if weight or kind in _OTHER_TYPES else ""
+        if reason:
+            source.refuse(_TYPE, reason, settled_by=settled, default=kind)
             return
         total += weight
     to = {"train.router_aux_loss": total}
@@ -108,8 +108,8 @@ def _read_capacity(source: ImportSource) -> None:
         return
     settled = ["train.expert_capacity"]
     if source.get("moe-token-drop-policy", "probs") != "position":
-        why = "later tokens are dropped, not those of small probability; nearest: position"
-        source.refuse("moe-token-drop-policy", why, settled_by=settled, default="probs")
+        reason = "later tokens are dropped, not those of small probability; nearest: position"
+        source.refuse("moe-token-drop-policy", reason, settled_by=settled, default="probs")
     shared = [
         f"{key} {size}"
         for key in ("micro-batch-size", "tensor-model-parallel-size", "context-parallel-size")
@@ -117,9 +117,12 @@ def _read_capacity(source: ImportSource) -> None:
     ]
     if shared or factor < 1:
         rule = "an expert's share is of a whole sequence, and at least even"
-        of = f" with {', '.join(shared)}" if shared else ""
-        why = f"{rule}, not {factor:g}{of}; nearest: train.expert_capacity = {max(factor, 1):g}"
-        source.refuse(_CAPACITY, why, settled_by=settled)
+        condition = f" with {', '.join(shared)}" if shared else ""
+        reason = (
+            f"{rule}, not {factor:g}{condition}; nearest: "
+            f"train.expert_capacity = {max(factor, 1):g}"
+        )
+        source.refuse(_CAPACITY, reason, settled_by=settled)
     source.honour(_CAPACITY, {"train.expert_capacity": factor})
     source.honour("moe-token-drop-policy", note="the first tokens of a sequence have precedence")
     source.ignore("moe-pad-expert-input-to-capacity", "how tokens travel")

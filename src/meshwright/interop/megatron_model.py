@@ -83,7 +83,7 @@ def read_model(source: ImportSource) -> None:
     scaling = _scaling(source, is_latent)
     model = ForeignModel(
         features,
-        _KEYS | {key: (_LATENT, theirs) for key, (theirs, _) in _LATENT_SIZES.items()}
+        _KEYS | {key: (_LATENT, argument) for key, (argument, _) in _LATENT_SIZES.items()}
         if is_latent
         else _KEYS,
         _layers(source, experts),
@@ -100,8 +100,8 @@ def read_model(source: ImportSource) -> None:
     if not untied:
         source.fill("model.tie_embeddings", True, "Megatron ties the embeddings by default")
     if source.number("attention-dropout", 0.1) != 0:
-        why = "attention drops nothing; nearest: attention-dropout 0, or model.dropout"
-        source.refuse("attention-dropout", why, default=0.1)
+        reason = "attention drops nothing; nearest: attention-dropout 0, or model.dropout"
+        source.refuse("attention-dropout", reason, default=0.1)
 
 
 def _norm(source: ImportSource) -> str:
@@ -117,8 +117,8 @@ def _read_activation(source: ImportSource, is_gated: bool) -> None:
     # The fused kernel, which the default and biases take, has the tanh form of GELU.
     off = ("no-bias-gelu-fusion", "disable-bias-linear")
     is_fused = not any(source.get(key) is True for key in off)
-    why = "Megatron's default: its fused kernel" if is_fused else "Megatron's default unfused"
-    source.fill("model.activation", "gelu_tanh" if is_fused else "gelu", why)
+    reason = "Megatron's default: its fused kernel" if is_fused else "Megatron's default unfused"
+    source.fill("model.activation", "gelu_tanh" if is_fused else "gelu", reason)
     source.honour("no-bias-gelu-fusion", note="GELU without the tanh approximation")
 
 
@@ -128,8 +128,8 @@ def _read_positions(source: ImportSource) -> None:
         for key in ("position-embedding-type", _ROTARY):
             source.honour(key, note="as all families do")
         return
-    why = f"no {kind} positions; nearest: rope"
-    source.refuse("position-embedding-type", why, default="learned_absolute")
+    reason = f"no {kind} positions; nearest: rope"
+    source.refuse("position-embedding-type", reason, default="learned_absolute")
 
 
 def _biases(source: ImportSource, experts: int) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def _heads(source: ImportSource) -> dict[str, Any]:
         source.ignore("num-query-groups", "group-query-attention is not on")
     if heads is not None and not is_grouped:
         source.fill("model.n_kv_heads", heads, "a key/value head per head")
-    for theirs, _ in _LATENT_SIZES.values():
-        source.ignore(theirs, f"of {_LATENT}")
+    for argument, _ in _LATENT_SIZES.values():
+        source.ignore(argument, f"of {_LATENT}")
     source.honour(_LATENT, note="off")
     return {
         "qk_norm": "head" if source.get("qk-layernorm", False) is True else "none",
@@ -173,7 +173,8 @@ def _heads(source: ImportSource) -> dict[str, Any]:
 def _latent(source: ImportSource) -> dict[str, Any]:
     """Take the heads of latent attention, and return its features."""
     sizes = {
-        ours: source.whole(theirs) or default for ours, (theirs, default) in _LATENT_SIZES.items()
+        ours: source.whole(argument) or default
+        for ours, (argument, default) in _LATENT_SIZES.items()
     }
     heads = source.whole("num-attention-heads")
     if heads is not None:
@@ -185,8 +186,8 @@ def _latent(source: ImportSource) -> dict[str, Any]:
     if source.get("qk-layernorm", False) is True:
         source.honour("qk-layernorm", note="norms of the latent vectors, as the family has them")
     else:
-        why = "latent vectors without norms are of no family; nearest: qk-layernorm"
-        source.refuse("qk-layernorm", why, default=False)
+        reason = "latent vectors without norms are of no family; nearest: qk-layernorm"
+        source.refuse("qk-layernorm", reason, default=False)
     return {**sizes, "rope_interleave": True}
 
 
@@ -195,8 +196,8 @@ def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str,
     top_k = source.whole("moe-router-topk") or 2
     scores = str(source.get("moe-router-score-function", "softmax"))
     if scores not in ("softmax", "sigmoid"):
-        why = f"no scores by {scores}; nearest: softmax, sigmoid"
-        source.refuse("moe-router-score-function", why)
+        reason = f"no scores by {scores}; nearest: softmax, sigmoid"
+        source.refuse("moe-router-score-function", reason)
     if scores == "sigmoid":
         # Sigmoids are weighed by their sum either way, unless there is one expert alone.
         source.honour("moe-router-pre-softmax", note="of the softmax")
@@ -208,11 +209,11 @@ def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str,
         source.whole("moe-router-group-topk"),
     )
     if top_groups is not None and top_k // top_groups != 2:
-        why = (
+        reason = (
             f"groups are scored by their best {top_k} // {top_groups} = {top_k // top_groups} "
             f"experts, here by two; nearest: moe-router-group-topk {max(top_k // 2, 1)}"
         )
-        source.refuse("moe-router-group-topk", why)
+        source.refuse("moe-router-group-topk", reason)
     return {
         "experts": experts,
         "top_k": top_k,
@@ -234,12 +235,14 @@ def _layers(source: ImportSource, experts: int) -> list[StoredLayer]:
     has_window = [window is not None] * count
     if window is not None:
         # An N is a layer without the window after N - 1 with it; layers count from 1.
-        by_number = _each(source, "window-attn-skip-freq", count, lambda at, n: (at + 1) % n != 0)
+        by_number = _each(
+            source, "window-attn-skip-freq", count, lambda layer, n: (layer + 1) % n != 0
+        )
         has_window = by_number or has_window
-    skips = _each(source, "no-rope-freq", count, lambda at, n: (at + 1) % n == 0)
+    skips = _each(source, "no-rope-freq", count, lambda layer, n: (layer + 1) % n == 0)
     has_experts = [experts > 0] * count
     if experts:
-        by_number = _each(source, "moe-layer-freq", count, lambda at, n: at % n == 0)
+        by_number = _each(source, "moe-layer-freq", count, lambda layer, n: layer % n == 0)
         has_experts = by_number or has_experts
     rows = zip(has_window, skips or [False] * count, has_experts, strict=True)
     return [
@@ -262,8 +265,8 @@ def _window(source: ImportSource) -> int | None:
         source.contradict([key], f"{value!r} must be two whole numbers, such as 4095,0")
         return None
     if right > 0:
-        why = f"a query sees no later token: nearest {left},0"
-        source.contradict([key], why, ["model.layer_pattern"])
+        reason = f"a query sees no later token: nearest {left},0"
+        source.contradict([key], reason, ["model.layer_pattern"])
     if left < 0:
         source.honour(key, note="-1: all tokens")
         return None
@@ -278,11 +281,11 @@ def _each(
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return [by_number(at, value) for at in range(count)]
+        return [by_number(layer, value) for layer in range(count)]
     flags = value if isinstance(value, list) else _listed(str(value))
     if flags is None or len(flags) != count or not all(flag in (0, 1) for flag in flags):
-        why = f"{value!r} must be a number, or a list of 0 and 1 for {count} layers"
-        source.contradict([key], why)
+        reason = f"{value!r} must be a number, or a list of 0 and 1 for {count} layers"
+        source.contradict([key], reason)
         return None
     return [bool(flag) for flag in flags]
 
@@ -350,8 +353,8 @@ def _yarn(source: ImportSource) -> str | None:
         return None
     if source.get("rope-type", "yarn") != "yarn":
         if scale_all:
-            why = "scores are scaled with the rotation or not at all; nearest: mscale-all-dim 0"
-            source.refuse("mscale-all-dim", why)
+            reason = "scores are scaled with the rotation or not at all; nearest: mscale-all-dim 0"
+            source.refuse("mscale-all-dim", reason)
         for key in (*keys, "rope-type"):
             source.honour(key, note="rope-type = rope scales nothing")
         return None
@@ -359,8 +362,8 @@ def _yarn(source: ImportSource) -> str | None:
     if scale > 0 and scale_all > 0:
         table |= {"mscale": scale, "mscale_all_dim": scale_all}
     elif scale_all or scale != 1:
-        why = "YaRN's lengths are scaled by both or by its own rule; nearest: mscale 1.0"
-        source.refuse("mscale", why, default=scale)
+        reason = "YaRN's lengths are scaled by both or by its own rule; nearest: mscale 1.0"
+        source.refuse("mscale", reason, default=scale)
     source.honour("rope-type", note="YaRN")
     _set_scaling(source, keys, table)
     return "yarn"

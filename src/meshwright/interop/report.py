@@ -18,7 +18,7 @@ VERDICTS: tuple[Verdict, ...] = (
 
 @dataclass(frozen=True)
 class KeyReport:
-    """What becomes of one key.
+    """The verdict on one key of the files.
 
     `to` are the Meshwright keys that it sets, by name. `note` says what differs, why the key does
     not matter, or why it cannot be had and what is nearest. `changes` marks an unsupported key
@@ -58,13 +58,13 @@ class Filled:
 
     key: str
     value: Any
-    why: str
+    reason: str
     is_default: bool = True
 
 
 @dataclass(frozen=True)
 class Report:
-    """Every key of the files once, and what follows from what they leave out."""
+    """Every key of the files once, and the keys that were filled in."""
 
     system: str
     files: tuple[str, ...]
@@ -103,7 +103,7 @@ class Report:
                 }
                 for entry in self.entries
             ],
-            "filled": [{"key": f.key, "value": f.value, "why": f.why} for f in self.filled],
+            "filled": [{"key": f.key, "value": f.value, "why": f.reason} for f in self.filled],
             "counts": {verdict: self.count(verdict) for verdict in VERDICTS},
             "share": round(self.share, 4),
             "is_refused": bool(self.refused),

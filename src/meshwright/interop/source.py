@@ -28,7 +28,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ImportSetting:
-    """What an import knows beside the files.
+    """The base config, the overrides and the devices of an import.
 
     `base` are the values of the base config and the overrides, by `section.key`; `given` those
     that were overridden, which have the last word. `devices` is how many ranks there are;
@@ -81,7 +81,7 @@ class ImportSource:
         return float(value)
 
     def target(self, key: str) -> Any:
-        """Return what a Meshwright key is so far: overridden, imported, of the base, or filled."""
+        """Return a Meshwright key's value so far: overridden, imported, of the base, or filled."""
         if key in self.setting.given:
             return self.setting.base[key]
         for entry in self.entries.values():
@@ -104,14 +104,14 @@ class ImportSource:
         """Take a key that other keys or values say here."""
         self._take(key, "translated", to, note)
 
-    def ignore(self, key: str, why: str) -> None:
+    def ignore(self, key: str, reason: str) -> None:
         """Take a key that does not matter here."""
-        self._take(key, "ignored", None, why)
+        self._take(key, "ignored", None, reason)
 
     def refuse(
         self,
         key: str,
-        why: str,
+        reason: str,
         *,
         settled_by: Sequence[str] = (),
         default: Any = None,
@@ -133,7 +133,7 @@ class ImportSource:
                 value,
                 "unsupported",
                 {},
-                why,
+                reason,
                 True,
                 tuple(settled_by),
                 is_default=is_default,
@@ -141,11 +141,11 @@ class ImportSource:
             ),
         )
 
-    def miss(self, key: str, why: str) -> None:
+    def miss(self, key: str, reason: str) -> None:
         """Take a key that Meshwright lacks, but that does not change what is trained."""
-        self._take(key, "unsupported", None, why)
+        self._take(key, "unsupported", None, reason)
 
-    def contradict(self, keys: Sequence[str], why: str, settled_by: Sequence[str] = ()) -> None:
+    def contradict(self, keys: Sequence[str], reason: str, settled_by: Sequence[str] = ()) -> None:
         """Take keys that contradict each other, whatever was said of them before."""
         present = [key for key in keys if key in self.values] or list(keys)[:1]
         for key in present:
@@ -155,21 +155,21 @@ class ImportSource:
                 value,
                 "contradictory",
                 {},
-                why,
+                reason,
                 settled_by=tuple(settled_by),
                 is_default=key not in self.values,
             )
 
-    def fill(self, key: str, value: Any, why: str) -> None:
+    def fill(self, key: str, value: Any, reason: str) -> None:
         """Set a Meshwright key that follows from the file without being in it."""
-        self.filled.append(Filled(key, value, why))
+        self.filled.append(Filled(key, value, reason))
 
-    def imply(self, key: str, value: Any, why: str) -> None:
+    def imply(self, key: str, value: Any, reason: str) -> None:
         """Set a Meshwright key that follows from the file's own numbers, over the base config."""
-        self.filled.append(Filled(key, value, why, is_default=False))
+        self.filled.append(Filled(key, value, reason, is_default=False))
 
     def take(self, key: str) -> None:
-        """Give one key the verdict of its row now, for rules that need what it sets."""
+        """Give one key the verdict of its row now, for rules that need the value that it sets."""
         if key in self.values and key not in self.entries:
             self._classify(key, self.values[key])
 
@@ -192,18 +192,18 @@ class ImportSource:
             for name in entry.to:
                 setters.setdefault(name, []).append(entry)
         for name, entries in setters.items():
-            if any(not _equal(one.to[name], entries[0].to[name]) for one in entries[1:]):
-                told = ", ".join(f"{one.key} gives {one.to[name]!r}" for one in entries)
-                why = f"{name} cannot be both: {told}; keep one"
-                self.contradict([one.key for one in entries], why, [name])
+            if any(not _equal(entry.to[name], entries[0].to[name]) for entry in entries[1:]):
+                claims = ", ".join(f"{entry.key} gives {entry.to[name]!r}" for entry in entries)
+                reason = f"{name} cannot be both: {claims}; keep one"
+                self.contradict([entry.key for entry in entries], reason, [name])
 
     def _rows(self) -> list[tuple[Table, str, KeyRow]]:
         """Return all rows; where two tables have a key, the first one's."""
-        found: dict[str, tuple[Table, str, KeyRow]] = {}
+        rows: dict[str, tuple[Table, str, KeyRow]] = {}
         for table in self.tables:
             for key, row in table.rows.items():
-                found.setdefault(key, (table, key, row))
-        return list(found.values())
+                rows.setdefault(key, (table, key, row))
+        return list(rows.values())
 
     def _set(self) -> set[str]:
         """Return the Meshwright keys that are set so far."""
@@ -215,11 +215,11 @@ class ImportSource:
         if switch is not None:
             self.ignore(key, f"{switch} is not on")
             return
-        found = [row for table in self.tables if (row := table.find(key)) is not None]
-        if not found:
+        rows = [row for table in self.tables if (row := table.find(key)) is not None]
+        if not rows:
             self._unknown(key, value)
             return
-        row = found[0]
+        row = rows[0]
         is_switch = key.endswith(".enabled")
         if is_switch and not (value is None or value == AUTO or isinstance(value, bool)):
             self.contradict([key], f"{value!r} must be true or false")
@@ -230,7 +230,7 @@ class ImportSource:
         elif value == AUTO and (row.to or row.by_rule):
             self.honour(key, None, self._auto(row))
         elif any(_equal(value, same) for same in row.same):
-            self.honour(key, None, row.why or "as Meshwright does")
+            self.honour(key, None, row.reason or "as Meshwright does")
         elif row.ignored:
             self.ignore(key, row.ignored)
         elif row.to and (row.values is None or _spelled(value) in _lower(row.values)):
@@ -238,16 +238,18 @@ class ImportSource:
         elif row.by_rule and not row.unsupported:
             self.contradict([key], f"{value!r} is not a value of {key}")
         else:
-            why = row.unsupported
+            reason = row.unsupported
             if row.to and row.values is not None:
-                of = ", ".join(dict.fromkeys(str(v) for v in row.values.values()))
-                why = f"{why}; {row.to} has {of}" if why else f"{row.to} has {of}"
+                choices = ", ".join(dict.fromkeys(str(v) for v in row.values.values()))
+                reason = (
+                    f"{reason}; {row.to} has {choices}" if reason else f"{row.to} has {choices}"
+                )
             settled = (row.to,) if row.to else ()
-            entry = KeyReport(key, value, "unsupported", {}, why, row.changes, settled)
+            entry = KeyReport(key, value, "unsupported", {}, reason, row.changes, settled)
             self.entries[key] = entry
 
     def _auto(self, row: KeyRow) -> str:
-        """Return what a value "auto" stands for: the base config's, or the default here."""
+        """Return the note on a value "auto": it is the base config's, or the default here."""
         if not row.to:
             return "as the base config or the default has it"
         base = self.target(row.to)
@@ -267,8 +269,8 @@ class ImportSource:
             new = int(new)
         wrong = _invalid(row.to, new)
         if isinstance(value, str) and "$" in value:
-            why = f"set when the script runs: give {row.to}"
-            self.refuse(key, why, settled_by=[row.to])
+            reason = f"set when the script runs: give {row.to}"
+            self.refuse(key, reason, settled_by=[row.to])
         elif wrong:
             self.contradict([key], wrong, [row.to])
         elif row.but or not _equal(new, value):
@@ -280,8 +282,8 @@ class ImportSource:
         known = [name for table in self.tables for name in table.rows if "*" not in name]
         close = nearest(key, known)
         hint = f"; nearest known: {close[0]}" if close else ""
-        why = f"unknown to {self.tables[0].name} as Meshwright knows it{hint}"
-        self.entries[key] = KeyReport(key, value, "unsupported", {}, why, changes=True)
+        reason = f"unknown to {self.tables[0].name} as Meshwright knows it{hint}"
+        self.entries[key] = KeyReport(key, value, "unsupported", {}, reason, changes=True)
 
     def _off(self, key: str) -> str | None:
         """Return the switch that turns a key's section off, if any."""
@@ -321,9 +323,9 @@ def _invalid(name: str, value: Any) -> str:
     return ""
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Return whether two values are the same; true is not 1 here."""
-    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+    return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
 def _spelled(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 A row says what becomes of a key, in this order:
 
-- `same`: values that ask for what Meshwright does anyway, and `why` it does;
+- `same`: values that ask for what Meshwright does anyway, and the `reason` for it;
 - `ignored`: why the key does not matter here;
 - `to`: the Meshwright key that it sets, through `values` where they have other names; `but` says
   what differs;
@@ -29,7 +29,7 @@ class KeyRow(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     same: tuple[Any, ...] = ()
-    why: str = ""
+    reason: str = ""
     ignored: str = ""
     to: str = ""
     values: dict[str, Any] | None = None

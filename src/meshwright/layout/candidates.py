@@ -21,7 +21,7 @@ def divisors(value: int) -> tuple[int, ...]:
 
 
 def _tensor_sizes(model: ModelSpec) -> int:
-    """Return the greatest common divisor of what tp cuts."""
+    """Return the greatest common divisor of the sizes that tp cuts."""
     widths = (model.ffn_dim, model.expert_width, model.shared_ffn_dim)
     return math.gcd(model.n_heads, model.n_kv_heads, *widths)
 

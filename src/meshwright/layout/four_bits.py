@@ -10,7 +10,7 @@ _WHY = "(lora.base = nf4)"
 
 
 def four_bit_rule(model: ModelSpec, layout: Layout) -> str | None:
-    """Return what keeps the weights of a model in NF4 from a layout, or None.
+    """Return the rule of NF4 weights that a layout breaks, or None.
 
     Blocks lie along the inputs of a layer, which tp cuts for the last layers of attention and MLP.
     """
@@ -25,12 +25,12 @@ def four_bit_rule(model: ModelSpec, layout: Layout) -> str | None:
     if layout.zero == 3:
         return f"layout.zero = 3 cuts frozen weights, which four bits keep whole {_WHY}"
     values = model.n_heads * model.value_dim
-    for name, size in (
+    for name, inputs in (
         ("model.dim", model.dim),
         (f"model.n_heads x model.head_dim / layout.tp = {layout.tp}:", values // layout.tp),
         (f"model.ffn_dim / layout.tp = {layout.tp}:", model.ffn_dim // layout.tp),
     ):
-        if size % NF4_BLOCK:
-            told = f"{name} {size}" if name.endswith(":") else f"{name} = {size}"
-            return f"{told} must be a multiple of {NF4_BLOCK} {_WHY}"
+        if inputs % NF4_BLOCK:
+            term = f"{name} {inputs}" if name.endswith(":") else f"{name} = {inputs}"
+            return f"{term} must be a multiple of {NF4_BLOCK} {_WHY}"
     return None

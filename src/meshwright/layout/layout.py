@@ -47,7 +47,7 @@ class Layout(Spec):
     @field_validator("etp")
     @classmethod
     def _once(cls, etp: int | None, info: ValidationInfo) -> int | None:
-        """One value for one layout: all ranks of tp are the default."""
+        """Store the default, all ranks of tp, as None: one value for one layout."""
         return None if etp == info.data.get("tp") else etp
 
     @property
@@ -141,7 +141,7 @@ class Layout(Spec):
 
         Defaults are left out, except for the microbatch, and the schedule of a pipeline.
         """
-        words = [
+        terms = [
             (f"dp{self.dp_replicate}", self.dp_replicate > 1),
             (f"shard{self.dp_shard}", self.dp_shard > 1),
             (f"zero{self.zero}", self.zero > 0),
@@ -157,7 +157,7 @@ class Layout(Spec):
             (f"recompute-{self.recompute}", self.recompute != "none"),
             (f"offload-{self.offload}", self.offload != "none"),
         ]
-        return " ".join(word for word, is_shown in words if is_shown)
+        return " ".join(word for word, is_shown in terms if is_shown)
 
     @classmethod
     def parse(cls, label: str) -> Layout:
@@ -167,15 +167,15 @@ class Layout(Spec):
         """
         values: dict[str, Any] = {}
         for word in label.split():
-            found = _read_word(word)
-            if not found:
+            fields = _read_word(word)
+            if not fields:
                 legal = nearest(word, _KNOWN_WORDS, 2) or _KNOWN_WORDS[:3]
                 rule = f"unknown word {word} in the layout '{label}'"
                 raise ConfigError(refusal(rule, legal=legal))
-            twice = next((key for key in found if key in values), None)
+            twice = next((key for key in fields if key in values), None)
             if twice is not None:
                 raise ConfigError(f"the layout '{label}' gives layout.{twice} twice")
-            values |= found
+            values |= fields
         return cls(**values)
 
 

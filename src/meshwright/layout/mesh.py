@@ -38,10 +38,10 @@ class Mesh:
         """Return the coordinates of a rank, by axis name; raises `ValueError` outside the mesh."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside a mesh of {self.size} ranks")
-        found = {}
+        by_axis = {}
         for axis, degree in reversed(list(zip(AXES, self.shape, strict=True))):
-            rank, found[axis] = divmod(rank, degree)
-        return {axis: found[axis] for axis in AXES}
+            rank, by_axis[axis] = divmod(rank, degree)
+        return {axis: by_axis[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """Return the rank at some coordinates; a missing axis is at 0."""
@@ -52,11 +52,14 @@ class Mesh:
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only along the given axes, including itself."""
-        here = self.coordinates(rank)
+        own_coordinates = self.coordinates(rank)
         choices = product(*(range(self.degree(axis)) for axis in axes))
-        return tuple(self.rank({**here, **dict(zip(axes, at, strict=True))}) for at in choices)
+        return tuple(
+            self.rank({**own_coordinates, **dict(zip(axes, indices, strict=True))})
+            for indices in choices
+        )
 
     def data_rank(self, rank: int) -> int:
         """Return which share of the global batch a rank reads: its index along both dp axes."""
-        at = self.coordinates(rank)
-        return at["dp_replicate"] * self.degree("dp_shard") + at["dp_shard"]
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.degree("dp_shard") + coordinates["dp_shard"]

@@ -54,54 +54,58 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
     """
     section = config.layout
     left_out = {key for key in (*_DATA_DEGREES, "microbatch") if getattr(section, key) is None}
-    given = Layout(**section.model_dump(exclude={"auto", *left_out}))
+    stated = Layout(**section.model_dump(exclude={"auto", *left_out}))
 
     def settle(train: TrainSpec, layout: Layout, changed: Collection[str]) -> Layout | None:
         free = {key for key in left_out if f"layout.{key}" not in changed}
         return _complete(train, layout, free, machine, config.cluster.nodes)
 
     def fits(layout: Layout) -> bool:
-        whole = settle(config.train, layout, ())
-        return whole is not None and broken(config.model, config.train, whole) is None
+        complete = settle(config.train, layout, ())
+        return complete is not None and broken(config.model, config.train, complete) is None
 
-    layout = settle(config.train, given, ())
+    layout = settle(config.train, stated, ())
     if layout is None:
         raise ConfigError(
             refusal(
-                f"the layout needs a multiple of {given.world} ranks (pp {given.pp} x dp_replicate "
-                f"{given.dp_replicate} x dp_shard {given.dp_shard} x cp {given.cp} "
-                f"x tp {given.tp}), but there are {machine.devices * config.cluster.nodes} "
+                f"the layout needs a multiple of {stated.world} ranks (pp {stated.pp} x "
+                f"dp_replicate {stated.dp_replicate} x dp_shard {stated.dp_shard} x cp {stated.cp} "
+                f"x tp {stated.tp}), but there are {machine.devices * config.cluster.nodes} "
                 f"{machine.device} devices",
-                legal=_smaller(given, fits),
+                legal=_smaller(stated, fits),
             )
         )
     rule = broken(config.model, config.train, layout)
     if rule is not None:
         legal = nearest_legal(config.model, config.train, layout, settle=settle)
         raise ConfigError(refusal(rule, legal=legal))
-    each = layout.dp * layout.microbatch
-    if config.train.batch > each * _MOST_MICROBATCHES:
-        what = f"train.batch = {config.train.batch} is {config.train.batch // each} microbatches"
-        legal = [f"train.batch = {each * _MOST_MICROBATCHES}"]
-        raise ConfigError(refusal(f"{what}; a step has at most {_MOST_MICROBATCHES}", legal=legal))
+    sequences = layout.dp * layout.microbatch
+    if config.train.batch > sequences * _MOST_MICROBATCHES:
+        problem = (
+            f"train.batch = {config.train.batch} is {config.train.batch // sequences} microbatches"
+        )
+        legal = [f"train.batch = {sequences * _MOST_MICROBATCHES}"]
+        raise ConfigError(
+            refusal(f"{problem}; a step has at most {_MOST_MICROBATCHES}", legal=legal)
+        )
     return layout
 
 
 def _smaller(layout: Layout, fits: Callable[[Layout], bool]) -> list[str]:
     """Return the largest smaller degree of each axis with which a layout fits the devices."""
-    found = []
+    legal = []
     for axis in AXES:
         degrees = range(getattr(layout, axis) - 1, 0, -1)
         for degree in (n for n in degrees if fits(layout.model_copy(update={axis: n}))):
-            found.append(f"layout.{axis} = {degree}")
+            legal.append(f"layout.{axis} = {degree}")
             break
-    return found
+    return legal
 
 
 def _complete(
     train: TrainSpec, layout: Layout, left_out: set[str], machine: Machine, nodes: int
 ) -> Layout | None:
-    """Return the layout with what was left out filled in, or None if the devices do not fit it."""
+    """Return the layout with missing keys filled in, or None if the devices do not fit it."""
     bare = layout.model_copy(update=dict.fromkeys(left_out, 1))
     devices = machine.devices * nodes
     if not machine.is_fixed:
@@ -112,8 +116,8 @@ def _complete(
     # Alone on its axis, a rank has no one to split a sequence with.
     changes: dict[str, Any] = {"sp": bare.sp and bare.tp > 1}
     if takes_rest:
-        rest = devices // bare.model_ranks
-        degree = max(d for d in divisors(train.batch) if d <= rest)
+        data_ranks = devices // bare.model_ranks
+        degree = max(d for d in divisors(train.batch) if d <= data_ranks)
         changes["dp_shard" if bare.zero else "dp_replicate"] = degree
     filled = bare.model_copy(update=changes)
     if "microbatch" not in left_out:

@@ -21,7 +21,7 @@ _ASKED = attrgetter("router_aux_loss", "router_z_loss", "router_bias_rate", "exp
 
 
 def router_rule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Return what a config asks of routers that this model's cannot do, or None."""
+    """Return the rule on routers that a config breaks, or None."""
     if not any(_ASKED(train)) and train.routing == "learned" and train.imbalance in (None, 1):
         return None  # soon: the planner asks for thousands of layouts
     for key, scores in ROUTERS.items():

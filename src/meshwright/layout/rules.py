@@ -43,8 +43,8 @@ def broken(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 # A planner asks for thousands of layouts: a rule that is obeyed must cost a fraction of a
 # microsecond, so it compares before it words anything.
-def _divides(name: str, value: int, of_name: str, of: int) -> str:
-    return f"{name} = {value} must divide {of_name} = {of}"
+def _divides(name: str, value: int, dividend_name: str, dividend: int) -> str:
+    return f"{name} = {value} must divide {dividend_name} = {dividend}"
 
 
 def _cut_over_tp(size: str) -> Check:
@@ -105,10 +105,10 @@ def _experts(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         return None
     axes = "dp_shard x cp" if layout.zero else "dp_replicate x cp"
     if layout.folds > 1:
-        of = f"the {axes} x tp ranks of a stage"
-        return _divides("layout.ep", layout.ep, of, layout.alike_ranks * layout.tp)
-    of = f"the {axes} ranks with the same weights"
-    return _divides("layout.ep", layout.ep, of, layout.alike_ranks)
+        ranks = f"the {axes} x tp ranks of a stage"
+        return _divides("layout.ep", layout.ep, ranks, layout.alike_ranks * layout.tp)
+    ranks = f"the {axes} ranks with the same weights"
+    return _divides("layout.ep", layout.ep, ranks, layout.alike_ranks)
 
 
 def _whole_experts(layout: Layout) -> str | None:
@@ -176,7 +176,7 @@ def _ulysses(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Float8 products take dims in sixteens; layers that tp cuts have products of their own."""
+    """Float8 matmuls need dims in multiples of 16, in the shards of layers that tp cuts too."""
     if not train.fp8:
         return None
     if train.precision != "bf16":
@@ -201,7 +201,7 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _async_tp(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """What goes on in pieces are gathers and sums of sequence parallelism."""
+    """Async TP computes in pieces beside the collectives of sequence parallelism, so needs it."""
     if not train.async_tp or (layout.tp > 1 and layout.sp):
         return None
     return "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1"
@@ -249,7 +249,7 @@ RULES = (
 
 
 class _Case(NamedTuple):
-    """What the rules look at."""
+    """A model, its training and a layout, as the rules check them."""
 
     model: ModelSpec
     train: TrainSpec
@@ -283,8 +283,8 @@ class _Repair(NamedTuple):
     @property
     def text(self) -> str:
         """The changes as a user writes them."""
-        first, *others = map(self._word, self.changes)
-        return f"{first} with {' and '.join(others)}" if others else first
+        first, *further = map(self._word, self.changes)
+        return f"{first} with {' and '.join(further)}" if further else first
 
     def _word(self, change: _Change) -> str:
         value = str(change.value).lower() if isinstance(change.value, bool) else change.value
@@ -318,17 +318,17 @@ def nearest_legal(
     if broken(*case) is None:
         return []
     for depth, width in _SEARCHES:
-        found = _best_of_each_kind(_repairs(case, (), depth, width, settle))
-        if found:
+        repairs = _best_of_each_kind(_repairs(case, (), depth, width, settle))
+        if repairs:
             break
-    taken: Counter[tuple[bool, tuple[str, ...]]] = Counter()
-    places: dict[str, tuple[bool, int]] = {}
-    for repair in found:
+    seen: Counter[tuple[bool, tuple[str, ...]]] = Counter()
+    ranking: dict[str, tuple[bool, int]] = {}
+    for repair in repairs:
         moves = repair.case.layout.world != layout.world
         kind = (moves, tuple(change.key for change in repair.changes))
-        places.setdefault(repair.text, (moves, taken[kind]))
-        taken[kind] += 1
-    return sorted(places, key=places.__getitem__)[:count]
+        ranking.setdefault(repair.text, (moves, seen[kind]))
+        seen[kind] += 1
+    return sorted(ranking, key=ranking.__getitem__)[:count]
 
 
 def _best_of_each_kind(repairs: Iterable[_Repair]) -> list[_Repair]:
@@ -376,9 +376,9 @@ def _options(case: _Case, key: str, width: int) -> list[_Change]:
     old = getattr(case.model.lora if section == "lora" else getattr(case, section), name)
     if key in CHOICES:
         choices = CHOICES[key]
-        at = choices.index(old) if old in choices else len(choices)  # a number that none is near
-        others = sorted((abs(i - at), i) for i in range(len(choices)) if i != at)
-        return [_Change(key, choices[i], choices[i], d / len(choices)) for d, i in others]
+        index = choices.index(old) if old in choices else len(choices)  # a number that none is near
+        by_distance = sorted((abs(i - index), i) for i in range(len(choices)) if i != index)
+        return [_Change(key, choices[i], choices[i], d / len(choices)) for d, i in by_distance]
     if old is None:  # what is not set is as another key says
         return []
     numbers = sorted(set(NUMBERS[key](*case)) - {old}, key=lambda number: abs(number - old))

@@ -57,11 +57,11 @@ def microbatch_rule(schedule: str, pp: int, virtual_stages: int, microbatches: i
         return f"a pipeline of {pp} ranks needs at least 1 microbatch, but has {microbatches}"
     if pp == virtual_stages == 1:
         return None
-    least, most = traits.min_virtual, traits.max_virtual
-    if virtual_stages < least or (most is not None and virtual_stages > most):
-        word = "exactly" if least == most else "at least"
+    fewest, limit = traits.min_virtual, traits.max_virtual
+    if virtual_stages < fewest or (limit is not None and virtual_stages > limit):
+        word = "exactly" if fewest == limit else "at least"
         return (
-            f"schedule {schedule} needs {word} {_count(least, 'virtual stage')} on each of the "
+            f"schedule {schedule} needs {word} {_count(fewest, 'virtual stage')} on each of the "
             f"{_count(pp, 'rank')} of the pipeline, but layout.virtual_stages = {virtual_stages}"
         )
     return _rule_of_count(schedule, pp, virtual_stages, microbatches)
@@ -85,5 +85,5 @@ def _rule_of_count(schedule: str, pp: int, virtual_stages: int, microbatches: in
     return None
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

@@ -156,7 +156,7 @@ class Attention(nn.Module):
             # Before the transpose: a GPU's kernel makes its result contiguous, and attention's
             # result has the memory order of q. `o` would copy one with heads before positions.
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if self.table is not None:

@@ -46,19 +46,19 @@ class Sequences(NamedTuple):
             return cls(number)
         return cls(number, unpadded.mask.flatten(), unpadded.lengths)
 
-    def data(self, each: Tensor) -> Tensor:
-        """Return what belongs to tokens `[tokens, ...]`, with 0 for padding."""
+    def data(self, values: Tensor) -> Tensor:
+        """Return values of tokens `[tokens, ...]` with 0 for padding."""
         if self.is_data is None:
-            return each
-        return each * self.is_data.view(-1, *[1] * (each.dim() - 1))
+            return values
+        return values * self.is_data.view(-1, *[1] * (values.dim() - 1))
 
-    def add(self, each: Tensor, into: Tensor) -> None:
-        """Add what is of each sequence `[number, n]` to its tokens `[tokens, n]`, in place."""
+    def add(self, values: Tensor, into: Tensor) -> None:
+        """Add the values of each sequence `[number, n]` to its tokens `[tokens, n]`, in place."""
         by_row = into.view(self.number, -1, into.shape[-1])
         if self.is_data is None:
-            by_row += each[:, None]
+            by_row += values[:, None]
         else:
-            by_row.addcmul_(each[:, None], self.is_data.view(self.number, -1, 1).to(each))
+            by_row.addcmul_(values[:, None], self.is_data.view(self.number, -1, 1).to(values))
 
     def lengths_of(self, tokens: int) -> Tensor | int:
         """Return the data of each sequence `[number, 1]`, or the one number; padding alone is 1.
@@ -72,7 +72,7 @@ class Sequences(NamedTuple):
 
 @dataclass
 class Balance:
-    """The weights of a router's losses, and what its tokens came to since that was last read.
+    """The weights of a router's losses, and its counts and losses since they were last read.
 
     `aux` weighs the load-balancing loss, `z` the z-loss. `scale` multiplies both: one over the
     sequences of the global batch times the loss scale, 0 on ranks that compute what another does.
@@ -99,60 +99,66 @@ class Balance:
     lately: Tensor | None = None
     dropped: Tensor | None = None
 
-    def picked(self, every: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    def picked(self, weights: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Return the weights and ids of each token's experts, from all experts' weights in fp32.
 
-        every `[tokens, experts]`; the results are `[tokens, top_k]`.
+        weights `[tokens, experts]`; the results are `[tokens, top_k]`.
         """
         if not self.is_forced:
-            return every.topk(top_k)
-        tokens, experts = every.shape
-        places = torch.arange(tokens * top_k, device=every.device)
-        ids = places.view(tokens, top_k) % experts
-        return every.gather(-1, ids), ids
+            return weights.topk(top_k)
+        tokens, experts = weights.shape
+        numbers = torch.arange(tokens * top_k, device=weights.device)
+        ids = numbers.view(tokens, top_k) % experts
+        return weights.gather(-1, ids), ids
 
-    def placed(self, ids: Tensor, of: Sequences, experts: int) -> Tensor:
-        """Return the ids int64 `[tokens, top_k]`, with padding meeting experts in turn.
+    def placed(self, ids: Tensor, sequences: Sequences, experts: int) -> Tensor:
+        """Return the ids int64 `[tokens, top_k]`, with padding spread over experts in turn.
 
         It is alike, and would all meet the same. With a capacity, it meets none: see `bounded`.
         """
-        if of.is_data is None or self.capacity is not None:
+        if sequences.is_data is None or self.capacity is not None:
             return ids
-        places = torch.arange(ids.numel(), device=ids.device).view_as(ids) % experts
-        return ids.where(of.is_data[:, None], places)
+        turns = torch.arange(ids.numel(), device=ids.device).view_as(ids) % experts
+        return ids.where(sequences.is_data[:, None], turns)
 
-    def bounded(self, ids: Tensor, of: Sequences, experts: int) -> Tensor:
-        """Return the ids, with the number of experts in place of those of full experts.
+    def bounded(self, ids: Tensor, sequences: Sequences, experts: int) -> Tensor:
+        """Return the ids, with those of full experts replaced by the number of experts.
 
         ids int64 `[tokens, top_k]`. The first tokens of a row have precedence, so that no token
         depends on later ones: GShard, arXiv:2006.16668, algorithm 1, by sequence. Padding meets no
         expert.
         """
         assert self.capacity is not None
-        rows = of.number
+        rows = sequences.number
         by_row = ids.view(rows, -1, ids.shape[-1])
         seq = by_row.shape[1]
-        most: Tensor | int = full_at(self.capacity, seq * self.ranks, ids.shape[-1], experts)
-        if of.lengths is not None:
-            most = (self.capacity * of.lengths.double() * ids.shape[-1] / experts).ceil()
-            most = most[:, None, None]
+        limit: Tensor | int = full_at(self.capacity, seq * self.ranks, ids.shape[-1], experts)
+        if sequences.lengths is not None:
+            limit = (self.capacity * sequences.lengths.double() * ids.shape[-1] / experts).ceil()
+            limit = limit[:, None, None]
         picks = torch.zeros(rows, seq, experts, dtype=torch.int32, device=ids.device)
-        taken = of.data(torch.ones_like(ids, dtype=torch.int32)).view_as(by_row)
-        picks = picks.scatter_(2, by_row, taken).view(rows, len(self.pieces), -1, experts)
-        places = picks.cumsum(2, dtype=torch.int32)
+        counted = sequences.data(torch.ones_like(ids, dtype=torch.int32)).view_as(by_row)
+        picks = picks.scatter_(2, by_row, counted).view(rows, len(self.pieces), -1, experts)
+        positions = picks.cumsum(2, dtype=torch.int32)
         if self.ranks > 1:  # what comes before each piece is on the other ranks
-            every = picks.new_zeros(rows, self.ranks * len(self.pieces), experts)
+            totals = picks.new_zeros(rows, self.ranks * len(self.pieces), experts)
             # One by one: a list of numbers would be copied to the device, which the host awaits.
-            for at, piece in enumerate(self.pieces):
-                every[:, piece] = places[:, at, -1]
-            every = self.summed(every)
-            before = every.cumsum(1, dtype=torch.int32) - every
-            places += torch.stack([before[:, piece] for piece in self.pieces], 1)[:, :, None]
-        places = places.view(rows, seq, experts).gather(2, by_row)
-        found = by_row.where(places <= most, experts).view_as(ids)
-        return found if of.is_data is None else found.where(of.is_data[:, None], experts)
+            for index, piece in enumerate(self.pieces):
+                totals[:, piece] = positions[:, index, -1]
+            totals = self.summed(totals)
+            before = totals.cumsum(1, dtype=torch.int32) - totals
+            positions += torch.stack([before[:, piece] for piece in self.pieces], 1)[:, :, None]
+        positions = positions.view(rows, seq, experts).gather(2, by_row)
+        limited = by_row.where(positions <= limit, experts).view_as(ids)
+        return (
+            limited
+            if sequences.is_data is None
+            else limited.where(sequences.is_data[:, None], experts)
+        )
 
-    def count(self, ids: Tensor, of: Sequences, experts: int, dropped: Tensor | None) -> None:
+    def count(
+        self, ids: Tensor, sequences: Sequences, experts: int, dropped: Tensor | None
+    ) -> None:
         """Record how many tokens met each expert, and the pairs that were `dropped`, int64 `[]`.
 
         ids int64 `[tokens, top_k]`.
@@ -161,35 +167,37 @@ class Balance:
             self.dropped += dropped
         pairs = ids.flatten()
         counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
-        counts.scatter_add_(0, pairs, of.data(torch.ones_like(ids)).flatten())
+        counts.scatter_add_(0, pairs, sequences.data(torch.ones_like(ids)).flatten())
         for noted in (self.met, self.lately):
             if noted is not None:
                 noted += counts
 
-    def to_shares(self, every: Tensor, ids: Tensor, of: Sequences) -> Tensor:
+    def to_shares(self, probabilities: Tensor, ids: Tensor, sequences: Sequences) -> Tensor:
         """Return the load-balancing loss' gradient of all tokens of a row, fp32 `[rows, experts]`.
 
-        every fp32 `[tokens, experts]` adds up to 1 for each token, ids are the experts
+        probabilities fp32 `[tokens, experts]` add up to 1 for each token, ids are the experts
         `[tokens, top_k]` with the most of it. The loss is linear in the former: counts of the
         latter have no gradient.
         """
-        by_row, experts = ids.view(of.number, -1), every.shape[-1]
-        counts = torch.zeros(of.number, experts, dtype=torch.float32, device=ids.device)
-        met = of.data(torch.ones_like(ids, dtype=torch.float32))
+        by_row, experts = ids.view(sequences.number, -1), probabilities.shape[-1]
+        counts = torch.zeros(sequences.number, experts, dtype=torch.float32, device=ids.device)
+        met = sequences.data(torch.ones_like(ids, dtype=torch.float32))
         counts.scatter_add_(1, by_row, met.view_as(by_row))
-        lengths = of.lengths_of(every.shape[0] * self.ranks)
-        each = self.summed(counts) * (self.aux * experts / (ids.shape[-1] * lengths**2))
+        lengths = sequences.lengths_of(probabilities.shape[0] * self.ranks)
+        gradient = self.summed(counts) * (self.aux * experts / (ids.shape[-1] * lengths**2))
         if self.losses is not None:
-            self.losses[0] += (of.data(every).view(of.number, -1, experts).sum(1) * each).sum()
-        return each * self.scale
+            self.losses[0] += (
+                sequences.data(probabilities).view(sequences.number, -1, experts).sum(1) * gradient
+            ).sum()
+        return gradient * self.scale
 
-    def to_scores(self, sizes: Tensor, of: Sequences) -> Tensor:
+    def to_scores(self, sizes: Tensor, sequences: Sequences) -> Tensor:
         """Return the z-loss gradient of scores, as factors `[tokens, 1]` of their softmax.
 
         sizes fp32 `[tokens]` are the logarithms of the scores' summed exponentials.
         """
-        lengths = of.lengths_of(sizes.shape[0] * self.ranks)
-        by_row = of.data(sizes).view(of.number, -1)
+        lengths = sequences.lengths_of(sizes.shape[0] * self.ranks)
+        by_row = sequences.data(sizes).view(sequences.number, -1)
         if self.losses is not None:
             self.losses[1] += self.z * (by_row.square() / lengths).sum()
         return (by_row * (2 * self.z * self.scale / lengths)).view(-1, 1)

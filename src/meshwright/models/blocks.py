@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.scale = spec.residual_scale
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return the stream after this block; x `[batch, seq, dim]`."""
+        """Return the residual stream after this block; x `[batch, seq, dim]`."""
         added = self.attn_post_norm(self.attn(self.attn_norm(x), context))
         mixed = self._add(x, self.attn_drop(added, context))
         del added  # frees its memory before the MLP computes

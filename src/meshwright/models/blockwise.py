@@ -1,4 +1,4 @@
-"""Causal attention on a CPU by blocks of matrix products, forward and backward.
+"""Causal attention on a CPU by blocks of matmuls, forward and backward.
 
 PyTorch's CPU kernel (`_scaled_dot_product_flash_attention_for_cpu`) works head by head, with
 products too small for the library's best. Here a block has some rows of several heads at once:
@@ -95,20 +95,20 @@ def attention_backward(
     """Return the gradients of query, key and value; arguments as `attention` has and gives them."""
     cut = PlannedCut.of_call(query, key, window, cap)
     q_grad, k_grad, v_grad = by_token(query), by_token(key), by_token(value)
-    queries, came = (FactorMemory.of(cut.queries, query.dtype) for _ in range(2))
+    queries, incoming = (FactorMemory.of(cut.queries, query.dtype) for _ in range(2))
     keys, values = (FactorMemory.of(cut.keys, query.dtype) for _ in range(2))
-    total, sums, rests = cut.queries(), cut.queries(1), cut.queries(1)
-    blocks = _key_blocks(cut, queries, came, keys, values, total, sums, rests)
+    total, sums, deltas = cut.queries(), cut.queries(1), cut.queries(1)
+    blocks = _key_blocks(cut, queries, incoming, keys, values, total, sums, deltas)
     spread, grads, outs = (cut.by_key(x) for x in (query, grad, out))
-    kept, back = cut.by_key(lse.unsqueeze(-1)), cut.by_key(q_grad)
+    saved_lse, back = cut.by_key(lse.unsqueeze(-1)), cut.by_key(q_grad)
     for part in cut.parts(*key.shape[:2]):
         queries.fill(cut.as_queries, spread[part])
-        came.fill(cut.as_queries, grads[part])
+        incoming.fill(cut.as_queries, grads[part])
         keys.fill(cut.as_keys, key[part])
         values.fill(cut.as_keys, value[part])
-        torch.mul(cut.as_queries(came.wide), outs[part], out=cut.as_queries(total))
-        torch.sum(total, -1, keepdim=True, out=rests)
-        cut.as_queries(sums).copy_(kept[part])
+        torch.mul(cut.as_queries(incoming.wide), outs[part], out=cut.as_queries(total))
+        torch.sum(total, -1, keepdim=True, out=deltas)
+        cut.as_queries(sums).copy_(saved_lse[part])
         to_keys, to_values = k_grad[part], v_grad[part]
         for block in blocks:
             block(to_keys, to_values)
@@ -119,17 +119,17 @@ def attention_backward(
 def _query_blocks(
     cut: PlannedCut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
 ) -> list[Callable[[Tensor], None]]:
-    """Return what writes blocks of a part's result, each of all keys that its queries see."""
+    """Return functions that compute a block of a part's result each, over all keys that it sees."""
     scores = FactorMemory.of(cut.room, values.dtype)
     results = torch.empty(queries[:, : BLOCK * cut.shared].shape, dtype=values.dtype).flatten()
     hidden = Hidden.of(cut)
 
-    def block(at: slice) -> Callable[[Tensor], None]:
-        rows, seen = cut.of_tokens(at), cut.seen_by(at)
+    def block(tokens: slice) -> Callable[[Tensor], None]:
+        rows, seen = cut.of_tokens(tokens), cut.seen_by(tokens)
         q, k, v = queries[:, rows], keys[:, seen].transpose(1, 2), values[:, seen]
         top, total = tops[:, rows], totals[:, rows]
         wide, shares = scores.shaped(*q.shape[:2], k.shape[2])
-        corners = hidden.corners(wide.transpose(1, 2), seen, at)
+        corners = hidden.corners(wide.transpose(1, 2), seen, tokens)
         mixed = shaped(results, *q.shape)
         ratio = cut.as_queries(mixed), cut.as_queries(total)
 
@@ -144,24 +144,24 @@ def _query_blocks(
             if shares is not wide:
                 shares.copy_(wide)
             torch.bmm(shares, v, out=mixed)
-            torch.div(*ratio, out=into[:, :, at])
+            torch.div(*ratio, out=into[:, :, tokens])
 
         return run
 
-    return [block(at) for at in cut.blocks()]
+    return [block(tokens) for tokens in cut.blocks()]
 
 
 def _key_blocks(
     cut: PlannedCut,
     queries: FactorMemory,
-    came: FactorMemory,
+    incoming: FactorMemory,
     keys: FactorMemory,
     values: FactorMemory,
     total: Tensor,
     sums: Tensor,
-    rests: Tensor,
+    deltas: Tensor,
 ) -> list[Callable[[Tensor, Tensor], None]]:
-    """Return what does blocks of a part's keys, each with all queries that see any of them.
+    """Return functions that differentiate a block of keys each, over all queries that see any.
 
     They write their gradients, and add to `total`, that of the queries.
     """
@@ -172,19 +172,23 @@ def _key_blocks(
     parts = torch.empty(queries.narrow[:, : cut.span * cut.shared].shape, dtype=dtype).flatten()
     hidden = Hidden.of(cut)
 
-    def block(at: slice) -> Callable[[Tensor, Tensor], None]:
-        seeing = cut.seeing(at)
+    def block(tokens: slice) -> Callable[[Tensor, Tensor], None]:
+        seeing = cut.seeing(tokens)
         rows = cut.of_tokens(seeing)
-        k, v = keys.wide[:, at], values.wide[:, at]
-        q, g = queries.wide[:, rows].transpose(1, 2), came.wide[:, rows].transpose(1, 2)
-        own_k, own_q, own_g = keys.narrow[:, at], queries.narrow[:, rows], came.narrow[:, rows]
+        k, v = keys.wide[:, tokens], values.wide[:, tokens]
+        q, g = queries.wide[:, rows].transpose(1, 2), incoming.wide[:, rows].transpose(1, 2)
+        own_k, own_q, own_g = (
+            keys.narrow[:, tokens],
+            queries.narrow[:, rows],
+            incoming.narrow[:, rows],
+        )
         shape = (*k.shape[:2], q.shape[2])
         (shares, own_shares), (scores, own_scores) = first.shaped(*shape), second.shaped(*shape)
         slopes = None if third is None else shaped(third, *shape)
-        corners = hidden.corners(shares, at, seeing)
-        sum_, rest = sums[:, rows].transpose(1, 2), rests[:, rows].transpose(1, 2)
+        corners = hidden.corners(shares, tokens, seeing)
+        sum_, delta = sums[:, rows].transpose(1, 2), deltas[:, rows].transpose(1, 2)
         mixed, back = shaped(grads, *k.shape), shaped(parts, *own_q.shape)
-        result, add = cut.as_keys(mixed), cut.adding(back, total, at)
+        result, add = cut.as_keys(mixed), cut.adding(back, total, tokens)
 
         def run(to_keys: Tensor, to_values: Tensor) -> None:
             torch.baddbmm(shares, k, q, beta=0, alpha=cut.factor, out=shares)
@@ -195,22 +199,22 @@ def _key_blocks(
                 corner.add_(minus)
             shares.sub_(sum_).exp2_()
             torch.bmm(v, g, out=scores)
-            scores.sub_(rest).mul_(shares)
+            scores.sub_(delta).mul_(shares)
             if slopes is not None:
                 scores.addcmul_(scores, slopes, value=-1)
             if own_scores is not scores:
                 own_shares.copy_(shares)
                 own_scores.copy_(scores)
             torch.bmm(own_shares, own_g, out=mixed)
-            to_values[:, :, at] = result
+            to_values[:, :, tokens] = result
             torch.baddbmm(mixed, own_scores, own_q, beta=0, alpha=cut.scale, out=mixed)
-            to_keys[:, :, at] = result
+            to_keys[:, :, tokens] = result
             torch.bmm(own_scores.transpose(1, 2), own_k, out=back)
             add()
 
         return run
 
-    return [block(at) for at in cut.blocks()]
+    return [block(tokens) for tokens in cut.blocks()]
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -253,8 +257,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, sinks = ctx.saved_tensors
     to_sinks = None if sinks is None else sink_gradient(grad, out, lse * LN_2, sinks)
-    found = attention_backward(grad, q, k, v, out, lse, ctx.window, ctx.cap)
-    return *found, None, None, to_sinks
+    grads = attention_backward(grad, q, k, v, out, lse, ctx.window, ctx.cap)
+    return *grads, None, None, to_sinks
 
 
 attention.register_autograd(_backward, setup_context=_keep)

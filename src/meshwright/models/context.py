@@ -26,7 +26,7 @@ class Unpadded(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the blocks need beside the stream; made once per forward.
+    """The inputs of blocks besides the residual stream; made once per forward.
 
     `mask` is what `Attention.core` gets: bool `[batch or 1, 1, seq, keys]`, or under context
     parallelism the rows' segments. `positions` int64 `[seq of attention]`: for the rotation, where

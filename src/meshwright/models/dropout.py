@@ -41,15 +41,15 @@ def layer_keys(keys: Tensor, layer: int) -> Tensor:
 
 
 def dropout(
-    x: Tensor, p: float, keys: Tensor, places: Tensor | None, site: int, first: int = 0
+    x: Tensor, p: float, keys: Tensor, positions: Tensor | None, site: int, first: int = 0
 ) -> Tensor:
     """Return x `[batch, seq, dim]` with a share `p` set to 0, and the rest divided by `1 - p`.
 
-    `keys` int64 `[batch]`, `places` int64 `[seq]` or None for 0, 1, 2, ..., both on x's device.
+    `keys` int64 `[batch]`, `positions` int64 `[seq]` or None for 0, 1, 2, ..., both on x's device.
     `site` separates masks with the same keys; the channels of x start at `first`. The backward
     computes the mask again.
     """
-    out: Tensor = _Dropout.apply(x, p, keys, places, site, first)  # type: ignore[no-untyped-call]
+    out: Tensor = _Dropout.apply(x, p, keys, positions, site, first)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -71,37 +71,37 @@ class Dropout(nn.Module):
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, p: float, keys: Tensor, places: Tensor | None, site: int, first: int
+        ctx: Any, x: Tensor, p: float, keys: Tensor, positions: Tensor | None, site: int, first: int
     ) -> Tensor:
-        ctx.save_for_backward(keys, places)
+        ctx.save_for_backward(keys, positions)
         ctx.p, ctx.site, ctx.first = p, site, first
-        return returned(_drop(x, p, keys, places, site, first))
+        return returned(_drop(x, p, keys, positions, site, first))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        keys, places = ctx.saved_tensors
-        dropped = _drop(grad, ctx.p, keys, places, ctx.site, ctx.first)
+        keys, positions = ctx.saved_tensors
+        dropped = _drop(grad, ctx.p, keys, positions, ctx.site, ctx.first)
         return dropped, None, None, None, None, None
 
 
 def _drop(
-    x: Tensor, p: float, keys: Tensor, places: Tensor | None, site: int, first: int
+    x: Tensor, p: float, keys: Tensor, positions: Tensor | None, site: int, first: int
 ) -> Tensor:
-    if places is None:
-        places = torch.arange(x.shape[1], device=x.device)
+    if positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)
     # The hash is uniform over int32, and compared as an integer: no device rounds it.
     below = min(round(p * 2**32), 2**32 - 1) - 2**31
-    dropped = _hash(keys, places, site, first, x.shape[2]) < below
+    dropped = _hash(keys, positions, site, first, x.shape[2]) < below
     return (x * (1 / (1 - p))).masked_fill_(dropped, 0)
 
 
-def _hash(keys: Tensor, places: Tensor, site: int, first: int, dim: int) -> Tensor:
+def _hash(keys: Tensor, positions: Tensor, site: int, first: int, dim: int) -> Tensor:
     """Return the hashes of rows x positions x channels, int32 `[batch, seq, dim]`."""
     # Nothing may multiply an `arange` here: the compiler would take the product for an index, and
     # miscompile it where it wraps around.
     rows = _mixed(keys ^ site)
-    tokens = (_mixed(rows[:, None] ^ places) >> 32).int()
+    tokens = (_mixed(rows[:, None] ^ positions) >> 32).int()
     channels = torch.arange(first, first + dim, dtype=torch.int32, device=keys.device)
     # From here on each operation is a pass over all of x. Without the first product channels 64
     # apart are dropped together too often. The finaliser's last step only touches the lower half of
@@ -112,14 +112,14 @@ def _hash(keys: Tensor, places: Tensor, site: int, first: int, dim: int) -> Tens
     return mixed
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """Return int64 words of any shape, mixed so that each bit depends on all."""
+def _mixed(ints: Tensor) -> Tensor:
+    """Return int64 numbers of any shape, mixed so that each bit depends on all."""
     for shift, factor in _MIX:
-        words = (words ^ _shifted(words, shift)) * factor
-    return words ^ _shifted(words, 31)
+        ints = (ints ^ _shifted(ints, shift)) * factor
+    return ints ^ _shifted(ints, 31)
 
 
-def _shifted(words: Tensor, by: int) -> Tensor:
-    """Return words shifted to the right, with zeros coming in instead of the sign."""
-    bits = 8 * words.element_size()
-    return (words >> by).bitwise_and_((1 << (bits - by)) - 1)
+def _shifted(ints: Tensor, by: int) -> Tensor:
+    """Return integers shifted to the right, with zeros coming in instead of the sign."""
+    bits = 8 * ints.element_size()
+    return (ints >> by).bitwise_and_((1 << (bits - by)) - 1)

@@ -25,44 +25,46 @@ class Adapter(NamedTuple):
     bs: tuple[Tensor, ...]
     scale: float
 
-    def add(self, made: Mapping[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
-        """Add `scale * rows A' B'` to what projections have made of rows; returns `rows A'`."""
+    def add(self, outputs: Mapping[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+        """Add `scale * rows A' B'` to the outputs of projections; returns `rows A'`."""
         low = products(rows, self.a, counts)
         for name, b in zip(self.names, self.bs, strict=True):
-            made[name].add_(products(low, b, counts), alpha=self.scale)
+            outputs[name].add_(products(low, b, counts), alpha=self.scale)
         return low
 
     def back(
         self, grads: Sequence[Tensor], low: Tensor, counts: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of `rows A'` and of each B, of those of projections' results."""
-        first, *others = (
+        """Return the gradients of `rows A'` and of each B, from those of projections' outputs."""
+        total, *further = (
             products(grad, b, counts, transposed=True)
             for grad, b in zip(grads, self.bs, strict=True)
         )
-        for other in others:
-            first += other
+        for term in further:
+            total += term
         to_bs = [weight_grads(grad, low, counts).mul_(self.scale) for grad in grads]
-        return first.mul_(self.scale), to_bs
+        return total.mul_(self.scale), to_bs
 
 
 def named(
     adapters: Sequence[tuple[str, ...]], matrices: Sequence[Tensor | None], scale: float
 ) -> list[Adapter]:
-    """Return the adapters of projections, of their matrices in order: A, and the B of each."""
-    found, rest = [], [one for one in matrices if one is not None]
+    """Return the adapters of projections from their matrices in order: A, and the B of each."""
+    named_adapters, remaining = [], [matrix for matrix in matrices if matrix is not None]
     for names in adapters:
-        a, *bs = rest[: 1 + len(names)]
-        found.append(Adapter(names, a, tuple(bs), scale))
-        del rest[: 1 + len(names)]
-    return found
+        a, *bs = remaining[: 1 + len(names)]
+        named_adapters.append(Adapter(names, a, tuple(bs), scale))
+        del remaining[: 1 + len(names)]
+    return named_adapters
 
 
 def added(
-    adapters: Sequence[Adapter], made: Mapping[str, Tensor], rows: Tensor, counts: Tensor
+    adapters: Sequence[Adapter], outputs: Mapping[str, Tensor], rows: Tensor, counts: Tensor
 ) -> list[Tensor]:
-    """Add what the adapters of some projections make of rows; returns their products with A."""
-    return [one.add(made, rows, counts) for one in adapters if one.names[0] in made]
+    """Add the adapters' outputs to those of projections in `outputs`; returns each `rows A'`."""
+    return [
+        adapter.add(outputs, rows, counts) for adapter in adapters if adapter.names[0] in outputs
+    ]
 
 
 Through = list[tuple[Tensor, list[Tensor]]]
@@ -75,24 +77,24 @@ def through(
     to_rows: Tensor,
     counts: Tensor,
 ) -> Through:
-    """Add to the gradient of rows what adapters give to it, of those of projections' results.
+    """Add the adapters' part to the gradient of rows, from those of projections' outputs.
 
     Beside each adapter there is the product with A that the forward has made.
     """
-    found = []
-    for one, low in adapters:
-        to_low, to_bs = one.back([grads[name] for name in one.names], low, counts)
-        to_rows += products(to_low, one.a, counts, transposed=True)
-        found.append((to_low, to_bs))
-    return found
+    adapter_grads = []
+    for adapter, low in adapters:
+        to_low, to_bs = adapter.back([grads[name] for name in adapter.names], low, counts)
+        to_rows += products(to_low, adapter.a, counts, transposed=True)
+        adapter_grads.append((to_low, to_bs))
+    return adapter_grads
 
 
-def gradients(found: Through, rows: Tensor, counts: Tensor) -> list[Tensor]:
-    """Return those of all matrices, in the order in which `named` takes them.
+def gradients(adapter_grads: Through, rows: Tensor, counts: Tensor) -> list[Tensor]:
+    """Return the gradients of all matrices, in the order in which `named` takes them.
 
     That of an A is made by the rows that it has multiplied.
     """
-    every = []
-    for to_low, to_bs in found:
-        every += [weight_grads(to_low, rows, counts), *to_bs]
-    return every
+    grads = []
+    for to_low, to_bs in adapter_grads:
+        grads += [weight_grads(to_low, rows, counts), *to_bs]
+    return grads

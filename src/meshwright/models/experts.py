@@ -53,13 +53,15 @@ class Experts(nn.Module):
         if spec.lora is None:
             return
         self.scale = spec.lora.scale
-        for one, name in ((self.gate, JOINED[0]), (self.up, JOINED[1]), (self.down, DOWN)):
-            one.adapt(spec.lora.rank, matrices(spec.adapted, name))
+        for projection, name in ((self.gate, JOINED[0]), (self.up, JOINED[1]), (self.down, DOWN)):
+            projection.adapt(spec.lora.rank, matrices(spec.adapted, name))
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of each token's experts; x `[tokens, dim]`."""
-        weights, biases = zip(*(one.used for one in (self.gate, self.up, self.down)), strict=True)
-        low = [one for names in self.adapters for one in self._low(names)]
+        weights, biases = zip(
+            *(projection.used for projection in (self.gate, self.up, self.down)), strict=True
+        )
+        low = [matrix for names in self.adapters for matrix in self._low(names)]
         out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
             x, routing, routing.shares, self, *weights, *biases, *low
         )
@@ -67,18 +69,18 @@ class Experts(nn.Module):
 
     def _low(self, names: Sequence[str]) -> list[Tensor]:
         """Return this rank's matrices of an adapter of some projections: A, and the B of each."""
-        every: list[Matrices] = [getattr(self, name) for name in names]
-        own = (every[0].lora_a, *(each.lora_b for each in every))
-        return [every[0].local(one) for one in own if one is not None]
+        projections: list[Matrices] = [getattr(self, name) for name in names]
+        adapter = (projections[0].lora_a, *(projection.lora_b for projection in projections))
+        return [projections[0].local(matrix) for matrix in adapter if matrix is not None]
 
 
 def _adapters(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
-    """Return the projections of experts that have adapters; those that have one, together."""
+    """Return the names of the projections of each adapter of experts, in order."""
     if JOINT in spec.adapted:
-        found: list[tuple[str, ...]] = [("gate", "up")]
+        names: list[tuple[str, ...]] = [("gate", "up")]
     else:
-        found = [(one.rsplit(".", 1)[1],) for one in JOINED if one in spec.adapted]
-    return (*found, *([("down",)] if DOWN in spec.adapted else []))
+        names = [(name.rsplit(".", 1)[1],) for name in JOINED if name in spec.adapted]
+    return (*names, *([("down",)] if DOWN in spec.adapted else []))
 
 
 class ExpertMLP(nn.Module):
@@ -104,23 +106,23 @@ class ExpertMLP(nn.Module):
         """Return the mixture for x `[..., dim]`, of the same shape."""
         routed = x if self.folds else self.enter(x)
         tokens = routed.flatten(0, -2)
-        of = Sequences.of(len(routed) if routed.dim() > 2 else 1, context.unpadded)
-        results = self.begin(tokens, self.router(tokens, of))
-        beside = self._beside(routed, context)
+        sequences = Sequences.of(len(routed) if routed.dim() > 2 else 1, context.unpadded)
+        results = self.begin(tokens, self.router(tokens, sequences))
+        shared = self._beside(routed, context)
         out = results().view_as(routed)
         if self.folds:
-            return out if beside is None else out + self.leave(beside)
-        return self.leave(out if beside is None else out + beside)
+            return out if shared is None else out + self.leave(shared)
+        return self.leave(out if shared is None else out + shared)
 
     def _beside(self, x: Tensor, context: Context) -> Tensor | None:
         """Return the result of the shared expert for the tokens x, if there is one."""
         if self.shared is None:
             return None
         inside = self.enter(x) if self.folds else x
-        beside: Tensor = self.shared(inside, context)
+        shared: Tensor = self.shared(inside, context)
         if self.shared_gate is not None:
-            beside = torch.sigmoid(self.shared_gate(inside)) * beside
-        return beside
+            shared = torch.sigmoid(self.shared_gate(inside)) * shared
+        return shared
 
     def begin(self, tokens: Tensor, routing: Routing) -> Make:
         """Begin to compute the experts of tokens `[tokens, dim]`; returns a function that ends it.
@@ -144,44 +146,44 @@ class _Experts(torch.autograd.Function):
         routing: Routing,
         shares: Tensor,
         module: Experts,
-        *given: Tensor | None,
+        *operands: Tensor | None,
     ) -> Tensor:
-        (gate, up, down, gate_bias, up_bias, bias), low = given[:6], given[6:]
+        (gate, up, down, gate_bias, up_bias, bias), low = operands[:6], operands[6:]
         assert gate is not None
         assert up is not None
         assert down is not None
         pairs, top_k = Sorted.of(routing.ids, len(gate), drops=routing.drops), shares.shape[-1]
         inputs, counts = x[pairs.tokens], pairs.counts
-        made = {
+        projected = {
             "gate": products(inputs, gate, counts, bias=gate_bias),
             "up": products(inputs, up, counts, bias=up_bias),
         }
         adapters = named(module.adapters, low, module.scale)
-        lows = added(adapters, made, inputs, counts)
+        lows = added(adapters, projected, inputs, counts)
         del inputs
         share = pairs.sorted(shares)[:, None].to(x.dtype)
-        hidden = module.act.of(made["gate"], made["up"]).mul_(share)
+        hidden = module.act.of(projected["gate"], projected["up"]).mul_(share)
         results = products(hidden, down, counts)
         lows += added(adapters, {"down": results}, hidden, counts)
         if bias is not None and module.adds:
             results.add_(spread(bias, counts, len(results)).mul_(share))
-        kept = x, shares, *pairs, *made.values(), gate, up, down, bias
-        ctx.save_for_backward(*kept, *low, *lows)
+        saved = x, shares, *pairs, *projected.values(), gate, up, down, bias
+        ctx.save_for_backward(*saved, *low, *lows)
         ctx.module, ctx.low = module, len(low)
         return pairs.summed(results, top_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # once: they may be computed again for it
-        x, shares, *places, gates, ups, gate, up, down, bias = kept[:11]
+        saved = ctx.saved_tensors  # once: they may be computed again for it
+        x, shares, *places, gates, ups, gate, up, down, bias = saved[:11]
         module: Experts = ctx.module
         pairs = Sorted(*places)
         counts, act, is_trained = pairs.counts, module.act, ctx.needs_input_grad[4]
-        own = named(module.adapters, kept[11 : 11 + ctx.low], module.scale)
-        beside = list(zip(own, kept[11 + ctx.low :], strict=True))
+        adapters = named(module.adapters, saved[11 : 11 + ctx.low], module.scale)
+        lows = list(zip(adapters, saved[11 + ctx.low :], strict=True))
         first, last = (
-            [each for each in beside if (each[0].names == ("down",)) == is_last]
+            [pair for pair in lows if (pair[0].names == ("down",)) == is_last]
             for is_last in (False, True)
         )
         to_gate = to_up = to_down = None
@@ -211,8 +213,12 @@ class _Experts(torch.autograd.Function):
             del inputs
         to_x = products(to_gates, gate, counts, transposed=True)
         to_x += products(to_ups, up, counts, transposed=True)
-        found = through(first, {"gate": to_gates, "up": to_ups}, to_x, counts)
-        to_low = gradients(found, rows_again(x, pairs.tokens, to_x), counts) if found else []
+        adapter_grads = through(first, {"gate": to_gates, "up": to_ups}, to_x, counts)
+        to_low = (
+            gradients(adapter_grads, rows_again(x, pairs.tokens, to_x), counts)
+            if adapter_grads
+            else []
+        )
         total = pairs.summed(to_x, shares.shape[-1])
         biases: tuple[Tensor | None, ...] = (None, None, None)
         if bias is not None and is_trained:

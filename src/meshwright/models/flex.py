@@ -39,14 +39,14 @@ def attention(
     make = _parts if torch.compiler.is_compiling() else _compiled_parts
     attend, bound, blocks = make(scores, q.shape[-2], q.device)
     grouped = q.shape[1] != k.shape[1]
-    more: dict[str, Any] = {"score_mod": bound, "block_mask": blocks, "enable_gqa": grouped}
+    options: dict[str, Any] = {"score_mod": bound, "block_mask": blocks, "enable_gqa": grouped}
     if sinks is None:
-        found: Tensor = attend(q, k, v, **more)
-        return found
+        attended: Tensor = attend(q, k, v, **options)
+        return attended
     # Its log-sum-exp has a gradient, so that of the sinks follows.
     from torch.nn.attention.flex_attention import AuxRequest
 
-    out, aux = attend(q, k, v, **more, return_aux=AuxRequest(lse=True))
+    out, aux = attend(q, k, v, **options, return_aux=AuxRequest(lse=True))
     share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
     sunk: Tensor = (out * share.unsqueeze(-1)).to(out.dtype)
     return sunk
@@ -54,7 +54,7 @@ def attention(
 
 @lru_cache(maxsize=16)
 def _compiled_parts(scores: ScoreBounds, length: int, device: torch.device) -> _Parts:
-    """Return the parts of a call, the same ones for the same call, as it is compiled for them."""
+    """Return the parts of a call with attention compiled; calls that are alike share them."""
     attend, bound, blocks = _parts(scores, length, device)
     return torch.compile(attend), bound, blocks
 
@@ -74,7 +74,7 @@ def _parts(scores: ScoreBounds, length: int, device: torch.device) -> _Parts:
 
 
 def bound(cap: float | Tensor) -> Callable[..., Tensor]:
-    """Return what makes `cap * tanh(x / cap)` of a score x."""
+    """Return a score modifier for FlexAttention: `cap * tanh(x / cap)` of a score x."""
 
     def bounded(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)

@@ -31,17 +31,17 @@ class Inside(NamedTuple):
     rows: int
 
     def cuts(self, region: Region | None) -> tuple[int | slice, ...]:
-        """Return what of the stored tensor is a region of the matrix, or all of it."""
+        """Return the index into the stored tensor of a region of the matrix, or of all of it."""
         if region is None:
             return self.expert, slice(self.start, self.stop)
-        (first, last), *rest = region
+        (first, last), *columns = region
         rows = slice(self.start + first, self.start + last)
-        return self.expert, rows, *(slice(*one) for one in rest)
+        return self.expert, rows, *(slice(*bounds) for bounds in columns)
 
 
 def inside(tensors: Iterable[HFTensor], names: Collection[str]) -> dict[str, Inside]:
-    """Return where experts lie that a folder has in such tensors, by the names of single ones."""
-    found: dict[str, Inside] = {}
+    """Return where each expert is that a folder has in fused tensors, by its usual name."""
+    by_name: dict[str, Inside] = {}
     for item in tensors:
         part = _PART.fullmatch(item.parts[0])
         if part is None or item.expert is None or item.name in names:
@@ -52,16 +52,16 @@ def inside(tensors: Iterable[HFTensor], names: Collection[str]) -> dict[str, Ins
         if stored in names:
             rows = item.shape[0]
             start, total = rows * (which == "up"), rows * (1 if which == "down" else 2)
-            found[item.name] = Inside(stored, item.expert, start, start + rows, total)
-    return found
+            by_name[item.name] = Inside(stored, item.expert, start, start + rows, total)
+    return by_name
 
 
 def routers(tensors: Iterable[HFTensor], names: Collection[str]) -> dict[str, str]:
-    """Return routers that have the name of memory in a folder, by the names that they have else."""
-    found = {}
+    """Return the stored name of each router that is named as in memory, by its usual name."""
+    stored_names = {}
     for item in tensors:
         if (part := _ROUTER.fullmatch(item.parts[0])) and item.name not in names:
             stored = f"model.layers.{part[1]}.mlp.gate.weight"
             if stored in names:
-                found[item.name] = stored
-    return found
+                stored_names[item.name] = stored
+    return stored_names

@@ -113,8 +113,8 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """
     ordered, order = probabilities.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    kept = torch.where(before < top_p, ordered, torch.zeros_like(ordered))
-    return torch.zeros_like(probabilities).scatter(-1, order, kept)
+    likely = torch.where(before < top_p, ordered, torch.zeros_like(ordered))
+    return torch.zeros_like(probabilities).scatter(-1, order, likely)
 
 
 def _check(

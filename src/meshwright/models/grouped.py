@@ -1,4 +1,4 @@
-"""Products of sorted rows with a matrix of their own for each group: those of experts.
+"""Matmuls of sorted rows with a matrix of their own for each group: those of experts.
 
 One kernel for all groups where there is one (bf16 on CUDA), else a product for each group that has
 rows.
@@ -45,14 +45,14 @@ class Sorted(NamedTuple):
         return cls(order // ids.shape[-1], back, counts)
 
     def sorted(self, shares: Tensor) -> Tensor:
-        """Return the share of each pair, `[pairs]`, of those of each token `[tokens, top_k]`."""
+        """Return the share of each pair, `[pairs]`, from the shares of tokens `[tokens, top_k]`."""
         flat = shares.flatten()
-        found = torch.empty_like(flat)
-        found[self.back] = flat
-        return found[: len(self.tokens)]
+        by_pair = torch.empty_like(flat)
+        by_pair[self.back] = flat
+        return by_pair[: len(self.tokens)]
 
     def of_tokens(self, pairs: Tensor) -> Tensor:
-        """Return what belongs to pairs in the order of tokens; 0 for pairs that were dropped."""
+        """Return values of pairs in the order of tokens; 0 for pairs that were dropped."""
         if len(self.tokens) == len(self.back):
             return pairs[self.back]
         padded = torch.cat([pairs, pairs.new_zeros(1, *pairs.shape[1:])])
@@ -80,19 +80,21 @@ def products(
     if not len(rows):
         return rows.new_empty(0, factors.shape[-1])
     if takes_one_kernel(rows, factors):
-        found = torch._grouped_mm(rows, factors, offs=_ends(counts))
-        return found if bias is None else found.add_(spread(bias, counts, len(rows)))
+        out = torch._grouped_mm(rows, factors, offs=_ends(counts))
+        return out if bias is None else out.add_(spread(bias, counts, len(rows)))
     groups = list(torch.split(rows, on_host(counts, len(rows))))
     if bias is None:
         parts = zip(groups, factors, strict=True)
         return torch.cat([part @ factor for part, factor in parts if len(part)])
     added = zip(bias, groups, factors, strict=True)
-    return torch.cat([torch.addmm(one, part, factor) for one, part, factor in added if len(part)])
+    return torch.cat(
+        [torch.addmm(group_bias, part, factor) for group_bias, part, factor in added if len(part)]
+    )
 
 
-def spread(each: Tensor, counts: Tensor, total: int) -> Tensor:
-    """Return what is of each group `[groups, dim]` for each of its rows, `[total, dim]`."""
-    return each.repeat_interleave(counts, 0, output_size=total)
+def spread(values: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Return values of groups `[groups, dim]` for each row of a group, `[total, dim]`."""
+    return values.repeat_interleave(counts, 0, output_size=total)
 
 
 def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
@@ -101,8 +103,8 @@ def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
     rows `[total, dim]`, sorted by group; factors `[total]`, of the dtype of rows.
     """
     if counts_are_on_device(rows):
-        found: Tensor = _sums_by_picks(rows, factors, counts)
-        return found
+        totals: Tensor = _sums_by_picks(rows, factors, counts)
+        return totals
     sizes = on_host(counts, len(rows))
     parts = zip(torch.split(rows, sizes), torch.split(factors, sizes), strict=True)
     return torch.stack([part.t() @ factor for part, factor in parts])
@@ -113,9 +115,9 @@ def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
 def _sums_by_picks(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
     """Return `sums` without a wait for the counts, by a product with each group's factors."""
     groups = torch.arange(len(counts), device=rows.device)
-    of = groups.repeat_interleave(counts, output_size=len(rows))
+    group_of_row = groups.repeat_interleave(counts, output_size=len(rows))
     picks = torch.zeros(len(counts), len(rows), dtype=rows.dtype, device=rows.device)
-    return picks.scatter_(0, of[None], factors[None]) @ rows
+    return picks.scatter_(0, group_of_row[None], factors[None]) @ rows
 
 
 @_sums_by_picks.register_fake
@@ -138,12 +140,12 @@ def _(x: Tensor, places: Tensor, after: Tensor) -> Tensor:
     return x.new_empty(len(places), *x.shape[1:])
 
 
-def dots(rows: Tensor, each: Tensor, counts: Tensor) -> Tensor:
-    """Return the products `[total]` of sorted rows `[total, dim]` with their groups' `each`."""
+def dots(rows: Tensor, vectors: Tensor, counts: Tensor) -> Tensor:
+    """Return the dot products `[total]` of sorted rows `[total, dim]` and their group's vector."""
     if counts_are_on_device(rows) or not len(rows):
-        return (rows * spread(each, counts, len(rows))).sum(-1)
-    parts = zip(torch.split(rows, on_host(counts, len(rows))), each, strict=True)
-    return torch.cat([part @ one for part, one in parts])
+        return (rows * spread(vectors, counts, len(rows))).sum(-1)
+    parts = zip(torch.split(rows, on_host(counts, len(rows))), vectors, strict=True)
+    return torch.cat([part @ vector for part, vector in parts])
 
 
 def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -154,16 +156,16 @@ def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     if len(rows) and takes_one_kernel(rows, grads):
         return torch._grouped_mm(grads.t(), rows, offs=_ends(counts))
     sizes = on_host(counts, len(rows))
-    found = rows.new_empty(len(sizes), grads.shape[-1], rows.shape[-1])
+    out = rows.new_empty(len(sizes), grads.shape[-1], rows.shape[-1])
     parts = torch.split(grads, sizes), torch.split(rows, sizes)
-    for room, grad, part in zip(found, *parts, strict=True):
-        torch.mm(grad.t(), part, out=room)
-    return found
+    for group_out, grad, part in zip(out, *parts, strict=True):
+        torch.mm(grad.t(), part, out=group_out)
+    return out
 
 
-def takes_one_kernel(rows: Tensor, others: Tensor) -> bool:
+def takes_one_kernel(rows: Tensor, factors: Tensor) -> bool:
     """Whether there is a kernel for all groups at once: it wants widths that are multiples of 8."""
-    is_aligned = rows.shape[-1] % ALIGNED == 0 and others.shape[-1] % ALIGNED == 0
+    is_aligned = rows.shape[-1] % ALIGNED == 0 and factors.shape[-1] % ALIGNED == 0
     return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
 
 
@@ -176,7 +178,7 @@ def on_host(counts: Tensor, total: int) -> list[int]:
     """Return counts that add up to `total` as numbers; without values they are even."""
     if isinstance(counts, FakeTensor):
         groups = len(counts)
-        return [(total + at) // groups for at in range(groups)]
+        return [(total + index) // groups for index in range(groups)]
     return [int(count) for count in counts.tolist()]
 
 

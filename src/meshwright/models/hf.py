@@ -56,13 +56,13 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> Transformer
     source = HFWeights(path, spec)
     model = build_model(spec)
     state: dict[str, Tensor] = {}
-    kept = kept_in_fp32(spec)
+    fp32_names = kept_in_fp32(spec)
     for name, part in each_from_hf(source.tensors, source.read):
         # A copy: safetensors maps the file, which may be replaced while the model lives.
-        wanted = part.dtype if dtype is None else dtype
-        if name in kept:
-            wanted = torch.promote_types(wanted, torch.float32)
-        state[name] = part.to(wanted, copy=True)
+        target = part.dtype if dtype is None else dtype
+        if name in fp32_names:
+            target = torch.promote_types(target, torch.float32)
+        state[name] = part.to(target, copy=True)
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
@@ -117,19 +117,21 @@ class HFWeights:
         item = items[0]
         if isinstance(item, AllExperts):
             return self._of_all_experts(item, name, shape, region)
-        found = [item.rows[item.parts.index(name)], *item.shape[1:]]
+        full_shape = [item.rows[item.parts.index(name)], *item.shape[1:]]
         if item.expert is not None:
-            found = [len(items), *found]
-        if found != list(shape):
-            raise CheckpointError(f"{name} is {found}, but {list(shape)} was asked")
-        (start, stop), rest = region[0], region[1:]
+            full_shape = [len(items), *full_shape]
+        if full_shape != list(shape):
+            raise CheckpointError(f"{name} is {full_shape}, but {list(shape)} was asked")
+        (start, stop), columns = region[0], region[1:]
         if item.expert is not None:
-            some = items[start:stop] or items[:1]
-            return torch.stack([self.read(one.name, rest) for one in some])[: stop - start]
+            chosen = items[start:stop] or items[:1]
+            return torch.stack([self.read(stored.name, columns) for stored in chosen])[
+                : stop - start
+            ]
         if start == stop:
             return self.read(item.name, region)
         return item.read_rows(
-            name, start, stop, lambda first, last: self.read(item.name, ((first, last), *rest))
+            name, start, stop, lambda first, last: self.read(item.name, ((first, last), *columns))
         )
 
     def _of_all_experts(
@@ -144,33 +146,33 @@ class HFWeights:
         """Return one stored tensor, or a region of it."""
         if name in self._packed:
             return self._unpacked(self._packed[name], region)
-        place = self._inside.get(name)
-        stored = self._alias.get(name, name) if place is None else place.stored
-        lies: Any = self._files[stored].get_slice(stored)
-        cuts: Any = ... if region is None else tuple(slice(*one) for one in region)
-        if place is not None:
-            cuts = place.cuts(region)
-        tensor: Tensor = lies[cuts]
+        inside = self._inside.get(name)
+        stored = self._alias.get(name, name) if inside is None else inside.stored
+        view: Any = self._files[stored].get_slice(stored)
+        cuts: Any = ... if region is None else tuple(slice(*bounds) for bounds in region)
+        if inside is not None:
+            cuts = inside.cuts(region)
+        tensor: Tensor = view[cuts]
         if tensor.dtype not in _DTYPES:
             legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise CheckpointError(f"{stored} is {tensor.dtype}; supported are {legal}")
         return tensor
 
     def _unpacked(self, item: HFTensor, region: Region | None) -> Tensor:
-        """Return a region of what is stored in MXFP4, `[experts, out, in]`, as if it were not."""
+        """Return a dequantised region of a tensor `[experts, out, in]` that is stored in MXFP4."""
         experts, (first, last), outs = whole(item.shape) if region is None else region
         blocks = first // mxfp4.BLOCK, -(-last // mxfp4.BLOCK)
-        cuts = tuple(slice(*one) for one in (experts, outs, blocks))
+        cuts = tuple(slice(*bounds) for bounds in (experts, outs, blocks))
         packed, scales = (
             self._files[name].get_slice(name)[cuts]
             for name in (item.name + mxfp4.BLOCKS, item.name + mxfp4.SCALES)
         )
         before = blocks[0] * mxfp4.BLOCK
-        found = mxfp4.dequantised(packed, scales)[..., first - before : last - before]
-        return found.transpose(1, 2)
+        values = mxfp4.dequantised(packed, scales)[..., first - before : last - before]
+        return values.transpose(1, 2)
 
     def _find_packed(self) -> dict[str, HFTensor]:
-        """Return what is stored in MXFP4, by the names that it would have else."""
+        """Return the tensors that are stored in MXFP4, by the names that they have unpacked."""
         return {
             item.name: item
             for item in self.tensors
@@ -180,28 +182,28 @@ class HFWeights:
         }
 
     def _check(self, folder: Path, spec: ModelSpec) -> None:
-        """Hold names and shapes against the spec, before anything is read."""
-        packed = {one + end for one in self._packed for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
-        found = {name for name in self._files if is_parameter(spec.family, name)}
-        found -= self._ahead(folder, spec, found)
-        found = (found - packed) | self._packed.keys()
-        found -= {place.stored for place in self._inside.values()} | set(self._alias.values())
-        found |= self._inside.keys() | self._alias.keys()
+        """Raise `CheckpointError` where names or shapes differ from the spec's; reads no tensor."""
+        packed = {name + end for name in self._packed for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        present = {name for name in self._files if is_parameter(spec.family, name)}
+        present -= self._ahead(folder, spec, present)
+        present = (present - packed) | self._packed.keys()
+        present -= {inside.stored for inside in self._inside.values()} | set(self._alias.values())
+        present |= self._inside.keys() | self._alias.keys()
         names = head_names(spec)
-        if not spec.tie_embeddings and names[0] not in found and names[-1] in found:
+        if not spec.tie_embeddings and names[0] not in present and names[-1] in present:
             self._alias[names[0]] = names[-1]
-            found = (found - {names[-1]}) | {names[0]}
-        wanted = {item.name for item in self.tensors}
+            present = (present - {names[-1]}) | {names[0]}
+        expected = {item.name for item in self.tensors}
         embed = self.tensors[0].name
-        heads = [name for name in names if name in found]
-        if spec.tie_embeddings and embed not in found and len(heads) == 1:
+        heads = [name for name in names if name in present]
+        if spec.tie_embeddings and embed not in present and len(heads) == 1:
             self._alias[embed] = heads[0]  # one tensor under the name of its other use
-            found = (found - set(heads)) | {embed}
-        missing, unexpected = wanted - found, found - wanted
+            present = (present - set(heads)) | {embed}
+        missing, unexpected = expected - present, present - expected
         if spec.tie_embeddings:
             unexpected -= self._tied_heads(unexpected & set(names))
         if missing:
-            near = [name for one in sorted(missing)[:1] for name in nearest(one, unexpected)]
+            near = [name for absent in sorted(missing)[:1] for name in nearest(absent, unexpected)]
             hint = f" (the file has {near[0]})" if near else ""
             raise CheckpointError(f"{folder} lacks {_list(missing)}{hint}")
         if unexpected:
@@ -213,10 +215,10 @@ class HFWeights:
             self._check_shape(item)
 
     def _ahead(self, folder: Path, spec: ModelSpec, names: set[str]) -> set[str]:
-        """Return the tensors of layers that predict further tokens, which the model is without."""
+        """Return the tensors of layers that predict further tokens, which the model leaves out."""
         if not FAMILIES[spec.family].predicts_ahead:
             return set()
-        layers = {found[1] for name in names if (found := _AHEAD.fullmatch(name))}
+        layers = {match[1] for name in names if (match := _AHEAD.fullmatch(name))}
         layers = {layer for layer in layers if int(layer) >= spec.n_layers}
         if layers:
             which = ", ".join(sorted(layers, key=int))
@@ -232,26 +234,26 @@ class HFWeights:
         if item.name in self._packed:
             self._check_packed(item)
             return
-        place, wanted = self._inside.get(item.name), item.shape
+        inside, expected = self._inside.get(item.name), item.shape
         stored = self._alias.get(item.name, item.name)
-        if place is not None:
-            stored, count = place.stored, len(self._items_of[item.parts[0]])
-            wanted = (count, place.rows, *item.shape[1:])
+        if inside is not None:
+            stored, count = inside.stored, len(self._items_of[item.parts[0]])
+            expected = (count, inside.rows, *item.shape[1:])
         shape = tuple(self._files[stored].get_slice(stored).get_shape())
-        if shape != wanted:
+        if shape != expected:
             raise CheckpointError(
-                f"{stored} is stored as {list(shape)}, but the config gives {list(wanted)}"
+                f"{stored} is stored as {list(shape)}, but the config gives {list(expected)}"
             )
 
     def _check_packed(self, item: HFTensor) -> None:
         experts, inner, outer = item.shape
         blocks = [experts, outer, inner // mxfp4.BLOCK]
-        for end, wanted in ((mxfp4.BLOCKS, [*blocks, mxfp4.BLOCK // 2]), (mxfp4.SCALES, blocks)):
-            lies = self._files[item.name + end].get_slice(item.name + end)
-            if inner % mxfp4.BLOCK or lies.get_shape() != wanted or lies.get_dtype() != "U8":
+        for end, expected in ((mxfp4.BLOCKS, [*blocks, mxfp4.BLOCK // 2]), (mxfp4.SCALES, blocks)):
+            view = self._files[item.name + end].get_slice(item.name + end)
+            if inner % mxfp4.BLOCK or view.get_shape() != expected or view.get_dtype() != "U8":
                 raise CheckpointError(
-                    f"{item.name}{end} is stored as {lies.get_shape()} of {lies.get_dtype()}, but "
-                    f"the config gives {wanted} of U8, in blocks of {mxfp4.BLOCK}"
+                    f"{item.name}{end} is stored as {view.get_shape()} of {view.get_dtype()}, but "
+                    f"the config gives {expected} of U8, in blocks of {mxfp4.BLOCK}"
                 )
 
     def _tied_heads(self, heads: Iterable[str]) -> set[str]:
@@ -327,7 +329,7 @@ def write_hf(
 
 
 def _bytes(item: HFTensor, state: Mapping[str, Tensor]) -> int:
-    return sum(one.nbytes for one in item.taken(state))
+    return sum(tensor.nbytes for tensor in item.taken(state))
 
 
 def _shards(
@@ -335,14 +337,14 @@ def _shards(
 ) -> list[list[HFTensor]]:
     """Cut the tensors, in their order, into runs of at most `limit` bytes, or of one tensor."""
     shards: list[list[HFTensor]] = [[]]
-    size = 0
+    shard_bytes = 0
     for item in tensors:
-        more = _bytes(item, state)
-        if shards[-1] and size + more > limit:
+        item_bytes = _bytes(item, state)
+        if shards[-1] and shard_bytes + item_bytes > limit:
             shards.append([])
-            size = 0
+            shard_bytes = 0
         shards[-1].append(item)
-        size += more
+        shard_bytes += item_bytes
     return shards
 
 
@@ -364,20 +366,20 @@ def _weight_files(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map")
     names = list({str(name): name for name in weight_map.values()}.values())
-    there = {one.name for one in folder.iterdir() if one.is_file()}
+    file_names = {entry.name for entry in folder.iterdir() if entry.is_file()}
     for name in names:
         plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
         if not plain or not name.endswith(".safetensors"):
             raise CheckpointError(f"{path} names the file {name!r}, which is not one of the folder")
-        if name not in there:  # asked of the folder: the system has no answer for any name
+        if name not in file_names:  # asked of the folder: the system has no answer for any name
             raise CheckpointError(f"{folder / name[:_SHOWN]}, which {INDEX} names, is missing")
     return [folder / name for name in names]
 
 
 def _list(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more
+    omitted = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + omitted
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -39,9 +39,13 @@ class HFTensor:
     expert: int | None = None
 
     def taken(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return what it holds of whole parameters by our names."""
-        found = [state[name] for name in self.parts]
-        return found if self.expert is None else [one[self.expert] for one in found]
+        """Return the parts of whole parameters, by our names, that this tensor holds."""
+        parameters = [state[name] for name in self.parts]
+        return (
+            parameters
+            if self.expert is None
+            else [parameter[self.expert] for parameter in parameters]
+        )
 
     def split(self, stored: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters of a stored tensor, each contiguous."""
@@ -66,15 +70,15 @@ class HFTensor:
 
         Of rows that lie head by head it reads the heads that are touched.
         """
-        at = self.parts.index(name)
+        index = self.parts.index(name)
         if self.heads is None:
-            before = sum(self.rows[:at])
+            before = sum(self.rows[:index])
             return read(before + start, before + stop)
-        size, count = self.rows[at] // self.heads, len(self.parts)
-        first, last = start // size, -(-stop // size)
-        some = replace(self, heads=last - first)
-        own = some.split(read(first * count * size, last * count * size))[at]
-        return own[start - first * size : stop - first * size]
+        head_rows, count = self.rows[index] // self.heads, len(self.parts)
+        first, last = start // head_rows, -(-stop // head_rows)
+        touched = replace(self, heads=last - first)
+        rows = touched.split(read(first * count * head_rows, last * count * head_rows))[index]
+        return rows[start - first * head_rows : stop - first * head_rows]
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,9 @@ class AllExperts(HFTensor):
     def split(self, stored: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters of a stored tensor, each contiguous."""
         ours = stored.transpose(1, -1)
-        return tuple(ours[:, at :: len(self.parts)].contiguous() for at in range(len(self.parts)))
+        return tuple(
+            ours[:, index :: len(self.parts)].contiguous() for index in range(len(self.parts))
+        )
 
     def join(self, ours: Sequence[Tensor]) -> Tensor:
         """Return the stored tensor of these parameters, contiguous."""
@@ -108,8 +114,8 @@ class AllExperts(HFTensor):
 
 def hf_name(family: str, name: str, expert: int = 0) -> str:
     """Return the name of the stored tensor that holds one of our parameters, or an expert of it."""
-    modules, found = FAMILIES[family].modules, _LAYER.fullmatch(name)
-    layer, inner = (None, name) if found is None else found.groups()
+    modules, match = FAMILIES[family].modules, _LAYER.fullmatch(name)
+    layer, inner = (None, name) if match is None else match.groups()
     if inner in modules:
         return modules[inner].format(layer, expert)
     module, kind = inner.rsplit(".", 1)
@@ -118,7 +124,7 @@ def hf_name(family: str, name: str, expert: int = 0) -> str:
 
 def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
     """Return the tensors of a stored model: of our parameters in their order, then of buffers."""
-    held: dict[str, list[tuple[Part, int | None]]] = {}
+    contents: dict[str, list[tuple[Part, int | None]]] = {}
     family = FAMILIES[spec.family]
     for part in (*parts(spec), *buffers(spec)):
         if part.is_adapter:  # these are not in a model's own folder
@@ -126,7 +132,7 @@ def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
         is_cut = part.is_of_experts and not family.fused_experts
         for expert in range(part.shape[0]) if is_cut else (None,):
             name = hf_name(spec.family, part.name, expert or 0)
-            held.setdefault(name, []).append((part, expert))
+            contents.setdefault(name, []).append((part, expert))
     by_head = family.fused == "by head"
     return tuple(
         _of_all_experts(name, [part for part, _ in ours])
@@ -134,7 +140,7 @@ def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
         else _stored(
             name, [part for part, _ in ours], ours[0][1], spec.n_heads if by_head else None
         )
-        for name, ours in held.items()
+        for name, ours in contents.items()
     )
 
 
@@ -173,12 +179,12 @@ def each_from_hf(
     """Yield parameters by our names, of stored tensors that `read` returns by theirs."""
     experts: dict[str, list[Tensor]] = {}
     for item in tensors:
-        found = zip(item.parts, item.split(read(item.name)), strict=True)
+        pairs = zip(item.parts, item.split(read(item.name)), strict=True)
         if item.expert is None:
-            yield from found
+            yield from pairs
             continue
-        for name, one in found:
-            experts.setdefault(name, []).append(one)
+        for name, tensor in pairs:
+            experts.setdefault(name, []).append(tensor)
     for name in list(experts):
         yield name, torch.stack(experts.pop(name))
 

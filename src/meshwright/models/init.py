@@ -69,7 +69,7 @@ def init_parameter(
         drawn = torch.empty(*shape, dtype=torch.float32, device="cpu")
         return drawn.uniform_(-bound, bound, generator=generator)[first:end]
     row, std = math.prod(shape[1:]), weight_std(name, spec)
-    wanted = torch.empty(math.prod(size), dtype=torch.float32, device="cpu")
+    values = torch.empty(math.prod(size), dtype=torch.float32, device="cpu")
     for start, stop in _pieces(math.prod(shape), end * row):
         on_piece()
         if stop <= first * row:
@@ -79,8 +79,8 @@ def init_parameter(
         drawn = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         drawn.normal_(0.0, std, generator=generator)
         low, high = max(start, first * row), min(stop, end * row)
-        wanted[low - first * row : high - first * row] = drawn[low - start : high - start]
-    return wanted.view(size)
+        values[low - first * row : high - first * row] = drawn[low - start : high - start]
+    return values.view(size)
 
 
 def _pieces(count: int, end: int) -> Iterator[tuple[int, int]]:

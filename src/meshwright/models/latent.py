@@ -56,8 +56,8 @@ class LatentAttention(nn.Module):
             self.q = linear(spec, "attn.q", spec.dim, heads * spec.head_dim, bias=False)
         self.kv_a = linear(spec, "attn.kv_a", spec.dim, self.rank + self.turned, bias=bias)
         self.kv_a_norm = RMSNorm(self.rank, LATENT_EPS)
-        made = heads * (self.nope + self.value)
-        self.kv_b = linear(spec, "attn.kv_b", self.rank, made, bias=False)
+        outputs = heads * (self.nope + self.value)
+        self.kv_b = linear(spec, "attn.kv_b", self.rank, outputs, bias=False)
         values = heads * self.value
         self.o = linear(spec, "attn.o", values, spec.dim, bias=spec.has_output_bias)
         self.query_scale = spec.query_scale
@@ -74,26 +74,26 @@ class LatentAttention(nn.Module):
         cache = context.cache
         into = self.q if self.q_a is None else self.q_a
         assert into is not None
-        q, made = self.project(x, (into, self.kv_a), context)
+        q, projected = self.project(x, (into, self.kv_a), context)
         if self.q_a is not None:
             q = apply(self.q_b, self.q_a_norm(q), context)
-        latent, shared = torch.split(made, [self.rank, self.turned], -1)
+        latent, shared = torch.split(projected, [self.rank, self.turned], -1)
         latent, shared = self.kv_a_norm(latent), shared[:, :, None]
         q = q.view(*q.shape[:-1], -1, self.nope + self.turned)
-        plain, own = torch.split(q, [self.nope, self.turned], -1)
+        plain, turned = torch.split(q, [self.nope, self.turned], -1)
         if self.table is not None:
             start = 0 if cache is None else cache.length
             where = start, start + q.shape[1], context.positions
             cos, sin = self.rope.tables(*where, self.table, context.is_long)
-            own, shared = self._rotated(own, cos, sin), self._rotated(shared, cos, sin)
+            turned, shared = self._rotated(turned, cos, sin), self._rotated(shared, cos, sin)
         if cache is not None:
             latent, shared = cache.append(self.layer, latent[:, None], shared.transpose(1, 2))
             latent, shared = latent[:, 0], shared.transpose(1, 2)
-        q = self._filled(plain, own)
+        q = self._filled(plain, turned)
         if self.query_scale != 1.0:
             q = q * self.query_scale
         k, v = self._keys_and_values(latent, shared, context)
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         mixed = self.core(q, k, v, context.mask, self.scores, None).transpose(1, 2)
         return apply(self.o, mixed[..., : self.value].flatten(2), context)
 
@@ -104,8 +104,8 @@ class LatentAttention(nn.Module):
         heads = apply(self.kv_b, latent, context)
         heads = heads.view(*heads.shape[:-1], -1, self.nope + self.value)
         keys, values = torch.split(heads, [self.nope, self.value], -1)
-        every = shared.expand(-1, -1, keys.shape[2], -1)
-        return self._filled(keys, every), self._filled(values)
+        shared_keys = shared.expand(-1, -1, keys.shape[2], -1)
+        return self._filled(keys, shared_keys), self._filled(values)
 
     def _filled(self, *parts: Tensor) -> Tensor:
         """Return a copy of parts of heads side by side, and zeros up to the core's size."""

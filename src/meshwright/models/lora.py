@@ -42,7 +42,7 @@ class LoraLinear(nn.Linear):
         return self.added(out, input, context, self.part * input.shape[-1])
 
     def added(self, out: Tensor, x: Tensor, context: Context, first: int = 0) -> Tensor:
-        """Return `out` plus the adapter's product with x, whose channels start at `first`."""
+        """Return `out` plus the adapter's output for x, whose channels start at `first`."""
         if self.p > 0 and context.keys is not None and self.training:
             x = dropout(x, self.p, context.keys, context.positions, self.site, first)
         low = F.linear(F.linear(x, self.local(self.lora_a)), self.local(self.lora_b))

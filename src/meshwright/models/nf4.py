@@ -27,7 +27,7 @@ _LEAST: Final = 1e-38  # in place of the scale of a block of zeros
 
 
 def pairs(device: torch.device | str) -> Tensor:
-    """Return what the two halves of each byte stand for, fp32 `[256, 2]`."""
+    """Return the two numbers that each byte stands for, fp32 `[256, 2]`."""
     levels = torch.tensor(LEVELS, device=device)
     first, second = levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))
     return torch.stack((first, second), -1)
@@ -58,17 +58,19 @@ def dequantise(packed: Tensor, dtype: torch.dtype, table: Tensor | None = None) 
     inner = packed.shape[1] * NF4_BLOCK // nf4_bytes(NF4_BLOCK)
     out = torch.empty(len(packed), inner, dtype=dtype, device=packed.device)
     at_once = max(NF4_PIECE // inner, 1)
-    for rows, some in zip(torch.split(out, at_once), torch.split(packed, at_once), strict=True):
-        scales = some[:, inner // 2 :].view(torch.float32)
-        values = F.embedding(some[:, : inner // 2].int(), table)
-        values = values.view(len(some), -1, NF4_BLOCK).mul_(scales[..., None])
+    for rows, packed_rows in zip(
+        torch.split(out, at_once), torch.split(packed, at_once), strict=True
+    ):
+        scales = packed_rows[:, inner // 2 :].view(torch.float32)
+        values = F.embedding(packed_rows[:, : inner // 2].int(), table)
+        values = values.view(len(packed_rows), -1, NF4_BLOCK).mul_(scales[..., None])
         rows.copy_(values.view_as(rows))
         del values  # before the next ones
     return out
 
 
 class _Product(torch.autograd.Function):
-    """A product with a frozen weight in four bits, which is dequantised for each pass anew."""
+    """A matmul with a frozen weight in NF4, which is dequantised for each pass anew."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, table: Tensor) -> Tensor:
@@ -88,8 +90,8 @@ def product(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     """
     if weight.dtype != torch.uint8:
         return F.linear(x, weight, bias)
-    found: Tensor = _Product.apply(x, weight, bias, layer.levels)  # type: ignore[no-untyped-call]
-    return found
+    out: Tensor = _Product.apply(x, weight, bias, layer.levels)  # type: ignore[no-untyped-call]
+    return out
 
 
 class FourBitLinear(nn.Linear):

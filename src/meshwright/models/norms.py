@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 def norm(spec: ModelSpec) -> nn.Module:
-    """Return a norm of the stream: RMSNorm, or LayerNorm with bias."""
+    """Return a norm of the residual stream: RMSNorm, or LayerNorm with bias."""
     if spec.norm == "rms":
         return RMSNorm(spec.dim, spec.norm_eps, plus_one=spec.norm_plus_one)
     return nn.LayerNorm(spec.dim, eps=spec.norm_eps)

@@ -76,7 +76,7 @@ class _Gated(torch.autograd.Function):
 
 
 class Glu(NamedTuple):
-    """What a gated MLP makes of gate and up: `activated(gate) * up`.
+    """The activation of a gated MLP: `activated(gate) * up`.
 
     With a `limit` `(up + 1) * gate * sigmoid(alpha * gate)` of gate and up within it: gate from
     above, up on both sides, as gpt-oss has it.
@@ -87,22 +87,22 @@ class Glu(NamedTuple):
     alpha: float = 1.0
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return it for gate and up of one shape, in memory of its own."""
+        """Return `activated(gate) * up` of tensors of one shape, in new memory."""
         return self.gate(gate).mul_(self.up(up))
 
     def gate(self, x: Tensor) -> Tensor:
-        """Return the factor that gate makes, in memory of its own."""
+        """Return the factor from gate, in new memory."""
         if self.limit is None:
             return activated(x, self.name)
         bounded = x.clamp(max=self.limit)
         return torch.sigmoid(bounded * self.alpha).mul_(bounded)
 
     def up(self, x: Tensor) -> Tensor:
-        """Return the factor that up makes."""
+        """Return the factor from up."""
         return x if self.limit is None else x.clamp(-self.limit, self.limit).add_(1)
 
     def through_gate(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x of that of `gate(x)`, in the latter's memory."""
+        """Return the gradient of x from that of `gate(x)`, in the memory of the latter."""
         if self.limit is None:
             return through_activation(grad, x, self.name)
         share = torch.sigmoid(x * self.alpha)
@@ -110,12 +110,12 @@ class Glu(NamedTuple):
         return grad.mul_(slope).masked_fill_(x > self.limit, 0)
 
     def through_up(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x of that of `up(x)`, in the latter's memory."""
+        """Return the gradient of x from that of `up(x)`, in the memory of the latter."""
         return grad if self.limit is None else grad.masked_fill_(x.abs() > self.limit, 0)
 
 
 def through_activation(grad: Tensor, x: Tensor, name: Activation) -> Tensor:
-    """Return the gradient of x of that of `activated(x)`, in the latter's memory."""
+    """Return the gradient of x from that of `activated(x)`, in the memory of the latter."""
     aten = torch.ops.aten
     if name == "silu":
         aten.silu_backward.grad_input(grad, x, grad_input=grad)

@@ -19,14 +19,14 @@ class PlannedCut(Cut):
 
     @classmethod
     def of_call(cls, query: Tensor, key: Tensor, window: int, cap: float) -> PlannedCut:
-        """Return that of a call."""
+        """Return the cut of a call."""
         batch, kv_heads, length, dim = key.shape
         sees = ScoreBounds(window or None, cap or None)
         return cls(*Cut.of(batch, query.shape[1], kv_heads, length, dim, sees))
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor of query-key products."""
         return 1 / math.sqrt(self.dim)
 
     @property
@@ -36,7 +36,7 @@ class PlannedCut(Cut):
 
     @property
     def factor(self) -> float:
-        """What products are multiplied by to be scores in powers of two, or shares of the cap."""
+        """The factor that makes query-key products scores in powers of two, or shares of a cap."""
         return self.scale / self.sees.cap if self.sees.cap else self.scale / LN_2
 
     def parts(self, batch: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
@@ -65,7 +65,7 @@ class PlannedCut(Cut):
         return slice(keys.start, min(self.length, keys.stop + window - 1))
 
     def adding(self, part: Tensor, total: Tensor, keys: slice) -> Callable[[], None]:
-        """Return what adds the part of a block of keys to the sum over blocks, in their order.
+        """Return a function that adds a block of keys' part to the sum over blocks, in their order.
 
         Queries that saw none of the blocks before have no sum yet.
         """
@@ -73,11 +73,11 @@ class PlannedCut(Cut):
         last = self.seeing(slice(keys.start - BLOCK, keys.start)).stop if keys.start else 0
         split = max(last * self.shared, rows.start)
         old, new = total[:, rows.start : split], total[:, split : rows.stop]
-        more, first = part[:, : split - rows.start], part[:, split - rows.start :]
+        increment, first = part[:, : split - rows.start], part[:, split - rows.start :]
 
         def add() -> None:
-            if more.shape[1]:
-                old.add_(more)
+            if increment.shape[1]:
+                old.add_(increment)
             if first.shape[1]:
                 new.copy_(first)
 
@@ -111,7 +111,7 @@ class PlannedCut(Cut):
 
 
 class Hidden(NamedTuple):
-    """What is added to scores of keys that come after a query, or lie before its window."""
+    """Masks to add to scores of keys that come after a query, or lie before its window."""
 
     later: Tensor
     past: Tensor
@@ -120,13 +120,13 @@ class Hidden(NamedTuple):
 
     @classmethod
     def of(cls, cut: Cut) -> Hidden:
-        """Return that of a cut: -inf in corners of `[BLOCK keys, BLOCK queries]`."""
+        """Return the masks of a cut: -inf in corners of `[BLOCK keys, BLOCK queries]`."""
         full = torch.full((BLOCK, BLOCK), -math.inf)
         later, past = (x.repeat_interleave(cut.shared, 1) for x in (full.tril(-1), full.triu()))
         return cls(later, past, cut.shared, cut.sees.window or cut.length)
 
     def corners(self, scores: Tensor, keys: slice, queries: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return the corners of scores `[heads, keys, queries]` with what is added to each.
+        """Return the corners of scores `[heads, keys, queries]`, with the mask of each.
 
         The tokens that are among both are on the diagonal. Beyond the window are pairs of some
         first keys and as many last queries.
@@ -134,13 +134,13 @@ class Hidden(NamedTuple):
         first, last = max(keys.start, queries.start), min(keys.stop, queries.stop)
         size, wide = last - first, (last - first) * self.shared
         column = (first - queries.start) * self.shared
-        own = scores[:, first - keys.start : last - keys.start, column : column + wide]
-        found = [(own, self.later[:size, :wide])]
+        diagonal = scores[:, first - keys.start : last - keys.start, column : column + wide]
+        corners = [(diagonal, self.later[:size, :wide])]
         beyond = queries.stop - keys.start - self.window
         if beyond > 0:
             columns = beyond * self.shared
-            found.append((scores[:, :beyond, -columns:], self.past[:beyond, :columns]))
-        return found
+            corners.append((scores[:, :beyond, -columns:], self.past[:beyond, :columns]))
+        return corners
 
 
 class FactorMemory(NamedTuple):
@@ -156,7 +156,7 @@ class FactorMemory(NamedTuple):
         return cls(wide, wide if dtype == wide.dtype else make(dtype=dtype))
 
     def fill(self, view: Callable[[Tensor], Tensor], source: Tensor) -> None:
-        """Copy `source` into what `view` makes of both."""
+        """Copy `source` into `view` of both memories."""
         view(self.narrow).copy_(source)
         if self.wide is not self.narrow:
             self.wide.copy_(self.narrow)

@@ -65,12 +65,12 @@ class Rope:
         return lengths > scaling.original_context
 
     def reach(
-        self, stop: int, device: torch.device, cached: int = 0, *, both: bool = False
+        self, stop: int, device: torch.device, cached: int = 0, *, mixed_lengths: bool = False
     ) -> None:
-        """Make sure that the tables are those of a forward up to `stop`, on `device`.
+        """Build the tables that a forward up to `stop` needs, on `device`, unless they exist.
 
-        `both`: for documents that are long and documents that are not. Raises `ConfigError` where
-        `cached` positions of it were rotated by other tables.
+        `mixed_lengths`: for documents that are long and documents that are not. Raises
+        `ConfigError` where `cached` positions of it were rotated by other tables.
         """
         if cached and self.starts_anew(cached, stop):
             assert self.spec.rope_scaling is not None
@@ -80,13 +80,13 @@ class Rope:
                 f"of {cached} positions cannot grow to {stop}; start over with an empty one"
             )
         of_rows = self._long(stop)
-        for is_long in (False, True) if both else (of_rows,):
+        for is_long in (False, True) if mixed_lengths else (of_rows,):
             have = self._tables.get(is_long)
-            held = 0 if have is None else have[0][0].shape[0]
-            if have is not None and have[0][0].device == device and held >= stop:
+            built = 0 if have is None else have[0][0].shape[0]
+            if have is not None and have[0][0].device == device and built >= stop:
                 continue
             # Twice what there was, so that growing token by token is not quadratic.
-            grown = 2 * held if 0 < held < stop else 0
+            grown = 2 * built if 0 < built < stop else 0
             self._compute(device, max(stop, self.length, grown), is_long)
         self._current = self._tables[of_rows]
 
@@ -216,5 +216,5 @@ def _yarn(powers: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first or 0.001  # the authors': no division by zero
     numbers = torch.arange(pairs, dtype=torch.float32, device="cpu")
-    kept = 1 - ((numbers - first) / width).clamp(0, 1)
-    return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
+    unscaled = 1 - ((numbers - first) / width).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers) * (1 - unscaled) + 1.0 / powers * unscaled

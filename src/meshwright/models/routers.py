@@ -85,9 +85,9 @@ class Router(Matrices):
         self.top_k, self.divides = spec.top_k, spec.norm_top_k
         self.balance = Balance()
 
-    def forward(self, x: Tensor, of: Sequences) -> Routing:
+    def forward(self, x: Tensor, sequences: Sequences) -> Routing:
         """Return the routing of the tokens of some sequences, x `[tokens, dim]`."""
-        shares, ids = _Route.apply(x, *self.used, self, of)  # type: ignore[no-untyped-call]
+        shares, ids = _Route.apply(x, *self.used, self, sequences)  # type: ignore[no-untyped-call]
         return Routing(ids, shares, drops=self.balance.capacity is not None)
 
     def margin(self, x: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ class Router(Matrices):
         scores = widened(x) @ widened(weight).t()
         return _lead(scores if bias is None else scores + widened(bias), self.top_k)
 
-    def bounded(self, ctx: Any, ids: Tensor, of: Sequences) -> Tensor:
+    def bounded(self, ctx: Any, ids: Tensor, sequences: Sequences) -> Tensor:
         """Return the ids, marked where an expert is full; `ctx` gets how many of them are."""
         ctx.dropped = None
         if self.balance.capacity is None:
             return ids
-        found = self.balance.bounded(ids, of, len(self.weight))
-        ctx.dropped = of.data(found == len(self.weight)).sum()
-        return found
+        limited = self.balance.bounded(ids, sequences, len(self.weight))
+        ctx.dropped = sequences.data(limited == len(self.weight)).sum()
+        return limited
 
 
 class SigmoidRouter(Router):
@@ -124,10 +124,10 @@ class SigmoidRouter(Router):
         self.scale = spec.routed_scale
         self.register_buffer("correction", torch.zeros(spec.experts))
 
-    def forward(self, x: Tensor, of: Sequences) -> Routing:
+    def forward(self, x: Tensor, sequences: Sequences) -> Routing:
         """Return the routing of the tokens of some sequences, x `[tokens, dim]`."""
         weight = self.local(self.weight)
-        shares, ids = _RouteBySigmoid.apply(x, weight, self, of)  # type: ignore[no-untyped-call]
+        shares, ids = _RouteBySigmoid.apply(x, weight, self, sequences)  # type: ignore[no-untyped-call]
         return Routing(ids, shares, drops=self.balance.capacity is not None)
 
     def pick(self, scores: Tensor) -> Tensor:
@@ -151,25 +151,25 @@ class SigmoidRouter(Router):
         if self.top_groups < self.groups:
             best = self._group_scores(corrected).topk(self.top_groups).indices
             by_group = corrected.view(len(corrected), self.groups, -1)
-            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-            corrected = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+            eligible = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+            corrected = by_group.masked_fill(~eligible[..., None], -torch.inf).flatten(-2)
         return corrected
 
     def _group_scores(self, corrected: Tensor) -> Tensor:
         """Return the sum of each group's two best scores, `[tokens, groups]`."""
         return corrected.view(len(corrected), self.groups, -1).topk(2).values.sum(-1)
 
-    def to_even(self, every: Tensor, of: Sequences) -> Tensor:
+    def to_even(self, scores: Tensor, sequences: Sequences) -> Tensor:
         """Return the load-balancing loss' gradient of scores, both fp32 `[tokens, experts]`.
 
         A token counts for the experts with its largest scores, without corrections, and its
         probabilities are its scores divided by their sum.
         """
-        total = every.sum(-1, keepdim=True)
-        shares = every / total
-        best = every.topk(self.top_k).indices
-        to_shares = torch.zeros_like(every)
-        of.add(self.balance.to_shares(shares, best, of), to_shares)
+        total = scores.sum(-1, keepdim=True)
+        shares = scores / total
+        best = scores.topk(self.top_k).indices
+        to_shares = torch.zeros_like(scores)
+        sequences.add(self.balance.to_shares(shares, best, sequences), to_shares)
         return (to_shares - (to_shares * shares).sum(-1, keepdim=True)) / total
 
     @torch.no_grad()
@@ -207,38 +207,43 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, router: Router, of: Sequences
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        router: Router,
+        sequences: Sequences,
     ) -> tuple[Tensor, Tensor]:
         scores = widened(x) @ widened(weight).t()
         scores = scores if bias is None else scores + widened(bias)
-        every = torch.softmax(scores, -1)
-        _, ids = router.balance.picked(every, router.top_k)
-        ids = router.balance.placed(ids, of, every.shape[-1])
-        shares = every.gather(-1, ids)
+        probabilities = torch.softmax(scores, -1)
+        _, ids = router.balance.picked(probabilities, router.top_k)
+        ids = router.balance.placed(ids, sequences, probabilities.shape[-1])
+        shares = probabilities.gather(-1, ids)
         sizes = (scores.logsumexp(-1),) if router.balance.z else ()
-        ctx.save_for_backward(x, weight, every, ids, *sizes)
-        ctx.router, ctx.of, ctx.has_bias = router, of, bias is not None
-        ids = router.bounded(ctx, ids, of)
+        ctx.save_for_backward(x, weight, probabilities, ids, *sizes)
+        ctx.router, ctx.sequences, ctx.has_bias = router, sequences, bias is not None
+        ids = router.bounded(ctx, ids, sequences)
         ctx.mark_non_differentiable(ids)
         return shares / shares.sum(-1, keepdim=True) if router.divides else shares, ids
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, every, ids, *sizes = ctx.saved_tensors
+        x, weight, probabilities, ids, *sizes = ctx.saved_tensors
         router: Router = ctx.router
-        balance, of = router.balance, ctx.of
+        balance, sequences = router.balance, ctx.sequences
         if router.divides:
-            picked = every.gather(-1, ids)
+            picked = probabilities.gather(-1, ids)
             total = picked.sum(-1, keepdim=True)
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
-        to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
-        balance.count(ids, of, every.shape[-1], ctx.dropped)
+        to_scores = torch.zeros_like(probabilities).scatter_(-1, ids, grad)
+        balance.count(ids, sequences, probabilities.shape[-1], ctx.dropped)
         if balance.aux:
-            of.add(balance.to_shares(every, ids, of), to_scores)
-        to_scores = torch._softmax_backward_data(to_scores, every, -1, every.dtype)
-        for one in sizes:
-            to_scores.addcmul_(every, balance.to_scores(one, of))
+            sequences.add(balance.to_shares(probabilities, ids, sequences), to_scores)
+        to_scores = torch._softmax_backward_data(to_scores, probabilities, -1, probabilities.dtype)
+        for size in sizes:
+            to_scores.addcmul_(probabilities, balance.to_scores(size, sequences))
         to_x = (to_scores @ widened(weight)).to(x.dtype)
         to_weight = to_bias = None
         if ctx.needs_input_grad[1]:  # else it is frozen
@@ -259,14 +264,14 @@ class _RouteBySigmoid(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, router: SigmoidRouter, of: Sequences
+        ctx: Any, x: Tensor, weight: Tensor, router: SigmoidRouter, sequences: Sequences
     ) -> tuple[Tensor, Tensor]:
-        every = torch.sigmoid(widened(x) @ widened(weight).t())
-        ids = router.balance.placed(router.pick(every), of, every.shape[-1])
-        shares = every.gather(-1, ids)
-        ctx.save_for_backward(x, weight, every, ids)
-        ctx.router, ctx.of = router, of
-        ids = router.bounded(ctx, ids, of)
+        sigmoids = torch.sigmoid(widened(x) @ widened(weight).t())
+        ids = router.balance.placed(router.pick(sigmoids), sequences, sigmoids.shape[-1])
+        shares = sigmoids.gather(-1, ids)
+        ctx.save_for_backward(x, weight, sigmoids, ids)
+        ctx.router, ctx.sequences = router, sequences
+        ids = router.bounded(ctx, ids, sequences)
         ctx.mark_non_differentiable(ids)
         if router.divides:
             shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
@@ -275,18 +280,18 @@ class _RouteBySigmoid(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, every, ids = ctx.saved_tensors
+        x, weight, sigmoids, ids = ctx.saved_tensors
         router: SigmoidRouter = ctx.router
-        router.balance.count(ids, ctx.of, every.shape[-1], ctx.dropped)
+        router.balance.count(ids, ctx.sequences, sigmoids.shape[-1], ctx.dropped)
         grad = grad * router.scale
-        picked = every.gather(-1, ids)
+        picked = sigmoids.gather(-1, ids)
         if router.divides:
             total = picked.sum(-1, keepdim=True) + _TINY
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
-        to_every = torch.zeros_like(every).scatter_(-1, ids, grad)
+        to_sigmoids = torch.zeros_like(sigmoids).scatter_(-1, ids, grad)
         if router.balance.aux:
-            to_every += router.to_even(every, ctx.of)
-        to_scores = to_every * every * (1 - every)
+            to_sigmoids += router.to_even(sigmoids, ctx.sequences)
+        to_scores = to_sigmoids * sigmoids * (1 - sigmoids)
         to_x = (to_scores @ widened(weight)).to(x.dtype)
         to_weight = None
         if ctx.needs_input_grad[1]:  # else it is frozen

@@ -54,14 +54,14 @@ class Transformer(nn.Module):
             freeze(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert the tensors, but leave in fp32 what half precision would falsify.
+        """Move or convert the tensors, but keep buffers in fp32 that half precision would falsify.
 
         PyTorch calls it for `to`, `bfloat16`, `half`, `cuda` and the like.
         """
         names = kept_in_fp32(self.spec)
-        kept = {name: one for name, one in self.named_buffers() if name in names}
+        fp32_buffers = {name: buffer for name, buffer in self.named_buffers() if name in names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in kept.items():
+        for name, before in fp32_buffers.items():
             after = self.get_buffer(name)
             if torch.finfo(after.dtype).bits < 32:
                 owner, _, last = name.rpartition(".")
@@ -74,12 +74,12 @@ class Transformer(nn.Module):
         return cast(list[Block], list(self.layers.values()))
 
     def keep(self, layers: Iterable[int], *, first: bool, last: bool) -> Self:
-        """Drop what a pipeline stage does not hold; returns the model itself.
+        """Drop the modules that a pipeline stage does not hold; returns the model itself.
 
         The last stage of a tied model keeps the embedding, as its head.
         """
-        kept = {str(layer) for layer in layers}
-        for name in [name for name in self.layers if name not in kept]:
+        stage_layers = {str(layer) for layer in layers}
+        for name in [name for name in self.layers if name not in stage_layers]:
             del self.layers[name]
         if not last:
             self.norm = self.head = None
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         unpadded: Unpadded | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Return what the head multiplies, `[batch, seq, dim]`; arguments as for `forward`."""
+        """Return the head's input `[batch, seq, dim]`; arguments as for `forward`."""
         mask = self.mask_of(input_ids, segments, cache)
         if lengths is None and segments is not None and self.mask_of is causal_mask:
             lengths = lengths_of(segments)
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
                 # The embedding is frozen; the first layer's backward is as every other's.
                 x = x.requires_grad_()
         cached = 0 if cache is None else cache.length
-        self.rope.reach(cached + x.shape[1], x.device, cached, both=is_long is not None)
+        self.rope.reach(cached + x.shape[1], x.device, cached, mixed_lengths=is_long is not None)
         for name, block in self.layers.items():
             if keys is not None and self.spec.drops:
                 # Here rather than in the block: a number of its own would recompile each block.

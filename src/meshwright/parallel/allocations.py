@@ -82,10 +82,10 @@ def labelled_in_data() -> Iterator[None]:
     def label_gradients(group: FSDPParamGroup) -> None:
         for parameter in group.fsdp_params:
             label("gradients", parameter.unsharded_accumulated_grad)
-            whole = getattr(parameter, "_unsharded_param", None)
-            label("gradients", None if whole is None else whole.grad)
-            kept = HOST if parameter.offload_to_cpu else "gradients"
-            label(kept, parameter.sharded_param.grad)
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            label("gradients", None if unsharded is None else unsharded.grad)
+            kind = HOST if parameter.offload_to_cpu else "gradients"
+            label(kind, parameter.sharded_param.grad)
         label("gradients", group._partial_reduce_output)
 
     def reduced(self: FSDPParamGroup, *arguments: Any) -> None:
@@ -93,15 +93,15 @@ def labelled_in_data() -> Iterator[None]:
         reduce(self, *arguments)
         label_gradients(self)
 
-    def buffered(self: DefaultAllocMixin, *arguments: Any, **more: Any) -> Tensor:
-        buffer = allocate(self, *arguments, **more)
+    def buffered(self: DefaultAllocMixin, *arguments: Any, **options: Any) -> Tensor:
+        buffer = allocate(self, *arguments, **options)
         label("buffers", buffer)
         return buffer
 
-    room = offload.host_room
+    host_room = offload.host_room
 
     def left(flat: Tensor) -> Tensor:
-        host = room(flat)
+        host = host_room(flat)
         label(HOST, host)
         return host
 
@@ -130,8 +130,8 @@ def labelled_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
 
     def take_labelled() -> None:
         take()
-        for held in parallel.held:
-            label(kind, held.parameter.grad)
+        for param in parallel.held:
+            label(kind, param.parameter.grad)
 
     with mock.patch.object(shards, "take", take_labelled):
         yield
@@ -142,8 +142,8 @@ def lasting(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that exist from step to step, with their category."""
     layout = parallel.program.layout
-    for held in parallel.held:
-        yield HOST if layout.offload == "params" else "parameters", held.parameter
+    for param in parallel.held:
+        yield HOST if layout.offload == "params" else "parameters", param.parameter
     for module in parallel.modules.values():
         replicas = replicas_of(module)
         for weight in [] if replicas is None else replicas.weights.values():
@@ -192,10 +192,10 @@ class _Frame(NamedTuple):
 
     def __str__(self) -> str:
         names: list[str] = []
-        at: _Frame | None = self
-        while at is not None:
-            names.append(at.name)
-            at = at.outer
+        frame: _Frame | None = self
+        while frame is not None:
+            names.append(frame.name)
+            frame = frame.outer
         return " < ".join(names)
 
 
@@ -234,8 +234,8 @@ def pieces_of(
     ends = sorted(node.end_time_ns for node, _ in events if node.name.startswith(COLLECTIVES))
 
     def end_unseen(piece: AllocatedPiece, latest: int | None) -> None:
-        place = bisect.bisect_left(ends, piece.start)
-        times = [*ends[place : place + 1], *([] if latest is None else [latest])]
+        index = bisect.bisect_left(ends, piece.start)
+        times = [*ends[index : index + 1], *([] if latest is None else [latest])]
         piece.end = min(times, default=None)
 
     live = dict(known or {})
@@ -265,9 +265,9 @@ def pieces_of(
     return [piece for piece in pieces if piece.kind != HOST]
 
 
-def alive(pieces: Sequence[AllocatedPiece], at: int) -> list[AllocatedPiece]:
+def alive(pieces: Sequence[AllocatedPiece], time: int) -> list[AllocatedPiece]:
     """Return the pieces that exist at a moment."""
-    return [p for p in pieces if p.start <= at and (p.end is None or p.end > at)]
+    return [p for p in pieces if p.start <= time and (p.end is None or p.end > time)]
 
 
 def moments_of(pieces: Sequence[AllocatedPiece], begins: Sequence[int]) -> list[MeasuredMoment]:
@@ -277,45 +277,49 @@ def moments_of(pieces: Sequence[AllocatedPiece], begins: Sequence[int]) -> list[
     """
 
     def now() -> dict[str, int]:
-        return {"activations" if kind == REST else kind: held[kind] for kind in held if held[kind]}
+        return {
+            "activations" if kind == REST else kind: by_kind[kind]
+            for kind in by_kind
+            if by_kind[kind]
+        }
 
     changes = [(piece.start, piece.size, piece.kind) for piece in pieces]
     changes += [(piece.end, -piece.size, piece.kind) for piece in pieces if piece.end is not None]
     changes.sort()
-    held: Counter[str] = Counter()
-    found, place = [], 0
+    by_kind: Counter[str] = Counter()
+    moments, index = [], 0
     for turn, (begin, end) in enumerate(pairwise(begins)):
-        while place < len(changes) and changes[place][0] <= begin:
-            held[changes[place][2]] += changes[place][1]
-            place += 1
-        found.append(MeasuredMoment(turn, 0.0, now()))
-        peak, total = found[-1], held.total()
+        while index < len(changes) and changes[index][0] <= begin:
+            by_kind[changes[index][2]] += changes[index][1]
+            index += 1
+        moments.append(MeasuredMoment(turn, 0.0, now()))
+        peak, total = moments[-1], by_kind.total()
         highest = total
-        while place < len(changes) and changes[place][0] <= end:
-            at, size, kind = changes[place]
-            held[kind] += size
+        while index < len(changes) and changes[index][0] <= end:
+            time, size, kind = changes[index]
+            by_kind[kind] += size
             total += size
-            place += 1
+            index += 1
             if total > highest:
                 highest = total
-                peak = MeasuredMoment(turn, (at - begin) / (end - begin), now())
-        if peak is not found[-1]:
-            found.append(peak)
-    return [*found, MeasuredMoment(len(begins) - 1, 0.0, now())]
+                peak = MeasuredMoment(turn, (time - begin) / (end - begin), now())
+        if peak is not moments[-1]:
+            moments.append(peak)
+    return [*moments, MeasuredMoment(len(begins) - 1, 0.0, now())]
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
     """Silence stderr, including what C++ writes to it."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr_copy = os.dup(2)
     try:
         with open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
 
 
 class MemoryProfile:
@@ -327,7 +331,7 @@ class MemoryProfile:
     def __init__(
         self, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Take what the step will work on."""
+        """Take the model, shards and optimizer of the step."""
         self._trained = parallel, shards, optimizer
         self._device = parallel.device.type
         self._known: dict[int, AllocatedPiece] = {}

@@ -60,7 +60,7 @@ class Parallel:
     @property
     def trained(self) -> list[HeldParameter]:
         """The trained parameters: with adapters, only these."""
-        return [one for one in self.held if one.sharding.part.trained]
+        return [param for param in self.held if param.sharding.part.trained]
 
     @cached_property
     def sums(self) -> tuple[GradientSum, ...]:
@@ -100,7 +100,7 @@ class Parallel:
         return shape, DTYPES[program.train.precision]
 
     def forward(self, stage: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return a stage's output: the stream, or the last one's summed loss, see `loss_sum`."""
+        """Return a stage's output: the residual stream, or the last stage's summed loss."""
         ends = {}
         if stage == len(self.stage_ranks) - 1:
             ends["project"] = partial(
@@ -126,7 +126,7 @@ class Parallel:
         return out
 
     def _documents(self, batch: Batch) -> Tensor | None:
-        """Return what attention gets of documents: segments, their bounds, or else a mask."""
+        """Return the documents' segments, bounds or mask, whichever attention uses."""
         layout, train, model = self.program.layout, self.program.train, self.program.model
         if batch.segments is None or (layout.cp > 1 and layout.cp_kind == "ring"):
             return batch.segments

@@ -48,9 +48,9 @@ class Batch(NamedTuple):
         starts = range(0, len(self.inputs), size)
         return [self.rows(slice(start, start + size)) for start in starts]
 
-    def rows(self, some: slice) -> Batch:
+    def rows(self, selection: slice) -> Batch:
         """Return some of the rows."""
-        return self._each(lambda part: part[some])
+        return self._each(lambda part: part[selection])
 
     def at(self, positions: Tensor | None) -> Batch:
         """Return the inputs and targets at some positions; segments stay whole rows."""
@@ -79,10 +79,10 @@ class Feed:
         if self._stream is None:
             return batch.to(self._device)
         with torch.cuda.stream(self._stream):
-            there = batch.to(self._device)
+            on_device = batch.to(self._device)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        for part in there:
+        for part in on_device:
             if part is not None:  # its memory may be given anew once this stream is done with it
                 part.record_stream(current)
-        return there
+        return on_device

@@ -77,14 +77,14 @@ def build(
     materialise, fill. The values of a shard depend only on its position in the whole tensor, so
     every mesh starts from the same weights.
     """
-    products = take_route(program.train.matmul, device)
+    matmul_route = take_route(program.train.matmul, device)
     deferral = Deferral()
     splits = splits_backward(program)
-    more: dict[str, Any] = {"recomputes": program.layout.recompute == "full"}
+    options: dict[str, Any] = {"recomputes": program.layout.recompute == "full"}
     if program.train.async_tp:
         groups = take_async_tp(groups, device)
-        more["more"] = OPTIONS
-    wrap = compiler(products, splits=splits, **more) if compiled else None
+        options["compiler_options"] = OPTIONS
+    wrap = compiler(matmul_route, splits=splits, **options) if compiled else None
     modules = describe(program, groups, deferral, wrap=wrap)
     return materialise(program, groups, device, source, modules, deferral)
 
@@ -130,10 +130,10 @@ def describe(
         if not sums_in_place(layout, program.target):
             of_experts = None if groups.experts is None else groups.experts.parameters
             mesh = groups.parameters
-            more: dict[str, Any] = {"of_experts": of_experts, "keeps_frozen": True}
+            options: dict[str, Any] = {"of_experts": of_experts, "keeps_frozen": True}
             if not spec.tie_embeddings:
-                more |= {"embed": model.embed, "head": model.head}
-            distribute_data(model, model.blocks, layout, program.train, mesh, **more)
+                options |= {"embed": model.embed, "head": model.head}
+            distribute_data(model, model.blocks, layout, program.train, mesh, **options)
         modules[stage.index] = model
     return modules
 
@@ -143,14 +143,18 @@ def compiler(
     *,
     splits: bool = False,
     recomputes: bool = False,
-    more: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Wrap:
-    """Return what has a block compiled, its products by a route; see `compile_block`."""
+    """Return a function that compiles a block, its matmuls by a route; see `compile_block`."""
     # Not at the top: the compiler is a second of imports.
     from meshwright.parallel.kernels.compiled import compile_block
 
-    words: dict[str, Any] = {"splits": splits, "recomputes": recomputes, "more": more}
-    return partial(compile_block, products=products, **words)
+    arguments: dict[str, Any] = {
+        "splits": splits,
+        "recomputes": recomputes,
+        "compiler_options": compiler_options,
+    }
+    return partial(compile_block, products=products, **arguments)
 
 
 def materialise(
@@ -163,8 +167,8 @@ def materialise(
 ) -> Parallel:
     """Allocate the stages that `describe` has returned, with weights from `source`."""
     layout, train = program.layout, program.train
-    at, places = _positions(program, groups, device)
-    held: list[HeldParameter] = []
+    attended, in_stream = _positions(program, groups, device)
+    params: list[HeldParameter] = []
     for index, model in modules.items():
         model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
@@ -173,24 +177,24 @@ def materialise(
         trained = dict(model.named_parameters())
         if sums_in_place(layout, program.target):  # only now: the parameters are new ones
             trained = replicate_in_place(model, layout, train, groups)
-        held += _held(program, index, trained)
+        params += _held(program, index, trained)
     stages: dict[int, nn.Module] = dict(modules)
     sizes = Sizes.of(program)
     rows = loss_rows(sizes.tokens, sizes.element, program.target)
     fuses = fuses_loss(sizes.element, layout.tp, program.target)
     gathers = None
     if gathers_float8(train, layout, program.target):
-        kept = (one for model in modules.values() for one in ready_parameters(model))
-        gathers = Float8Gathers(kept, DTYPES[train.precision], groups.shard)
-    routed = {k: one for model in modules.values() for k, one in routers(model).items()}
-    parts = (program, groups, device, stages, held, at, places, deferral, rows, fuses)
+        ready = (parameter for model in modules.values() for parameter in ready_parameters(model))
+        gathers = Float8Gathers(ready, DTYPES[train.precision], groups.shard)
+    routed = {k: router for model in modules.values() for k, router in routers(model).items()}
+    parts = (program, groups, device, stages, params, attended, in_stream, deferral, rows, fuses)
     parallel = Parallel(*parts, routers=routed, float8=gathers)
     fill(parallel, source)
     return parallel
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Have buffers where they are computed with, also where parameters are kept on the host."""
+    """Move buffers to the device, also where parameters are kept on the host."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, torch.empty_like(buffer, device=device))
@@ -294,60 +298,60 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
 def _positions(
     program: Program, groups: Groups, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the positions that a rank attends with, and those in its stream; None for all."""
+    """Return a rank's positions in attention and in its residual stream; None for all."""
     layout, seq_len = program.layout, program.train.seq_len
-    at = None
+    attended = None
     if layout.cp > 1:
-        at = positions(layout.cp_kind, seq_len, layout.cp, groups.cp.rank).to(device)
-    places = at
+        attended = positions(layout.cp_kind, seq_len, layout.cp, groups.cp.rank).to(device)
+    in_stream = attended
     if layout.sp and layout.tp > 1:
-        whole = torch.arange(seq_len, device=device) if at is None else at
-        places = whole.chunk(layout.tp)[groups.tp.rank]
-    return at, places
+        row = torch.arange(seq_len, device=device) if attended is None else attended
+        in_stream = row.chunk(layout.tp)[groups.tp.rank]
+    return attended, in_stream
 
 
 def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> list[HeldParameter]:
     """Return the parameters of a stage that this rank holds shards of."""
-    layout, held = program.layout, []
+    layout, params = program.layout, []
     ranks_of_stage = layout.world // layout.pp
     for name, parameter in trained.items():
         sharding = program.shardings[name]
         copies = ranks_of_stage // sharding.distinct
         if name == "embed.weight" and stage > 0:
             copies = 0
-        held.append(HeldParameter(name, stage, parameter, sharding, copies))
-    return held
+        params.append(HeldParameter(name, stage, parameter, sharding, copies))
+    return params
 
 
 def seeded(spec: ModelSpec, seed: int, on_piece: Callable[[], None] = lambda: None) -> Source:
     """Return the source of freshly initialised weights; `on_piece` is called after each piece."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        rows, *others = region
-        whole = [(0, rows[1] - rows[0]), *others]
-        return cut(init_parameter(name, shape, spec, seed, rows, on_piece), whole)
+        rows, *columns = region
+        local_region = [(0, rows[1] - rows[0]), *columns]
+        return cut(init_parameter(name, shape, spec, seed, rows, on_piece), local_region)
 
     return region_of
 
 
 @torch.no_grad()
 def fill(parallel: Parallel, source: Source) -> None:
-    """Copy from `source` into parameters what each rank holds of them, and into buffers all."""
+    """Fill this rank's shards of parameters, and all buffers, from `source`."""
     dtype = DTYPES[parallel.program.train.precision]
     for module in parallel.modules.values():
         for name, buffer in module.named_buffers():
             shape = tuple(buffer.shape)
             buffer.copy_(source(name, shape, whole(shape)))
-    for held in parallel.held:
-        region = region_of(held, parallel)
+    for param in parallel.held:
+        region = region_of(param, parallel)
         parallel.recorder.beat()
-        held.fill(source(held.name, held.sharding.part.shape, region), dtype)
+        param.fill(source(param.name, param.sharding.part.shape, region), dtype)
 
 
-def region_of(held: HeldParameter, parallel: Parallel) -> Region:
+def region_of(param: HeldParameter, parallel: Parallel) -> Region:
     """Return the position of this rank's shard of a parameter in the whole tensor."""
-    at = parallel.groups.at
-    return held.sharding.region(at["tp"], data_rank(parallel.program.layout, at))
+    coordinates = parallel.groups.at
+    return param.sharding.region(coordinates["tp"], data_rank(parallel.program.layout, coordinates))
 
 
 def cut(full: Tensor, region: Sequence[tuple[int, int]]) -> Tensor:

@@ -43,9 +43,9 @@ def on_stages(
     parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor | None]
 ) -> Iterator[tuple[HeldParameter, Tensor | None]]:
     """Yield whole tensors of this rank's trained parameters; a collective of a stage's ranks."""
-    for held in parallel.trained:
-        tensor = tensor_of(held)
-        yield held, None if tensor is None else whole_of(tensor, held.sharding, parallel)
+    for param in parallel.trained:
+        tensor = tensor_of(param)
+        yield param, None if tensor is None else whole_of(tensor, param.sharding, parallel)
 
 
 @torch.no_grad()
@@ -56,29 +56,29 @@ def on_rank_0(
 
     A collective: every rank must iterate; the others yield nothing. One tensor is whole at a time.
     """
-    mine = {held.name: held for held in reversed(parallel.held)}  # the first copy of a tied matrix
+    by_name = {
+        param.name: param for param in reversed(parallel.held)
+    }  # the first copy of a tied matrix
     program, pp = parallel.program, parallel.groups.pp
     owners = {
         name: parallel.stage_ranks[stage.index]
         for stage in reversed(program.stages)
         for name in program.parameters(stage)
     }
-    at = parallel.groups.at
+    coordinates = parallel.groups.at
     # The ranks that talk to rank 0 are those of its own pipeline.
-    in_first_column = all(at[axis] == 0 for axis in at if axis != "pp")
+    in_first_column = all(coordinates[axis] == 0 for axis in coordinates if axis != "pp")
     for name, sharding in program.shardings.items():
         owner = owners[name]
-        whole = None
-        if owner == at["pp"]:
-            whole = whole_of(tensor_of(mine[name]), sharding, parallel)
+        full = None
+        if owner == coordinates["pp"]:
+            full = whole_of(tensor_of(by_name[name]), sharding, parallel)
         if not in_first_column:
             continue
-        if at["pp"] == 0:
-            if whole is None:
-                whole = torch.empty(
-                    sharding.part.shape, dtype=torch.float32, device=parallel.device
-                )
-                dist.recv(whole, pp.ranks[owner], pp.group)
-            yield name, whole.cpu().contiguous()
-        elif whole is not None:
-            dist.send(whole.to(parallel.device, torch.float32).contiguous(), pp.ranks[0], pp.group)
+        if coordinates["pp"] == 0:
+            if full is None:
+                full = torch.empty(sharding.part.shape, dtype=torch.float32, device=parallel.device)
+                dist.recv(full, pp.ranks[owner], pp.group)
+            yield name, full.cpu().contiguous()
+        elif full is not None:
+            dist.send(full.to(parallel.device, torch.float32).contiguous(), pp.ranks[0], pp.group)

@@ -46,17 +46,17 @@ def loss_sum(
     and receives their gradient.
     """
     if torch.is_grad_enabled():
-        own = None if unit is not None else local(weight)
+        local_weight = None if unit is not None else local(weight)
         out: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-            hidden, own, targets.flatten(), ignore, tp_region, at_once, fuses, cap, unit
+            hidden, local_weight, targets.flatten(), ignore, tp_region, at_once, fuses, cap, unit
         )
         return out
-    own = local(weight if unit is None else unit.gather())
+    local_weight = local(weight if unit is None else unit.gather())
     inputs = tp_region.entering(hidden)().flatten(0, 1)
     total = inputs.new_zeros((), dtype=torch.float32)
     for rows in _chunks(len(inputs), at_once):
         total += soften(
-            inputs[rows] @ own.t(), targets.flatten()[rows], ignore, tp_region.link, cap
+            inputs[rows] @ local_weight.t(), targets.flatten()[rows], ignore, tp_region.link, cap
         ).loss
     return total
 
@@ -102,10 +102,10 @@ class _Loss(torch.autograd.Function):
                 del logits
             else:
                 logits = inputs[rows] @ weight.t()
-                found = soften(logits, targets[rows], ctx.ignore, tp_region.link, ctx.cap)
+                softmax = soften(logits, targets[rows], ctx.ignore, tp_region.link, ctx.cap)
                 del logits
-                loss, logits_grad = found.loss, found.gradient(grad, weight.dtype)
-                del found
+                loss, logits_grad = softmax.loss, softmax.gradient(grad, weight.dtype)
+                del softmax
             losses.append(loss)
             back.view_as(inputs)[rows] = logits_grad @ weight
             if rows.stop == len(inputs):  # it travels beside the last of the weight's products
@@ -131,15 +131,15 @@ class _Loss(torch.autograd.Function):
 class Softmax(NamedTuple):
     """The summed loss of some rows, and the inputs of their gradient.
 
-    `exponentials` fp32 `[rows, vocab / ranks]` times `shares` `[rows]` are the probabilities. `own`
-    is the local target, valid where it is `inside`; rows that are not `counted` have none.
+    `exponentials` fp32 `[rows, vocab / ranks]` times `shares` `[rows]` are the probabilities.
+    `local_targets` are valid where they are `inside`; rows that are not `counted` have none.
     `slopes`, in the same shape, are the derivatives of a soft cap.
     """
 
     loss: Tensor
     exponentials: Tensor
     shares: Tensor
-    own: Tensor
+    local_targets: Tensor
     inside: Tensor
     counted: Tensor
     slopes: Tensor | None = None
@@ -147,7 +147,7 @@ class Softmax(NamedTuple):
     def gradient(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradient of the logits from that of the loss, overwriting `exponentials`."""
         wide = self.exponentials.mul_((self.shares * self.counted * grad)[:, None])
-        wide.scatter_add_(-1, self.own[:, None], -(self.inside * grad)[:, None])
+        wide.scatter_add_(-1, self.local_targets[:, None], -(self.inside * grad)[:, None])
         if self.slopes is not None:
             wide.mul_(self.slopes)
         return wide.to(dtype)
@@ -162,28 +162,28 @@ def soften(
     numbers per row: the largest logit, the sum of exponentials and the target's logit.
     arXiv:1909.08053, section 3.
     """
-    own, counted = targets - link.rank * logits.shape[-1], targets != ignore
-    inside = (own >= 0) & (own < logits.shape[-1]) & counted
-    own.masked_fill_(~inside, 0)
+    local_targets, counted = targets - link.rank * logits.shape[-1], targets != ignore
+    inside = (local_targets >= 0) & (local_targets < logits.shape[-1]) & counted
+    local_targets.masked_fill_(~inside, 0)
     wide, slopes = logits.float(), None
     if cap is not None:  # the slope of cap * tanh(x / cap) is 1 - tanh^2
         shares = wide.div_(cap).tanh_()
         slopes = torch.addcmul(shares.new_ones(()), shares, shares, value=-1)
         wide = shares.mul_(cap)
-    picked = wide.gather(-1, own[:, None])[:, 0].masked_fill_(~inside, 0)
+    picked = wide.gather(-1, local_targets[:, None])[:, 0].masked_fill_(~inside, 0)
     top = wide.amax(-1)
     exponentials = wide.sub_(top[:, None]).exp_()
     total = exponentials.sum(-1)
     largest = top
     if link.size > 1:
         sent = torch.stack([top, total, picked])[None]
-        tops, totals, each = begin_gather(sent, link)().view(link.size, 3, -1).unbind(1)
-        largest, picked = tops.amax(0), each.sum(0)
+        tops, totals, picks = begin_gather(sent, link)().view(link.size, 3, -1).unbind(1)
+        largest, picked = tops.amax(0), picks.sum(0)
         total = (totals * (tops - largest).exp_()).sum(0)
     # The two logits first: the loss is small where both are large.
     loss = ((total.log() + (largest - picked)) * counted).sum()
     share = (top - largest).exp_() / total
-    return Softmax(loss, exponentials, share, own, inside, counted, slopes)
+    return Softmax(loss, exponentials, share, local_targets, inside, counted, slopes)
 
 
 def loss_and_gradient(
@@ -195,18 +195,18 @@ def loss_and_gradient(
     logits' size.
     """
     counted = targets != ignore
-    own = targets.masked_fill(~counted, 0)[:, None]
+    classes = targets.masked_fill(~counted, 0)[:, None]
     wide = softcapped(logits.float(), cap)
     top = wide.amax(-1, keepdim=True)
     exponentials = (wide - top).exp()
     total = exponentials.sum(-1, keepdim=True)
-    loss = ((total.log() + (top - wide.gather(-1, own)))[:, 0] * counted).sum()
-    is_own = torch.arange(logits.shape[-1], device=logits.device) == own
+    loss = ((total.log() + (top - wide.gather(-1, classes)))[:, 0] * counted).sum()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == classes
     scale = (counted * grad)[:, None]
-    found = exponentials * (scale / total) - is_own * scale
+    gradient = exponentials * (scale / total) - is_target * scale
     if cap is not None:
-        found = found * (1 - (wide / cap) ** 2)
-    return loss, found.to(logits.dtype)
+        gradient = gradient * (1 - (wide / cap) ** 2)
+    return loss, gradient.to(logits.dtype)
 
 
 @cache
@@ -215,7 +215,7 @@ def _fused() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(loss_and_gradient)
 
 
-def _chunks(tokens: int, each: int) -> Iterator[slice]:
+def _chunks(tokens: int, size: int) -> Iterator[slice]:
     """Yield slices of rows."""
-    for start in range(0, tokens, each):
-        yield slice(start, min(start + each, tokens))
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))

@@ -38,7 +38,7 @@ class MovedStorage:
 
 
 class SavedPlace(NamedTuple):
-    """What autograd holds in place of a saved tensor: where it is in a piece of a block."""
+    """The place of an offloaded tensor in a block's storage, which autograd saves instead of it."""
 
     stay: Stay
     piece: MovedStorage
@@ -73,8 +73,8 @@ class Copies:
         self.stream: Any = None
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Begin to copy to the first of each pair from the second; returns what to wait for."""
-        if not any(one.is_cuda for pair in pairs for one in pair):
+        """Begin to copy to the first of each pair from the second; returns the event of its end."""
+        if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
             return None
@@ -87,12 +87,12 @@ class Copies:
         return self.stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Have what the device computes from now on wait for copies, not the host."""
+        """Have later work of the device wait for copies; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def keep(self, tensor: Tensor) -> None:
-        """Have a tensor's memory not be given anew before the copies are done with it."""
+        """Keep a tensor's memory from reuse until the copies are done with it."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 
@@ -103,14 +103,14 @@ def host_room(flat: Tensor) -> Tensor:
 
 
 class Stay:
-    """What a block has saved of one microbatch, and where that is.
+    """The tensors that a block has saved for one microbatch, and where they are.
 
     Autograd alone keeps the pieces, so that each is freed with the operation that needs it;
     `_copied` keeps those that a copy works with. `left` are storages that don't move.
     """
 
-    def __init__(self, of: Offload, before: Stay | None, left: set[int], device: Any) -> None:
-        self._of, self._before, self.left, self._device = of, before, left, device
+    def __init__(self, offload: Offload, before: Stay | None, left: set[int], device: Any) -> None:
+        self._of, self._before, self.left, self._device = offload, before, left, device
         self.cached: list[Mapping[Any, Any]] = []
         self.place: Place = "device"
         self._by_storage = WeakValueDictionary[int, MovedStorage]()
@@ -119,33 +119,33 @@ class Stay:
         self._event: Any = None
 
     def pack(self, tensor: Tensor) -> Tensor | SavedPlace:
-        """Return what autograd keeps of a tensor that it saves: itself, or its place."""
+        """Return what autograd saves of a tensor: itself, or the place of its offloaded storage."""
         if isinstance(tensor, DTensor) or not tensor.is_floating_point():
             return tensor
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.left or size < self._of.least or tensor.device != self._device:
+        key, storage_bytes = storage._cdata, storage.nbytes()
+        if key in self.left or storage_bytes < self._of.least or tensor.device != self._device:
             return tensor
         piece = self._by_storage.get(key)
         if piece is None:
-            whole = (size // tensor.element_size(),)
-            piece = MovedStorage(tensor.detach().as_strided(whole, (1,), 0))
+            flat_shape = (storage_bytes // tensor.element_size(),)
+            piece = MovedStorage(tensor.detach().as_strided(flat_shape, (1,), 0))
             self._by_storage[key] = piece
             self._pieces.append(ref(piece))
         where = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return SavedPlace(self, piece, tensor.dtype, *where)
 
     def _pack_cached(self) -> None:
-        """Take what selective recomputation keeps beside autograd."""
-        for kept in tree_leaves([list(one.values()) for one in self.cached]):
-            if isinstance(kept, _VersionWrapper) and isinstance(kept.val, Tensor):
-                kept.val = self.pack(kept.val)
-                if isinstance(kept.val, SavedPlace):
-                    kept.__class__ = _Moved
+        """Pack the results that selective recomputation keeps outside of autograd."""
+        for result in tree_leaves([list(storage.values()) for storage in self.cached]):
+            if isinstance(result, _VersionWrapper) and isinstance(result.val, Tensor):
+                result.val = self.pack(result.val)
+                if isinstance(result.val, SavedPlace):
+                    result.__class__ = _Moved
         self.cached.clear()
 
     def _alive(self) -> list[MovedStorage]:
-        return [piece for one in self._pieces for piece in [one()] if piece is not None]
+        return [piece for reference in self._pieces for piece in [reference()] if piece is not None]
 
     def leave(self) -> None:
         """Begin to copy to the host."""
@@ -179,7 +179,7 @@ class Stay:
         self._event, self.place = self._of.copies.begin(pairs), "coming"
 
     def need(self) -> None:
-        """Have everything on the device for the backward, and that of the block before sent for."""
+        """Bring everything to the device for the backward, and begin to fetch the block before."""
         if self.place == "device":
             return
         if self._of.leaving is self:
@@ -205,8 +205,8 @@ class Offload:
     `leaving` is what left last: the device still has it.
     """
 
-    def __init__(self, least: int) -> None:
-        self.least, self.copies = least, Copies()
+    def __init__(self, least_bytes: int) -> None:
+        self.least, self.copies = least_bytes, Copies()
         self.leaving: Stay | None = None
         self._last: Stay | None = None
         self._open: Stay | None = None
@@ -248,12 +248,12 @@ class Offload:
         experts.forward = forward
 
     def note(self, cached: Mapping[Any, Any]) -> None:
-        """Take where selective recomputation keeps what the open block makes."""
+        """Remember where selective recomputation keeps the open block's results."""
         if self._open is not None:
             self._open.cached.append(cached)
 
     def let_go(self) -> None:
-        """Free what left last from the device's memory, once it is on the host."""
+        """Free the device's memory of the tensors that left last, once they are on the host."""
         if self.leaving is not None:
             self.leaving.let_go()
             self.leaving = None
@@ -268,15 +268,15 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
-    """Yield what others hold as well: weights, tables, the context, what frozen weights made."""
+    """Yield tensors that others hold as well: weights, tables, the context, an input leaf."""
     yield from map(_local, block.parameters())
     yield from block.buffers()
     yield from block.attn.rope.held()
-    yield from (one for one in context if isinstance(one, Tensor))
+    yield from (tensor for tensor in context if isinstance(tensor, Tensor))
     if x.is_leaf:
         yield x

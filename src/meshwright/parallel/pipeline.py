@@ -55,7 +55,7 @@ class Stages(Protocol):
         """Return shape and dtype of a stage's output for a microbatch."""
 
     def forward(self, stage: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return a stage's output: the stream, or the last one's summed loss."""
+        """Return a stage's output: the residual stream, or the last one's summed loss."""
 
 
 class Departure(NamedTuple):
@@ -220,7 +220,7 @@ class Pipeline:
 
 
 class _Enter(torch.autograd.Function):
-    """Begins a stage's graph with what has arrived, and gives its gradient to a list.
+    """Begins a stage's graph with a received tensor, and appends its gradient to a list.
 
     A leaf would hold what has arrived until its gradient is there, even if no operation needs it.
     """
@@ -237,7 +237,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _wait(departures: list[Departure]) -> None:
-    """Wait until transfers are over, and let go of what they carried."""
+    """Wait until transfers are over, and release their tensors."""
     while departures:
         departures.pop().work.wait()
 

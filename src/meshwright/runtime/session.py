@@ -350,7 +350,9 @@ def _check_world(job: Job, rendezvous: Rendezvous) -> None:
             f"{rendezvous.size} started"
         )
         unused = left_over(job.config, job.layout, rendezvous.size)
-        reason, legal = (f": {unused.why}", unused.legal) if unused else ("", ("another layout",))
+        reason, legal = (
+            (f": {unused.reason}", unused.legal) if unused else ("", ("another layout",))
+        )
         raise ConfigError(refusal(problem + reason, legal=[f"{job.layout.world} ranks", *legal]))
 
 

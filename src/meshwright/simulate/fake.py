@@ -72,12 +72,12 @@ def _meshes_joined() -> Iterator[None]:
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers for what fake tensors lack: numbers that the host reads are 1, which is finite."""
+    """Answers the host's reads of fake tensors, which have no numbers, with 1, which is finite."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, or what stands for it."""
+        """Run an operation, or its replacement."""
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1

@@ -39,8 +39,8 @@ def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
         return run
 
     def buffering(allocate: Any) -> Any:
-        def run(*arguments: Any, **more: Any) -> Tensor:
-            buffer: Tensor = allocate(*arguments, **more)
+        def run(*arguments: Any, **options: Any) -> Tensor:
+            buffer: Tensor = allocate(*arguments, **options)
             memory.label("buffers", buffer)
             return buffer
 
@@ -56,9 +56,9 @@ def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
 
         return run
 
-    def leaving(room: Any) -> Any:
+    def leaving(allocate_on_host: Any) -> Any:
         def run(flat: Tensor) -> Tensor:
-            host: Tensor = room(flat)
+            host: Tensor = allocate_on_host(flat)
             memory.label(HOST, host)
             return host
 
@@ -80,7 +80,7 @@ def _label_gradients(memory: MemoryTracker, group: Any) -> None:
     """Label the gradients that a group holds: whole ones, accumulated or new, and shards."""
     for parameter in group.fsdp_params:
         memory.label("gradients", parameter.unsharded_accumulated_grad)
-        whole = getattr(parameter, "_unsharded_param", None)
-        memory.label("gradients", None if whole is None else whole.grad)
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        memory.label("gradients", None if unsharded is None else unsharded.grad)
         memory.label("gradients", parameter.sharded_param.grad)
     memory.label("gradients", group._partial_reduce_output)

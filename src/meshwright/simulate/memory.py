@@ -111,9 +111,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Set the purpose of a tensor's memory; the last one counts."""
         if tensor is None:
             return
-        found = self._live.get(local_shard(tensor).untyped_storage()._cdata)
-        if found is not None:
-            found[0].kind = kind
+        entry = self._live.get(local_shard(tensor).untyped_storage()._cdata)
+        if entry is not None:
+            entry[0].kind = kind
 
     def __enter__(self) -> MemoryTracker:
         self._resizing = replaced(torch.UntypedStorage, "resize_", self._noted)
@@ -129,7 +129,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation and note the storages of what it returns."""
-        if any(hasattr(one, "__tensor_flatten__") for one in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # It comes again with this rank's parts, or with values and scales in float8.
             return NotImplemented
         out = func(*args, **(kwargs or {}))
@@ -173,25 +173,27 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peaks: dict[int, dict[str, int]] = {}
         ends: dict[int, dict[str, int]] = {}
         highest = Counter[int]()
-        for phase, held, _ in self._moments():
-            total = sum(held.values())
+        for phase, allocated, _ in self._moments():
+            total = sum(allocated.values())
             if phase not in peaks or total > highest[phase]:
-                highest[phase], peaks[phase] = total, dict(held)
-            ends[phase] = dict(held)
-        return tuple(Phase(self._names[at], peaks[at], ends[at]) for at in sorted(peaks))
+                highest[phase], peaks[phase] = total, dict(allocated)
+            ends[phase] = dict(allocated)
+        return tuple(
+            Phase(self._names[index], peaks[index], ends[index]) for index in sorted(peaks)
+        )
 
     def breach(self, first: str, limit: float) -> Breach | None:
         """Return the first moment, from a phase on, with more than a limit."""
         from_there = self._names.index(first)
-        for phase, held, piece in self._moments():
-            if phase >= from_there and piece is not None and sum(held.values()) > limit:
-                return Breach(self._names[phase], dict(held), self._kind(piece), piece.size)
+        for phase, allocated, piece in self._moments():
+            if phase >= from_there and piece is not None and sum(allocated.values()) > limit:
+                return Breach(self._names[phase], dict(allocated), self._kind(piece), piece.size)
         return None
 
     def _moments(self) -> Iterator[tuple[int, dict[str, int], StoragePiece | None]]:
         """Yield at each change the phase, the bytes by category, and the piece if it is new."""
         changes: list[tuple[int, int, StoragePiece | int]] = [
-            (at, 0, phase) for phase, at in enumerate(self._begun)
+            (time, 0, phase) for phase, time in enumerate(self._begun)
         ]
         for piece in self._pieces:
             if piece.kind != HOST:
@@ -199,17 +201,17 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if piece.end is not None:
                     changes.append((piece.end, -piece.size, piece))
         changes.sort(key=lambda change: change[0])
-        phase, held = 0, dict.fromkeys(CATEGORIES, 0)
-        for _, size, what in changes:
-            if isinstance(what, int):
-                phase = what
-                yield phase, held, None
+        phase, allocated = 0, dict.fromkeys(CATEGORIES, 0)
+        for _, size, event in changes:
+            if isinstance(event, int):
+                phase = event
+                yield phase, allocated, None
             else:
-                held[self._kind(what)] += size
-                yield phase, held, what if size > 0 else None
+                allocated[self._kind(event)] += size
+                yield phase, allocated, event if size > 0 else None
 
     def _kind(self, piece: StoragePiece) -> str:
-        """Return what a piece was for; where nothing has said so, by when it was there."""
+        """Return a piece's category: its label, else one that follows from its lifetime."""
         if piece.kind:
             return piece.kind
         if piece.start < self._begun[self._names.index(START)]:

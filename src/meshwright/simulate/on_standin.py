@@ -66,41 +66,43 @@ def watch(
         process.stdin.write(json.dumps({"cases": list(cases), "edits": list(edits)}))
         process.stdin.close()
         for line in process.stdout:
-            found = json.loads(line)
-            lists = {key: tuple(found[key]) for key in ("messages", "syncs", "order", "named")}
-            sent = tuple((*one[:2], tuple(one[2]), *one[3:]) for one in found["sent"])
-            yield Watched(
-                found["label"], found["rank"], **lists, seconds=found["seconds"], sent=sent
+            answer = json.loads(line)
+            lists = {key: tuple(answer[key]) for key in ("messages", "syncs", "order", "named")}
+            sent = tuple(
+                (*message[:2], tuple(message[2]), *message[3:]) for message in answer["sent"]
             )
-        told = process.stderr.read().strip()
+            yield Watched(
+                answer["label"], answer["rank"], **lists, seconds=answer["seconds"], sent=sent
+            )
+        errors = process.stderr.read().strip()
     if process.returncode:
-        raise MeshwrightError(f"the rehearsal on the stand-in ended: {told[-2000:]}")
+        raise MeshwrightError(f"the rehearsal on the stand-in ended: {errors[-2000:]}")
 
 
-def out_of_order(found: Sequence[Watched]) -> tuple[str, ...]:
-    """Return where ranks begin the messages of a group, or of a pair, in another order.
+def out_of_order(watched: Sequence[Watched]) -> tuple[str, ...]:
+    """Return where ranks begin the messages of a group, or of a pair, in different orders.
 
-    `found` has ranks of one layout; only rehearsed ranks are compared. A pair of pipeline ranks has
-    one order for transfers both ways; a ring has one for each direction.
+    `watched` has ranks of one layout; only rehearsed ranks are compared. A pair of pipeline ranks
+    has one order for transfers both ways; a ring has one for each direction.
     """
     logs: dict[tuple[Any, ...], dict[int, list[tuple[Any, ...]]]] = {}
-    for one in found:
-        for kind, label, ranks, size, peer, microbatch in one.sent:
+    for step in watched:
+        for kind, label, ranks, size, peer, microbatch in step.sent:
             where: tuple[Any, ...] = (label, ranks)
-            what: tuple[Any, ...] = (kind, size)
+            message: tuple[Any, ...] = (kind, size)
             if kind in ("send", "recv"):
-                way = (one.rank, peer) if kind == "send" else (peer, one.rank)
-                both = tuple(sorted(way)) if label == "pp" else way
-                where, what = (f"{label}, transfers", both), (way, size, microbatch)
-            logs.setdefault(where, {}).setdefault(one.rank, []).append(what)
+                way = (step.rank, peer) if kind == "send" else (peer, step.rank)
+                pair = tuple(sorted(way)) if label == "pp" else way
+                where, message = (f"{label}, transfers", pair), (way, size, microbatch)
+            logs.setdefault(where, {}).setdefault(step.rank, []).append(message)
     return tuple(
-        f"{where[0]} of ranks {', '.join(map(str, where[1]))}: message {at + 1} of rank {first} is "
-        f"{mine}, of rank {other} {theirs}"
+        f"{where[0]} of ranks {', '.join(map(str, where[1]))}: message {index + 1} of rank {first} "
+        f"is {began}, of rank {other_rank} {other_began}"
         for where, by_rank in logs.items()
-        for (first, log), *others in [list(by_rank.items())]
-        for other, another in others
-        for at, (mine, theirs) in enumerate(zip_longest(log, another))
-        if mine != theirs
+        for (first, log), *further in [list(by_rank.items())]
+        for other_rank, other_log in further
+        for index, (began, other_began) in enumerate(zip_longest(log, other_log))
+        if began != other_began
     )
 
 
@@ -108,9 +110,9 @@ def _main() -> None:
     # Before anything of what trains: its branches for CUDA become those for the stand-in.
     from meshwright.simulate.standin import Edit, install
 
-    asked = json.load(sys.stdin)
-    device = install([Edit(*one) for one in asked["edits"]])
-    for case in asked["cases"]:
+    request = json.load(sys.stdin)
+    device = install([Edit(*edit) for edit in request["edits"]])
+    for case in request["cases"]:
         for rank in case["ranks"]:
             print(json.dumps(_rehearsed(case, rank, device)._asdict()), flush=True)
 
@@ -155,9 +157,9 @@ def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
         layout.label,
         rank,
         tuple(message_differences(done.expected, done.messages)),
-        tuple(dict.fromkeys(one for one in waits if _named(one, layout) is None)),
+        tuple(dict.fromkeys(wait for wait in waits if _named(wait, layout) is None)),
         tuple(dict.fromkeys(seen[0].order.faults)),
-        tuple(dict.fromkeys(filter(None, (_named(one, layout) for one in waits)))),
+        tuple(dict.fromkeys(filter(None, (_named(wait, layout) for wait in waits)))),
         done.seconds,
         tuple(map(tuple, seen[0].sent)),
     )

@@ -20,27 +20,27 @@ _CATEGORIES: Final[Mapping[str, str]] = {
 _ACTION: Final = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 
 
-def simulated_profile(found: Simulation) -> StepProfile:
+def simulated_profile(simulation: Simulation) -> StepProfile:
     """Return what the rehearsed ranks hold and send in a step.
 
     Memory is known in order, without times: at the highest moment of each action, and after it.
     What a device holds beside tensors is the prediction's.
     """
-    mesh = found.program.layout.mesh
+    mesh = simulation.program.layout.mesh
     ranks = tuple(
         RankProfile(
-            one.rehearsal.rank,
-            mesh.coordinates(one.rehearsal.rank),
-            one.rehearsal.stages,
-            memory=tuple(_memory(one)),
+            simulated.rehearsal.rank,
+            mesh.coordinates(simulated.rehearsal.rank),
+            simulated.rehearsal.stages,
+            memory=tuple(_memory(simulated)),
             traffic=tuple(
                 Traffic(message.kind, message.axis, message.bytes, times)
-                for message, times in sorted(one.rehearsal.messages.items())
+                for message, times in sorted(simulated.rehearsal.messages.items())
             ),
         )
-        for one in found.ranks
+        for simulated in simulation.ranks
     )
-    layout, device = found.program.layout, found.setting.cluster.device
+    layout, device = simulation.program.layout, simulation.setting.cluster.device
     return StepProfile(
         "simulated",
         layout.model_dump(mode="json"),
@@ -51,22 +51,22 @@ def simulated_profile(found: Simulation) -> StepProfile:
     )
 
 
-def both_profiles(found: Simulation) -> tuple[StepProfile, StepProfile]:
+def both_profiles(simulation: Simulation) -> tuple[StepProfile, StepProfile]:
     """Return the prediction for the rehearsed ranks, and the simulation."""
-    simulated = simulated_profile(found)
-    setting = on_cluster(found.setting, found.program.layout)
-    ranks = [one.rank for one in simulated.ranks]
-    predicted = predicted_profile(setting, found.program.layout, ranks=ranks)
+    simulated = simulated_profile(simulation)
+    setting = on_cluster(simulation.setting, simulation.program.layout)
+    ranks = [profile.rank for profile in simulated.ranks]
+    predicted = predicted_profile(setting, simulation.program.layout, ranks=ranks)
     return predicted, simulated
 
 
-def _memory(one: Simulated) -> Iterator[MemoryPoint]:
-    fixed = round(one.beside)
-    for phase in one.rehearsal.phases:
+def _memory(simulated: Simulated) -> Iterator[MemoryPoint]:
+    fixed = round(simulated.beside)
+    for phase in simulated.rehearsal.phases:
         name = _ACTION.sub(r"\2 \1 \3", phase.name)
-        for held in (phase.peak, phase.end):
+        for allocated in (phase.peak, phase.end):
             sums = {"fixed": fixed} if fixed else {}
-            for kind, size in held.items():
+            for kind, size in allocated.items():
                 key = _CATEGORIES.get(kind, kind)
                 sums[key] = sums.get(key, 0) + size
             yield MemoryPoint(name, None, {kind: size for kind, size in sums.items() if size})

@@ -88,11 +88,11 @@ class Observer(Protocol):
         """It has been handed to the device."""
 
     def arrived(self, *entries: int) -> None:
-        """What was begun is waited for."""
+        """The rank waits for what it has begun."""
 
 
 class _Phases(FlightRecorder):
-    """A rank's flight recorder that also tells the tracker of memory what the rank turns to."""
+    """A rank's flight recorder that also tells the memory tracker of each phase."""
 
     def __init__(self, memory: MemoryTracker) -> None:
         super().__init__()
@@ -118,8 +118,10 @@ class _Phases(FlightRecorder):
     ) -> int:
         """Enter that a message begins."""
         if self.observer is not None:
-            found = self._groups[group]
-            self.observer.began(Begun(kind, found.label, found.ranks, size, peer, self._place[2]))
+            members = self._groups[group]
+            self.observer.began(
+                Begun(kind, members.label, members.ranks, size, peer, self._place[2])
+            )
         return super().begin(kind, group, size, peer, waits=waits)
 
     def end(self, *entries: int) -> None:
@@ -129,7 +131,7 @@ class _Phases(FlightRecorder):
             self.observer.arrived(*entries)
 
     def phase(self, name: str) -> None:
-        """Enter what the rank turns to."""
+        """Record the beginning of a phase."""
         self._turn(name, -1)
         super().phase(name)
 
@@ -143,13 +145,13 @@ class _Phases(FlightRecorder):
         if done > self._before:
             self.flops[self._stage] += int(done - self._before)
         self._stage, self._before = stage, done
-        for held in self.gradients_of.held if self.gradients_of is not None else ():
-            self.memory.label(self.gradient_kind, held.parameter.grad)
+        for param in self.gradients_of.held if self.gradients_of is not None else ():
+            self.memory.label(self.gradient_kind, param.parameter.grad)
         self.memory.begin(phase)
 
     @property
     def gradient_kind(self) -> str:
-        """What shards of gradients are: on the host where the weights are."""
+        """The category of gradients' shards: host memory where the weights are there."""
         assert self.gradients_of is not None
         layout = self.gradients_of.program.layout
         return HOST if layout.offload == "params" else "gradients"
@@ -180,8 +182,8 @@ def rehearse(
             # A forward, after which FSDP2 has its final shards, as between any two steps.
             parallel.evaluate([batch.rows(slice(0, program.layout.microbatch))])
             shards = Shards(parallel.trained, on_host=program.layout.offload == "optimizer")
-            made = _with_states(shards, optimizer)
-            _mark_states(memory, parallel, shards, made)
+            torch_optimizer = _with_states(shards, optimizer)
+            _mark_states(memory, parallel, shards, torch_optimizer)
             recorder.gradients_of = parallel
             memory.begin(START)
             recorder.begins_step()
@@ -191,7 +193,7 @@ def rehearse(
                     batch,
                     world,
                     shards,
-                    made,
+                    torch_optimizer,
                     LossScale.of(program.train),
                     program.train.clip_norm,
                 )
@@ -228,18 +230,18 @@ def _described(program: Program, world: World) -> tuple[Groups, Deferral, dict[i
 def _leave_fakes(model: nn.Module) -> None:
     """Replace fake parameters that FSDP2 left alone: torch cannot give a fake one memory."""
     for module in model.modules():
-        for name, one in list(module.named_parameters(recurse=False)):
-            if isinstance(one, FakeTensor):
-                bare = torch.empty(one.shape, dtype=one.dtype, device="meta")
-                setattr(module, name, nn.Parameter(bare, requires_grad=one.requires_grad))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, FakeTensor):
+                bare = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                setattr(module, name, nn.Parameter(bare, requires_grad=parameter.requires_grad))
 
 
 def _on_fakes(run: Callable[..., None]) -> Callable[..., None]:
-    """Return what runs it on tensors without bytes."""
+    """Return a function that runs another one on tensors without bytes."""
 
-    def ran(*given: object) -> None:
+    def ran(*arguments: object) -> None:
         with fake_tensors():
-            run(*given)
+            run(*arguments)
 
     return ran
 
@@ -282,12 +284,12 @@ def _mark_states(
                 memory.label(HOST if layout.states_on_host else "optimizer", tensor)
     for leaf in shards.leaves if shards.on_host else ():
         memory.label(HOST, leaf)
-    for held in parallel.held:
-        memory.label(HOST if layout.offload == "params" else "weights", held.shard)
+    for param in parallel.held:
+        memory.label(HOST if layout.offload == "params" else "weights", param.shard)
 
 
 def _step(memory: MemoryTracker) -> tuple[Phase, ...]:
     """Return the phases of the step alone."""
     phases = memory.phases()
-    start = next(place for place, phase in enumerate(phases) if phase.name == START)
+    start = next(index for index, phase in enumerate(phases) if phase.name == START)
     return phases[start:-1]

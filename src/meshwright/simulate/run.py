@@ -54,32 +54,32 @@ class Simulated:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by category at the peak, with what is not the program's."""
-        found = {name: size for name, size in self.rehearsal.worst.peak.items() if size}
-        return {**found, **{t.category: round(t.bytes) for t in self.outside if t.bytes}}
+        """Bytes by category at the peak, with those besides tensors."""
+        sizes = {name: size for name, size in self.rehearsal.worst.peak.items() if size}
+        return {**sizes, **{t.category: round(t.bytes) for t in self.outside if t.bytes}}
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak, with what is not the program's."""
+        """Bytes at the peak, with those besides tensors."""
         return sum(self.memory.values())
 
     @property
     def beside(self) -> float:
-        """Bytes of what is not the program's."""
+        """Bytes that the device holds besides tensors."""
         return sum(term.bytes for term in self.outside)
 
     @property
     def differences(self) -> list[str]:
         """Differences of messages and FLOPs from the program's; none if all is well."""
-        mine = self.rehearsal
-        found = list(message_differences(mine.expected, mine.messages))
-        for what, counted, said in (
-            ("matrix products", mine.products, self.products),
-            ("attention", mine.attention, self.attention),
+        rehearsal = self.rehearsal
+        lines = list(message_differences(rehearsal.expected, rehearsal.messages))
+        for part, counted, stated in (
+            ("matrix products", rehearsal.products, self.products),
+            ("attention", rehearsal.attention, self.attention),
         ):
-            if counted != said:
-                found.append(f"{what}: {counted:.6g} FLOPs where the program has {said:.6g}")
-        return found
+            if counted != stated:
+                lines.append(f"{part}: {counted:.6g} FLOPs where the program has {stated:.6g}")
+        return lines
 
     def predicted_memory(self) -> dict[str, int]:
         """Return the predicted bytes at the peak by the categories of the simulation."""
@@ -102,17 +102,17 @@ class Simulation:
     @property
     def worst(self) -> Simulated:
         """The rank with the highest peak."""
-        return max(self.ranks, key=lambda one: one.peak)
+        return max(self.ranks, key=lambda simulated: simulated.peak)
 
     @property
     def fits(self) -> bool:
         """Whether all of them are within the device."""
-        return all(one.breach is None for one in self.ranks)
+        return all(simulated.breach is None for simulated in self.ranks)
 
     @property
     def agrees(self) -> bool:
-        """Whether all of them send and compute what the program says."""
-        return not any(one.differences for one in self.ranks)
+        """Whether the messages and FLOPs of all ranks are the program's."""
+        return not any(simulated.differences for simulated in self.ranks)
 
 
 def layout_of(config: Config, setting: Setting, world: int | None = None) -> Layout:
@@ -139,22 +139,22 @@ def ranks_of(text: str, layout: Layout) -> list[int]:
     Raises `ConfigError` for anything else, and for ranks that don't exist.
     """
     mesh, world = layout.mesh, layout.world
-    words = {
+    named = {
         "middle": [mesh.rank({"pp": layout.pp // 2})],
         "last": [world - 1],
-        "stages": [mesh.rank({"pp": place}) for place in range(layout.pp)],
+        "stages": [mesh.rank({"pp": stage}) for stage in range(layout.pp)],
         "all": list(range(world)),
     }
-    found: list[int] = []
+    ranks: list[int] = []
     for word in filter(None, text.replace(" ", "").split(",")):
-        if not word.isdigit() and word not in words:
-            raise ConfigError(refusal(f"--ranks has {word!r}", legal=["a number", *words]))
-        found += [int(word)] if word.isdigit() else words[word]
-    outsiders = [rank for rank in found if rank >= world]
-    if outsiders or not found:
-        what = f"rank {outsiders[0]}" if outsiders else "no rank"
-        raise ConfigError(refusal(f"--ranks has {what}", legal=[f"0 to {world - 1}"]))
-    return sorted(set(found))
+        if not word.isdigit() and word not in named:
+            raise ConfigError(refusal(f"--ranks has {word!r}", legal=["a number", *named]))
+        ranks += [int(word)] if word.isdigit() else named[word]
+    outsiders = [rank for rank in ranks if rank >= world]
+    if outsiders or not ranks:
+        problem = f"rank {outsiders[0]}" if outsiders else "no rank"
+        raise ConfigError(refusal(f"--ranks has {problem}", legal=[f"0 to {world - 1}"]))
+    return sorted(set(ranks))
 
 
 def simulate(
@@ -162,7 +162,7 @@ def simulate(
     layout: Layout | None = None,
     ranks: Sequence[int] | None = None,
     setting: Setting | None = None,
-    on_rank: Callable[[Simulated], None] = lambda one: None,
+    on_rank: Callable[[Simulated], None] = lambda simulated: None,
 ) -> Simulation:
     """Rehearse one training step on some ranks of a layout, in this process, one by one.
 
@@ -173,23 +173,23 @@ def simulate(
     setting = setting or setting_of(config)
     layout = layout or layout_of(config, setting)
     program = lower(config.model, config.train, layout, setting.target)
-    found = []
+    simulated = []
     for rank in ranks_of("stages", layout) if ranks is None else ranks:
-        found.append(_simulated(config, program, setting, rank))
-        on_rank(found[-1])
-    return Simulation(config, program, setting, tuple(found))
+        simulated.append(_simulated(config, program, setting, rank))
+        on_rank(simulated[-1])
+    return Simulation(config, program, setting, tuple(simulated))
 
 
 def _simulated(config: Config, program: Program, setting: Setting, rank: int) -> Simulated:
     device, layout = setting.cluster.device, program.layout
 
     def beside(allocated: float) -> tuple[Term, ...]:
-        found = outside(device, layout, setting.system, setting.calibration, allocated)
-        return tuple(found)
+        terms = outside(device, layout, setting.system, setting.calibration, allocated)
+        return tuple(terms)
 
-    fixed, more = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
-    most = (device.memory - fixed) / (1 + more - fixed)
-    done = rehearse(program, rank, config.optimizer, limit=most)
+    fixed, with_one_byte = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
+    limit = (device.memory - fixed) / (1 + with_one_byte - fixed)
+    done = rehearse(program, rank, config.optimizer, limit=limit)
     return Simulated(
         done,
         predicted_memory(setting, layout, done.pp_rank),
@@ -201,68 +201,71 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
     )
 
 
-def as_json(found: Simulation) -> dict[str, Any]:
+def as_json(simulation: Simulation) -> dict[str, Any]:
     """Return all results, with the prediction.
 
     The keys are those of a prediction; `ranks` has each rank in full, with FLOPs, differences and
     where it runs out of memory. Bytes and FLOPs are of one step. `simulate.profile` has the part
     that step profiles share.
     """
-    worst = found.worst
+    worst = simulation.worst
     return {
-        "layout": found.program.layout.model_dump(mode="json"),
-        "label": found.program.layout.label,
-        "fits": found.fits,
+        "layout": simulation.program.layout.model_dump(mode="json"),
+        "label": simulation.program.layout.label,
+        "fits": simulation.fits,
         "peak_memory_bytes": worst.peak,
         "worst_rank": worst.rehearsal.rank,
         "memory_bytes": worst.memory,
-        "agrees": found.agrees,
-        "ranks": [_rank_json(one) for one in found.ranks],
-        "predicted": prediction_json(explain(found.setting, found.program.layout)),
+        "agrees": simulation.agrees,
+        "ranks": [_rank_json(simulated) for simulated in simulation.ranks],
+        "predicted": prediction_json(explain(simulation.setting, simulation.program.layout)),
     }
 
 
-def _rank_json(one: Simulated) -> dict[str, Any]:
-    mine = one.rehearsal
+def _rank_json(simulated: Simulated) -> dict[str, Any]:
+    rehearsal = simulated.rehearsal
     return {
-        "rank": mine.rank,
-        "pipeline_rank": mine.pp_rank,
-        "stages": list(mine.stages),
-        "fits": one.breach is None,
-        "peak_memory_bytes": one.peak,
-        "peak_at": mine.worst.name,
-        "memory_bytes": one.memory,
-        "predicted_memory_bytes": one.predicted_memory(),
-        "timeline_peak": {"at": one.timeline.action, "memory_bytes": dict(one.timeline.held)},
+        "rank": rehearsal.rank,
+        "pipeline_rank": rehearsal.pp_rank,
+        "stages": list(rehearsal.stages),
+        "fits": simulated.breach is None,
+        "peak_memory_bytes": simulated.peak,
+        "peak_at": rehearsal.worst.name,
+        "memory_bytes": simulated.memory,
+        "predicted_memory_bytes": simulated.predicted_memory(),
+        "timeline_peak": {
+            "at": simulated.timeline.action,
+            "memory_bytes": dict(simulated.timeline.held),
+        },
         "breach": None
-        if one.breach is None
+        if simulated.breach is None
         else {
-            "at": one.breach.phase,
-            "category": one.breach.largest,
-            "asked_for": one.breach.asked,
-            "asked_bytes": one.breach.size,
-            "memory_bytes": one.breach.held,
+            "at": simulated.breach.phase,
+            "category": simulated.breach.largest,
+            "asked_for": simulated.breach.asked,
+            "asked_bytes": simulated.breach.size,
+            "memory_bytes": simulated.breach.held,
         },
         "collectives": [
             {
                 "kind": message.kind,
                 "axis": message.axis,
                 "bytes": message.bytes,
-                "count": mine.messages[message],
-                "program_count": mine.expected[message],
+                "count": rehearsal.messages[message],
+                "program_count": rehearsal.expected[message],
             }
-            for message in sorted(mine.messages | mine.expected)
+            for message in sorted(rehearsal.messages | rehearsal.expected)
         ],
         "flops": {
-            "matrix products": mine.products,
-            "attention": mine.attention,
-            "by_stage": mine.stage_flops,
-            "program": {"matrix products": one.products, "attention": one.attention},
+            "matrix products": rehearsal.products,
+            "attention": rehearsal.attention,
+            "by_stage": rehearsal.stage_flops,
+            "program": {"matrix products": simulated.products, "attention": simulated.attention},
         },
-        "differences": one.differences,
+        "differences": simulated.differences,
         "timeline": [
             {"at": phase.name, "peak_bytes": phase.total, "peak": phase.peak, "end": phase.end}
-            for phase in mine.phases
+            for phase in rehearsal.phases
         ],
-        "seconds": mine.seconds,
+        "seconds": rehearsal.seconds,
     }

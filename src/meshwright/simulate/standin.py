@@ -22,7 +22,7 @@ from torch.utils import backend_registration
 from meshwright.simulate.stream_order import StreamOrder
 
 NAME: Final = "standin"
-# The rooms with branches for CUDA; in others the word is a value of a config.
+# The packages with branches for CUDA; in others the word is a value of a config.
 _ROOMS: Final = (
     "meshwright.models.",
     "meshwright.parallel.",
@@ -40,15 +40,15 @@ class Stream:
         self.device = device
 
     def wait_stream(self, other: Stream) -> None:
-        """Have what comes after here wait for all that is there now."""
+        """Have later work on this stream wait for all that another has now."""
         module().order.wait(self.number, module().order.now(other.number))
 
     def wait_event(self, event: Event) -> None:
-        """Have what comes after here wait for an event."""
+        """Have later work on this stream wait for an event."""
         module().order.wait(self.number, event.time)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event of now."""
+        """Return an event recorded now."""
         event = event or Event()
         event.record(self)
         return event
@@ -65,18 +65,18 @@ class Stream:
 
 
 class Event:
-    """An event of the stand-in; `time` is what it is after."""
+    """An event of the stand-in; `time` is the vector clock of the work that it comes after."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time: dict[int, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Be after what a stream has been given."""
+        """Record the work that a stream has been given so far."""
         number = module().current_stream().number if stream is None else stream.number
         self.time = module().order.now(number)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Have what comes after on a stream wait for it."""
+        """Have later work on a stream wait for this event."""
         (stream or module().current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
@@ -84,12 +84,12 @@ class Event:
         module().order.host_waits("event", self.time)
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Whether it has completed."""
         return True
 
 
 class Module(backend_registration._DummyBackendModule):
-    """What `torch.cuda` is for CUDA."""
+    """The stand-in's `torch.cuda`."""
 
     def __init__(self) -> None:
         # A GPU's module has the classes by these names.
@@ -119,7 +119,7 @@ class Module(backend_registration._DummyBackendModule):
             self._current.pop()
 
     def set_device(self, device: Any) -> None:
-        """There is one."""
+        """Do nothing: there is one device."""
 
     def synchronize(self, device: Any = None) -> None:
         """Have the host wait for everything."""
@@ -144,7 +144,7 @@ class Module(backend_registration._DummyBackendModule):
         """Nothing is cached."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return what a recomputed forward asks for."""
+        """Return the dtypes of autocast, which a recomputed forward asks for."""
         return [torch.float16, torch.bfloat16]
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
@@ -154,12 +154,12 @@ class Module(backend_registration._DummyBackendModule):
 
 def module() -> Module:
     """Return the stand-in's module, `torch.standin`."""
-    found: Module = getattr(torch, NAME)
-    return found
+    backend: Module = getattr(torch, NAME)
+    return backend
 
 
 class Edit(NamedTuple):
-    """A fault that is seeded: a text that stands once in a module, and what takes its place."""
+    """A seeded fault: a text that occurs once in a module, and its replacement."""
 
     module: str
     old: str
@@ -182,7 +182,7 @@ def install(edits: Sequence[Edit] = ()) -> torch.device:
 
 
 def literal_branches(edits: Sequence[Edit] = ()) -> None:
-    """Have the rooms that train be imported with the stand-in where they say CUDA."""
+    """Import the modules that train with the stand-in's name where they say CUDA."""
     early = [name for name in sys.modules if name.startswith(_ROOMS)]
     assert not early, f"imported before the stand-in: {early}"
     sys.meta_path.insert(0, _Finder(edits))
@@ -206,7 +206,7 @@ class _Loader(SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return code that is made anew: no file of bytes has this one."""
+        """Return code that is compiled anew: no file of bytecode has it."""
         path = self.get_filename(fullname)
         text = self.get_data(path).decode()
         for _, old, new in (edit for edit in self.edits if edit.module == fullname):

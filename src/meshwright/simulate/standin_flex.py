@@ -47,18 +47,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    *kept, first, second, third, last = ctx.saved_tensors  # once: they may be computed again
+    *saved, first, second, third, last = ctx.saved_tensors  # once: they may be computed again
     blocks = [first, second, third, last]
-    found = torch.ops.standin.flex_backward(grad, grad_lse, *kept, blocks)
-    return *found, [None] * len(blocks)
+    grads = torch.ops.standin.flex_backward(grad, grad_lse, *saved, blocks)
+    return *grads, [None] * len(blocks)
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **more: Any) -> Any:
+def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **options: Any) -> Any:
     """Return the result of `flex_attention`, and its log-sum-exp where `return_aux` is given."""
     blocks = [block_mask.kv_num_blocks, block_mask.kv_indices]
     blocks += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
     out, lse = torch.ops.standin.flex(query, key, value, blocks)
-    return out if more.get("return_aux") is None else (out, SimpleNamespace(lse=lse))
+    return out if options.get("return_aux") is None else (out, SimpleNamespace(lse=lse))

@@ -32,11 +32,11 @@ class _Memory:
     written: tuple[int, int] | None = None
     reads: Time = field(default_factory=dict)
     uses: dict[int, tuple[int, str]] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
+    keepers: set[int] = field(default_factory=set)
 
 
 class StreamOrder:
-    """What streams do, in the order in which the host tells them.
+    """The work of streams, in the order in which the host enqueues it.
 
     `faults` are sentences; `waits` are what the host has waited for, with the place in the code.
     """
@@ -64,47 +64,47 @@ class StreamOrder:
         return {number: clock.get(number, 0) for number, clock in self._clocks.items()}
 
     def wait(self, stream: int, until: Time) -> None:
-        """Have what comes after on a stream wait for a time."""
+        """Have later work on a stream wait for a time."""
         clock = self._clocks[stream]
         for number, count in until.items():
             clock[number] = max(clock.get(number, 0), count)
 
-    def host_waits(self, what: str, until: Time) -> None:
+    def host_waits(self, cause: str, until: Time) -> None:
         """Have the host wait for a time, which holds it up."""
-        self.waits.append(f"{what} at {place()}")
+        self.waits.append(f"{cause} at {place()}")
         self.wait(HOST, until)
 
     def keep(self, tensor: Any, stream: int) -> None:
-        """Have a tensor's memory not be given anew while a stream may use it."""
-        self._of(tensor, HOST).kept.add(stream)
+        """Keep a tensor's memory from reuse while a stream may use it."""
+        self._of(tensor, HOST).keepers.add(stream)
 
     def use(self, stream: int, reads: Iterable[Any], writes: Iterable[Any], name: str) -> None:
         """Enter an operation on a stream: the tensors that it reads and writes."""
         clock, where = self._clocks[stream], f"{name} at {place()}"
         if stream != HOST:  # it is the host that hands it to the device
             self.wait(stream, {HOST: self._clocks[HOST].get(HOST, 0)})
-        clock[stream] = now = clock.get(stream, 0) + 1
+        clock[stream] = tick = clock.get(stream, 0) + 1
         for tensor in reads:
             memory = self._of(tensor, stream)
             self._ask(memory, stream, memory.written, where, "before it is written")
-            memory.reads[stream] = now
-            memory.uses[stream] = now, where
+            memory.reads[stream] = tick
+            memory.uses[stream] = tick, where
         for tensor in writes:
             memory = self._of(tensor, stream)
             self._ask(memory, stream, memory.written, where, "during another write")
             for other, count in memory.reads.items():
                 self._ask(memory, stream, (other, count), where, "while it is read")
-            memory.written, memory.reads = (stream, now), {}
-            memory.uses[stream] = now, where
+            memory.written, memory.reads = (stream, tick), {}
+            memory.uses[stream] = tick, where
 
     def _ask(
-        self, memory: _Memory, stream: int, other: tuple[int, int] | None, where: str, what: str
+        self, memory: _Memory, stream: int, other: tuple[int, int] | None, where: str, moment: str
     ) -> None:
         if other is None or other[0] == stream:
             return
         if self._clocks[stream].get(other[0], 0) < other[1]:
             self.faults.append(
-                f"{_named(stream)} uses memory of {memory.place} {what} on {_named(other[0])}: "
+                f"{_named(stream)} uses memory of {memory.place} {moment} on {_named(other[0])}: "
                 f"{where}"
             )
 
@@ -125,17 +125,17 @@ class StreamOrder:
         late = [
             (stream, count, f"memory of {memory.place}, last used by {where} on {_named(stream)}")
             for stream, (count, where) in memory.uses.items()
-            if stream not in (memory.home, HOST, *memory.kept)
+            if stream not in (memory.home, HOST, *memory.keepers)
         ]
         if memory.home != HOST:
             self._free.setdefault(memory.home, []).extend(late)
 
     def _give_anew(self, stream: int) -> None:
-        """Memory that was freed goes to a new tensor of the stream that it was allocated on."""
+        """Give freed memory to a new tensor of the stream that it was allocated on."""
         clock = self._clocks[stream]
-        for other, count, told in self._free.pop(stream, []):
+        for other, count, fault in self._free.pop(stream, []):
             if clock.get(other, 0) < count:
-                self.faults.append(f"{told}, is used again by {_named(stream)} at {place()}")
+                self.faults.append(f"{fault}, is used again by {_named(stream)} at {place()}")
 
 
 def _named(stream: int) -> str:
@@ -143,7 +143,7 @@ def _named(stream: int) -> str:
 
 
 def place() -> str:
-    """Return the innermost function of FSDP2 or of the package, outside of what rehearses."""
+    """Return the innermost function of FSDP2 or of the package, outside of the dry run's code."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

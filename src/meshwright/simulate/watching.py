@@ -46,7 +46,7 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.order.waits.clear()
 
     def began(self, message: Begun) -> None:
-        """Keep what begins."""
+        """Record a message that begins."""
         self.sent.append(message)
 
     def ends_step(self) -> None:
@@ -54,7 +54,7 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.in_step = [*self.syncs, *self.order.waits]
 
     def arrived(self, *entries: int) -> None:
-        """Have the current stream wait for what was begun."""
+        """Have the current stream wait for messages that were begun."""
         current = module().current_stream().number
         for entry in entries:
             stream = self._travelling.pop(entry, None)
@@ -65,20 +65,20 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation, and note it."""
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with this rank's parts
         kwargs = kwargs or {}
         before = self._recorder.begun_last(1)
         out = func(*args, **kwargs)
-        given, made = _tensors((args, kwargs)), _tensors(out)
-        if not any(one.device.type == NAME for one in (*given, *made)):
-            return self._on_host(func, given, out)
-        waits = self._sync(func, args, kwargs, given)
-        known = {one.untyped_storage()._cdata for one in given}
-        writes = [one for one in made if one.untyped_storage()._cdata not in known]
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        if not any(tensor.device.type == NAME for tensor in (*inputs, *outputs)):
+            return self._on_host(func, inputs, out)
+        waits = self._sync(func, args, kwargs, inputs)
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        writes = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         writes += _written(func, args, kwargs)
-        written = {one.untyped_storage()._cdata for one in writes}
-        reads = [one for one in given if one.untyped_storage()._cdata not in written]
+        written = {tensor.untyped_storage()._cdata for tensor in writes}
+        reads = [tensor for tensor in inputs if tensor.untyped_storage()._cdata not in written]
         if func.is_view or func.overloadpacket.__name__ in _SIZES:
             reads, writes = [], []
         stream = module().current_stream().number
@@ -92,56 +92,56 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.order.wait(HOST, self.order.now(stream))
         return out
 
-    def _on_host(self, func: Any, given: list[Tensor], out: Any) -> Any:
-        """Note what the host reads of memory that a device may not have filled yet."""
-        if func.overloadpacket.__name__ not in _SIZES and not func.is_view and given:
-            self.order.use(HOST, given, (), func.overloadpacket.__name__)
+    def _on_host(self, func: Any, inputs: list[Tensor], out: Any) -> Any:
+        """Record the host's reads of memory that a device may not have filled yet."""
+        if func.overloadpacket.__name__ not in _SIZES and not func.is_view and inputs:
+            self.order.use(HOST, inputs, (), func.overloadpacket.__name__)
         return out
 
-    def _sync(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
-        """Note what holds up the host; returns whether it does."""
+    def _sync(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> bool:
+        """Record an operation that blocks the host; returns whether it does."""
         name = func.overloadpacket.__name__
         waits = name in _READS or (name.startswith("index") and _by_mask(args))
         if name == "copy_":
             is_async = kwargs.get("non_blocking", len(args) > 2 and args[2])
-            waits = len({one.device.type for one in given}) > 1 and not is_async
+            waits = len({tensor.device.type for tensor in inputs}) > 1 and not is_async
         elif name == "_to_copy" and kwargs.get("device") is not None:
-            is_other = torch.device(kwargs["device"]).type != given[0].device.type
+            is_other = torch.device(kwargs["device"]).type != inputs[0].device.type
             waits = is_other and not kwargs.get("non_blocking", False)
         if waits:
             self.syncs.append(f"{name} at {place()}")
         return waits
 
 
-def _tensors(found: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation changes."""
-    found = []
+    tensors = []
     for place_, argument in enumerate(func._schema.arguments):
         info = argument.alias_info
         if info is not None and info.is_write:
             value = args[place_] if place_ < len(args) else kwargs.get(argument.name)
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _is_async(func: Any, args: Any) -> bool:
-    """Whether what is sent goes on beside the stream: transfers, and what is waited for later."""
+    """Whether a message runs beside the stream: a transfer, or one that is waited for later."""
     if func.namespace != "c10d":
         return True
     names = [argument.name for argument in func._schema.arguments]
     if "async_op" not in names:
         return True
-    at = names.index("async_op")
-    return len(args) <= at or bool(args[at])
+    position = names.index("async_op")
+    return len(args) <= position or bool(args[position])
 
 
 def _by_mask(args: Any) -> bool:
-    places = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
     return any(
-        isinstance(one, Tensor) and str(one.dtype) in ("torch.bool", "torch.uint8")
-        for one in places
+        isinstance(index, Tensor) and str(index.dtype) in ("torch.bool", "torch.uint8")
+        for index in indices
     )

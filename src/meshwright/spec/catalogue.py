@@ -33,16 +33,16 @@ def check_device(name: str, where: str = "") -> None:
     """
     devices = catalogue_rows()["devices"]
     if name not in devices:
-        what = f"cluster.preset = {name!r}{where} is not known"
-        raise ConfigError(refusal(what, legal=_nearest(name, (LOCAL, *devices))))
+        rule = f"cluster.preset = {name!r}{where} is not known"
+        raise ConfigError(refusal(rule, legal=_nearest(name, (LOCAL, *devices))))
 
 
 def check_link(name: str, where: str = "") -> None:
     """Raise `ConfigError` as `check_device` does, for a link."""
     links = catalogue_rows()["links"]
     if name not in links:
-        what = f"cluster.links{where} has {name!r}, which is not known"
-        raise ConfigError(refusal(what, legal=_nearest(name, links)))
+        rule = f"cluster.links{where} has {name!r}, which is not known"
+        raise ConfigError(refusal(rule, legal=_nearest(name, links)))
 
 
 def _nearest(name: str, known: Collection[str]) -> list[str]:

@@ -61,8 +61,8 @@ def default_rate(model: ModelSpec) -> Value | None:
     count = parameter_count(model)
     size, rate = f"{format_count(count)} parameters", rate_for(count)
     if model.init_from is not None and model.lora is None:
-        why = f"derived: a tenth of the rate for {size} from scratch: model.init_from is trained"
-        return Value(float(f"{_TRAINED * rate:.1e}"), why)
+        origin = f"derived: a tenth of the rate for {size} from scratch: model.init_from is trained"
+        return Value(float(f"{_TRAINED * rate:.1e}"), origin)
     if rate == OptimizerSpec().lr:
         return None
     return Value(rate, f"derived: for {size}")
@@ -74,41 +74,41 @@ def default_precision(device: str) -> Value:
     return Value(name, f"derived: the fastest precision for matmuls on {device}")
 
 
-def default_training(model: ModelSpec, cluster: Values, given: Values) -> Values:
+def default_training(model: ModelSpec, cluster: Values, train: Values) -> Values:
     """Return the default batch, length and precision on a cluster of the catalogue.
 
-    `given` is the [train] section, whose keys stay. Empty for this machine, which is not examined
+    `train` is the [train] section, whose keys stay. Empty for this machine, which is not examined
     here; for Meshwright's default model only the precision, because its other defaults are for a
     first try.
     """
     device = str(cluster.get("preset", Value(LOCAL, "")).value)
     if device in (LOCAL, "cpu"):
         return {}
-    found = {"precision": default_precision(device)}
+    defaults = {"precision": default_precision(device)}
     if model.preset not in (None, "demo") or model.init_from is not None:
-        found |= _default_batch(model, given)
-    return {key: value for key, value in found.items() if key not in given}
+        defaults |= _default_batch(model, train)
+    return {key: value for key, value in defaults.items() if key not in train}
 
 
-def _default_batch(model: ModelSpec, given: Values) -> Values:
+def _default_batch(model: ModelSpec, train: Values) -> Values:
     count = parameter_count(model)
     length = Value(min(model.context, _LONGEST), "derived: model.context, up to 8192")
-    tokens = next(size for least, size in reversed(_BATCHES) if count >= least)
-    rows = max(1, tokens // int(given.get("seq_len", length).value))
-    why = f"derived: {format_count(tokens)} tokens for {format_count(count)} parameters"
+    tokens = next(size for threshold, size in reversed(_BATCHES) if count >= threshold)
+    sequences = max(1, tokens // int(train.get("seq_len", length).value))
+    origin = f"derived: {format_count(tokens)} tokens for {format_count(count)} parameters"
     # A power of two, which devices divide.
-    return {"seq_len": length, "batch": Value(1 << (rows.bit_length() - 1), why)}
+    return {"seq_len": length, "batch": Value(1 << (sequences.bit_length() - 1), origin)}
 
 
 def default_tokenizer(init_from: str) -> Values:
     """Return the keys of [data] that set the tokenizer of a stored model."""
-    found = stored_tokenizer(Path(init_from))
-    if found is None:
+    tokenizer = stored_tokenizer(Path(init_from))
+    if tokenizer is None:
         return {}
     origin = f"model.init_from {init_from}"
-    keys: dict[str, object] = {"tokenizer": found.name}
-    if found.eos is not None:
-        keys["eos"] = found.eos
-    if found.bos is not None:
-        keys["bos"] = bool(found.bos)
+    keys: dict[str, object] = {"tokenizer": tokenizer.name}
+    if tokenizer.eos is not None:
+        keys["eos"] = tokenizer.eos
+    if tokenizer.bos is not None:
+        keys["bos"] = bool(tokenizer.bos)
     return {key: Value(value, origin) for key, value in keys.items()}

@@ -40,10 +40,10 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def given_toml(given: Mapping[str, Values]) -> str:
+def given_toml(stated: Mapping[str, Values]) -> str:
     """Return the set values of a config as TOML, each with its origin as a comment."""
     lines: list[str] = []
-    for section, values in given.items():
+    for section, values in stated.items():
         rows = [(key, value) for key, value in values.items() if value.value is not None]
         if rows:
             lines.append(f"[{section}]")

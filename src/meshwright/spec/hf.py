@@ -38,7 +38,9 @@ _INERT: Final[dict[str, tuple[object, ...]]] = {
     "add_cross_attention": (False,),
     "is_causal": (True,),
 }
-_MODEL_TYPES: Final[Mapping[str, Family]] = {one.model_type: one for one in FAMILIES.values()}
+_MODEL_TYPES: Final[Mapping[str, Family]] = {
+    family.model_type: family for family in FAMILIES.values()
+}
 _SIZE_KEYS: Final = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -59,9 +61,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
         raise ConfigError(refuse_model_type(model_type, list(_MODEL_TYPES)))
     family = _MODEL_TYPES[model_type]
-    for key, other in family.renamed.items():
-        name, value = agree([at(config, key), at(config, other)], None)
-        if name == other:
+    for key, alias in family.renamed.items():
+        name, value = agree([at(config, key), at(config, alias)], None)
+        if name == alias:
             config = {**config, key: value}
     for key, inert in (_INERT | dict(family.inert)).items():
         value = config.get(key)
@@ -120,7 +122,7 @@ def hf_config(
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{theirs: fields[ours] for ours, theirs in _SIZE_KEYS.items()},
+        **{hf_key: fields[ours] for ours, hf_key in _SIZE_KEYS.items()},
         family.activation_key: _ACTIVATION_NAMES[spec.activation],
         "attention_dropout": 0.0,
         "initializer_range": spec.init_std,
@@ -130,53 +132,55 @@ def hf_config(
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **{key.theirs: _written(key, fields[key.ours], spec) for key in family.keys},
+        **{key.hf_key: _written(key, fields[key.ours], spec) for key in family.keys},
         **family.written,
     }
     if family.layers is not None:
         layers = [
-            StoredLayer(one.window, one.rotary, one.dense)
-            for one in map(spec.layer, range(spec.n_layers))
+            StoredLayer(layer.window, layer.rotary, layer.dense)
+            for layer in map(spec.layer, range(spec.n_layers))
         ]
         config |= family.layers.write(layers, family.name)
     return config | rotary_keys(spec, family)
 
 
 def _is_read(quantisation: object, family: Family) -> bool:
-    """Whether weights of a quantisation are read as what they stand for."""
+    """Whether quantised weights can be read, as the numbers that they stand for."""
     if not isinstance(quantisation, Mapping):
         return False
     return quantisation.get("quant_method") in family.quantised
 
 
 def _written(key: Key, value: Any, spec: ModelSpec) -> Any:
-    """Return a field as its key has it."""
+    """Return the value that `config.json` has for a field."""
     if key.kind == "optional size":
         return value or None
     if key.kind == "experts":
         width = spec.expert_width
         if value == 0 or value % width:
-            what = f"model.{key.ours} = {value} cannot be written as {key.theirs}, a number of "
+            rule = f"model.{key.ours} = {value} cannot be written as {key.hf_key}, a number of "
             legal = [width * n for n in (value // width, value // width + 1) if n]
-            raise ConfigError(refusal(f"{what}experts {width} wide", legal=legal))
+            raise ConfigError(refusal(f"{rule}experts {width} wide", legal=legal))
         return value // width
     if key.kind != "inverse root":
         return value
-    found = round(value**-2)
-    if found < 1 or found**-0.5 != value:
-        what = f"model.{key.ours} = {value} cannot be written as {key.theirs}"
-        raise ConfigError(refusal(what, legal=[f"{n} ** -0.5" for n in (found, found + 1) if n]))
-    return found
+    inverse = round(value**-2)
+    if inverse < 1 or inverse**-0.5 != value:
+        rule = f"model.{key.ours} = {value} cannot be written as {key.hf_key}"
+        raise ConfigError(
+            refusal(rule, legal=[f"{n} ** -0.5" for n in (inverse, inverse + 1) if n])
+        )
+    return inverse
 
 
 def _sizes(config: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
-    return {ours: size(config, theirs, defaults[theirs]) for ours, theirs in _SIZE_KEYS.items()}
+    return {ours: size(config, hf_key, defaults[hf_key]) for ours, hf_key in _SIZE_KEYS.items()}
 
 
 def _own_fields(
     config: Mapping[str, Any], family: Family, sizes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return what a family's own keys say, and what it has without one."""
+    """Return the fields that a family's keys set, with its defaults where keys are absent."""
     heads = sizes["n_heads"]
     derived = {"n_heads": heads, "dim / n_heads": sizes["dim"] // heads}
     read: Mapping[str, Callable[..., Any]] = {
@@ -198,9 +202,9 @@ def _own_fields(
     }
     for key in family.keys:
         default = derived.get(key.default, key.default)
-        if config.get(key.theirs, default) is None and key.kind == "size":
+        if config.get(key.hf_key, default) is None and key.kind == "size":
             default = fields[key.ours]  # null, where absence means another number
-        fields[key.ours] = read[key.kind](config, key.theirs, default)
+        fields[key.ours] = read[key.kind](config, key.hf_key, default)
     if family.head_dim_parts:
         fields["head_dim"] = sum(fields[part] for part in family.head_dim_parts)
     return {"family": family.name, **fields}
@@ -217,12 +221,12 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     name = config.get(family.activation_key)
     name = family.default_activation if name is None else name
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        what = f"{family.activation_key} = {name!r} is not supported"
-        raise ConfigError(refusal(what, legal=list(_ACTIVATIONS)))
+        rule = f"{family.activation_key} = {name!r} is not supported"
+        raise ConfigError(refusal(rule, legal=list(_ACTIVATIONS)))
     return _ACTIVATIONS[name]
 
 
-def _reason(where: Sequence[object], message: str) -> str:
-    place = ".".join(str(part) for part in where)
+def _reason(path: Sequence[object], message: str) -> str:
+    key = ".".join(str(part) for part in path)
     message = message.removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
+    return f"{key}: {message}" if key else message

@@ -38,15 +38,15 @@ def read_rotary(config: Mapping[str, Any], family: Family, context: int) -> dict
     tables = [(_OLD, _table(config, _OLD)), _new(config, family, FULL)]
     if family.rope_absent and config.get(_OLD) is None and config.get(_NEW) is None:
         tables = [(_NEW, family.rope_absent)]
-    theta = [at(config, "rope_theta"), *(at(own, "rope_theta", place) for place, own in tables)]
+    theta = [at(config, "rope_theta"), *(at(table, "rope_theta", path) for path, table in tables)]
     share = "partial_rotary_factor"
-    shares = [at(config, share), *(at(own, share, place) for place, own in tables)]
+    shares = [at(config, share), *(at(table, share, path) for path, table in tables)]
     theta += [at(config, key) for key in family.theta_keys]
     shares += [at(config, key) for key in family.rotary_keys if key != share]
     name, pct = agreed_number(shares, family.rotary_pct)
     if "rotary_pct" not in family.free and pct != 1.0:
-        what = f"{name} = {pct!r} is not supported for {family.model_type}"
-        raise ConfigError(refusal(what, legal=[1.0]))
+        rule = f"{name} = {pct!r} is not supported for {family.model_type}"
+        raise ConfigError(refusal(rule, legal=[1.0]))
     _, base = agreed_number(theta, family.rope_theta)
     return {
         "rope_theta": base,
@@ -65,16 +65,16 @@ def sliding_base(config: Mapping[str, Any], family: Family) -> float | None:
         return None
     context = size(config, "max_position_embeddings", family.sizes["max_position_embeddings"])
     full = read_rotary(config, family, context)
-    place, own = _new(config, family, SLIDING)
+    path, table = _new(config, family, SLIDING)
     keys = [] if family.sliding_theta_key is None else [at(config, family.sliding_theta_key)]
     default = family.rope_theta if family.sliding_theta is None else family.sliding_theta
-    _, base = agreed_number([at(own, "rope_theta", place), *keys], default)
-    scaling = _Scaling(config, [(place, own)], family, context).read()
+    _, base = agreed_number([at(table, "rope_theta", path), *keys], default)
+    scaling = _Scaling(config, [(path, table)], family, context).read()
     if base == full["rope_theta"] and scaling == full["rope_scaling"]:
         return None
     if scaling is not None:
-        what = f"{place} with rope_type = {scaling.kind!r} is not that of {FULL}"
-        raise ConfigError(refusal(what, legal=["'default'", f"the same as {_NEW}.{FULL}"]))
+        rule = f"{path} with rope_type = {scaling.kind!r} is not that of {FULL}"
+        raise ConfigError(refusal(rule, legal=["'default'", f"the same as {_NEW}.{FULL}"]))
     return base
 
 
@@ -85,16 +85,16 @@ def rotary_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
     """
     scaling, settings = spec.rope_scaling, _settings(spec)
     if scaling is not None and scaling.kind not in family.scalings:
-        what = f"model.rope_scaling.kind = {scaling.kind!r} cannot be written as {family.name}"
-        raise ConfigError(refusal(what, legal=["unset", *family.scalings]))
+        rule = f"model.rope_scaling.kind = {scaling.kind!r} cannot be written as {family.name}"
+        raise ConfigError(refusal(rule, legal=["unset", *family.scalings]))
     new = settings | {"rope_theta": spec.rope_theta}
     if "rotary_pct" in family.free:
         new["partial_rotary_factor"] = spec.rotary_pct
     # transformers before 4.43 reads the kind under "type".
     old = None if scaling is None else settings | {"type": scaling.kind}
-    own: dict[str, Any] = {}
+    original: dict[str, Any] = {}
     if scaling is not None and scaling.kind == "longrope" and old is not None:
-        own = {_ORIGINAL: scaling.original_context}  # where transformers 4 reads it
+        original = {_ORIGINAL: scaling.original_context}  # where transformers 4 reads it
         if family.original_context is not None:
             # There transformers 4 refuses all but the kind and the two lists.
             old = {key: value for key, value in old.items() if key not in ("rope_type", _ORIGINAL)}
@@ -104,7 +104,7 @@ def rotary_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
         "rope_theta": spec.rope_theta,
         "rope_scaling": old,
         "rope_parameters": by_kind or new,
-        **own,
+        **original,
         **dict.fromkeys(family.theta_keys, spec.rope_theta),
         **dict.fromkeys(family.rotary_keys, spec.rotary_pct),
         **({} if family.sliding_theta_key is None else {family.sliding_theta_key: base}),
@@ -112,26 +112,26 @@ def rotary_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
 
 
 def _settings(spec: ModelSpec) -> dict[str, Any]:
-    """Return the scaling as transformers 5 has it, without what is as it would be without a key."""
+    """Return the scaling as `rope_parameters` of transformers 5, without absent keys."""
     scaling = spec.rope_scaling
     if scaling is None:
         return {"rope_type": "default"}
-    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    settings: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
-        return found
-    found[_ORIGINAL] = scaling.original_context
+        return settings
+    settings[_ORIGINAL] = scaling.original_context
     if scaling.kind == "llama3":
         names = ["low_freq_factor", "high_freq_factor"]
     elif scaling.kind == "yarn":
         names = ["beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"]
-        found |= {} if scaling.truncate else {"truncate": False}
+        settings |= {} if scaling.truncate else {"truncate": False}
     else:
         names = ["attention_factor"]
-        found |= {key: list(getattr(scaling, key)) for key in _LISTS}
+        settings |= {key: list(getattr(scaling, key)) for key in _LISTS}
         if scaling.factor == spec.context / scaling.original_context:
-            del found["factor"]
-    own = {name: getattr(scaling, name) for name in names}
-    return found | {name: value for name, value in own.items() if value is not None}
+            del settings["factor"]
+    values = {name: getattr(scaling, name) for name in names}
+    return settings | {name: value for name, value in values.items() if value is not None}
 
 
 def _by_kind(spec: ModelSpec, family: Family, full: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,16 +142,22 @@ def _by_kind(spec: ModelSpec, family: Family, full: Mapping[str, Any]) -> dict[s
         if (base := spec.rotary_base(layer)) is not None:
             is_windowed = family.kinds_of_layers and layer.window is not None
             bases[is_windowed].add(None if base == model else base.theta)
-    for is_windowed, found in bases.items():
-        if len(found) > 1 or (not is_windowed and found - {None}):
-            which = f"layers {'with' if is_windowed else 'without'} a window"
-            which = which if family.kinds_of_layers else "all layers"
-            what = f"model.layer_pattern cannot be written as {family.name}: it has one rope_theta "
-            raise ConfigError(f"{what}of {which}, but the pattern has {sorted(map(str, found))}")
+    for is_windowed, thetas in bases.items():
+        if len(thetas) > 1 or (not is_windowed and thetas - {None}):
+            affected = f"layers {'with' if is_windowed else 'without'} a window"
+            affected = affected if family.kinds_of_layers else "all layers"
+            rule = f"model.layer_pattern cannot be written as {family.name}: it has one rope_theta "
+            raise ConfigError(
+                f"{rule}of {affected}, but the pattern has {sorted(map(str, thetas))}"
+            )
     if not family.kinds_of_layers:
         return {}
-    own = next(iter(bases[True]), None)
-    sliding = dict(full) if own is None else {"rope_type": "default", "rope_theta": own}
+    sliding_theta = next(iter(bases[True]), None)
+    sliding = (
+        dict(full)
+        if sliding_theta is None
+        else {"rope_type": "default", "rope_theta": sliding_theta}
+    )
     outer = {"truncate": False} if full.get("truncate") is False else {}
     return {FULL: dict(full), SLIDING: sliding, **outer}
 
@@ -163,10 +169,10 @@ def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key} = {value!r} must be a table of rotary settings")
-    for kind, own in value.items():
-        if isinstance(own, Mapping):
-            what = f"{key}.{kind} is a table: rotary settings of a kind of layer are not supported"
-            raise ConfigError(refusal(what, legal=[f"one {key} of all layers"]))
+    for kind, setting in value.items():
+        if isinstance(setting, Mapping):
+            rule = f"{key}.{kind} is a table: rotary settings of a kind of layer are not supported"
+            raise ConfigError(refusal(rule, legal=[f"one {key} of all layers"]))
     return value
 
 
@@ -178,9 +184,9 @@ def _new(config: Mapping[str, Any], family: Family, kind: str) -> tuple[str, Map
     value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{_NEW} = {value!r} must be a table of rotary settings")
-    if others := sorted(set(map(str, value)) - {FULL, SLIDING, "truncate"}):
-        what = f"{_NEW} of {family.model_type} has {others} outside of a kind of layer"
-        raise ConfigError(refusal(what, legal=[f"{_NEW}.{FULL}", f"{_NEW}.{SLIDING}"]))
+    if unknown := sorted(set(map(str, value)) - {FULL, SLIDING, "truncate"}):
+        rule = f"{_NEW} of {family.model_type} has {unknown} outside of a kind of layer"
+        raise ConfigError(refusal(rule, legal=[f"{_NEW}.{FULL}", f"{_NEW}.{SLIDING}"]))
     return f"{_NEW}.{kind}", _table({f"{_NEW}.{kind}": value.get(kind)}, f"{_NEW}.{kind}")
 
 
@@ -192,8 +198,8 @@ class _Scaling:
     ) -> None:
         self.config, self.tables, self.family, self.context = config, tables, family, context
         kinds = [
-            (f"{place}.{key}", family.rope_names.get(str(own.get(key)), own.get(key)))
-            for place, own in tables
+            (f"{path}.{key}", family.rope_names.get(str(table.get(key)), table.get(key)))
+            for path, table in tables
             for key in ("rope_type", "type")
         ]
         self.name, self.kind = agree(kinds, "default")
@@ -203,8 +209,8 @@ class _Scaling:
         if self.kind == "default":
             return None
         if self.kind not in self.family.scalings:
-            what = f"{self.name} = {self.kind!r} is not supported"
-            raise ConfigError(refusal(what, legal=["default", *self.family.scalings]))
+            rule = f"{self.name} = {self.kind!r} is not supported"
+            raise ConfigError(refusal(rule, legal=["default", *self.family.scalings]))
         fields: dict[str, Any] = {"kind": self.kind}
         if self.kind != "linear":
             fields["original_context"] = self._original()
@@ -219,7 +225,7 @@ class _Scaling:
             fields["attention_factor"] = self._number("attention_factor")
         else:
             self._need("factor")
-        if self.kind == "yarn" and not any("factor" in own for _, own in self.tables):
+        if self.kind == "yarn" and not any("factor" in table for _, table in self.tables):
             self._need("factor")
         factor = self._number("factor")
         fields["factor"] = self.context / fields["original_context"] if factor is None else factor
@@ -234,19 +240,19 @@ class _Scaling:
             raise ConfigError(f"{self.name} = {self.kind!r} does not hold: {reasons}") from error
 
     def _number(self, key: str) -> float | None:
-        found = [at(own, key, place) for place, own in self.tables]
-        return None if all(v is None for _, v in found) else agreed_number(found, 0.0)[1]
+        spellings = [at(table, key, path) for path, table in self.tables]
+        return None if all(v is None for _, v in spellings) else agreed_number(spellings, 0.0)[1]
 
     def _need(self, key: str) -> None:
-        if all(own.get(key) is None for _, own in self.tables):
+        if all(table.get(key) is None for _, table in self.tables):
             raise ConfigError(f"{self.name} = {self.kind!r} needs the key {key!r} beside it")
 
     def _original(self) -> int:
         """Return the context that was trained with; where no key has it, the model's whole one."""
         top = self.config.get(_ORIGINAL)
-        found = [(_ORIGINAL, self.family.original_context if top is None else top)]
-        found += [at(own, _ORIGINAL, place) for place, own in self.tables]
-        name, value = agreed_number(found, float(self.context))
+        spellings = [(_ORIGINAL, self.family.original_context if top is None else top)]
+        spellings += [at(table, _ORIGINAL, path) for path, table in self.tables]
+        name, value = agreed_number(spellings, float(self.context))
         if not 1 <= value <= LARGEST or not value.is_integer():
             raise ConfigError(
                 f"{name} = {value:g} of {self.kind} rope scaling must be a whole number from 1 up "
@@ -269,31 +275,31 @@ class _Scaling:
 
     def _truncates(self) -> bool:
         """Return whether bounds are rounded; transformers does not look for it by kind of layer."""
-        found = [
-            (f"{place}.truncate", own["truncate"] or False)  # null is false there
-            for place, own in self.tables
-            if "truncate" in own
+        spellings = [
+            (f"{path}.truncate", table["truncate"] or False)  # null is false there
+            for path, table in self.tables
+            if "truncate" in table
         ]
         if self.family.kinds_of_layers:
             outer = (self.config.get(_NEW) or {}).get("truncate", True)
-            found.insert(0, (f"{_NEW}.truncate", outer or False))
-        name, value = agree(found, True) if found else ("truncate", True)
+            spellings.insert(0, (f"{_NEW}.truncate", outer or False))
+        name, value = agree(spellings, True) if spellings else ("truncate", True)
         if not isinstance(value, bool):
             raise ConfigError(f"{name} = {value!r} must be true or false")
         return value
 
     def _list(self, key: str) -> tuple[float, ...]:
         self._need(key)
-        found = []
-        for place, own in self.tables:
-            name, value = at(own, key, place)
+        spellings = []
+        for path, table in self.tables:
+            name, value = at(table, key, path)
             if value is not None and not isinstance(value, list | tuple):
                 raise ConfigError(f"{name} = {value!r} must be a list of numbers")
             numbers = None
             if value is not None:
-                numbers = tuple(as_number(f"{name}.{i}", one) for i, one in enumerate(value))
-            found.append((name, numbers))
-        listed: tuple[float, ...] = agree(found, ())[1]
+                numbers = tuple(as_number(f"{name}.{i}", item) for i, item in enumerate(value))
+            spellings.append((name, numbers))
+        listed: tuple[float, ...] = agree(spellings, ())[1]
         return listed
 
 

@@ -62,22 +62,22 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def at(source: Mapping[str, Any], key: str, inside: str = "") -> Found:
-    """Return what a table has under a key."""
+    """Return a key's full name, and its value in a table or None."""
     return (f"{inside}.{key}" if inside else key), source.get(key)
 
 
-def agree(found: Sequence[Found], default: Any) -> Found:
+def agree(spellings: Sequence[Found], default: Any) -> Found:
     """Return the value that all spellings give, with the name of the first."""
-    stated = [(name, value) for name, value in found if value is not None]
+    stated = [(name, value) for name, value in spellings if value is not None]
     for name, value in stated[1:]:
         if value != stated[0][1]:
             raise ConfigError(
                 f"{stated[0][0]} = {stated[0][1]!r} and {name} = {value!r} must agree; keep one"
             )
-    return stated[0] if stated else (found[0][0], default)
+    return stated[0] if stated else (spellings[0][0], default)
 
 
-def agreed_number(found: Sequence[Found], default: float) -> tuple[str, float]:
+def agreed_number(spellings: Sequence[Found], default: float) -> tuple[str, float]:
     """Return the number that all spellings give, with the name of the first."""
-    numbers = [(n, None if value is None else as_number(n, value)) for n, value in found]
+    numbers = [(n, None if value is None else as_number(n, value)) for n, value in spellings]
     return agree(numbers, default)

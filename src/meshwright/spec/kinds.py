@@ -32,8 +32,8 @@ def kind_of(annotation: Any) -> str:
 def _alternatives(annotation: Any) -> Iterator[str]:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
-        for one in inner:
-            yield from _alternatives(one)
+        for alternative in inner:
+            yield from _alternatives(alternative)
     elif origin is Annotated:
         yield from _alternatives(inner[0])
     elif origin is Literal:
@@ -56,7 +56,7 @@ def shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(shown, value))}]"
     if isinstance(value, dict):
-        inner = ", ".join(f"{key} = {shown(one)}" for key, one in value.items())
+        inner = ", ".join(f"{key} = {shown(item)}" for key, item in value.items())
         return f"{{{inner}}}"
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()

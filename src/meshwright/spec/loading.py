@@ -68,7 +68,7 @@ _INSTEAD: Final = "Preference optimisation is not supported; train on the answer
 
 
 class _Alias(NamedTuple):
-    """What a short name stands for: a key, and a value for each value that it accepts."""
+    """The key that a short name stands for, and the key's value for each value of the name."""
 
     key: str
     values: Mapping[str, Any] | None = None
@@ -116,33 +116,33 @@ def read_given(
 
     Raises `ConfigError` for unreadable files and unknown keys.
     """
-    given: dict[str, Values] = {name: {} for name in SECTIONS}
+    stated: dict[str, Values] = {name: {} for name in SECTIONS}
     if path is not None:
-        _merge(given, _read_toml(Path(path)))
+        _merge(stated, _read_toml(Path(path)))
     _merge(
-        given,
+        stated,
         [
             (section, key, Value(value, "plan"))
             for section, values in (plan or {}).items()
             for key, value in values.items()
         ],
     )
-    _merge(given, _read_overrides(overrides))
-    return given
+    _merge(stated, _read_overrides(overrides))
+    return stated
 
 
-def build_config(given: dict[str, Values]) -> Config:
+def build_config(stated: dict[str, Values]) -> Config:
     """Return the complete config of the given values by section; derives missing ones."""
     for name, spec in SECTIONS.items():
-        _check_texts(name, given[name])
-        _check_types(name, spec, given[name])
-    _check_cluster(given["cluster"])
-    check_held_out(given)
-    _derive(given)
+        _check_texts(name, stated[name])
+        _check_types(name, spec, stated[name])
+    _check_cluster(stated["cluster"])
+    check_held_out(stated)
+    _derive(stated)
     sections: dict[str, Spec] = {}
     origins: dict[str, str] = {}
     for name, spec in SECTIONS.items():
-        values = given[name]
+        values = stated[name]
         sections[name] = _built(name, spec, values)
         for key in KEYS[name]:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
@@ -160,16 +160,16 @@ def _built(name: str, spec: type[T], values: Values) -> T:
 def _check_texts(name: str, values: Values) -> None:
     """Refuse texts that no file can have as its name, whatever they are for."""
     for key, value in values.items():
-        some = value.value if isinstance(value.value, list | tuple) else [value.value]
-        for text in (one for one in some if isinstance(one, str)):
+        items = value.value if isinstance(value.value, list | tuple) else [value.value]
+        for text in (item for item in items if isinstance(item, str)):
             if _NO_TEXT.search(text):
-                what = f"{name}.{key} = {printable(repr(text))} ({printable(value.origin)})"
-                raise ConfigError(f"{what} has control characters")
+                rule = f"{name}.{key} = {printable(repr(text))} ({printable(value.origin)})"
+                raise ConfigError(f"{rule} has control characters")
             coded = text.encode()
             if max(map(len, coded.split(b"/"))) > _LONGEST_NAME or len(coded) > _LONGEST_TEXT:
-                what = f"{name}.{key} = {text[:40]}... has {len(coded)} bytes"
+                rule = f"{name}.{key} = {text[:40]}... has {len(coded)} bytes"
                 limits = f"{_LONGEST_TEXT}, and {_LONGEST_NAME} between two slashes"
-                raise ConfigError(f"{what}; at most {limits}")
+                raise ConfigError(f"{rule}; at most {limits}")
 
 
 def _check_types(name: str, spec: type[Spec], values: Values) -> None:
@@ -194,61 +194,69 @@ def _check_cluster(values: Values) -> None:
         check_link(link, f" ({links.origin})")
 
 
-def _derive(given: dict[str, Values]) -> None:
-    """Fill what follows from other keys: packing, tokenizer, model's sizes, rate, warm-up, hang."""
-    data = given["data"]
+def _derive(stated: dict[str, Values]) -> None:
+    """Fill keys that follow from others: packing, tokenizer, model's sizes, rate, warm-up, hang."""
+    data = stated["data"]
     if data.get("format", Value("text", "")).value == "chat":
         data.setdefault("packing", Value("documents", "derived from data.format"))
-    init_from = given["model"].get("init_from", Value(None, "")).value
+    init_from = stated["model"].get("init_from", Value(None, "")).value
     if init_from is not None and "tokenizer" not in data:
         for key, value in default_tokenizer(init_from).items():
             data.setdefault(key, value)
     source = data.get("source", Value("stdlib", "default")).value
     folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
     tokenizer = data.get("tokenizer", Value("bytes", "default"))
-    given["model"] = resolve_model(given["model"], tokenizer, folder)
-    _derive_lora(given["lora"])
-    lora = _built("lora", LoraSection, given["lora"])
+    stated["model"] = resolve_model(stated["model"], tokenizer, folder)
+    _derive_lora(stated["lora"])
+    lora = _built("lora", LoraSection, stated["lora"])
     if lora.adapters is not None:
-        given["model"]["lora"] = Value(lora.adapters, "[lora]")
-    model = _built("model", ModelSpec, given["model"])
-    if "lr" not in given["optimizer"] and (rate := default_rate(model)) is not None:
-        given["optimizer"]["lr"] = rate
-    for key, value in default_training(model, given["cluster"], given["train"]).items():
-        given["train"][key] = value
-    steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
-    if "warmup_steps" not in given["optimizer"]:
+        stated["model"]["lora"] = Value(lora.adapters, "[lora]")
+    model = _built("model", ModelSpec, stated["model"])
+    if "lr" not in stated["optimizer"] and (rate := default_rate(model)) is not None:
+        stated["optimizer"]["lr"] = rate
+    for key, value in default_training(model, stated["cluster"], stated["train"]).items():
+        stated["train"][key] = value
+    steps = stated["train"].get("steps", Value(TrainSpec().steps, "default")).value
+    if "warmup_steps" not in stated["optimizer"]:
         warmup = min(100, steps // 10)
-        given["optimizer"]["warmup_steps"] = Value(warmup, "derived: train.steps / 10, at most 100")
-    cluster = given["cluster"]
+        stated["optimizer"]["warmup_steps"] = Value(
+            warmup, "derived: train.steps / 10, at most 100"
+        )
+    cluster = stated["cluster"]
     timeout = cluster.get("timeout", Value(None, "")).value
     if isinstance(timeout, int | float) and "hang" not in cluster:
         cluster["hang"] = Value(timeout / 2, "derived: cluster.timeout / 2")
 
 
 def _derive_lora(values: Values) -> None:
-    """Fill what a folder of adapters states; raises `ConfigError` where something else is given."""
+    """Fill keys from a folder of adapters; raises `ConfigError` where the config differs."""
     folder = values.get("init_from", Value(None, ""))
     if folder.value is None:
         return
-    asked = f"lora.init_from = {folder.value!r} ({folder.origin})"
+    source = f"lora.init_from = {folder.value!r} ({folder.origin})"
     try:
         stated = read_adapter_config(Path(folder.value))
     except MeshwrightError as error:
-        raise type(error)(f"{asked}: {error}") from error
+        raise type(error)(f"{source}: {error}") from error
     for key, value in stated.items():
-        given = values.setdefault(key, Value(value, folder.value))
-        told = (given.value,) if key == "targets" and isinstance(given.value, str) else given.value
-        same = set(told) == set(value) if key == "targets" else told == value
+        setting = values.setdefault(key, Value(value, folder.value))
+        chosen = (
+            (setting.value,)
+            if key == "targets" and isinstance(setting.value, str)
+            else setting.value
+        )
+        same = set(chosen) == set(value) if key == "targets" else chosen == value
         if not same and key != "dropout":
-            what = f"lora.{key} = {shown(given.value)} ({given.origin}), but {asked} has another"
-            raise ConfigError(refusal(what, legal=[f"lora.{key} = {shown(value)}"]))
+            rule = (
+                f"lora.{key} = {shown(setting.value)} ({setting.origin}), but {source} has another"
+            )
+            raise ConfigError(refusal(rule, legal=[f"lora.{key} = {shown(value)}"]))
 
 
-def _merge(given: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> None:
+def _merge(stated: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> None:
     for section, key, value in new:
         _check_known(section, key, value.origin)
-        given[section][key] = value
+        stated[section][key] = value
 
 
 def _check_known(section: str, key: str, origin: str) -> None:
@@ -261,14 +269,16 @@ def _check_known(section: str, key: str, origin: str) -> None:
     known = KEYS[section]
     if key in known:
         return
-    own, why = instead_of(key)
-    if own or why:
-        raise ConfigError(refusal(f"unknown key {section}.{key} ({origin})", legal=own, hint=why))
+    replacement, hint = instead_of(key)
+    if replacement or hint:
+        raise ConfigError(
+            refusal(f"unknown key {section}.{key} ({origin})", legal=replacement, hint=hint)
+        )
     close = [f"{section}.{name}" for name in nearest(key, known)]
     elsewhere = [f"{name}.{key}" for name, keys in KEYS.items() if key in keys]
     if not close and not elsewhere:
-        every = [f"{name}.{k}" for name, keys in KEYS.items() for k in keys]
-        close = nearest(f"{section}.{key}", every)
+        all_keys = [f"{name}.{k}" for name, keys in KEYS.items() for k in keys]
+        close = nearest(f"{section}.{key}", all_keys)
     legal = elsewhere or close
     raise ConfigError(refusal(f"unknown key {section}.{key} ({origin})", legal=legal))
 
@@ -282,10 +292,10 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
     try:
         content = parse_toml(text)
     except ValueError as error:
-        why = str(error).replace("Cannot overwrite a value", "a key is there twice")
-        raise ConfigError(f"config file {path} is not valid TOML: {why}") from None
+        reason = str(error).replace("Cannot overwrite a value", "a key is there twice")
+        raise ConfigError(f"config file {path} is not valid TOML: {reason}") from None
     lines = _key_lines(text)
-    found = []
+    entries = []
     for section, values in content.items():
         origin = f"{path.name}:{lines.get((section, ''), lines.get(('', section), 1))}"
         if not isinstance(values, dict):
@@ -297,8 +307,8 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
             _check_known(section, "", origin)
         for key, value in values.items():
             line = lines.get((section, key))
-            found.append((section, key, Value(value, f"{path.name}:{line}" if line else origin)))
-    return found
+            entries.append((section, key, Value(value, f"{path.name}:{line}" if line else origin)))
+    return entries
 
 
 def _key_lines(text: str) -> dict[tuple[str, str], int]:
@@ -316,13 +326,13 @@ def _key_lines(text: str) -> dict[tuple[str, str], int]:
             lines.setdefault((section, ".".join(names[1:2])), number)
         elif key := re.match(r"\s*([\w\"-]+)(?:\.([\w\"-]+))?[\w.\"\s-]*=", line):
             first, second = key[1].strip('"'), (key[2] or "").strip('"')
-            at = (section, first) if section or not second else (first, second)
-            lines.setdefault(at, number)
+            entry = (section, first) if section or not second else (first, second)
+            lines.setdefault(entry, number)
     return lines
 
 
 def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
-    found = []
+    entries = []
     for text in overrides:
         name, equals, written = text.partition("=")
         if not equals or not name:
@@ -330,16 +340,18 @@ def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
         value, origin = _parse(written), f"override {text}"
         if "." not in name:
             if name not in ALIASES:
-                every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
-                legal = [k for k in every if k.split(".")[1] == name]
-                own, why = instead_of(name)
-                if not (legal := legal or own) and not why:
-                    legal = nearest(name, ALIASES) or nearest(name, every, 2)
-                raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=why))
+                all_keys = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
+                legal = [k for k in all_keys if k.split(".")[1] == name]
+                replacement, hint = instead_of(name)
+                if not (legal := legal or replacement) and not hint:
+                    legal = nearest(name, ALIASES) or nearest(name, all_keys, 2)
+                raise ConfigError(
+                    refusal(f"unknown name {name} ({origin})", legal=legal, hint=hint)
+                )
             name, value = _expand(name, value, origin)
         section, key = name.split(".", 1)
-        found.append((section, key, Value(value, origin)))
-    return found
+        entries.append((section, key, Value(value, origin)))
+    return entries
 
 
 def _expand(name: str, value: Any, origin: str) -> tuple[str, Any]:
@@ -369,17 +381,17 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     if not error["loc"]:
         return str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
     key = str(error["loc"][0])
-    given = values.get(key)
-    where = f" ({given.origin})" if given else ""
-    if given and is_of_kind(error):
+    setting = values.get(key)
+    where = f" ({setting.origin})" if setting else ""
+    if setting and is_of_kind(error):
         kind = kind_of(SECTIONS[section].model_fields[key].annotation)
         if kind != "a table" or len(error["loc"]) == 1:  # else it is a key inside
-            return f"{section}.{key} = {shown(given.value)}{where} must be {kind}"
+            return f"{section}.{key} = {shown(setting.value)}{where} must be {kind}"
     name = ".".join([section, *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{name} is missing"
     if error["type"] == "extra_forbidden":
-        return refusal(f"unknown key {name} ({given.origin if given else 'default'})")
+        return refusal(f"unknown key {name} ({setting.origin if setting else 'default'})")
     if error["type"] == "value_error" and "ctx" in error:
         return str(error["ctx"]["error"])
     rule = error["msg"][0].lower() + error["msg"][1:]

@@ -1,6 +1,6 @@
 """Low-rank adapters, LoRA (arXiv:2106.09685): their settings and target layers.
 
-A layer's product becomes `x W' + scale * dropout(x) A' B'`, and only A and B are trained. Layers
+A layer's output becomes `x W' + scale * dropout(x) A' B'`, and only A and B are trained. Layers
 have their Hugging Face and PEFT names: `q_proj`, `down_proj`.
 """
 
@@ -74,9 +74,11 @@ class Lora(Spec):
 
     @model_serializer(mode="wrap")
     def _without_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a base in the run's precision: earlier versions' dumps stay what they were."""
+        """Leave out a base in the run's precision, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
-        return {key: one for key, one in values.items() if (key, one) != ("base", "precision")}
+        return {
+            key: value for key, value in values.items() if (key, value) != ("base", "precision")
+        }
 
     @property
     def four_bits(self) -> bool:
@@ -85,7 +87,7 @@ class Lora(Spec):
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's product."""
+        """The factor of an adapter's output."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
@@ -112,8 +114,8 @@ class LoraSection(Spec):
     @model_validator(mode="after")
     def _check_base(self) -> LoraSection:
         if self.base != "precision" and self.rank == 0 and self.init_from is None:
-            what = f"lora.base = {self.base} needs lora.rank above 0: weights that are trained "
-            raise ValueError(refusal(f"{what}are not kept in four bits", legal=["lora.rank = 16"]))
+            rule = f"lora.base = {self.base} needs lora.rank above 0: weights that are trained "
+            raise ValueError(refusal(f"{rule}are not kept in four bits", legal=["lora.rank = 16"]))
         return self
 
     @property
@@ -132,7 +134,7 @@ class LoraSection(Spec):
 
 
 class BlockKinds(NamedTuple):
-    """What the linear layers of a model's blocks depend on.
+    """The features of a model that decide which linear layers its blocks have.
 
     `experts`, and a `shared` one beside them; `dense` layers have an MLP nevertheless. Attention is
     plain or `latent`, with queries maybe from a latent vector, too (`low_queries`).
@@ -156,42 +158,42 @@ class BlockKinds(NamedTuple):
             yield from ("attn.q", "attn.k", "attn.v", "attn.o")
         inner = ("gate", "up", "down") if self.gated else ("up", "down")
         if self.dense or not self.experts:
-            yield from (f"mlp.{one}" for one in inner)
+            yield from (f"mlp.{proj}" for proj in inner)
         if self.shared:
-            yield from (f"mlp.shared.{one}" for one in inner)
+            yield from (f"mlp.shared.{proj}" for proj in inner)
 
 
 def target_names(blocks: BlockKinds) -> dict[str, tuple[str, ...]]:
-    """Return the names in a block that targets may have for its layers, by our names.
+    """Return the names by which targets may select each layer of a block, by our name of it.
 
     Those of Hugging Face files first. Layers that a family stores as one have one name. Experts are
     stored one by one, and in memory together, as PEFT's `target_parameters` name them.
     """
     family = FAMILIES[blocks.family]
-    found: dict[str, tuple[str, ...]] = {}
-    found |= {one: (_inside(family.modules[one]),) for one in blocks.linear}
+    names: dict[str, tuple[str, ...]] = {}
+    names |= {layer: (_inside(family.modules[layer]),) for layer in blocks.linear}
     if not blocks.experts:
-        return found
+        return names
     if family.fused_experts:
         stored = {JOINT: "mlp.experts.gate.weight", DOWN: "mlp.experts.down.weight"}
-        return found | {one: (_inside(family.modules[name]),) for one, name in stored.items()}
-    found |= {one: (_inside(family.modules[one]),) for one in (*JOINED, DOWN)}
-    return found | {DOWN: (*found[DOWN], IN_MEMORY[DOWN]), JOINT: (IN_MEMORY[JOINT],)}
+        return names | {layer: (_inside(family.modules[name]),) for layer, name in stored.items()}
+    names |= {layer: (_inside(family.modules[layer]),) for layer in (*JOINED, DOWN)}
+    return names | {DOWN: (*names[DOWN], IN_MEMORY[DOWN]), JOINT: (IN_MEMORY[JOINT],)}
 
 
 def _inside(stored: str) -> str:
-    """Return a stored name without what precedes the block, and without an expert's number."""
+    """Return a stored name from the block on, without an expert's number."""
     return stored.split(".{}.", 1)[1].replace(".{}", "")
 
 
 def _is_named(name: str, target: str) -> bool:
-    """Whether the last parts of a name are a target's: as many as that has."""
+    """Whether a target matches the last parts of a name, as many as it has itself."""
     parts = name.split(".")[-1 - target.count(".") :]
     return fnmatchcase(".".join(parts), target)
 
 
 def _matches(target: str, blocks: BlockKinds) -> Iterator[str]:
-    """Yield our names of the layers that a target names; "all-linear": no experts or MLPs there.
+    """Yield our names of the layers that a target matches; "all-linear": attention beside experts.
 
     A pattern is for layers one by one: not for gate and up together where files separate them.
     """
@@ -201,23 +203,25 @@ def _matches(target: str, blocks: BlockKinds) -> Iterator[str]:
         if target == ALL_LINEAR:
             if not blocks.experts or ours.startswith("attn."):
                 yield ours
-        elif any(_is_named(one, target) for one in names) and not (is_pattern and ours == JOINT):
+        elif any(_is_named(name, target) for name in names) and not (is_pattern and ours == JOINT):
             yield ours
 
 
 def own_layers(blocks: BlockKinds) -> list[str]:
     """Return the targets of "all-linear" that a family does not store as one with others."""
     names = target_names(blocks)
-    found = [names[one][0] for one in _matches(ALL_LINEAR, blocks)]
-    return [one.rsplit(".", 1)[-1] for one in dict.fromkeys(found) if found.count(one) == 1]
+    targets = [names[layer][0] for layer in _matches(ALL_LINEAR, blocks)]
+    return [
+        target.rsplit(".", 1)[-1] for target in dict.fromkeys(targets) if targets.count(target) == 1
+    ]
 
 
 @lru_cache(maxsize=256)
 def adapted(lora: Lora | None, blocks: BlockKinds) -> frozenset[str]:
-    """Return the linear layers of a block that adapters are for, by our names."""
+    """Return the linear layers of a block that have adapters, by our names."""
     if lora is None:
         return frozenset()
-    return frozenset(one for target in lora.targets for one in _matches(target, blocks))
+    return frozenset(layer for target in lora.targets for layer in _matches(target, blocks))
 
 
 def matrices(layers: Collection[str], name: str) -> tuple[str, ...]:
@@ -234,39 +238,43 @@ def matrices(layers: Collection[str], name: str) -> tuple[str, ...]:
 
 
 def check_targets(lora: Lora | None, blocks: BlockKinds) -> None:
-    """Raise `ValueError` for targets that are no linear layers, or not ones of their own."""
+    """Raise `ValueError` for targets that match no layer, or one stored as a part of a matrix."""
     if lora is None:
         return
     names = target_names(blocks)
-    stored = [one[0] for one in names.values()]
-    free = [ours for ours, one in names.items() if stored.count(one[0]) == 1]
-    legal = list(dict.fromkeys(names[one][-1].rsplit(".", 1)[-1] for one in free))
+    stored = [aliases[0] for aliases in names.values()]
+    free = [ours for ours, aliases in names.items() if stored.count(aliases[0]) == 1]
+    legal = list(dict.fromkeys(names[layer][-1].rsplit(".", 1)[-1] for layer in free))
     if not lora.targets:
         raise ValueError(refusal("lora.targets is empty", legal=[*map(repr, (ALL_LINEAR, *legal))]))
     for target in lora.targets:
-        told = f"lora.targets has {target!r}"
-        found = list(_matches(target, blocks))
-        if not found:
-            some = nearest(target, [*legal, ALL_LINEAR]) or legal
-            what = f"{told}, which is no linear layer of the {blocks.family} family"
-            raise ValueError(refusal(what, legal=[*map(repr, some)]))
-        if joint := [one for one in found if one not in free]:
+        problem = f"lora.targets has {target!r}"
+        matches = list(_matches(target, blocks))
+        if not matches:
+            nearby = nearest(target, [*legal, ALL_LINEAR]) or legal
+            rule = f"{problem}, which is no linear layer of the {blocks.family} family"
+            raise ValueError(refusal(rule, legal=[*map(repr, nearby)]))
+        if joint := [layer for layer in matches if layer not in free]:
             name = names[joint[0]][0].rsplit(".", 1)[-1]
-            what = f"{told}, but the {blocks.family} family stores {name} as one matrix of several"
-            raise ValueError(refusal(what, legal=[*map(repr, legal)]))
+            rule = (
+                f"{problem}, but the {blocks.family} family stores {name} as one matrix of several"
+            )
+            raise ValueError(refusal(rule, legal=[*map(repr, legal)]))
     _check_experts(lora, adapted(lora, blocks), names)
 
 
 def _check_experts(
     lora: Lora, layers: Collection[str], names: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Hold what experts' adapters are asked to be against each other."""
-    apart = [one for one in JOINED if one in layers]
-    if JOINT in layers and apart:
-        both, one = names[JOINT][0], names[apart[0]][0]
-        what = f"lora.targets has {both}, one adapter for both, and {one}"
-        raise ValueError(refusal(what, legal=[f"{both!r} alone", f"{one!r} alone"]))
-    if lora.dropout and (of := [one for one in (*JOINED, JOINT, DOWN) if one in layers]):
-        what = f"lora.dropout = {lora.dropout} drops inputs of linear layers, and the matrices of "
-        what += f"experts are none: lora.targets has {names[of[0]][-1]}"
-        raise ValueError(refusal(what, legal=["lora.dropout = 0"]))
+    """Raise `ValueError` for adapters of experts that exclude each other."""
+    separate = [layer for layer in JOINED if layer in layers]
+    if JOINT in layers and separate:
+        joined, single = names[JOINT][0], names[separate[0]][0]
+        rule = f"lora.targets has {joined}, one adapter for both, and {single}"
+        raise ValueError(refusal(rule, legal=[f"{joined!r} alone", f"{single!r} alone"]))
+    if lora.dropout and (
+        targeted := [layer for layer in (*JOINED, JOINT, DOWN) if layer in layers]
+    ):
+        rule = f"lora.dropout = {lora.dropout} drops inputs of linear layers, and the matrices of "
+        rule += f"experts are none: lora.targets has {names[targeted[0]][-1]}"
+        raise ValueError(refusal(rule, legal=["lora.dropout = 0"]))

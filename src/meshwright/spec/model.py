@@ -54,7 +54,7 @@ class LayerSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what only models with experts have: earlier dumps stay what they were."""
+        """Leave out fields of models with experts, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
         return {key: value for key, value in values.items() if key != "dense" or value}
 
@@ -185,9 +185,9 @@ class ModelSpec(Spec):
 
     @property
     def blocks(self) -> BlockKinds:
-        """What its linear layers depend on."""
-        of = (self.shared_ffn_dim > 0, self.has_dense, self.is_latent, self.q_lora_rank > 0)
-        return BlockKinds(self.family, self.gated_mlp, self.experts, *of)
+        """The features that decide which linear layers its blocks have."""
+        features = (self.shared_ffn_dim > 0, self.has_dense, self.is_latent, self.q_lora_rank > 0)
+        return BlockKinds(self.family, self.gated_mlp, self.experts, *features)
 
     @property
     def drops(self) -> bool:
@@ -269,12 +269,12 @@ class ModelSpec(Spec):
 
     @property
     def norms_before(self) -> bool:
-        """Whether sublayers normalize their input from the stream."""
+        """Whether sublayers normalize their input from the residual stream."""
         return self.norm_placement != "after"
 
     @property
     def norms_after(self) -> bool:
-        """Whether sublayers normalize what they add to the stream."""
+        """Whether sublayers normalize their output before it is added to the residual stream."""
         return self.norm_placement != "before"
 
     @property
@@ -302,7 +302,7 @@ class ModelSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _of_family(cls, values: Any) -> Any:
-        """Fill what all models of a family have, where it is not given."""
+        """Fill fields that are the same in all models of a family, where they are not given."""
         if not isinstance(values, Mapping):
             return values
         name = values.get("family", "llama")  # of any type: it is not validated yet
@@ -318,9 +318,9 @@ class ModelSpec(Spec):
     @model_validator(mode="after")
     def _rules(self) -> ModelSpec:
         if self.n_heads % self.n_kv_heads:
-            what = f"model.n_kv_heads = {self.n_kv_heads} must divide "
-            what += f"model.n_heads = {self.n_heads}"
-            raise ValueError(refusal(what, legal=nearest_divisors(self.n_heads, self.n_kv_heads)))
+            rule = f"model.n_kv_heads = {self.n_kv_heads} must divide "
+            rule += f"model.n_heads = {self.n_heads}"
+            raise ValueError(refusal(rule, legal=nearest_divisors(self.n_heads, self.n_kv_heads)))
         if self.rotary_dim % 2:
             raise ValueError(
                 f"the rotated part of a head must be even, but model.head_dim = {self.head_dim} "
@@ -338,48 +338,55 @@ class ModelSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out adapters where there are none: earlier versions' dumps stay what they were."""
+        """Leave out adapters where there are none, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
         return {key: value for key, value in values.items() if key != "lora" or value is not None}
 
     def _check_experts(self) -> None:
         if not self.experts:
-            given = {"top_k": 0, "shared_ffn_dim": 0, "expert_ffn_dim": None, "swiglu_limit": None}
-            for key, none in given.items():
+            defaults = {
+                "top_k": 0,
+                "shared_ffn_dim": 0,
+                "expert_ffn_dim": None,
+                "swiglu_limit": None,
+            }
+            for key, none in defaults.items():
                 if (value := getattr(self, key)) != none:
                     raise ValueError(f"model.{key} = {value} needs experts, but model.experts = 0")
             if self.has_dense:
                 raise ValueError("model.dense_layers, model.layer_pattern need model.experts > 0")
         elif not 1 <= self.top_k <= self.experts:
-            what = f"model.top_k = {self.top_k} must be from 1 to model.experts = {self.experts}"
-            raise ValueError(refusal(what, legal=[min(max(self.top_k, 1), self.experts)]))
+            rule = f"model.top_k = {self.top_k} must be from 1 to model.experts = {self.experts}"
+            raise ValueError(refusal(rule, legal=[min(max(self.top_k, 1), self.experts)]))
         if self.swiglu_limit is not None and (self.shared_ffn_dim or self.has_dense):
-            what = f"model.swiglu_limit = {self.swiglu_limit} is of experts that a router picks"
-            raise ValueError(f"{what}: there can be neither a shared expert nor a dense layer")
+            rule = f"model.swiglu_limit = {self.swiglu_limit} is of experts that a router picks"
+            raise ValueError(f"{rule}: there can be neither a shared expert nor a dense layer")
         if self.shared_gate and not self.shared_ffn_dim:
-            what = "model.shared_gate = true needs a shared expert, but model.shared_ffn_dim = 0"
-            raise ValueError(refusal(what, legal=["model.shared_gate = false"]))
+            rule = "model.shared_gate = true needs a shared expert, but model.shared_ffn_dim = 0"
+            raise ValueError(refusal(rule, legal=["model.shared_gate = false"]))
 
     def _check_router(self) -> None:
-        """Hold groups of experts against their number."""
+        """Raise `ValueError` for groups that do not fit the number of experts."""
         groups, top = self.expert_groups, self.top_groups
         if groups == 1 and top == 1:
             return
         if self.router_scores != "sigmoid":
-            what = f"model.expert_groups = {groups} needs model.router_scores = 'sigmoid'"
-            raise ValueError(refusal(what, legal=["model.expert_groups = 1"]))
+            rule = f"model.expert_groups = {groups} needs model.router_scores = 'sigmoid'"
+            raise ValueError(refusal(rule, legal=["model.expert_groups = 1"]))
         if self.experts % groups or self.experts // groups < 2:
-            what = f"model.expert_groups = {groups} must give model.experts = {self.experts} groups"
+            rule = f"model.expert_groups = {groups} must give model.experts = {self.experts} groups"
             legal = [n for n in nearest_divisors(self.experts, groups) if n < self.experts]
-            raise ValueError(refusal(f"{what} of at least 2", legal=legal or [1]))
-        least = -(-self.top_k * groups // self.experts)
-        if not least <= top <= groups:
-            what = f"model.top_groups = {top} of model.expert_groups = {groups} must be at least "
-            what += f"{least}, which have model.top_k = {self.top_k} experts, and not more than all"
-            raise ValueError(refusal(what, legal=[min(max(top, least), groups)]))
+            raise ValueError(refusal(f"{rule} of at least 2", legal=legal or [1]))
+        fewest = -(-self.top_k * groups // self.experts)
+        if not fewest <= top <= groups:
+            rule = f"model.top_groups = {top} of model.expert_groups = {groups} must be at least "
+            rule += (
+                f"{fewest}, which have model.top_k = {self.top_k} experts, and not more than all"
+            )
+            raise ValueError(refusal(rule, legal=[min(max(top, fewest), groups)]))
 
     def _check_latent(self) -> None:
-        """Hold the sizes of latent attention against each other."""
+        """Raise `ValueError` for sizes of latent attention that do not fit each other."""
         sizes = {
             key: getattr(self, key)
             for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
@@ -387,14 +394,14 @@ class ModelSpec(Spec):
         if not self.is_latent:
             for key, value in sizes.items():
                 if value:
-                    what = f"model.{key} = {value} needs model.kv_lora_rank above 0"
-                    raise ValueError(refusal(what, legal=[f"model.{key} = 0"]))
+                    rule = f"model.{key} = {value} needs model.kv_lora_rank above 0"
+                    raise ValueError(refusal(rule, legal=[f"model.{key} = 0"]))
             return
         for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if not sizes[key]:
                 raise ValueError(f"latent attention (model.kv_lora_rank) needs model.{key}")
-        whole = self.qk_nope_head_dim + self.qk_rope_head_dim
-        if self.head_dim != whole:
-            what = f"model.head_dim = {self.head_dim} must be model.qk_nope_head_dim = "
-            what += f"{self.qk_nope_head_dim} + model.qk_rope_head_dim = {self.qk_rope_head_dim}"
-            raise ValueError(refusal(what, legal=[whole]))
+        total = self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.head_dim != total:
+            rule = f"model.head_dim = {self.head_dim} must be model.qk_nope_head_dim = "
+            rule += f"{self.qk_nope_head_dim} + model.qk_rope_head_dim = {self.qk_rope_head_dim}"
+            raise ValueError(refusal(rule, legal=[total]))

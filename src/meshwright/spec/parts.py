@@ -70,94 +70,94 @@ class Part:
 @lru_cache(maxsize=64)
 def parts(spec: ModelSpec) -> tuple[Part, ...]:
     """Return the parameters of the model in the order of the module's `named_parameters`."""
-    found = [Part("embed.weight", (spec.vocab_size, spec.dim), ("vocab", "dim"))]
+    parameters = [Part("embed.weight", (spec.vocab_size, spec.dim), ("vocab", "dim"))]
     for layer in range(spec.n_layers):
-        found += _block(spec, spec.layer(layer), f"layers.{layer}")
-    found += _norm(spec, "norm")
+        parameters += _block(spec, spec.layer(layer), f"layers.{layer}")
+    parameters += _norm(spec, "norm")
     if not spec.tie_embeddings:
-        found.append(Part("head.weight", (spec.vocab_size, spec.dim), ("vocab", "dim")))
+        parameters.append(Part("head.weight", (spec.vocab_size, spec.dim), ("vocab", "dim")))
     if spec.lora is None:
-        return tuple(found)
-    return tuple(replace(part, trained=part.is_adapter) for part in found)
+        return tuple(parameters)
+    return tuple(replace(part, trained=part.is_adapter) for part in parameters)
 
 
 @lru_cache(maxsize=64)
 def names_by_layer(spec: ModelSpec) -> Mapping[int | None, tuple[str, ...]]:
     """Return the names of the parameters of each layer; None has those outside of layers."""
-    found: dict[int | None, list[str]] = {None: []}
+    by_layer: dict[int | None, list[str]] = {None: []}
     for part in parts(spec):
-        room, _, rest = part.name.partition(".")
-        at = int(rest.partition(".")[0]) if room == "layers" else None
-        found.setdefault(at, []).append(part.name)
-    return {at: tuple(names) for at, names in found.items()}
+        prefix, _, suffix = part.name.partition(".")
+        layer = int(suffix.partition(".")[0]) if prefix == "layers" else None
+        by_layer.setdefault(layer, []).append(part.name)
+    return {layer: tuple(names) for layer, names in by_layer.items()}
 
 
-def _block(spec: ModelSpec, kind: LayerSpec, at: str) -> Iterator[Part]:
+def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
     if spec.norms_before:
-        yield from _norm(spec, f"{at}.attn_norm")
-    yield from (_latent_attention if spec.is_latent else _attention)(spec, at)
+        yield from _norm(spec, f"{path}.attn_norm")
+    yield from (_latent_attention if spec.is_latent else _attention)(spec, path)
     if spec.norms_after:
-        yield from _norm(spec, f"{at}.attn_post_norm")
+        yield from _norm(spec, f"{path}.attn_post_norm")
     if spec.norms_before:
-        yield from _norm(spec, f"{at}.mlp_norm")
+        yield from _norm(spec, f"{path}.mlp_norm")
     if spec.has_experts(kind):
-        yield from _experts(spec, at)
+        yield from _experts(spec, path)
     else:
-        yield from _mlp(spec, at, "mlp", spec.ffn_dim)
+        yield from _mlp(spec, path, "mlp", spec.ffn_dim)
     if spec.norms_after:
-        yield from _norm(spec, f"{at}.mlp_post_norm")
+        yield from _norm(spec, f"{path}.mlp_post_norm")
 
 
-def _attention(spec: ModelSpec, at: str) -> Iterator[Part]:
+def _attention(spec: ModelSpec, path: str) -> Iterator[Part]:
     heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     bias = spec.attention_bias
     if spec.attention_sinks:
-        yield Part(f"{at}.attn.sinks", (spec.n_heads,), ("heads",))
-    yield from _linear(spec, at, "attn.q", (heads, "heads"), (spec.dim, "dim"), bias)
-    yield from _linear(spec, at, "attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
-    yield from _linear(spec, at, "attn.v", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
+        yield Part(f"{path}.attn.sinks", (spec.n_heads,), ("heads",))
+    yield from _linear(spec, path, "attn.q", (heads, "heads"), (spec.dim, "dim"), bias)
+    yield from _linear(spec, path, "attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
+    yield from _linear(spec, path, "attn.v", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
     yield from _linear(
-        spec, at, "attn.o", (spec.dim, "dim"), (heads, "heads"), spec.has_output_bias
+        spec, path, "attn.o", (spec.dim, "dim"), (heads, "heads"), spec.has_output_bias
     )
     if spec.qk_norm == "head":
         for name in ("q_norm", "k_norm"):
-            yield Part(f"{at}.attn.{name}.weight", (spec.head_dim,), ("head_dim",))
+            yield Part(f"{path}.attn.{name}.weight", (spec.head_dim,), ("head_dim",))
     elif spec.qk_norm == "all":
-        yield Part(f"{at}.attn.q_norm.weight", (heads,), ("heads",))
-        yield Part(f"{at}.attn.k_norm.weight", (kv_heads,), ("kv_heads",))
+        yield Part(f"{path}.attn.q_norm.weight", (heads,), ("heads",))
+        yield Part(f"{path}.attn.k_norm.weight", (kv_heads,), ("kv_heads",))
 
 
-def _latent_attention(spec: ModelSpec, at: str) -> Iterator[Part]:
+def _latent_attention(spec: ModelSpec, path: str) -> Iterator[Part]:
     rank, bias = spec.kv_lora_rank, spec.attention_bias
     queries = spec.n_heads * spec.head_dim
     if spec.q_lora_rank:
         low = spec.q_lora_rank
-        yield from _linear(spec, at, "attn.q_a", (low, "latent"), (spec.dim, "dim"), bias)
-        yield Part(f"{at}.attn.q_a_norm.weight", (low,), ("latent",))
-        yield from _linear(spec, at, "attn.q_b", (queries, "heads"), (low, "latent"), False)
+        yield from _linear(spec, path, "attn.q_a", (low, "latent"), (spec.dim, "dim"), bias)
+        yield Part(f"{path}.attn.q_a_norm.weight", (low,), ("latent",))
+        yield from _linear(spec, path, "attn.q_b", (queries, "heads"), (low, "latent"), False)
     else:
-        yield from _linear(spec, at, "attn.q", (queries, "heads"), (spec.dim, "dim"), False)
+        yield from _linear(spec, path, "attn.q", (queries, "heads"), (spec.dim, "dim"), False)
     shared = rank + spec.qk_rope_head_dim
-    yield from _linear(spec, at, "attn.kv_a", (shared, "latent"), (spec.dim, "dim"), bias)
-    yield Part(f"{at}.attn.kv_a_norm.weight", (rank,), ("latent",))
-    made = spec.n_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-    yield from _linear(spec, at, "attn.kv_b", (made, "heads"), (rank, "latent"), False)
+    yield from _linear(spec, path, "attn.kv_a", (shared, "latent"), (spec.dim, "dim"), bias)
+    yield Part(f"{path}.attn.kv_a_norm.weight", (rank,), ("latent",))
+    outputs = spec.n_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    yield from _linear(spec, path, "attn.kv_b", (outputs, "heads"), (rank, "latent"), False)
     values = spec.n_heads * spec.v_head_dim
     yield from _linear(
-        spec, at, "attn.o", (spec.dim, "dim"), (values, "heads"), spec.has_output_bias
+        spec, path, "attn.o", (spec.dim, "dim"), (values, "heads"), spec.has_output_bias
     )
 
 
-def _mlp(spec: ModelSpec, at: str, mlp: str, width: int) -> Iterator[Part]:
+def _mlp(spec: ModelSpec, path: str, mlp: str, width: int) -> Iterator[Part]:
     for name in ("gate", "up") if spec.gated_mlp else ("up",):
         yield from _linear(
-            spec, at, f"{mlp}.{name}", (width, "ffn"), (spec.dim, "dim"), spec.mlp_bias
+            spec, path, f"{mlp}.{name}", (width, "ffn"), (spec.dim, "dim"), spec.mlp_bias
         )
-    yield from _linear(spec, at, f"{mlp}.down", (spec.dim, "dim"), (width, "ffn"), spec.mlp_bias)
+    yield from _linear(spec, path, f"{mlp}.down", (spec.dim, "dim"), (width, "ffn"), spec.mlp_bias)
 
 
 def _experts(spec: ModelSpec, layer: str) -> Iterator[Part]:
-    at, count, width = f"{layer}.mlp", spec.experts, spec.expert_width
+    path, count, width = f"{layer}.mlp", spec.experts, spec.expert_width
     routes = (count, "routes"), (spec.dim, "dim")
     yield from _linear(spec, layer, "mlp.router", *routes, spec.expert_bias)
     inner, outer = (width, "ffn"), (spec.dim, "dim")
@@ -167,49 +167,49 @@ def _experts(spec: ModelSpec, layer: str) -> Iterator[Part]:
     if spec.shared_ffn_dim:
         yield from _mlp(spec, layer, "mlp.shared", spec.shared_ffn_dim)
     if spec.shared_gate:
-        yield Part(f"{at}.shared_gate.weight", (1, spec.dim), ("routes", "dim"))
+        yield Part(f"{path}.shared_gate.weight", (1, spec.dim), ("routes", "dim"))
 
 
 def _of_experts(
     spec: ModelSpec, layer: str, name: str, out: Side, inner: Side, added: str
 ) -> Iterator[Part]:
     """Yield the parameters of one projection of all experts; `added` is the axis of its bias."""
-    at, each = f"{layer}.{name}", spec.experts
+    path, count = f"{layer}.{name}", spec.experts
     axes = ("experts", out[1], inner[1])
-    yield Part(f"{at}.weight", (each, out[0], inner[0]), axes)
+    yield Part(f"{path}.weight", (count, out[0], inner[0]), axes)
     if spec.expert_bias:
-        yield Part(f"{at}.bias", (each, out[0]), ("experts", added))
-    for part in _adapter(spec, at, name, out, inner):
-        yield replace(part, shape=(each, *part.shape), axes=("experts", *part.axes))
+        yield Part(f"{path}.bias", (count, out[0]), ("experts", added))
+    for part in _adapter(spec, path, name, out, inner):
+        yield replace(part, shape=(count, *part.shape), axes=("experts", *part.axes))
 
 
-def _norm(spec: ModelSpec, at: str) -> Iterator[Part]:
-    yield Part(f"{at}.weight", (spec.dim,), ("dim",))
+def _norm(spec: ModelSpec, path: str) -> Iterator[Part]:
+    yield Part(f"{path}.weight", (spec.dim,), ("dim",))
     if spec.norm == "layer":
-        yield Part(f"{at}.bias", (spec.dim,), ("dim",))
+        yield Part(f"{path}.bias", (spec.dim,), ("dim",))
 
 
 def _linear(
     spec: ModelSpec, layer: str, name: str, out: Side, inner: Side, bias: bool
 ) -> Iterator[Part]:
-    at = f"{layer}.{name}"
-    four_bits = spec.lora is not None and spec.lora.four_bits and name in LINEAR
+    path = f"{layer}.{name}"
+    nf4 = spec.lora is not None and spec.lora.four_bits and name in LINEAR
     axes = out[1], inner[1]
-    yield Part(f"{at}.weight", (out[0], inner[0]), axes, four_bits=four_bits)
+    yield Part(f"{path}.weight", (out[0], inner[0]), axes, four_bits=nf4)
     if bias:
-        yield Part(f"{at}.bias", (out[0],), (out[1],))
-    yield from _adapter(spec, at, name, out, inner)
+        yield Part(f"{path}.bias", (out[0],), (out[1],))
+    yield from _adapter(spec, path, name, out, inner)
 
 
-def _adapter(spec: ModelSpec, at: str, name: str, out: Side, inner: Side) -> Iterator[Part]:
+def _adapter(spec: ModelSpec, path: str, name: str, out: Side, inner: Side) -> Iterator[Part]:
     """Yield the matrices of a layer's adapter, if it has one."""
     if spec.lora is None:
         return
-    found = {
-        "lora_a": Part(f"{at}.lora_a", (spec.lora.rank, inner[0]), ("rank", inner[1])),
-        "lora_b": Part(f"{at}.lora_b", (out[0], spec.lora.rank), (out[1], "rank")),
+    parameters = {
+        "lora_a": Part(f"{path}.lora_a", (spec.lora.rank, inner[0]), ("rank", inner[1])),
+        "lora_b": Part(f"{path}.lora_b", (out[0], spec.lora.rank), (out[1], "rank")),
     }
-    yield from (found[one] for one in matrices(spec.adapted, name))
+    yield from (parameters[matrix] for matrix in matrices(spec.adapted, name))
 
 
 def buffers(spec: ModelSpec) -> tuple[Part, ...]:

@@ -62,7 +62,7 @@ def adapter_config(lora: Lora, blocks: BlockKinds, *, base: str | None) -> dict[
     layers = adapted(lora, blocks)
     parameters = in_one_module(layers, blocks)
     names = target_names(blocks)
-    modules = {one: names[one][0] for one in layers if one not in parameters}
+    modules = {layer: names[layer][0] for layer in layers if layer not in parameters}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -73,7 +73,7 @@ def adapter_config(lora: Lora, blocks: BlockKinds, *, base: str | None) -> dict[
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "target_modules": sorted(_modules(modules, names, blocks.experts)),
-        **({"target_parameters": [names[one][-1] for one in parameters]} if parameters else {}),
+        **({"target_parameters": [names[layer][-1] for layer in parameters]} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -82,12 +82,12 @@ def adapter_config(lora: Lora, blocks: BlockKinds, *, base: str | None) -> dict[
 
 
 def in_one_module(layers: Collection[str], blocks: BlockKinds) -> tuple[str, ...]:
-    """Return those of adapted layers that PEFT adapts as parameters of a layer's experts, in order.
+    """Return the adapted layers that PEFT wraps as parameters of one module, in order.
 
     Wrappers of a module lie in each other, the first one innermost.
     """
     if JOINT in layers or FAMILIES[blocks.family].fused_experts:
-        return tuple(one for one in (JOINT, DOWN) if one in layers)
+        return tuple(layer for layer in (JOINT, DOWN) if layer in layers)
     return ()
 
 
@@ -97,8 +97,8 @@ def _modules(
     """Yield the names of modules: the last part where all layers that end so have an adapter."""
     for ours, name in modules.items():
         last = name.rsplit(".", 1)[-1]
-        others = [one for one, each in names.items() if each[0].rsplit(".", 1)[-1] == last]
-        if set(others) <= modules.keys():
+        alike = [layer for layer, stored in names.items() if stored[0].rsplit(".", 1)[-1] == last]
+        if set(alike) <= modules.keys():
             yield last
         elif ours in (*JOINED, DOWN):
             yield from (f"experts.{expert}.{last}" for expert in range(experts))
@@ -118,18 +118,18 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     for key, legal in _FIXED.items():
         value = content.get(key)
         if value is not None and value not in legal:
-            told = str(value)[:60]
-            rule = f"{path}: {key} = {told} is not supported"
+            text = str(value)[:60]
+            rule = f"{path}: {key} = {text} is not supported"
             raise ConfigError(refusal(rule, legal=[repr(legal[0])]))
     rank, alpha = content.get("r"), content.get("lora_alpha")
     dropout, rslora = content.get("lora_dropout", 0.0), content.get("use_rslora", False)
-    for key, given, kind in (
+    for key, number, kind in (
         ("r", rank, int),
         ("lora_alpha", alpha, (int, float)),
         ("lora_dropout", dropout, (int, float)),
     ):
-        if not isinstance(given, kind) or isinstance(given, bool) or not math.isfinite(given):
-            raise ConfigError(f"{path}: {key} = {str(given)[:60]} is no number")
+        if not isinstance(number, kind) or isinstance(number, bool) or not math.isfinite(number):
+            raise ConfigError(f"{path}: {key} = {str(number)[:60]} is no number")
     if int(str(rank)) < 1:
         raise ConfigError(refusal(f"{path}: r = {rank} has no adapters", legal=["r = 1"]))
     if not isinstance(rslora, bool):
@@ -149,33 +149,37 @@ def _targets(path: Path, content: Mapping[str, object]) -> tuple[str, ...]:
     Each expert by itself is all experts; parameters without a module are experts'.
     """
     parameters = _names(path, "target_parameters", content.get("target_parameters") or [])
-    found = content.get("target_modules")
-    if found == ALL_LINEAR:
+    target_modules = content.get("target_modules")
+    if target_modules == ALL_LINEAR:
         modules = {ALL_LINEAR}
     else:
-        modules = _names(path, "target_modules", found or ([] if parameters else None))
-    modules = {_NUMBER.sub(r"\1experts.", one) for one in _of_all_layers(modules)}
-    parameters = {one if "." in one else f"mlp.experts.{one}" for one in parameters}
+        modules = _names(path, "target_modules", target_modules or ([] if parameters else None))
+    modules = {_NUMBER.sub(r"\1experts.", module) for module in _of_all_layers(modules)}
+    parameters = {
+        parameter if "." in parameter else f"mlp.experts.{parameter}" for parameter in parameters
+    }
     return tuple(sorted(modules | parameters))
 
 
 def _of_all_layers(modules: set[str]) -> set[str]:
-    """Return names without their layer where each is in all layers, as PEFT writes for few layers.
+    """Return names without their layer's number where each name is in all layers.
 
-    Whether a model has more layers is seen from the adapters' tensors.
+    PEFT writes the numbers of few layers. Whether a model has more is seen from the tensors.
     """
-    found: dict[str, set[int]] = {}
-    for one in modules:
-        if (part := _LAYER.fullmatch(one)) is None:
+    layers_of: dict[str, set[int]] = {}
+    for module in modules:
+        if (part := _LAYER.fullmatch(module)) is None:
             return modules
-        found.setdefault(part[2], set()).add(int(part[1]))
-    layers = set().union(*found.values())
-    is_whole = layers == set(range(len(layers))) and all(one == layers for one in found.values())
-    return set(found) if is_whole else modules
+        layers_of.setdefault(part[2], set()).add(int(part[1]))
+    layers = set().union(*layers_of.values())
+    is_whole = layers == set(range(len(layers))) and all(
+        numbers == layers for numbers in layers_of.values()
+    )
+    return set(layers_of) if is_whole else modules
 
 
-def _names(path: Path, key: str, found: object) -> set[str]:
-    if isinstance(found, list) and all(isinstance(one, str) for one in found):
-        return set(found)
-    told = f"{path}: {key} = {str(found)[:60]} is not a list of names"
-    raise ConfigError(refusal(told, legal=['["q_proj", "v_proj"]']))
+def _names(path: Path, key: str, names: object) -> set[str]:
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return set(names)
+    rule = f"{path}: {key} = {str(names)[:60]} is not a list of names"
+    raise ConfigError(refusal(rule, legal=['["q_proj", "v_proj"]']))

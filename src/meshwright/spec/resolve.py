@@ -39,64 +39,66 @@ def model_spec(**fields: Any) -> ModelSpec:
 
     Raises `ConfigError` for an unknown preset, `pydantic.ValidationError` for a broken rule.
     """
-    given = {key: Value(value, "argument") for key, value in fields.items()}
-    resolved = resolve_model(given, tokenizer=Value("bytes", "default"), source=None)
+    section = {key: Value(value, "argument") for key, value in fields.items()}
+    resolved = resolve_model(section, tokenizer=Value("bytes", "default"), source=None)
     return ModelSpec(**{key: value.value for key, value in resolved.items()})
 
 
-def check_held_out(given: Mapping[str, Values]) -> None:
+def check_held_out(sections: Mapping[str, Values]) -> None:
     """Refuse settings that need the held-out loss if nothing is evaluated."""
-    if given["train"].get("eval_every", Value(0, "default")).value:
+    if sections["train"].get("eval_every", Value(0, "default")).value:
         return
     for section, key in _BY_HELD_OUT:
-        found = given[section].get(key, Value(0, "default"))
-        if found.value:
-            rule = f"{section}.{key} = {shown(found.value)} ({found.origin}) needs the held-out "
-            legal = ["train.eval_every = 10", f"{section}.{key} = {shown(type(found.value)())}"]
+        setting = sections[section].get(key, Value(0, "default"))
+        if setting.value:
+            rule = (
+                f"{section}.{key} = {shown(setting.value)} ({setting.origin}) needs the held-out "
+            )
+            legal = ["train.eval_every = 10", f"{section}.{key} = {shown(type(setting.value)())}"]
             raise ConfigError(refusal(f"{rule}loss, but train.eval_every = 0", legal=legal))
 
 
-def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Values:
+def resolve_model(section: Values, tokenizer: Value, source: Path | None) -> Values:
     """Complete the [model] section from its preset or a model folder, the family and the tokenizer.
 
     `source` is the first data source where it is a folder: an indexed store brings its tokenizer.
     """
-    found: Values = dict(given)
-    for base in _bases(given):
+    values: Values = dict(section)
+    for base in _bases(section):
         for key, value in base.items():
-            found.setdefault(key, value)
-    family = FAMILIES.get(found.setdefault("family", Value("llama", "default")).value)
+            values.setdefault(key, value)
+    family = FAMILIES.get(values.setdefault("family", Value("llama", "default")).value)
     if family is not None:  # else the spec refuses it
         for key, value in {**family.features, **family.defaults}.items():
             if value != ModelSpec.model_fields[key].default:
-                found.setdefault(key, Value(value, f"default of the {family.name} family"))
-    is_gated = found.get("gated_mlp", Value(True, "")).value
+                values.setdefault(key, Value(value, f"default of the {family.name} family"))
+    is_gated = values.get("gated_mlp", Value(True, "")).value
     parts = () if family is None else family.head_dim_parts
-    if parts and found.get("head_dim", Value(None, "")).value is None:
-        total = sum(found[part].value for part in parts)
-        why = " + ".join(f"model.{part}" for part in parts)
-        found["head_dim"] = Value(total, f"derived from {why}")
-    _derive_sizes(found, is_gated=is_gated)
+    if parts and values.get("head_dim", Value(None, "")).value is None:
+        total = sum(values[part].value for part in parts)
+        formula = " + ".join(f"model.{part}" for part in parts)
+        values["head_dim"] = Value(total, f"derived from {formula}")
+    _derive_sizes(values, is_gated=is_gated)
     if family is not None:
-        for key, derived in family.of_width(found["dim"].value).items():
-            found.setdefault(key, Value(derived, f"derived from model.dim: {family.name}"))
-    if found.get("vocab_size", Value(None, "")).value is None:
-        found["vocab_size"] = _vocab_size(tokenizer, source)
-    return found
+        for key, derived in family.of_width(values["dim"].value).items():
+            values.setdefault(key, Value(derived, f"derived from model.dim: {family.name}"))
+    if values.get("vocab_size", Value(None, "")).value is None:
+        values["vocab_size"] = _vocab_size(tokenizer, source)
+    return values
 
 
-def _bases(given: Values) -> list[Values]:
-    """Return what fills the keys that were not given: a stored model, a preset, or the demo's."""
-    init_from = given.get("init_from")
+def _bases(section: Values) -> list[Values]:
+    """Return the values of keys that were not given: a stored model's, a preset's or the demo's."""
+    init_from = section.get("init_from")
     if init_from is not None and init_from.value is not None:
         try:
             spec, origin = stored_spec(Path(init_from.value))
         except MeshwrightError as error:
-            asked = f"model.init_from = {init_from.value!r} ({init_from.origin})"
-            raise type(error)(f"{asked}: {error}") from error
+            setting = f"model.init_from = {init_from.value!r} ({init_from.origin})"
+            raise type(error)(f"{setting}: {error}") from error
         fields = spec.model_dump(exclude={"preset", "init_from", "lora"})
         return [{key: Value(value, str(origin)) for key, value in fields.items()}]
-    named = given.get("preset", Value(None, ""))
+    named = section.get("preset", Value(None, ""))
     name = "demo" if named.value is None else named.value
     if name not in PRESETS:
         legal = nearest(str(name), PRESETS, 3) or sorted(PRESETS)
@@ -107,34 +109,34 @@ def _bases(given: Values) -> list[Values]:
     if named.value is None:
         base = {key: Value(value.value, "default") for key, value in base.items()}
         base["preset"] = Value(None, "default")
-        if "n_heads" in given:  # the default's own head count no longer limits the groups
+        if "n_heads" in section:  # the default's own head count no longer limits the groups
             base.pop("n_kv_heads")
-        family = FAMILIES.get(given.get("family", Value("llama", "")).value)
+        family = FAMILIES.get(section.get("family", Value("llama", "")).value)
         if family is not None and not family.grouped:
             base.pop("n_kv_heads", None)
     return [base]
 
 
-def _derive_sizes(found: Values, *, is_gated: bool) -> None:
+def _derive_sizes(values: Values, *, is_gated: bool) -> None:
     """Fill `n_kv_heads`, `head_dim`, `ffn_dim` and `context` from the sizes beside them."""
-    dim, heads = found["dim"].value, found["n_heads"].value
-    groups = max(found.get("n_kv_heads", Value(1, "")).value, 1)
-    found.setdefault("n_kv_heads", Value(heads, "derived from model.n_heads"))
-    if found.get("head_dim", Value(None, "")).value is None:
+    dim, heads = values["dim"].value, values["n_heads"].value
+    groups = max(values.get("n_kv_heads", Value(1, "")).value, 1)
+    values.setdefault("n_kv_heads", Value(heads, "derived from model.n_heads"))
+    if values.get("head_dim", Value(None, "")).value is None:
         if dim % heads:
-            what = f"model.n_heads = {heads} ({found['n_heads'].origin}) must divide "
-            what += f"model.dim = {dim} ({found['dim'].origin})"
+            rule = f"model.n_heads = {heads} ({values['n_heads'].origin}) must divide "
+            rule += f"model.dim = {dim} ({values['dim'].origin})"
             legal = [f"model.n_heads = {n}" for n in _head_counts(dim, heads, groups)]
             near = max(round(dim / (2 * heads)), 1) * 2 * heads
-            raise ConfigError(refusal(what, legal=[*legal, f"model.dim = {near}"]))
-        found["head_dim"] = Value(dim // heads, "derived from model.dim / model.n_heads")
-    if found.get("ffn_dim", Value(None, "")).value is None:
+            raise ConfigError(refusal(rule, legal=[*legal, f"model.dim = {near}"]))
+        values["head_dim"] = Value(dim // heads, "derived from model.dim / model.n_heads")
+    if values.get("ffn_dim", Value(None, "")).value is None:
         if is_gated:  # 2/3 of 4 x dim, as SwiGLU has a third matrix: arXiv:2002.05202
-            ffn, why = round_up(8 * dim // 3, 64), "derived: 8/3 model.dim in multiples of 64"
+            ffn, origin = round_up(8 * dim // 3, 64), "derived: 8/3 model.dim in multiples of 64"
         else:
-            ffn, why = 4 * dim, "derived: 4 model.dim"
-        found["ffn_dim"] = Value(ffn, why)
-    found.setdefault("context", Value(2048, "default"))
+            ffn, origin = 4 * dim, "derived: 4 model.dim"
+        values["ffn_dim"] = Value(ffn, origin)
+    values.setdefault("context", Value(2048, "default"))
 
 
 def _head_counts(dim: int, near: int, groups: int) -> list[int]:

@@ -91,57 +91,59 @@ class RopeScaling(Spec):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what another kind is made of: earlier versions' dumps stay what they were."""
+        """Leave out fields of other kinds, so that dumps are as those of earlier versions."""
         values: dict[str, Any] = handler(self)
-        mine = (*_OF_EVERY_KIND, *_OWN_KEYS.get(self.kind, _OF_THE_FIRST))
-        return {key: value for key, value in values.items() if key in mine}
+        used = (*_OF_EVERY_KIND, *_OWN_KEYS.get(self.kind, _OF_THE_FIRST))
+        return {key: value for key, value in values.items() if key in used}
 
     @model_validator(mode="after")
     def _rules(self) -> RopeScaling:
-        at = "model.rope_scaling"
-        self._refuse_others(at)
+        section = "model.rope_scaling"
+        self._refuse_others(section)
         if self.beta_fast < self.beta_slow:
-            what = f"{at}.beta_fast = {self.beta_fast} is below beta_slow = {self.beta_slow}"
-            raise ValueError(refusal(what, legal=[f"beta_slow = {self.beta_fast}"]))
+            rule = f"{section}.beta_fast = {self.beta_fast} is below beta_slow = {self.beta_slow}"
+            raise ValueError(refusal(rule, legal=[f"beta_slow = {self.beta_fast}"]))
         if self.kind != "longrope":
             return self
         if self.original_context < 2:
-            what = f"{at}.original_context = {self.original_context} is too short for longrope"
-            raise ValueError(refusal(what, legal=[2]))
+            rule = f"{section}.original_context = {self.original_context} is too short for longrope"
+            raise ValueError(refusal(rule, legal=[2]))
         for key in ("short_factor", "long_factor"):
             if not getattr(self, key):
-                what = f"{at}.kind = 'longrope' needs {key}, a list with a number for each"
-                raise ValueError(f"{what} rotated pair of a head's dimensions")
+                rule = f"{section}.kind = 'longrope' needs {key}, a list with a number for each"
+                raise ValueError(f"{rule} rotated pair of a head's dimensions")
         return self
 
-    def _refuse_others(self, at: str) -> None:
-        """Raise `ValueError` for what another kind is made of."""
+    def _refuse_others(self, section: str) -> None:
+        """Raise `ValueError` for settings that another kind of scaling has."""
         # A linear one may have those of llama3: earlier versions took and kept them.
         of_kinds = dict(_OWN_KEYS)
         if self.kind in _OWN_KEYS:
             of_kinds["llama3"] = _OF_THE_FIRST
-        mine = of_kinds.get(self.kind, ())
-        for key in (key for keys in of_kinds.values() for key in keys if key not in mine):
+        used = of_kinds.get(self.kind, ())
+        for key in (key for keys in of_kinds.values() for key in keys if key not in used):
             if (value := getattr(self, key)) != type(self).model_fields[key].default:
-                what = f"{at}.{key} = {value!r} is not of {at}.kind = {self.kind!r}"
+                rule = f"{section}.{key} = {value!r} is not of {section}.kind = {self.kind!r}"
                 kinds = [repr(kind) for kind, keys in of_kinds.items() if key in keys]
-                raise ValueError(refusal(what, legal=[f"kind = {kind}" for kind in kinds]))
+                raise ValueError(refusal(rule, legal=[f"kind = {kind}" for kind in kinds]))
 
     def check_pairs(self, pairs: int, theta: float) -> None:
         """Raise `ValueError` if heads with so many rotated pairs and this base cannot use it."""
-        at = "model.rope_scaling"
+        section = "model.rope_scaling"
         if self.kind == "yarn" and theta <= 1:
-            what = f"model.rope_theta = {theta} must be above 1 with {at}.kind = 'yarn'"
-            raise ValueError(refusal(what, legal=[10000.0]))
+            rule = f"model.rope_theta = {theta} must be above 1 with {section}.kind = 'yarn'"
+            raise ValueError(refusal(rule, legal=[10000.0]))
         if self.kind == "longrope":
             for key in ("short_factor", "long_factor"):
                 if (count := len(getattr(self, key))) != pairs:
-                    what = f"{at}.{key} has {count} numbers, but a head rotates {pairs} pairs of "
-                    raise ValueError(refusal(f"{what}dimensions", legal=[f"{pairs} numbers"]))
+                    rule = (
+                        f"{section}.{key} has {count} numbers, but a head rotates {pairs} pairs of "
+                    )
+                    raise ValueError(refusal(f"{rule}dimensions", legal=[f"{pairs} numbers"]))
 
 
 class RotaryBase(NamedTuple):
-    """What layers with the same rotary table share: a base, and whether the scaling applies."""
+    """The key of a rotary table: its base, and whether the model's scaling applies."""
 
     theta: float
     scaled: bool

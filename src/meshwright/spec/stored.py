@@ -37,9 +37,9 @@ def find_step(folder: Path) -> Path | None:
         roots = (steps_folder(folder.parent), folder.parent)
         return next(filter(None, map(best_step, roots)), None)
     for root in (steps_folder(folder), folder):
-        found = [p for p in root.glob("step-*") if _STEP.fullmatch(p.name) and p.is_dir()]
-        if found:
-            return max(found, key=lambda path: int(path.name.removeprefix("step-")))
+        steps = [p for p in root.glob("step-*") if _STEP.fullmatch(p.name) and p.is_dir()]
+        if steps:
+            return max(steps, key=lambda path: int(path.name.removeprefix("step-")))
     return None
 
 
@@ -57,11 +57,11 @@ def steps_folder(run: Path) -> Path:
 
     Ignores a config that cannot be read.
     """
-    own = None
+    section = None
     with suppress(OSError, ValueError):
         text = read_text(run / CONFIG)
-        own = parse_toml(text).get("checkpoint")
-    folder = own.get("dir") if isinstance(own, Mapping) else None
+        section = parse_toml(text).get("checkpoint")
+    folder = section.get("dir") if isinstance(section, Mapping) else None
     is_path = isinstance(folder, str) and folder and "\0" not in folder
     return Path(str(folder)) if is_path else run / "checkpoints"
 
@@ -105,12 +105,12 @@ def stored_tokenizer(path: Path) -> StoredTokenizer | None:
     for folder in (path, *path.resolve().parents[:2]):
         plan, known = folder / PLAN, StoredTokenizer(str(folder / TOKENIZER))
         content = read_object(plan) if plan.is_file() else {}
-        told = content.get("tokenizer")
-        if isinstance(told, Mapping):  # else it is a plan of `plan --save`
-            if told.get("file") is None:
-                return StoredTokenizer(str(told.get("name")))
-            bos = tuple(told.get("bos") or ())  # a plan without it is of a run without BOS
-            known = StoredTokenizer(known.name, told.get("eos"), bos, _format_of(content))
+        record = content.get("tokenizer")
+        if isinstance(record, Mapping):  # else it is a plan of `plan --save`
+            if record.get("file") is None:
+                return StoredTokenizer(str(record.get("name")))
+            bos = tuple(record.get("bos") or ())  # a plan without it is of a run without BOS
+            known = StoredTokenizer(known.name, record.get("eos"), bos, _format_of(content))
         if (folder / TOKENIZER).is_file():
             return known
     return None
@@ -127,8 +127,8 @@ def stored_base(path: Path) -> str | None:
     for folder in (path, *path.resolve().parents[:2]):
         with suppress(OSError, ValueError):
             model = parse_toml(read_text(folder / CONFIG)).get("model")
-            found = model.get("init_from") if isinstance(model, Mapping) else None
-            return found if isinstance(found, str) else None
+            init_from = model.get("init_from") if isinstance(model, Mapping) else None
+            return init_from if isinstance(init_from, str) else None
     return None
 
 

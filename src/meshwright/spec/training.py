@@ -29,7 +29,7 @@ def _floats(value: Any) -> Any:
     value = _tuple(value)
     if not isinstance(value, tuple):
         return value
-    return tuple(float(one) if type(one) is int else one for one in value)
+    return tuple(float(item) if type(item) is int else item for item in value)
 
 
 def _memory(value: Any) -> Any:
@@ -121,15 +121,15 @@ class DataSpec(Spec):
         self._check_format()
         if self.weights is None:
             return self
-        told, count = f"data.weights = {list(self.weights)}", len(self.sources)
+        rule, count = f"data.weights = {list(self.weights)}", len(self.sources)
         if len(self.weights) != count:
             raise ValueError(
-                f"{told}: {len(self.weights)} weights for {count} sources; data.source and "
+                f"{rule}: {len(self.weights)} weights for {count} sources; data.source and "
                 "data.weights are lists of the same length"
             )
         if min(self.weights) <= 0:
             raise ValueError(
-                f"{told}: each must be above 0; to draw nothing from a source, remove it"
+                f"{rule}: each must be above 0; to draw nothing from a source, remove it"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Sentences about a config or a machine that several rooms print."""
+"""Sentences about a config or a machine that several packages print."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HAS_RUN: Final = (
 
 
 def busy(load: float, cores: int) -> str | None:
-    """Return what a machine's load says if it is high: one rank that is slowed slows all."""
+    """Return a warning if a machine's load is high: one rank that is slowed slows all."""
     if load <= cores / 2:
         return None
     return f"{load:.1f} on {cores} cores; other processes take time from the ranks"

@@ -41,8 +41,8 @@ def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int
     They are those of the pieces that it holds. Raises `ConfigError` if the sequence doesn't divide
     evenly.
     """
-    mine = held(kind, cp, rank)
-    total = cp * len(mine)
+    pieces = held(kind, cp, rank)
+    total = cp * len(pieces)
     if seq_len % total:
         below = seq_len // total * total
         raise ConfigError(
@@ -52,7 +52,7 @@ def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int
                 legal=[n for n in (below, below + total) if n],
             )
         )
-    return torch.arange(seq_len).view(total, -1)[list(mine)].flatten()
+    return torch.arange(seq_len).view(total, -1)[list(pieces)].flatten()
 
 
 class Ring:
@@ -125,8 +125,10 @@ class Ulysses:
         """Return the attention of this rank's queries; shapes as in `Ring`."""
         assert k.shape[1] % self.size == 0, "each rank gets whole heads of keys"
         q, k, v = _ToHeads.apply(self.group, self.size, q, k, v)  # type: ignore[no-untyped-call]
-        mine = None if sinks is None else sinks.chunk(self.size)[self.rank]  # as `_to_heads` cuts
-        out = self.core(q, k, v, documents, scores, mine)
+        local_sinks = (
+            None if sinks is None else sinks.chunk(self.size)[self.rank]
+        )  # as `_to_heads` cuts
+        out = self.core(q, k, v, documents, scores, local_sinks)
         back: Tensor = _ToPositions.apply(self.group, self.size, out)  # type: ignore[no-untyped-call]
         return back
 
@@ -143,14 +145,14 @@ def _by_mask(
 
 
 class _ToHeads(torch.autograd.Function):
-    """Some heads of all positions for all heads of some positions, of several tensors at once."""
+    """Trades all heads of some positions for some heads of all positions, in several tensors."""
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, size: int, *given: Tensor
+        ctx: Any, group: dist.ProcessGroup, size: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.size = group, size
-        return _to_heads(given, group, size)
+        return _to_heads(tensors, group, size)
 
     @staticmethod
     @once_differentiable
@@ -162,9 +164,9 @@ class _ToPositions(torch.autograd.Function):
     """The inverse of `_ToHeads`, and its transpose, of one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, size: int, given: Tensor) -> Tensor:
+    def forward(ctx: Any, group: dist.ProcessGroup, size: int, tensor: Tensor) -> Tensor:
         ctx.group, ctx.size = group, size
-        return _to_positions((given,), group, size)[0]
+        return _to_positions((tensor,), group, size)[0]
 
     @staticmethod
     @once_differentiable
@@ -176,25 +178,25 @@ class _ToPositions(torch.autograd.Function):
 # copied once before and once after, in rows of several heads.
 
 
-def _to_heads(given: Sequence[Tensor], group: dist.ProcessGroup, size: int) -> tuple[Tensor, ...]:
+def _to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup, size: int) -> tuple[Tensor, ...]:
     """Return `[batch, heads / size, seq, head_dim]` of each `[batch, heads, seq / size, head_dim]`.
 
     Rank i gets the i-th share of the heads, from all ranks in their order.
     """
-    shares = [_cut(x.transpose(1, 2), 2, size) for x in given]
+    shares = [_cut(x.transpose(1, 2), 2, size) for x in tensors]
     sent = torch.cat([share.permute(2, 0, 1, 3, 4) for share in shares], 3)
     received = _trade(sent, group).transpose(0, 1).flatten(1, 2).transpose(1, 2)
     return torch.split(received, [share.shape[3] for share in shares], 1)
 
 
 def _to_positions(
-    given: Sequence[Tensor], group: dist.ProcessGroup, size: int
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, size: int
 ) -> tuple[Tensor, ...]:
     """Return `[batch, heads, seq / size, head_dim]` of each `[batch, heads / size, seq, head_dim]`.
 
     Rank i gets the i-th share of the positions, of the heads of all ranks in their order.
     """
-    shares = [_cut(x.transpose(1, 2), 1, size) for x in given]
+    shares = [_cut(x.transpose(1, 2), 1, size) for x in tensors]
     sent = torch.cat([share.transpose(0, 1) for share in shares], 3)
     received = torch.split(_trade(sent, group), [share.shape[3] for share in shares], 3)
     return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in received)
@@ -206,7 +208,7 @@ def _cut(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _trade(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return what each rank sends here, stacked; x[i] goes to rank i."""
+    """Return the tensors that the ranks send here, stacked; x[i] goes to rank i."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=group)
     return received
@@ -235,5 +237,5 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, segments = ctx.saved_tensors
         to_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
-        found = differentiate_round(grad, q, k, v, out, lse, segments, ctx.work)
-        return *found, to_sinks, None, None
+        grads = differentiate_round(grad, q, k, v, out, lse, segments, ctx.work)
+        return *grads, to_sinks, None, None

@@ -66,11 +66,11 @@ class RingPlace:
             ]
         )
 
-        pending, held = Pending(self.recorder, *works), [sent]
+        pending, in_flight = Pending(self.recorder, *works), [sent]
 
         def wait() -> Tensor:
             pending.wait()
-            held.clear()  # until then its memory may not be given to others
+            in_flight.clear()  # until then its memory may not be given to others
             return received
 
         return wait
@@ -78,16 +78,16 @@ class RingPlace:
 
 @dataclass(frozen=True)
 class RingWork:
-    """What a call of the ring computes, and by which blocks: without a mask, and with one.
+    """The arguments of a call of the ring, and its kernels: without a mask, and with one.
 
-    With `whole` all that is seen in a step is one piece, and its mask a `Seen`.
+    With `is_whole` all that is seen in a step is one piece, and its mask a `Seen`.
     """
 
     place: RingPlace
     scores: ScoreBounds
     bare: BlockAttention
     masked: BlockAttention
-    whole: bool = False
+    is_whole: bool = False
 
     @classmethod
     def of(
@@ -97,7 +97,7 @@ class RingWork:
         scores = scores.within(q.shape[2] * place.size)
         if flex.takes(q, segments, scores):
             block = flex.seen_attention(scores.cap)
-            return cls(place, scores, block, block, whole=True)
+            return cls(place, scores, block, block, is_whole=True)
         return cls(place, scores, choose(q, False, scores.cap), choose(q, True, scores.cap))
 
     def pieces(self, step: int, q: Tensor, segments: Tensor | None) -> Iterator[_Piece]:
@@ -107,15 +107,15 @@ class RingWork:
         """
         place = self.place
         owner = place.owner(step)
-        if self.whole:
+        if self.is_whole:
             yield from self._whole(owner, q, segments)
             return
         for piece in ring_pieces(q.shape[2], place.size, place.rank, owner, self.scores):
             mask = visible(piece, self.scores.window, q.device) if piece.masked else None
             if segments is not None:
-                mine = segments[:, place.rank, piece.queries]
-                theirs = segments[:, owner, piece.keys]
-                same = mine[:, None, :, None] == theirs[:, None, None, :]
+                query_segments = segments[:, place.rank, piece.queries]
+                key_segments = segments[:, owner, piece.keys]
+                same = query_segments[:, None, :, None] == key_segments[:, None, None, :]
                 if mask is not None:
                     same &= mask
                 elif piece.causal:
@@ -129,20 +129,24 @@ class RingWork:
         piece = whole_piece(length, size, rank, owner, self.scores)
         if piece is None:
             return
-        at = [_at(one, size, length, q.device) for one in (rank, owner)]
-        of = None
+        positions = [_at(holder, size, length, q.device) for holder in (rank, owner)]
+        pair_segments = None
         if segments is not None:
-            of = segments[:, rank, piece.queries], segments[:, owner, piece.keys]
-        sees = flex.seen((at[0][piece.queries], at[1][piece.keys]), of, self.scores.window)
+            pair_segments = segments[:, rank, piece.queries], segments[:, owner, piece.keys]
+        sees = flex.seen(
+            (positions[0][piece.queries], positions[1][piece.keys]),
+            pair_segments,
+            self.scores.window,
+        )
         yield _Piece(self.masked, piece.queries, piece.keys, piece.causal, sees)
 
 
 def _at(rank: int, size: int, length: int, device: torch.device) -> Tensor:
     """Return the positions that a rank holds, int32 `[length]`."""
     chunk = length // 2
-    places = torch.arange(length, dtype=torch.int32, device=device)
+    positions = torch.arange(length, dtype=torch.int32, device=device)
     later = (2 * size - 2 - rank) * chunk  # chunk 2 size - 1 - rank, which is the second here
-    return places + torch.where(places < chunk, rank * chunk, later)
+    return positions + torch.where(positions < chunk, rank * chunk, later)
 
 
 class _Piece(NamedTuple):
@@ -162,9 +166,16 @@ class _Piece(NamedTuple):
     def backward(self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> Grads:
         """Return the gradients of its queries, keys and values."""
         keys, values = kv[:, :, :, self.keys]
-        at = self.queries
-        mine = (grad[:, :, at], q[:, :, at], keys, values, out[:, :, at], lse[:, :, at])
-        return self.block.backward(*mine, self.mask, self.causal)
+        queries = self.queries
+        operands = (
+            grad[:, :, queries],
+            q[:, :, queries],
+            keys,
+            values,
+            out[:, :, queries],
+            lse[:, :, queries],
+        )
+        return self.block.backward(*operands, self.mask, self.causal)
 
 
 def in_ring_order(segments: Tensor, cp: int) -> Tensor:
@@ -231,7 +242,7 @@ def differentiate_round(
 ) -> Grads:
     """Return the gradients of this rank's queries, keys and values; see `attend_round`."""
     place, kv = work.place, torch.stack((k, v))
-    own: tuple[Tensor, ...] = ()  # set in step 0: of its queries, and what these give its keys
+    grads: tuple[Tensor, ...] = ()  # set in step 0: of its queries, and what these give its keys
     sums: Callable[[], Tensor] | None = None
     for step in range(place.size):
         last = step == place.size - 1
@@ -240,25 +251,25 @@ def differentiate_round(
         total: Tensor | None = None
         for piece in work.pieces(step, q, segments):
             parts = piece.backward(grad, q, kv, out, lse)
-            if not own and parts[0].shape == q.shape:
-                own = tuple(part.to(wide(q.dtype)) for part in parts)
+            if not grads and parts[0].shape == q.shape:
+                grads = tuple(part.to(wide(q.dtype)) for part in parts)
                 continue
-            own = own or tuple(torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, k, v))
+            grads = grads or tuple(torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, k, v))
             if step and total is None:
                 total = _total(sums, kv)
-            at = (own[1], own[2]) if total is None else (total[0], total[1])
-            own[0][:, :, piece.queries] += parts[0]
-            at[0][:, :, piece.keys] += parts[1]
-            at[1][:, :, piece.keys] += parts[2]
+            kv_grads = (grads[1], grads[2]) if total is None else (total[0], total[1])
+            grads[0][:, :, piece.queries] += parts[0]
+            kv_grads[0][:, :, piece.keys] += parts[1]
+            kv_grads[1][:, :, piece.keys] += parts[2]
         if step:
             sums = place.pass_on(_total(sums, kv) if total is None else total, tag=1)
         if arrived is not None:
             kv = arrived()
     if sums is not None:
         back = sums()
-        own[1].add_(back[0])
-        own[2].add_(back[1])
-    q_grad, k_grad, v_grad = (one.to(q.dtype) for one in own)
+        grads[1].add_(back[0])
+        grads[2].add_(back[1])
+    q_grad, k_grad, v_grad = (gradient.to(q.dtype) for gradient in grads)
     return q_grad, k_grad, v_grad
 
 
@@ -276,7 +287,7 @@ def _total(sums: Callable[[], Tensor] | None, kv: Tensor) -> Tensor:
 
 @cache
 def _places() -> WeakValueDictionary[str, RingPlace]:
-    """Return this process's rings, by the names of their groups: what operators can be told."""
+    """Return this process's rings by the names of their groups, which operators can take."""
     return WeakValueDictionary()
 
 
@@ -338,8 +349,8 @@ def _backward(
     ring: str,
 ) -> Grads:
     work, order = _work(query, segments, ScoreBounds(window, cap), ring)
-    found = differentiate_round(grad, query, key, value, out, sums, order, work)
-    q_grad, k_grad, v_grad = map(torch.Tensor.contiguous, found)
+    grads = differentiate_round(grad, query, key, value, out, sums, order, work)
+    q_grad, k_grad, v_grad = map(torch.Tensor.contiguous, grads)
     return q_grad, k_grad, v_grad
 
 
@@ -364,8 +375,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor, grad_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = torch.ops.meshwright.ring_attention_backward(grad, *ctx.saved_tensors, *ctx.more)
-    return *found, None, None, None, None
+    grads = torch.ops.meshwright.ring_attention_backward(grad, *ctx.saved_tensors, *ctx.more)
+    return *grads, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

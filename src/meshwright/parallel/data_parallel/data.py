@@ -119,7 +119,7 @@ def distribute_data(
 
 
 def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]]) -> None:
-    """Have each unit gather the one that is taken up after it, in forwards and in backwards.
+    """Have each unit prefetch the one that computes after it, in forwards and in backwards.
 
     By itself FSDP2 takes the order of backwards from the forward, last in first out: with several
     microbatches under way it gathers a unit again that it has just dropped. The last of a backward
@@ -146,8 +146,8 @@ def _begin_together(turns: Sequence[Sequence[Any]]) -> None:
     earlier, where something after it needs recomputed tensors, such as dropout. FSDP2 would take
     that for the forward of another microbatch, with operations that the first one lacked.
     """
-    for block, *others in turns:
-        for inner in others:
+    for block, *inner_units in turns:
+        for inner in inner_units:
             block.register_forward_hook(partial(_begin_with, _state(inner)))
 
 
@@ -196,7 +196,7 @@ def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter] | None:
     """Return the weights that FSDP2 is to leave alone: frozen ones, where ranks do not cut them."""
     if cuts_frozen(layout):
         return None
-    return {one for one in model.parameters() if not one.requires_grad} or None
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad} or None
 
 
 def replicate_in_place(
@@ -219,8 +219,8 @@ def replicate_in_place(
 
 def replicas_of(model: nn.Module) -> Replicas | None:
     """Return the `Replicas` of a model, or None if FSDP2 sums its gradients."""
-    found = getattr(model, "replicas", None)
-    return found if isinstance(found, Replicas) else None
+    replicas = getattr(model, "replicas", None)
+    return replicas if isinstance(replicas, Replicas) else None
 
 
 def finish_replicas(model: nn.Module) -> None:
@@ -300,7 +300,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def ready_parameters(model: nn.Module) -> Iterator[Any]:
-    """Yield what FSDP2 keeps of each parameter (private), their memory as forwards will have it."""
+    """Yield FSDP2's (private) record of each parameter, allocated as forwards will have it."""
     for module in wrapped(model):
         for group in _param_groups(_state(module)):
             group.lazy_init()  # else the first forward would pad uneven rows in other memory

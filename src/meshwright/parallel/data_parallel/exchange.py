@@ -53,17 +53,17 @@ class Exchange:
         self, group: dist.ProcessGroup, rank: int, dtype: torch.dtype, recorder: FlightRecorder
     ) -> Pending:
         weights, ranks = self._weights, range(len(self._weights[0].rows))
-        others = [at for at in ranks if at != rank]
-        pieces = [[weight.rows_of_gradient(at) for weight in weights] for at in ranks]
-        counts = [sum(map(torch.numel, some)) for some in pieces]
-        leaving = [counts[at] * (at != rank) for at in ranks]
-        arriving = [counts[rank] * (at != rank) for at in ranks]
-        self._shapes = [piece.shape for piece in pieces[rank]] * len(others)
+        peers = [owner for owner in ranks if owner != rank]
+        pieces = [[weight.rows_of_gradient(owner) for weight in weights] for owner in ranks]
+        counts = [sum(map(torch.numel, owner_pieces)) for owner_pieces in pieces]
+        leaving = [counts[owner] * (owner != rank) for owner in ranks]
+        arriving = [counts[rank] * (owner != rank) for owner in ranks]
+        self._shapes = [piece.shape for piece in pieces[rank]] * len(peers)
         self._got = pieces[rank][0].new_empty(sum(arriving), dtype=dtype)
         self._sent = self._got.new_empty(sum(leaving))
-        sent = [piece for at in others for piece in pieces[at]]
-        for room, piece in zip(_views(self._sent, [p.shape for p in sent]), sent, strict=True):
-            room.copy_(piece)
+        sent = [piece for owner in peers for piece in pieces[owner]]
+        for slot, piece in zip(_views(self._sent, [p.shape for p in sent]), sent, strict=True):
+            slot.copy_(piece)
         return Pending(recorder, group.alltoall_base(self._got, self._sent, arriving, leaving))
 
     @property
@@ -96,11 +96,11 @@ def gather(
         ranks = len(weight.rows)
         for step in range(1, ranks):  # no two of them to the same one at a time
             after, before = (rank + step) % ranks, (rank - step) % ranks
-            mine, theirs = weight.rows_used(rank), weight.rows_used(before)
-            if mine.numel():
-                works.append(Pending(recorder, group.send([mine], after, _TAG)))
-            if theirs.numel():
-                works.append(Pending(recorder, group.recv([theirs], before, _TAG)))
+            sent, received = weight.rows_used(rank), weight.rows_used(before)
+            if sent.numel():
+                works.append(Pending(recorder, group.send([sent], after, _TAG)))
+            if received.numel():
+                works.append(Pending(recorder, group.recv([received], before, _TAG)))
     return works
 
 

@@ -53,7 +53,7 @@ class Float8Shard:
         *,
         out: Any = None,
     ) -> Any:
-        """Return the whole weight and its memory; or give one that has the memory its scale."""
+        """Return the gathered weight and its memory, or give `out`, which has that, its scale."""
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
         (data,), (scale,) = gathered, scales
@@ -61,8 +61,8 @@ class Float8Shard:
             out._scale = scale
             return None
         role = GemmInputRole.WEIGHT
-        whole = Float8TrainingTensor(data, scale, dtype, self._products, gemm_input_role=role)
-        return whole, (data,)
+        weight = Float8TrainingTensor(data, scale, dtype, self._products, gemm_input_role=role)
+        return weight, (data,)
 
 
 class Float8Gathers:
@@ -90,16 +90,16 @@ class Float8Gathers:
 
     @torch.no_grad()
     def rescale(self) -> None:
-        """Find the scales, which each update of the weights changes; one message for all."""
+        """Compute the scales anew after an update of the weights, with one message for all."""
         from torchao.float8.float8_utils import amax_to_scale
 
         if not self.shards:
             return
-        every = [shard.rows for shard in self.shards]
-        norms = iter(torch._foreach_norm([rows for rows in every if rows.numel()], math.inf))
+        all_rows = [shard.rows for shard in self.shards]
+        norms = iter(torch._foreach_norm([rows for rows in all_rows if rows.numel()], math.inf))
         # Of fewer rows than ranks, the last ranks have none.
-        found = [next(norms) if rows.numel() else rows.new_zeros(()) for rows in every]
-        largest = torch.stack(found)
+        amaxes = [next(norms) if rows.numel() else rows.new_zeros(()) for rows in all_rows]
+        largest = torch.stack(amaxes)
         if self._link.size > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, self._link.group)
         scales = amax_to_scale(largest.to(self._dtype), _E4M3)

@@ -40,7 +40,7 @@ class HeldParameter(NamedTuple):
         return local_shard(self.parameter.detach())
 
     def fill(self, weights: Tensor, dtype: torch.dtype) -> None:
-        """Take a shard's weights; in four bits they are kept of those rounded to `dtype`."""
+        """Copy weights into the shard; NF4 is quantised from the weights rounded to `dtype`."""
         shard = self.shard
         if self.sharding.part.four_bits:
             weights = quantise(weights.to(shard.device, dtype))
@@ -64,14 +64,14 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def complete(held: Sequence[HeldParameter], groups: Groups, sums: Iterable[GradientSum]) -> None:
+def complete(params: Sequence[HeldParameter], groups: Groups, sums: Iterable[GradientSum]) -> None:
     """Complete the sums that data parallelism doesn't: over tp, and between tied copies."""
     links = {"tp": groups.tp, "ends": groups.ends}
-    for one in sums:
-        of = [h.gradient for h in held if h.name in one.names]
-        gradients = [gradient for gradient in of if gradient is not None]
-        if one.axis is not None:
-            _sum_together(gradients, links[one.axis])
+    for gradient_sum in sums:
+        parts = [h.gradient for h in params if h.name in gradient_sum.names]
+        gradients = [gradient for gradient in parts if gradient is not None]
+        if gradient_sum.axis is not None:
+            _sum_together(gradients, links[gradient_sum.axis])
         elif gradients:  # both ends of a V-shaped pipeline are on this rank
             first, second = gradients
             first.add_(second)
@@ -104,14 +104,14 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
     All tensors must be on the same device.
     """
-    dtype = reduce(torch.promote_types, (one.dtype for one in tensors), torch.float32)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     if tensors[0].is_cuda:  # which adds up as a tree
         return torch.stack(torch._foreach_norm(list(tensors), dtype=dtype)).double()
-    return torch.stack([_norm_on_host(one, dtype) for one in tensors]).double()
+    return torch.stack([_norm_on_host(tensor, dtype) for tensor in tensors]).double()
 
 
 def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a 2-norm as that of its rows' norms, which are taken in fp64.
+    """Return a tensor's 2-norm, as the fp64 norm of the norms of its rows.
 
     A CPU's kernel adds up squares one by one, and is 0.2% short at 33 million elements. To fp64 it
     would convert the whole tensor first, in 25 times the time.
@@ -122,32 +122,36 @@ def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     flat = tensor.reshape(-1)
     long = len(flat) // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:long].view(-1, ROW), dim=-1, dtype=dtype)
-    rest = torch.linalg.vector_norm(flat[long:], dtype=dtype)
-    whole: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
-    return whole
+    tail = torch.linalg.vector_norm(flat[long:], dtype=dtype)
+    total: Tensor = torch.linalg.vector_norm(torch.cat([rows, tail[None]]), dtype=torch.float64)
+    return total
 
 
 @torch.no_grad()
-def global_norm(held: list[HeldParameter], world_size: int, device: torch.device) -> Norm:
+def global_norm(params: list[HeldParameter], world_size: int, device: torch.device) -> Norm:
     """Return the 2-norm of the whole model's gradient, each element counted once.
 
     A shard that several ranks hold counts with its share on each of them, so one sum over the world
     is right for every layout.
     """
-    there = [at for at, one in enumerate(held) if one.gradient is not None]
-    gradients = [gradient for one in held if (gradient := one.gradient) is not None]
+    with_gradient = [index for index, param in enumerate(params) if param.gradient is not None]
+    gradients = [gradient for param in params if (gradient := param.gradient) is not None]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    first = torch.full((), len(held), device=device)
+    first = torch.full((), len(params), device=device)
     if gradients:
-        each = norms(gradients).unbind()
+        local_norms = norms(gradients).unbind()
         # By copies: a tensor of them would have to come from the host.
-        for copies in sorted({held[at].copies for at in there} - {0}):
-            some = [norm for norm, at in zip(each, there, strict=True) if held[at].copies == copies]
-            total += torch.stack(some).square().sum() / copies
-        nothing = torch.zeros((), dtype=torch.float64, device=each[0].device)
-        by_place = dict(zip(there, each, strict=True))
-        every = torch.stack([by_place.get(at, nothing) for at in range(len(held))])
-        bad = ~torch.isfinite(every)
+        for copies in sorted({params[index].copies for index in with_gradient} - {0}):
+            shared = [
+                norm
+                for norm, index in zip(local_norms, with_gradient, strict=True)
+                if params[index].copies == copies
+            ]
+            total += torch.stack(shared).square().sum() / copies
+        nothing = torch.zeros((), dtype=torch.float64, device=local_norms[0].device)
+        by_index = dict(zip(with_gradient, local_norms, strict=True))
+        all_norms = torch.stack([by_index.get(index, nothing) for index in range(len(params))])
+        bad = ~torch.isfinite(all_norms)
         first = torch.where(bad.any(), bad.int().argmax(), first)
     if world_size > 1:
         dist.all_reduce(total)
@@ -155,8 +159,8 @@ def global_norm(held: list[HeldParameter], world_size: int, device: torch.device
 
 
 @torch.no_grad()
-def scale_gradients(held: list[HeldParameter], factor: float) -> None:
+def scale_gradients(params: list[HeldParameter], factor: float) -> None:
     """Multiply all gradients."""
-    gradients = [g for h in held if (g := h.gradient) is not None]
+    gradients = [g for h in params if (g := h.gradient) is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)

@@ -1,4 +1,4 @@
-"""Weights in the form that products use, and the rows of them that this rank's optimizer trains.
+"""Weights in the form that matmuls use, and the rows of them that this rank's optimizer trains.
 
 Mixed precision, arXiv:1710.03740, section 3.1: products use a copy in half precision, updates
 change the fp32 weights. ZeRO-1, arXiv:1910.02054, section 5.1: a rank has only the rows of these
@@ -19,7 +19,7 @@ from meshwright.parallel.data_parallel.gradients import local_shard
 
 
 class Weight:
-    """A parameter of a module: `used` by its products, `master` trained by the optimizer.
+    """A parameter of a module: `used` by its matmuls, `master` trained by the optimizer.
 
     `used` has the dtype of products and is sharded by tp only; `master` has this rank's rows in
     fp32. They share memory if rows and dtype allow it. A gradient arrives in `used.grad`; `hand_on`
@@ -46,10 +46,10 @@ class Weight:
         self.is_cut, self.is_trained = cut and self._shards.size() > 1, parameter.requires_grad
         self._ranks, self._rank = (self._shards.size(), rank) if self.is_cut else (1, 0)
         local = local_shard(parameter.detach())
-        each = -(-len(local) // self._ranks)
+        rank_rows = -(-len(local) // self._ranks)
         self.rows = tuple(
-            slice(min(at * each, len(local)), min((at + 1) * each, len(local)))
-            for at in range(self._ranks)
+            slice(min(owner * rank_rows, len(local)), min((owner + 1) * rank_rows, len(local)))
+            for owner in range(self._ranks)
         )
         self._rows = self.rows[self._rank]
         self._memory, self.used = local, parameter
@@ -110,8 +110,8 @@ class Weight:
         """Add the gradient of a microbatch to a sum in another dtype."""
         if self.used.grad is None or self.used.dtype == dtype:
             return
-        found = local_shard(self.used.grad)
-        self._sum = found.to(dtype) if self._sum is None else self._sum.add_(found)
+        gradient = local_shard(self.used.grad)
+        self._sum = gradient.to(dtype) if self._sum is None else self._sum.add_(gradient)
         self.used.grad = None
 
     @property
@@ -137,11 +137,11 @@ class Weight:
 
     def add(self, rows: Tensor) -> None:
         """Add to the gradient of the master, if it has only this rank's rows."""
-        found = self.shard_gradient
-        if found is None:
+        gradient = self.shard_gradient
+        if gradient is None:
             self.master.grad = self._cut(rows.to(self.master.dtype, copy=True))
         else:
-            found.add_(rows)
+            gradient.add_(rows)
 
     @property
     def shard_gradient(self) -> Tensor | None:
@@ -150,10 +150,10 @@ class Weight:
 
     def hand_on(self) -> None:
         """Move the gradient of all rows to the master, if it has all rows."""
-        found = self.gradient
-        if found is None or self.used is self.master:
+        gradient = self.gradient
+        if gradient is None or self.used is self.master:
             return
-        self.master.grad = _like(self.used, found.to(self.master.dtype))
+        self.master.grad = _like(self.used, gradient.to(self.master.dtype))
         self.clear()
 
 
@@ -165,7 +165,7 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def take_over(model: nn.Module, make: Callable[[str, nn.Parameter], Weight]) -> dict[str, Weight]:
-    """Replace the parameters of a model by those that products use; returns them by name.
+    """Replace the parameters of a model by those that matmuls use; returns the weights by name.
 
     `make` is called with a parameter's name and the parameter. One that several modules share stays
     shared.
@@ -176,5 +176,5 @@ def take_over(model: nn.Module, make: Callable[[str, nn.Parameter], Weight]) -> 
             if parameter not in weights:
                 weights[parameter] = make(f"{path}.{name}", parameter)
             setattr(module, name, weights[parameter].used)
-    of = {weight.used: weight for weight in weights.values()}
-    return {name: of[used] for name, used in model.named_parameters()}
+    by_used = {weight.used: weight for weight in weights.values()}
+    return {name: by_used[used] for name, used in model.named_parameters()}

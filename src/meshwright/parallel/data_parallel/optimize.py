@@ -18,13 +18,13 @@ class Shards:
     copies gradients to it and updated weights back.
     """
 
-    def __init__(self, held: list[HeldParameter], *, on_host: bool) -> None:
-        self.held, self.on_host = held, on_host
-        self.leaves = [nn.Parameter(self._copy(h.shard)) for h in held]
+    def __init__(self, params: list[HeldParameter], *, on_host: bool) -> None:
+        self.held, self.on_host = params, on_host
+        self.leaves = [nn.Parameter(self._copy(h.shard)) for h in params]
 
     @property
     def parts(self) -> list[Part]:
-        """What each leaf is a shard of."""
+        """The parameter of each leaf."""
         return [h.sharding.part for h in self.held]
 
     def _copy(self, shard: Tensor) -> Tensor:
@@ -36,27 +36,27 @@ class Shards:
     @torch.no_grad()
     def take(self) -> None:
         """Give this step's gradients to the leaf tensors."""
-        for held, leaf in zip(self.held, self.leaves, strict=True):
-            gradient = held.gradient
+        for param, leaf in zip(self.held, self.leaves, strict=True):
+            gradient = param.gradient
             if not self.on_host:
-                leaf.data = held.shard  # FSDP2 pads a shard anew at its first forward
+                leaf.data = param.shard  # FSDP2 pads a shard anew at its first forward
                 leaf.grad = gradient
             else:
                 leaf.grad = None if gradient is None else _on_way(gradient)
-        if self.on_host and any(held.shard.is_cuda for held in self.held):
+        if self.on_host and any(param.shard.is_cuda for param in self.held):
             torch.cuda.current_stream().synchronize()  # once, for all that is on its way
 
     @torch.no_grad()
     def give(self) -> None:
         """Copy updated weights back to the parameters."""
         if self.on_host:
-            for held, leaf in zip(self.held, self.leaves, strict=True):
-                held.shard.copy_(leaf, non_blocking=True)
+            for param, leaf in zip(self.held, self.leaves, strict=True):
+                param.shard.copy_(leaf, non_blocking=True)
 
     def clear(self) -> None:
         """Release all gradients."""
-        for held, leaf in zip(self.held, self.leaves, strict=True):
-            held.parameter.grad = leaf.grad = None
+        for param, leaf in zip(self.held, self.leaves, strict=True):
+            param.parameter.grad = leaf.grad = None
 
 
 def _on_way(gradient: Tensor) -> Tensor:

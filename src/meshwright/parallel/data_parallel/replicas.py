@@ -128,20 +128,20 @@ class Replicas:
 
         self.weights = take_over(model, make)
         ep = 1 if groups.experts is None else groups.experts.ep.size
-        found: dict[str, list[Weight]] = {}
+        by_unit: dict[str, list[Weight]] = {}
         for name, weight in self.weights.items():
-            found.setdefault(unit_of(name, ep=ep), []).append(weight)
+            by_unit.setdefault(unit_of(name, ep=ep), []).append(weight)
         # What is in no block stays for a step.
         self.units = [
             Unit(weights, peers(name), reshards=self._zero == 3 and name.startswith("layers."))
-            for name, weights in found.items()
+            for name, weights in by_unit.items()
         ]
         # What is needed together: the units of a block, and each other one.
         turns: dict[str, list[Unit]] = {}
-        for name, unit in zip(found, self.units, strict=True):
+        for name, unit in zip(by_unit, self.units, strict=True):
             turns.setdefault(name.removesuffix(EXPERTS), []).append(unit)
-            for place, weight in enumerate(unit.trained):
-                hook = self._hook(unit, place)
+            for position, weight in enumerate(unit.trained):
+                hook = self._hook(unit, position)
                 weight.used.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._turns = list(turns.values())
         if not self._zero and used == torch.float32:
@@ -154,22 +154,22 @@ class Replicas:
             leave = partial(self._leave, index) if self._zero == 3 and is_block else None
             around_forward(module, partial(self._need, index), leave)
 
-    def _hook(self, unit: Unit, place: int) -> Callable[[Tensor], None]:
-        """Return what a weight of a unit calls when its gradient has come.
+    def _hook(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
+        """Return the hook that a weight of a unit calls when its gradient is complete.
 
         It keeps no weight alive: where torch holds it, Python's collector sees no circle.
         """
-        this, of = ref(self), ref(unit)
+        replicas_ref, unit_ref = ref(self), ref(unit)
 
         def hook(parameter: Tensor) -> None:
-            replicas, unit = this(), of()
+            replicas, unit = replicas_ref(), unit_ref()
             if replicas is not None and unit is not None:
-                replicas._ready(unit, unit.trained[place], parameter)
+                replicas._ready(unit, unit.trained[position], parameter)
 
         return hook
 
     def _need(self, index: int) -> None:
-        """Have a turn's units as they are now, and those of the turn after it on their way."""
+        """Wait for a turn's units to be gathered, and begin to gather those of the next turn."""
         turns = self._turns
         if index + 1 == len(turns):
             self._settle()  # before there are logits
@@ -179,14 +179,14 @@ class Replicas:
             unit.arrive()
 
     def _leave(self, index: int, out: Tensor) -> None:
-        """Drop a turn's units after its forward; its backward is to have them again."""
+        """Drop a turn's units after its forward, and have its backward gather them again."""
         for unit in self._turns[index]:
             unit.drop()
         if out.requires_grad:
             out.register_hook(lambda _: self._need_again(index))  # type: ignore[no-untyped-call]
 
     def _need_again(self, index: int) -> None:
-        """Have units for their backward and those before on their way, and drop those after."""
+        """Gather units for their backward, begin to gather those before, and drop those after."""
         turns = self._turns
         if index + 1 < len(turns):
             for unit in turns[index + 1]:
@@ -205,7 +205,7 @@ class Replicas:
 
     @torch.no_grad()
     def _gather(self, unit: Unit) -> None:
-        """Begin to bring what products use up to date, where weights may have changed."""
+        """Begin to bring the weights that matmuls use up to date, where they may have changed."""
         if unit.is_current:
             return
         unit.is_current = True
@@ -245,7 +245,7 @@ class Replicas:
         return self._due if unit.peers.cuts else self._is_last
 
     def _ready(self, unit: Unit, weight: Weight, parameter: Tensor) -> None:
-        """Take note that a gradient has come, and sum those of its unit when it is the last."""
+        """Count a gradient that is complete, and sum those of its unit after the last of them."""
         is_due = self._is_due(unit)
         if not (is_due and unit.peers.cuts) or weight.is_summing:  # else it is sent as it is
             weight.widen(self._summed)
@@ -279,7 +279,7 @@ class Replicas:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Add up what the last exchange has brought."""
+        """Add up the rows that the last exchange has received."""
         if self._leaving is None:
             return
         exchange, unit, is_complete = self._leaving
@@ -291,12 +291,12 @@ class Replicas:
     def _meet_again(self, unit: Unit) -> None:
         """Sum this rank's rows over replicas of it."""
         unit.has_met = True
-        every = [weight.shard_gradient for weight in unit.weights]
-        found = [rows for rows in every if rows is not None and rows.numel()]
-        self._meet(unit.peers.replicas, found)
+        shard_gradients = [weight.shard_gradient for weight in unit.weights]
+        non_empty = [rows for rows in shard_gradients if rows is not None and rows.numel()]
+        self._meet(unit.peers.replicas, non_empty)
 
     def _meet(self, link: Link | None, gradients: list[Tensor]) -> None:
-        """Sum gradients where they are, with those of other ranks if there are any."""
+        """Sum gradients in place over the ranks of a link, if there are others."""
         if link is None or link.group is None or not gradients:
             return
         work = link.group.allreduce_coalesced(gradients)
@@ -325,9 +325,9 @@ class Replicas:
 
 
 def _peers(groups: Groups, rank: int) -> tuple[Peers, Peers]:
-    """Return the peers of a rank for what all ranks have, and for experts."""
-    place = rank % groups.shard.size
-    plain = Peers.of(groups.parameters, groups.shard, groups.replicate, place)
+    """Return the peers of a rank for weights that all ranks have, and for experts."""
+    shard_rank = rank % groups.shard.size
+    plain = Peers.of(groups.parameters, groups.shard, groups.replicate, shard_rank)
     experts = groups.experts
     if experts is None:
         return plain, plain

@@ -39,33 +39,33 @@ class _Trade:
     _on_the_way: list[tuple[Pending, Tensor, Tensor]] = field(default_factory=list)
 
     def there(self, rows: Tensor) -> Tensor:
-        """Return the received rows for the sent ones."""
+        """Return the rows that arrive at the experts' ranks."""
         return _traded(rows, self.leaving, self.arriving, self.link)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return the rows that come back for the received ones."""
+        """Return the rows that arrive back at their tokens' ranks."""
         return _traded(rows, self.arriving, self.leaving, self.link)
 
     def begin_there(self, rows: Tensor) -> Tensor:
-        """Return where the rows for those that leave will be, once `wait` has returned."""
+        """Begin to send rows to the experts' ranks; returns the buffer that `wait` fills."""
         return self._begin(rows, self.leaving, self.arriving)
 
     def begin_back(self, rows: Tensor) -> Tensor:
-        """Return where the rows for those that have arrived will be, once `wait` has returned."""
+        """Begin to send rows back to their tokens' ranks; returns the buffer that `wait` fills."""
         return self._begin(rows, self.arriving, self.leaving)
 
     def _begin(self, rows: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
-        sent, found = rows.contiguous(), rows.new_empty(sum(arriving), *rows.shape[1:])
+        sent, received = rows.contiguous(), rows.new_empty(sum(arriving), *rows.shape[1:])
         group = self.link.required
-        work = dist.all_to_all_single(found, sent, arriving, leaving, group=group, async_op=True)
-        self._on_the_way.append((Pending(self.recorder, work), sent, found))
-        return found
+        work = dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True)
+        self._on_the_way.append((Pending(self.recorder, work), sent, received))
+        return received
 
     def wait(self) -> list[Tensor]:
-        """Wait until what has begun is there, and return it."""
+        """Wait for the messages that have begun, and return the received rows."""
         for pending, *_ in self._on_the_way:
             pending.wait()
-        arrived = [found for *_, found in self._on_the_way]
+        arrived = [received for *_, received in self._on_the_way]
         self._on_the_way.clear()
         return arrived
 
@@ -89,13 +89,13 @@ def send_to_experts(
     pairs = Sorted.of(routing.ids, count, drops=routing.drops)
     counts = pairs.counts.view(link.size, -1)  # of each rank, of its experts
     ones = [1] * link.size
-    theirs = _traded(counts, ones, ones, link)
+    incoming_counts = _traded(counts, ones, ones, link)
     pair_count = routing.ids.numel()
-    arriving = on_host(theirs.sum(1), received(pair_count))
+    arriving = on_host(incoming_counts.sum(1), received(pair_count))
     trade = _Trade(link, on_host(counts.sum(1), pair_count), arriving, recorder)
     on_the_way = _There.apply(x, routing.shares, pairs, trade)  # type: ignore[no-untyped-call]
-    every = torch.arange(counts.shape[1], device=x.device).repeat(link.size)
-    ids = every.repeat_interleave(theirs.flatten(), output_size=sum(arriving))
+    expert_ids = torch.arange(counts.shape[1], device=x.device).repeat(link.size)
+    ids = expert_ids.repeat_interleave(incoming_counts.flatten(), output_size=sum(arriving))
 
     def results() -> Tensor:
         rows, shares = _Arrived.apply(*on_the_way, trade)  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ class _Arrived(torch.autograd.Function):
 
 
 class _Back(torch.autograd.Function):
-    """What experts have made back to their tokens, and its sum for each token."""
+    """Sends the experts' outputs back to their tokens, and sums them for each token."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, pairs: Sorted, trade: _Trade, top_k: int) -> Tensor:
@@ -163,7 +163,7 @@ class _Back(torch.autograd.Function):
 
 
 def _traded(rows: Tensor, leaving: list[int], arriving: list[int], link: Link) -> Tensor:
-    """Return the rows that an all-to-all brings for those that it takes, by rank."""
-    found = torch.empty(sum(arriving), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-    dist.all_to_all_single(found, rows.contiguous(), arriving, leaving, group=link.required)
-    return found
+    """Return the rows that an all-to-all of `rows` receives, both in the order of ranks."""
+    received = torch.empty(sum(arriving), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+    dist.all_to_all_single(received, rows.contiguous(), arriving, leaving, group=link.required)
+    return received

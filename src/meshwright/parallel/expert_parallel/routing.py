@@ -33,17 +33,17 @@ def balance_routers(model: Transformer, program: Program, groups: Groups) -> Non
     train, layout = program.train, program.layout
     shared = [getattr(groups, axis) for axis in shared_over(layout)]
     for router in routers(model).values():
-        one = router.balance
-        one.aux, one.z = train.router_aux_loss, train.router_z_loss
-        one.rate = train.router_bias_rate
-        one.capacity = train.expert_capacity
-        one.is_forced = train.routing == "balanced"
-        one.ranks, one.summed = layout.cp * layout.folds, partial(_summed, shared)
-        one.pieces = pieces_of(layout, groups.cp.rank, groups.tp.rank)
+        balance = router.balance
+        balance.aux, balance.z = train.router_aux_loss, train.router_z_loss
+        balance.rate = train.router_bias_rate
+        balance.capacity = train.expert_capacity
+        balance.is_forced = train.routing == "balanced"
+        balance.ranks, balance.summed = layout.cp * layout.folds, partial(_summed, shared)
+        balance.pieces = pieces_of(layout, groups.cp.rank, groups.tp.rank)
 
 
 def prepare_routers(
-    found: Routers, program: Program, groups: Groups, scale: float, device: torch.device
+    by_layer: Routers, program: Program, groups: Groups, scale: float, device: torch.device
 ) -> None:
     """Prepare a batch's backward: `scale` is 1 / its sequences, times the loss scale.
 
@@ -52,38 +52,40 @@ def prepare_routers(
     """
     experts = program.model.experts
     counts = groups.tp.rank == 0 or program.layout.folds > 1
-    for router in found.values():
-        one = router.balance
-        if one.rate:
-            one.lately = torch.zeros(experts, dtype=torch.int64, device=device)
-        one.scale = scale if counts else 0.0
-        if counts and one.met is None:
-            one.met = torch.zeros(experts, dtype=torch.int64, device=device)
-            one.losses = torch.zeros(2, dtype=torch.float32, device=device)
-            if one.capacity is not None:
-                one.dropped = torch.zeros((), dtype=torch.int64, device=device)
+    for router in by_layer.values():
+        balance = router.balance
+        if balance.rate:
+            balance.lately = torch.zeros(experts, dtype=torch.int64, device=device)
+        balance.scale = scale if counts else 0.0
+        if counts and balance.met is None:
+            balance.met = torch.zeros(experts, dtype=torch.int64, device=device)
+            balance.losses = torch.zeros(2, dtype=torch.float32, device=device)
+            if balance.capacity is not None:
+                balance.dropped = torch.zeros((), dtype=torch.int64, device=device)
 
 
-def sum_counts(found: Routers, program: Program, groups: Groups) -> None:
+def sum_counts(by_layer: Routers, program: Program, groups: Groups) -> None:
     """Sum a step's token counts over the ranks with different tokens; a collective."""
-    counts = [one.balance.lately for one in found.values() if one.balance.lately is not None]
+    counts = [
+        router.balance.lately for router in by_layer.values() if router.balance.lately is not None
+    ]
     links = [groups.tp] if program.layout.folds > 1 else []
     links += [groups.data] if groups.data.size > 1 else []
     if links and counts:
         together = _summed(links, torch.stack(counts))
-        for one, total in zip(counts, together, strict=True):
-            one.copy_(total)
+        for count, total in zip(counts, together, strict=True):
+            count.copy_(total)
 
 
-def correct_routers(found: Routers, norm: Tensor) -> None:
+def correct_routers(by_layer: Routers, norm: Tensor) -> None:
     """Update the routers' corrections after a step, unless its gradient is not finite."""
-    for one in found.values():
-        if one.balance.rate and isinstance(one, SigmoidRouter):
-            one.correct(torch.isfinite(norm).to(one.correction))
+    for router in by_layer.values():
+        if router.balance.rate and isinstance(router, SigmoidRouter):
+            router.correct(torch.isfinite(norm).to(router.correction))
 
 
 def take_counts(
-    found: Routers, layers: Mapping[int, int], experts: int, device: torch.device
+    by_layer: Routers, layers: Mapping[int, int], experts: int, device: torch.device
 ) -> Tensor:
     """Return this rank's token counts and losses since the last call, in fp64 on its device.
 
@@ -93,18 +95,18 @@ def take_counts(
     """
     size = len(layers) * (experts + 1) + 2
     numbers = torch.zeros(size, dtype=torch.float64, device=device)
-    for layer, router in found.items():
-        one = router.balance
-        if one.met is None or one.losses is None:
+    for layer, router in by_layer.items():
+        balance = router.balance
+        if balance.met is None or balance.losses is None:
             continue
-        at = layers[layer] * experts
-        numbers[at : at + experts] = one.met
-        numbers[-2:] += one.losses
-        one.met.zero_()
-        one.losses.zero_()
-        if one.dropped is not None:
-            numbers[len(layers) * experts + layers[layer]] = one.dropped
-            one.dropped.zero_()
+        start = layers[layer] * experts
+        numbers[start : start + experts] = balance.met
+        numbers[-2:] += balance.losses
+        balance.met.zero_()
+        balance.losses.zero_()
+        if balance.dropped is not None:
+            numbers[len(layers) * experts + layers[layer]] = balance.dropped
+            balance.dropped.zero_()
     return numbers
 
 

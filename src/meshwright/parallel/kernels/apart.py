@@ -23,7 +23,7 @@ disable: Any = torch.compiler.disable
 
 
 def set_apart(block: Block, program: Program, *, splits: bool) -> nn.Module:
-    """Exclude what a graph can't contain from compilation; returns the module to compile.
+    """Exclude code that a graph can't contain from compilation; returns the module to compile.
 
     This is the block. If it recomputes and something was excluded, it is only its attention,
     because a recomputed region is compiled as a whole or not at all. `splits` as in `Deferral`,
@@ -44,7 +44,7 @@ def _set_experts_apart(mlp: ExpertMLP, program: Program, *, splits: bool) -> Non
     if program.layout.ep > 1:
         begin = mlp.begin
         # What ends it is made anew each time.
-        mlp.begin = disable(lambda *of: disable(begin(*of)))  # type: ignore[method-assign]
+        mlp.begin = disable(lambda *arguments: disable(begin(*arguments)))  # type: ignore[method-assign]
     elif splits or not has_kernel:
         apart.append(mlp.experts)
     for module in apart:

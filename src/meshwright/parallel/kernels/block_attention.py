@@ -29,7 +29,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class Seen(NamedTuple):
-    """Which keys queries see, without a square: what `seen_attention` takes as its mask.
+    """Which keys queries see, in memory linear in their numbers: the mask of `seen_attention`.
 
     `at_*` int `[n]` are positions in the row, `of_*` int `[batch or 1, n]` segments, None where
     there are none. A query sees keys of its segment up to its own position, in a window the last of
@@ -254,8 +254,8 @@ def _(
 def _capped_forward(
     cap: float, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = torch.ops.meshwright.capped_attention(q, k, v, mask, causal, cap)
-    return found
+    out: tuple[Tensor, Tensor] = torch.ops.meshwright.capped_attention(q, k, v, mask, causal, cap)
+    return out
 
 
 def _plain_backward(

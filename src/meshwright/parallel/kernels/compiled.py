@@ -27,18 +27,18 @@ def compile_block(
     splits: bool = False,
     recomputes: bool = False,
     backend: Any = "inductor",
-    more: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Compile a block at its first forward, with fp32 products by the route `products`.
 
     The hooks of data parallelism stay outside. `splits` as in `Deferral`: gradients that wait go to
     the parameters themselves. A block that `recomputes` does so with all of its forward. `backend`
-    is a word or function of `torch.compile`, `more` options.
+    is a word or function of `torch.compile`, `compiler_options` more of its options.
     Where parts of a block cannot be compiled, these run as they are, and so do their products: the
     compiler would otherwise go on to the route's own functions.
     """
     trace_rules.add(own_products.__name__)
-    options: dict[str, Any] = dict(more or {})
+    options: dict[str, Any] = dict(compiler_options or {})
     if products.rows:
         options["post_grad_custom_post_pass"] = _KEEPS_PRODUCTS
     if recomputes:
@@ -99,8 +99,8 @@ class _KeepsProducts(CustomGraphPass):
 
 
 def _is_fp32_on_cpu(node: Node) -> bool:
-    made: Tensor = node.meta["val"]
-    return made.dtype == torch.float32 and made.device.type == "cpu"
+    value: Tensor = node.meta["val"]
+    return value.dtype == torch.float32 and value.device.type == "cpu"
 
 
 _KEEPS_PRODUCTS: Final = _KeepsProducts()

@@ -54,11 +54,11 @@ def bounds_of(segments: Tensor) -> Tensor:
     begins = torch.ones(rows, seq, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     counts = begins.sum(1)
-    most = -(-int(counts.max()) // _MULTIPLE) * _MULTIPLE
-    bounds = torch.full((rows, most + 1), seq, dtype=torch.int32)
-    row, place = begins.nonzero(as_tuple=True)
+    width = -(-int(counts.max()) // _MULTIPLE) * _MULTIPLE
+    bounds = torch.full((rows, width + 1), seq, dtype=torch.int32)
+    row, position = begins.nonzero(as_tuple=True)
     nth = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-    bounds[row, nth] = place.to(torch.int32)
+    bounds[row, nth] = position.to(torch.int32)
     return bounds
 
 
@@ -66,8 +66,8 @@ def takes_bounds(
     device: torch.device, dtype: torch.dtype, head_dim: int, scores: ScoreBounds = UNBOUNDED
 ) -> bool:
     """Whether attention on a device uses document bounds; otherwise it needs a mask."""
-    what = device, dtype, head_dim
-    return device.type == "cpu" or _takes_varlen(*what, scores) or flex.takes(*what)
+    kind = device, dtype, head_dim
+    return device.type == "cpu" or _takes_varlen(*kind, scores) or flex.takes(*kind)
 
 
 def _takes_varlen(
@@ -114,13 +114,13 @@ def _by_varlen(
     begins = (bounds[:, :-1] + first[:, None]).flatten()
     begins = torch.nn.functional.pad(begins, (0, 1), value=batch * seq)
     # torch 2.11 has no word for it, and no check: the kernel takes fewer heads of keys by itself.
-    more: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _HAS_WORD else {}
+    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _HAS_WORD else {}
     rows, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     ends: Any = (begins, begins, seq, seq)
     before = -1 if window is None else window - 1  # -1: all
-    out: Any = varlen_attn(rows, keys, values, *ends, window_size=(before, 0), **more)
-    found: Tensor = out.unflatten(0, (batch, seq)).transpose(1, 2)
-    return found
+    out: Any = varlen_attn(rows, keys, values, *ends, window_size=(before, 0), **options)
+    attended: Tensor = out.unflatten(0, (batch, seq)).transpose(1, 2)
+    return attended
 
 
 def _documents(bounds: Tensor, seq: int) -> Iterator[tuple[slice, slice]]:
@@ -129,10 +129,10 @@ def _documents(bounds: Tensor, seq: int) -> Iterator[tuple[slice, slice]]:
     if all(row[1] == seq for row in rows):
         yield slice(None), slice(None)
         return
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         for begin, end in pairwise(row):
             if end > begin:
-                yield slice(at, at + 1), slice(begin, end)
+                yield slice(index, index + 1), slice(begin, end)
 
 
 # One operation, so that compiled code and selective recomputation see one.
@@ -155,19 +155,21 @@ def _forward(
     out, sums = _empty(query, key, value, bounds, window, cap)
     scores = ScoreBounds(window, cap)
     bare, masked = (choose(query, is_masked, cap) for is_masked in (False, True))
-    for rows, places in _documents(bounds, query.shape[2]):
-        q, k, v = (x[rows, :, places] for x in (query, key, value))
+    for rows, positions in _documents(bounds, query.shape[2]):
+        q, k, v = (x[rows, :, positions] for x in (query, key, value))
         pieces = causal_pieces(q.shape[2], scores)
         if len(pieces) == 1 and not pieces[0].masked:
             part, part_sums = bare.forward(q, k, v, None, True)
-            out[rows, :, places], sums[rows, :, places] = part, part_sums
+            out[rows, :, positions], sums[rows, :, positions] = part, part_sums
             continue
-        into, into_sums = out[rows, :, places], sums[rows, :, places]
+        into, into_sums = out[rows, :, positions], sums[rows, :, positions]
         for piece in pieces:
-            at, of, mask = piece.queries, piece.keys, _mask(piece, window, q)
+            queries, keys, mask = piece.queries, piece.keys, _mask(piece, window, q)
             block = bare if mask is None else masked
-            found = block.forward(q[:, :, at], k[:, :, of], v[:, :, of], mask, piece.causal)
-            into[:, :, at], into_sums[:, :, at] = found
+            result = block.forward(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], mask, piece.causal
+            )
+            into[:, :, queries], into_sums[:, :, queries] = result
     if sinks is not None:
         merge_sinks(out, sums, sinks)
     return out, sums
@@ -192,12 +194,12 @@ def _forward_by_flex(
 
 
 def _seen(bounds: Tensor, seq: int, window: int | None) -> Seen:
-    """Return what the queries of rows see of their keys: earlier ones of the same document."""
-    places = torch.arange(seq, dtype=torch.int32, device=bounds.device)
+    """Return which keys the queries of rows see: earlier ones of the same document."""
+    positions = torch.arange(seq, dtype=torch.int32, device=bounds.device)
     # Empty documents begin at the end of the row, so they have no place.
-    rows = places.expand(len(bounds), -1).contiguous()
-    of = torch.searchsorted(bounds, rows, right=True, out_int32=True)
-    return seen((places, places), (of, of), window)
+    rows = positions.expand(len(bounds), -1).contiguous()
+    document_of = torch.searchsorted(bounds, rows, right=True, out_int32=True)
+    return seen((positions, positions), (document_of, document_of), window)
 
 
 def _mask(piece: Piece, window: int | None, q: Tensor) -> Tensor | None:
@@ -236,20 +238,20 @@ def _backward(
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    found = (by_token(query), by_token(key), by_token(value))
+    grads = (by_token(query), by_token(key), by_token(value))
     scores = ScoreBounds(window, cap)
     blocks = choose(query, False, cap), choose(query, True, cap)
-    for rows, places in _documents(bounds, query.shape[2]):
-        mine = [x[rows, :, places] for x in (grad, query, key, value, out, sums)]
-        pieces = causal_pieces(mine[1].shape[2], scores)
+    for rows, positions in _documents(bounds, query.shape[2]):
+        operands = [x[rows, :, positions] for x in (grad, query, key, value, out, sums)]
+        pieces = causal_pieces(operands[1].shape[2], scores)
         if len(pieces) == 1 and not pieces[0].masked:
-            g, q, k, v, o, lse = mine
+            g, q, k, v, o, lse = operands
             parts = blocks[0].backward(g, q, k, v, o, lse, None, True)
         else:
-            parts = _summed(mine, pieces, window, *blocks)
-        for whole, part in zip(found, parts, strict=True):
-            whole[rows, :, places] = part
-    return found
+            parts = _summed(operands, pieces, window, *blocks)
+        for target, part in zip(grads, parts, strict=True):
+            target[rows, :, positions] = part
+    return grads
 
 
 @_backward.register_kernel("cuda")
@@ -265,9 +267,9 @@ def _backward_by_flex(
     cap: float | None = None,
 ) -> Grads:
     sees = _seen(bounds, query.shape[2], window)
-    found = seen_attention(cap).backward(grad, query, key, value, out, sums, sees, True)
+    grads = seen_attention(cap).backward(grad, query, key, value, out, sums, sees, True)
     # Compiled code checks that strides are those of `_empty_grads`.
-    q_grad, k_grad, v_grad = (by_token(one).copy_(one) for one in found)
+    q_grad, k_grad, v_grad = (by_token(gradient).copy_(gradient) for gradient in grads)
     return q_grad, k_grad, v_grad
 
 
@@ -285,13 +287,15 @@ def _summed(
     grad, q, k, v, out, sums = tensors
     q_grad, k_grad, v_grad = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
     for piece in pieces:
-        at, of, mask = piece.queries, piece.keys, _mask(piece, window, q)
+        queries, keys, mask = piece.queries, piece.keys, _mask(piece, window, q)
         block = bare if mask is None else masked
-        given = (grad[:, :, at], q[:, :, at], k[:, :, of], v[:, :, of])
-        parts = block.backward(*given, out[:, :, at], sums[:, :, at], mask, piece.causal)
-        q_grad[:, :, at] = parts[0]
-        k_grad[:, :, of] += parts[1]
-        v_grad[:, :, of] += parts[2]
+        operands = (grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys])
+        parts = block.backward(
+            *operands, out[:, :, queries], sums[:, :, queries], mask, piece.causal
+        )
+        q_grad[:, :, queries] = parts[0]
+        k_grad[:, :, keys] += parts[1]
+        v_grad[:, :, keys] += parts[2]
     return q_grad, k_grad, v_grad
 
 
@@ -320,8 +324,8 @@ def _differentiate(ctx: Any, grad: Tensor, grad_sums: Tensor | None) -> tuple[Te
     *tensors, sinks = ctx.saved_tensors
     *_, out, sums, _ = tensors
     to_sinks = None if sinks is None else sink_gradient(grad, out, sums, sinks)
-    found = torch.ops.meshwright.attend_documents_backward(grad, *tensors, *ctx.scores)
-    return *found, None, None, None, to_sinks
+    grads = torch.ops.meshwright.attend_documents_backward(grad, *tensors, *ctx.scores)
+    return *grads, None, None, None, to_sinks
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

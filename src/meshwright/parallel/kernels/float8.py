@@ -1,4 +1,4 @@
-"""Linear layers whose three products are in float8, by torchao, which the extra `fp8` installs.
+"""Linear layers whose three matmuls are in float8, by torchao, which the extra `fp8` installs.
 
 Each operand is scaled by its current largest value: inputs and weights in e4m3, gradients in e5m2.
 arXiv:2209.05433, section 3. Activations between layers, the head and master weights keep
@@ -27,11 +27,11 @@ def take_float8(blocks: Iterable[nn.Module], target: Target) -> None:
     `MeshwrightError` if the GPU has no float8 products.
     """
     if not target.on_cpu and torch.cuda.is_available():
-        found = torch.cuda.get_device_capability()
-        if found < CAPABILITY:
+        capability = torch.cuda.get_device_capability()
+        if capability < CAPABILITY:
             raise MeshwrightError(
                 f"train.fp8 = true needs a GPU of compute capability {CAPABILITY} or more, this "
-                f"one has {found}; leave train.fp8 out"
+                f"one has {capability}; leave train.fp8 out"
             )
     # It tells of each of its libraries that this torch cannot load: kernels that are not used here.
     logging.getLogger("torchao").setLevel(logging.ERROR)

@@ -22,14 +22,14 @@ from meshwright.spec.training import TrainSpec
 
 
 def take_route(matmul: Matmul, device: torch.device) -> Route:
-    """From now on, compute fp32 products of a device in this process by this route."""
+    """Set how this process computes fp32 matmuls on a device, and return the route."""
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high" if takes_tf32(matmul) else "highest")
         return Route()
-    found = route(matmul, processor()) if has_onednn() else Route()
-    if found.rows or _router.cache_info().currsize:
-        _router().route = found
-    return found
+    taken = route(matmul, processor()) if has_onednn() else Route()
+    if taken.rows or _router.cache_info().currsize:
+        _router().route = taken
+    return taken
 
 
 def target_of(
@@ -37,8 +37,8 @@ def target_of(
 ) -> Target:
     """Return the target of programs that run in this process; `packed`, `fsdp2` as in `Target`."""
     if device.type != "cpu":
-        found = Target("gpu", packed=packed, tf32=takes_tf32(train.matmul))
-        return found._replace(compiled=train.is_compiled)
+        target = Target("gpu", packed=packed, tf32=takes_tf32(train.matmul))
+        return target._replace(compiled=train.is_compiled)
     products = route(train.matmul, processor()) if has_onednn() else Route()
     return Target("cpu", products, packed, fsdp2=fsdp2)
 
@@ -86,9 +86,9 @@ class _Router:
         """Set `total` to `beta * total + alpha * a @ b` and return it."""
         fits = total.shape == (*a.shape[:1], *b.shape[1:]) and total.dtype == torch.float32
         if beta == alpha == 1 and fits and self._takes(a, b):
-            each = Route.piece(a.shape[0], a.shape[1], b.shape[1])
-            for start in range(0, len(total), each):
-                piece = slice(start, start + each)
+            piece_rows = Route.piece(a.shape[0], a.shape[1], b.shape[1])
+            for start in range(0, len(total), piece_rows):
+                piece = slice(start, start + piece_rows)
                 total[piece].add_(self._product(a[piece], b, None))
             return total
         if total.shape != (*a.shape[:1], *b.shape[1:]):  # `out` would be resized
@@ -117,5 +117,5 @@ def _is_dense(x: Tensor) -> bool:
 
 @cache
 def _router() -> _Router:
-    """Return this process's one; kernels are the process's, whoever asks for them."""
+    """Return this process's router: its kernels are registered once."""
     return _Router()

@@ -62,7 +62,9 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 def _policy_of_draws(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Also recompute attention with dropout: if kept, later draws would come too early."""
-    named = dict(zip((one.name for one in op._schema.arguments), args, strict=False)) | kwargs
+    named = (
+        dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    )
     if named.get("dropout_p", 0.0) > 0:
         return CheckpointPolicy.PREFER_RECOMPUTE
     return _policy(ctx, op, *args, **kwargs)
@@ -75,7 +77,7 @@ def recompute(
     *,
     draws: bool = False,
 ) -> None:
-    """Make a block recompute its forward in the backward: nothing, all, or all but products.
+    """Make a block recompute its forward in the backward: nothing, all, or all but matmuls.
 
     `note` is given where the selective kind keeps results, in each forward that is not compiled.
     The method is replaced on the instance, so that parameters keep their names and the hooks of
@@ -84,22 +86,22 @@ def recompute(
     """
     if kind == "none":
         return
-    more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if kind == "selective":
         policy = _policy_of_draws if draws else _policy
-        more["context_fn"] = contexts = partial(create_selective_checkpoint_contexts, policy)
+        options["context_fn"] = contexts = partial(create_selective_checkpoint_contexts, policy)
         if note is not None:
-            more["context_fn"] = partial(_noted, contexts, note)
+            options["context_fn"] = partial(_noted, contexts, note)
     inner = block.forward
 
     # A function, which the compiler enters; a `partial` it would leave as it is, and compile none.
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(inner, *args, **more, **kwargs)
+        return checkpoint(inner, *args, **options, **kwargs)
 
     block.forward = forward
 
 
 def _noted(contexts: Callable[[], Any], note: Callable[[Mapping[Any, Any]], None]) -> Any:
-    found = contexts()
-    note(found[0].storage)
-    return found
+    pair = contexts()
+    note(pair[0].storage)
+    return pair

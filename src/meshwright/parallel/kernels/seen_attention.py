@@ -55,10 +55,10 @@ _NEEDED: Final = (
 
 
 def takes(q: Tensor, segments: Tensor | None, scores: ScoreBounds) -> bool:
-    """Whether blocks of a ring go this way: on a GPU, where FlashAttention alone does not serve."""
+    """Whether a ring uses FlexAttention: on a GPU, where FlashAttention alone does not serve."""
     is_bounded = segments is not None or scores.window is not None or scores.cap is not None
-    what = q.device, q.dtype, q.shape[-1]
-    return flex.takes(*what) and (is_bounded or not has_cuda_flash(*what))
+    kind = q.device, q.dtype, q.shape[-1]
+    return flex.takes(*kind) and (is_bounded or not has_cuda_flash(*kind))
 
 
 def seen_attention(cap: float | None = None) -> BlockAttention:
@@ -66,27 +66,29 @@ def seen_attention(cap: float | None = None) -> BlockAttention:
     return BlockAttention(partial(_forward, cap), partial(_backward, cap))
 
 
-def seen(at: tuple[Tensor, Tensor], of: tuple[Tensor, Tensor] | None, window: int | None) -> Seen:
-    """Return what queries see of keys: of both the positions int `[n]`, the segments `[batch, n]`.
+def seen(
+    positions: tuple[Tensor, Tensor], segments: tuple[Tensor, Tensor] | None, window: int | None
+) -> Seen:
+    """Return which keys queries see, from both's positions int `[n]` and segments `[batch, n]`.
 
     The host waits for nothing.
     """
-    queries, keys = (_ranges(x[None]) for x in at)
+    queries, keys = (_ranges(x[None]) for x in positions)
     # A pair of blocks may hold a pair that is seen, or holds no other.
-    some = keys[0][:, None, :] <= queries[1][:, :, None]
-    every = keys[1][:, None, :] <= queries[0][:, :, None]
+    touched = keys[0][:, None, :] <= queries[1][:, :, None]
+    full = keys[1][:, None, :] <= queries[0][:, :, None]
     if window is not None:
-        some &= keys[1][:, None, :] > queries[0][:, :, None] - window
-        every &= keys[0][:, None, :] > queries[1][:, :, None] - window
-    if of is not None:
-        (low, high), (first, last) = (_ranges(x) for x in of)
-        some = some & (first[:, None, :] <= high[:, :, None])
-        some &= last[:, None, :] >= low[:, :, None]
+        touched &= keys[1][:, None, :] > queries[0][:, :, None] - window
+        full &= keys[0][:, None, :] > queries[1][:, :, None] - window
+    if segments is not None:
+        (low, high), (first, last) = (_ranges(x) for x in segments)
+        touched = touched & (first[:, None, :] <= high[:, :, None])
+        touched &= last[:, None, :] >= low[:, :, None]
         is_one = (low == high)[:, :, None] & (first == last)[:, None, :]
-        every = every & is_one & (low[:, :, None] == first[:, None, :])
-    blocks = (*_listed(some & ~every), *_listed(every))
-    of_queries, of_keys = of if of is not None else (None, None)
-    return Seen(*at, of_queries, of_keys, window, blocks)
+        full = full & is_one & (low[:, :, None] == first[:, None, :])
+    blocks = (*_listed(touched & ~full), *_listed(full))
+    of_queries, of_keys = segments if segments is not None else (None, None)
+    return Seen(*positions, of_queries, of_keys, window, blocks)
 
 
 def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +99,7 @@ def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries the number of blocks of keys, and these, the others last.
+    """Return for each block of queries the number of its blocks of keys, and all, its own first.
 
     `pairs` is bool `[batch, of queries, of keys]`; for all heads alike.
     """
@@ -110,11 +112,11 @@ def _forward(
     cap: float | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     assert isinstance(mask, Seen)
-    *rest, blocks = mask
-    found: tuple[Tensor, Tensor] = torch.ops.meshwright.seen_attention(
-        q, k, v, *rest, list(blocks), cap
+    *positions_and_segments, blocks = mask
+    result: tuple[Tensor, Tensor] = torch.ops.meshwright.seen_attention(
+        q, k, v, *positions_and_segments, list(blocks), cap
     )
-    return found
+    return result
 
 
 def _backward(
@@ -129,11 +131,11 @@ def _backward(
     causal: bool,
 ) -> Grads:
     assert isinstance(mask, Seen)
-    *rest, blocks = mask
-    found: Grads = torch.ops.meshwright.seen_attention_backward(
-        grad, q, k, v, out, lse, *rest, list(blocks), cap
+    *positions_and_segments, blocks = mask
+    grads: Grads = torch.ops.meshwright.seen_attention_backward(
+        grad, q, k, v, out, lse, *positions_and_segments, list(blocks), cap
     )
-    return found
+    return grads
 
 
 # Operators, so that compiled code and selective recomputation see one of each.
@@ -179,8 +181,8 @@ def _differentiate(
     to_part = grad.to(weight.dtype) * weight.unsqueeze(-1)
     to_sums = (to_part * (part.detach() - out)).sum(-1)
     with _as_outside():
-        found = torch.autograd.grad((part, part_sums), (q, k, v), (to_part.to(part.dtype), to_sums))
-    q_grad, k_grad, v_grad = map(Tensor.contiguous, found)
+        grads = torch.autograd.grad((part, part_sums), (q, k, v), (to_part.to(part.dtype), to_sums))
+    q_grad, k_grad, v_grad = map(Tensor.contiguous, grads)
     return q_grad, k_grad, v_grad
 
 
@@ -192,7 +194,7 @@ def _empty_grads(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: An
 
 @contextmanager
 def _as_outside() -> Iterator[None]:
-    """Have what is called inside an operator be dispatched as outside of any (private)."""
+    """Dispatch calls inside an operator as if they were outside of any (private)."""
     private: Any = torch._C
     without = private._dispatch_tls_local_exclude_set()
     for name in _NEEDED:
@@ -218,14 +220,14 @@ def _by_flex(
 
     # Numbers are tensors: a compiler would take each for a constant, and compile again for others.
     span = None if window is None else torch.full((), window, device=q.device)
-    most = None if cap is None else torch.full((), cap, device=q.device)
+    cap_tensor = None if cap is None else torch.full((), cap, device=q.device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         back = at_queries[query] - at_keys[key]
-        found = back >= 0 if span is None else (back >= 0) & (back < span)
+        visible = back >= 0 if span is None else (back >= 0) & (back < span)
         if of_queries is None or of_keys is None:
-            return found
-        return found & (of_queries[batch, query] == of_keys[batch, key])
+            return visible
+        return visible & (of_queries[batch, query] == of_keys[batch, key])
 
     if of_queries is not None and of_keys is not None:
         of_queries, of_keys = (x.expand(q.shape[0], -1) for x in (of_queries, of_keys))
@@ -233,21 +235,21 @@ def _by_flex(
     # One table may serve all rows. An expanded one may not: the kernel takes tables as contiguous.
     mask = make(*blocks, BLOCK_SIZE=_SIZE, mask_mod=sees, seq_lengths=(q.shape[2], k.shape[2]))
     with torch._dynamo.config.patch(recompile_limit=_KERNELS):
-        out, more = _compiled()(
+        out, aux = _compiled()(
             q,
             k,
             v,
-            score_mod=None if most is None else flex.bound(most),
+            score_mod=None if cap_tensor is None else flex.bound(cap_tensor),
             block_mask=mask,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
         )
-    return out, more.lse
+    return out, aux.lse
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    found: Callable[..., Any] = torch.compile(flex_attention)
-    return found
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    return compiled

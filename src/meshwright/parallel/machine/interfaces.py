@@ -78,24 +78,24 @@ def listen_at(host: str, port: int, *, is_alone: bool) -> tuple[socket.socket, s
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [(family, str(at[0])) for family, _, _, _, at in found]
+    return [(family, str(address[0])) for family, _, _, _, address in infos]
 
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each interface that has one; empty if not Linux."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
+            request = struct.pack("256s", name.encode()[:15])
             try:
-                told = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, asked)
+                reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
             except OSError:  # it is down, or has none
                 continue
-            found[name] = socket.inet_ntoa(told[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
 
 
 def asked_for(environ: Mapping[str, str]) -> str | None:
@@ -108,28 +108,28 @@ def asked_for(environ: Mapping[str, str]) -> str | None:
     for variable in VARIABLES:
         value = environ.get(variable, "")
         for name in (part.removeprefix("=") for part in value.split(",") if part):
-            is_one = name in known or any(one.startswith(name) for one in known)
+            is_one = name in known or any(interface.startswith(name) for interface in known)
             if not name.startswith("^") and not is_one:
-                what = f"{variable} = {value}, but this machine has no such interface"
-                raise ConfigError(refusal(what, legal=known))
+                rule = f"{variable} = {value}, but this machine has no such interface"
+                raise ConfigError(refusal(rule, legal=known))
     first = environ.get(VARIABLES[0], "").split(",")[0]
     return first or None
 
 
-def own_address(towards: str, others: Sequence[str], port: int) -> str:
+def own_address(towards: str, addresses: Sequence[str], port: int) -> str:
     """Return the address at which others reach this machine.
 
     `towards` is its address on the route to the rendezvous. The machine at the rendezvous may find
     itself on loopback, because its hosts file has its own name there; then the route to the first
-    of the `others` that is not on loopback counts.
+    of the `addresses` that is not on loopback counts.
     """
     if towards and not is_loopback(towards):
         return towards
-    away = [address for address in others if address and not is_loopback(address)]
+    away = [address for address in addresses if address and not is_loopback(address)]
     return address_towards(away[0], port) if away else towards
 
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface with an address; 127.0.0.0/8 is loopback's."""
-    found = {has: name for name, has in interfaces().items()}
-    return found.get("127.0.0.1" if is_loopback(address) else address)
+    by_address = {has: name for name, has in interfaces().items()}
+    return by_address.get("127.0.0.1" if is_loopback(address) else address)

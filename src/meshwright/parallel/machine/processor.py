@@ -19,23 +19,23 @@ _TELLING: Final = (
 
 def processor_facts(file: Path = _FILE) -> dict[str, str]:
     """Return Linux's description of the first processor; empty on other systems."""
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
-            found.setdefault(name.strip(), value.strip())
-    return found
+            facts.setdefault(name.strip(), value.strip())
+    return facts
 
 
 def processor(file: Path = _FILE) -> Processor:
     """Return this machine's processor, or a nameless one if the system doesn't say."""
-    found = processor_facts(file)
-    family = found.get("cpu family", "")
-    return Processor(found.get("vendor_id", ""), int(family) if family.isdecimal() else 0)
+    facts = processor_facts(file)
+    family = facts.get("cpu family", "")
+    return Processor(facts.get("vendor_id", ""), int(family) if family.isdecimal() else 0)
 
 
 def fingerprint(file: Path = _FILE) -> str:
     """Return eight hex digits that identify the kind of processor."""
-    found = processor_facts(file)
-    told = json.dumps([found.get(name, "") for name in _TELLING])
-    return hashlib.sha256(told.encode()).hexdigest()[:8]
+    facts = processor_facts(file)
+    identity = json.dumps([facts.get(name, "") for name in _TELLING])
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]

@@ -84,7 +84,7 @@ def _agent(error_file: str) -> str | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
-    """Return what `srun` told one of several tasks, each of which is a rank; None for any other.
+    """Return the rendezvous of one of several tasks of `srun`, the ranks; None elsewhere.
 
     The batch script itself has no step, and a step of one task starts its ranks itself. Rank 0
     is on the first node of the list. `MASTER_ADDR` and `MASTER_PORT` win where they are set.
@@ -99,10 +99,10 @@ def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
     port = _FIRST_PORT + drawn % _PORTS
     host = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
     if len(tasks) > 1 and is_loopback(host):
-        what = f"MASTER_ADDR = {host} is every node itself, and the step has {len(tasks)} nodes"
+        rule = f"MASTER_ADDR = {host} is every node itself, and the step has {len(tasks)} nodes"
         raise ConfigError(
             refusal(
-                what,
+                rule,
                 legal=[first_host(environ["SLURM_STEP_NODELIST"])],
                 hint="Left out, it is the first node of the step.",
             )
@@ -130,8 +130,8 @@ def first_host(nodes: str) -> str:
     """Return the first host of a Slurm host list: `gpu[007-009,12],login`."""
     first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     assert first is not None, nodes
-    rest = re.match(r"[^\]]*\]([^,\[]*)", nodes[first.end() :]) if first[2] else None
-    return first[1] + (first[2] or "") + (rest[1] if rest else "")
+    suffix = re.match(r"[^\]]*\]([^,\[]*)", nodes[first.end() :]) if first[2] else None
+    return first[1] + (first[2] or "") + (suffix[1] if suffix else "")
 
 
 def loopback_interface() -> str:
@@ -152,14 +152,20 @@ class Seat(NamedTuple):
     address: str = ""
 
 
-def own_seat(at: Rendezvous, environ: Mapping[str, str]) -> Seat:
+def own_seat(rendezvous: Rendezvous, environ: Mapping[str, str]) -> Seat:
     """Return the seat of this process.
 
     The scheduler's or the system's name identifies a node, together with Linux's random boot id,
     because several nodes may have the same name, such as "localhost".
     """
     name = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return Seat(name, boot_id(), at.local_rank, at.local_size, address_towards(at.host, at.port))
+    return Seat(
+        name,
+        boot_id(),
+        rendezvous.local_rank,
+        rendezvous.local_size,
+        address_towards(rendezvous.host, rendezvous.port),
+    )
 
 
 def seated(seats: Sequence[Seat]) -> list[int]:
@@ -186,17 +192,17 @@ def seated(seats: Sequence[Seat]) -> list[int]:
 
 
 def _check_reachable(seats: Sequence[Seat]) -> None:
-    """Refuse machines that know no way to each other but loopback."""
+    """Raise `ConfigError` for machines that reach each other by loopback alone."""
     several = len({seat.boot for seat in seats}) > 1
     if several and all(is_loopback(seat.address) for seat in seats):
         known = "; ".join(sorted({f"{seat.node} {seat.address}" for seat in seats}))
         hint = "Name an address that all nodes see."
-        what = f"MASTER_ADDR leads several machines to loopback ({known})"
-        raise ConfigError(refusal(what, hint=hint))
+        rule = f"MASTER_ADDR leads several machines to loopback ({known})"
+        raise ConfigError(refusal(rule, hint=hint))
 
 
 def _check_nodes(seats: Sequence[Seat], nodes: Sequence[Sequence[int]]) -> None:
-    """Refuse nodes on which no mesh can be laid as it was planned."""
+    """Raise `ConfigError` for nodes with different numbers of ranks, or with others than stated."""
     listed = "; ".join(f"{seats[ranks[0]].node} has ranks {list(ranks)}" for ranks in nodes)
     sizes = {len(ranks) for ranks in nodes}
     if len(sizes) > 1:
@@ -207,11 +213,11 @@ def _check_nodes(seats: Sequence[Seat], nodes: Sequence[Sequence[int]]) -> None:
             )
         )
     (size,) = sizes
-    told = {seat.local_size for seat in seats}
-    if told != {size}:
+    stated = {seat.local_size for seat in seats}
+    if stated != {size}:
         raise ConfigError(
             refusal(
-                f"LOCAL_WORLD_SIZE = {', '.join(map(str, sorted(told)))} must be the ranks of a "
+                f"LOCAL_WORLD_SIZE = {', '.join(map(str, sorted(stated)))} must be the ranks of a "
                 f"node, but {listed}",
                 legal=[size],
                 hint="Without it all ranks are taken to be on one node.",

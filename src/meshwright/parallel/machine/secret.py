@@ -71,8 +71,8 @@ def _read(path: Path) -> bytes:
     try:
         # Without O_NONBLOCK a pipe would be waited for.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or stat.S_IMODE(found.st_mode) & 0o077:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o077:
                 rule = "must be a file that its owner alone can read"
                 raise ConfigError(f"{FILE_VARIABLE} = {path} {rule}: chmod 600 {path}")
             return file.read(_LONGEST + 1).strip()

@@ -67,7 +67,7 @@ def machine_name() -> str:
 
 def clock_offset(
     world: World,
-    now: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.monotonic,
     machine: Callable[[], str] = machine_name,
 ) -> float:
     """Return the seconds from this rank's monotonic clock to rank 0's; a collective.
@@ -83,28 +83,28 @@ def clock_offset(
     offset = 0.0
     for rank in sorted(set(first) - {0}):
         if world.rank == rank:
-            _, offset = min(_ask(world, now) for _ in range(EXCHANGES))
+            _, offset = min(_ask(world, clock) for _ in range(EXCHANGES))
         elif world.rank == 0:
             for _ in range(EXCHANGES):
-                _answer(world, rank, now)
+                _answer(world, rank, clock)
     if any(first):
         offset = world.gather_on_host([offset])[first[world.rank]][0]
     return offset
 
 
-def _ask(world: World, now: Callable[[], float]) -> tuple[float, float]:
-    """Return how long rank 0 took to say its time, and how far that is from this rank's."""
-    told = torch.zeros(1, dtype=torch.float64)
-    sent = now()
-    Pending(world.recorder, dist.isend(told, 0)).wait()
-    Pending(world.recorder, dist.irecv(told, 0)).wait()
-    got = now()
-    return got - sent, told.item() - (sent + got) / 2
+def _ask(world: World, clock: Callable[[], float]) -> tuple[float, float]:
+    """Return the seconds of an exchange with rank 0, and the offset to its clock."""
+    reply = torch.zeros(1, dtype=torch.float64)
+    sent = clock()
+    Pending(world.recorder, dist.isend(reply, 0)).wait()
+    Pending(world.recorder, dist.irecv(reply, 0)).wait()
+    received = clock()
+    return received - sent, reply.item() - (sent + received) / 2
 
 
-def _answer(world: World, rank: int, now: Callable[[], float]) -> None:
+def _answer(world: World, rank: int, clock: Callable[[], float]) -> None:
     """Tell a rank the time as soon as it asks."""
-    told = torch.zeros(1, dtype=torch.float64)
-    Pending(world.recorder, dist.irecv(told, rank)).wait()
-    told.fill_(now())
-    Pending(world.recorder, dist.isend(told, rank)).wait()
+    message = torch.zeros(1, dtype=torch.float64)
+    Pending(world.recorder, dist.irecv(message, rank)).wait()
+    message.fill_(clock())
+    Pending(world.recorder, dist.isend(message, rank)).wait()

@@ -74,7 +74,7 @@ class CollectiveRecorder:
             library._destroy()
 
     def _stand_before(self, name: str, make: Callable[[Kernel], Kernel]) -> None:
-        """Put what `make` returns before the kernels of an operation, which it gets to call."""
+        """Register the kernel that `make` wraps around an operation's own kernels."""
         space, _, operation = name.partition("::")
         if space not in self._libraries:
             library = torch.library.Library(space, "IMPL")  # type: ignore[no-untyped-call]
@@ -89,12 +89,12 @@ class CollectiveRecorder:
         self._libraries[space].impl(operation, make(inner), _KEY.name, with_keyset=True)
 
     def _begun(self, name: str, names: Sequence[str], inner: Kernel) -> Kernel:
-        """Return a kernel that enters a collective or a transfer, with these arguments."""
+        """Return a kernel that records a collective or a transfer before it calls `inner`."""
         kind, message = {**MESSAGES, **_OTHERS}.get(name, ("other", ""))
-        places = {argument: at for at, argument in enumerate(names)}
-        at_group, at_message = places["process_group"], places.get(message)
-        at_peer = places.get("dst", places.get("src"))
-        at_async = places.get("async_op", len(names))
+        indices = {argument: index for index, argument in enumerate(names)}
+        at_group, at_message = indices["process_group"], indices.get(message)
+        at_peer = indices.get("dst", indices.get("src"))
+        at_async = indices.get("async_op", len(names))
         is_transfer = kind in TRANSFERS
 
         def recorded(keys: Any, *args: Any) -> Any:
@@ -106,8 +106,10 @@ class CollectiveRecorder:
             peer = -1
             if is_transfer and at_peer is not None:
                 peer = dist.get_process_group_ranks(group)[args[at_peer]]
-            size = 0 if at_message is None else _bytes(args[at_message])
-            entry = self._recorder.begin(kind, self._number(group), size, peer, waits=waits)
+            message_bytes = 0 if at_message is None else _bytes(args[at_message])
+            entry = self._recorder.begin(
+                kind, self._number(group), message_bytes, peer, waits=waits
+            )
             out = inner(keys, *args)
             if waits:
                 if keys.has(torch._C.DispatchKey.CPU):
@@ -119,7 +121,7 @@ class CollectiveRecorder:
         return recorded
 
     def _waited(self, inner: Kernel) -> Kernel:
-        """Return a kernel that enters the wait for a functional collective."""
+        """Return a kernel that records the wait for a functional collective."""
 
         def recorded(keys: Any, *args: Any) -> Any:
             entries = self._recorder.left_open()
@@ -138,13 +140,13 @@ class CollectiveRecorder:
 
 
 def _marked() -> Callable[[], bool]:
-    """Mark where the device's stream is; returns what says whether the device has come there."""
+    """Mark the device's stream as it is now; returns a function: whether the mark is reached."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return lambda: bool(event.query())
 
 
-def _bytes(found: Any) -> int:
-    if isinstance(found, Tensor):
-        return found.numel() * found.element_size()
-    return sum(_bytes(one) for one in found)
+def _bytes(message: Any) -> int:
+    if isinstance(message, Tensor):
+        return message.numel() * message.element_size()
+    return sum(_bytes(tensor) for tensor in message)

@@ -34,10 +34,10 @@ _CAUSES: Final[Mapping[str, str]] = {
 }
 # Which turns belong to which cause, but for the waits in them.
 _WORK: Final[Mapping[str, Callable[[Span], bool]]] = {
-    "compute": lambda one: one.track == "compute",
-    "bubble": lambda one: one.track == "messages",
-    "optimizer": lambda one: one.name == "update",
-    "input": lambda one: one.name == "input",
+    "compute": lambda span: span.track == "compute",
+    "bubble": lambda span: span.track == "messages",
+    "optimizer": lambda span: span.name == "update",
+    "input": lambda span: span.name == "input",
 }
 # A message that takes less of the step is counted, and not drawn.
 SHORTEST: Final = 1 / 2000
@@ -84,41 +84,41 @@ def recorded(tape: Tape, label: Callable[[int], str], *, pp: int, dp: int) -> Re
     waits = sorted(_waits(tape, label, at))
     world = "bubble" if pp > 1 else "data" if dp > 1 else "tp"
     turns = list(zip(tape.turns, pairwise(times), strict=True))
-    work = [_worked(turn, place, waits) for turn, place in turns]
-    messages = [one for one in work if one.track == "messages"]
+    work = [_worked(turn, interval, waits) for turn, interval in turns]
+    messages = [span for span in work if span.track == "messages"]
     messages += _waiting(tape.turns, waits)
-    spans = [one for one in work if one.track != "messages"]
-    spans += [one for one in messages if one.seconds >= seconds * SHORTEST]
+    spans = [span for span in work if span.track != "messages"]
+    spans += [span for span in messages if span.seconds >= seconds * SHORTEST]
     return Recorded(
         began,
         seconds,
         times,
-        tuple(sorted(spans, key=lambda one: (one.start, one.track))),
+        tuple(sorted(spans, key=lambda span: (span.start, span.track))),
         _traffic(tape, label, waits),
         _by_cause(seconds, work, waits, {**_CAUSES, "world": world}),
     )
 
 
 def _waits(
-    tape: Tape, label: Callable[[int], str], at: Callable[[object], float]
+    tape: Tape, label: Callable[[int], str], seconds_of: Callable[[object], float]
 ) -> Iterator[_Waited]:
-    """Yield the waits along the layout's axes; what is saved meanwhile has groups of its own."""
+    """Yield the waits along the layout's axes, not those of a save, which has its own groups."""
     for wait in tape.waits:
         messages = tuple(tape.sent[entry] for entry in wait.entries if entry in tape.sent)
         axis = label(messages[-1].group) if messages else ""
         if axis in _AXES:
-            yield _Waited(at(wait.since), at(wait.until), axis, messages)
+            yield _Waited(seconds_of(wait.since), seconds_of(wait.until), axis, messages)
 
 
-def _worked(turn: Turn, place: tuple[float, float], waits: Sequence[_Waited]) -> Span:
+def _worked(turn: Turn, interval: tuple[float, float], waits: Sequence[_Waited]) -> Span:
     """Return the span of a turn: of an action, of beginning a transfer, or of a phase.
 
     An action begins where its input has arrived: the wait for it is no part of the work.
     """
-    start, end = place
+    start, end = interval
     if turn.name in COMPUTE:
-        came = [w.until for w in waits if w.axis == "pp" and start <= w.since < end]
-        start = min(max([start, *came]), end)
+        arrivals = [w.until for w in waits if w.axis == "pp" and start <= w.since < end]
+        start = min(max([start, *arrivals]), end)
         return Span("compute", turn.name, start, end, turn.stage, turn.microbatch)
     if turn.stage >= 0:
         return Span("messages", turn.name, start, end, turn.stage, turn.microbatch, "pp")
@@ -168,26 +168,28 @@ def _by_cause(
 
     A wait inside of another one counts once, for the one that began first.
     """
-    found = dict.fromkeys(CAUSES, 0.0)
-    del found["recompute"]  # cannot be told from computation here
+    by_cause = dict.fromkeys(CAUSES, 0.0)
+    del by_cause["recompute"]  # cannot be told from computation here
     alone: list[tuple[float, float]] = []
     until = 0.0
     for wait in waits:
         since, until = max(wait.since, until), max(wait.until, until)
         if since < until:
             alone.append((since, until))
-            found[causes[wait.axis]] += until - since
+            by_cause[causes[wait.axis]] += until - since
     for cause, is_one in _WORK.items():
-        places = [(one.start, one.end) for one in work if is_one(one)]
-        found[cause] += _without(places, alone)
-    found["host"] = seconds - sum(found.values())
-    return found
+        intervals = [(span.start, span.end) for span in work if is_one(span)]
+        by_cause[cause] += _without(intervals, alone)
+    by_cause["host"] = seconds - sum(by_cause.values())
+    return by_cause
 
 
-def _without(places: Sequence[tuple[float, float]], waits: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of some places that no wait covers; both are in order, without overlap."""
+def _without(
+    intervals: Sequence[tuple[float, float]], waits: Sequence[tuple[float, float]]
+) -> float:
+    """Return the seconds of intervals that no wait covers; both are in order, without overlap."""
     total, first = 0.0, 0
-    for start, end in places:
+    for start, end in intervals:
         total += end - start
         while first < len(waits) and waits[first][1] <= start:
             first += 1
@@ -213,17 +215,17 @@ def memory_points(
 
     `times` are the beginnings of its turns, then its end; None if its turns differ.
     """
-    found = []
+    points = []
     for moment in moments:
         is_end = moment.turn == len(turns)
         time = None
         if times is not None:
             start, end = times[moment.turn], times[min(moment.turn + 1, len(turns))]
             time = start + moment.share * (end - start)
-        found.append(
+        points.append(
             MemoryPoint("end" if is_end else name_of(turns[moment.turn]), time, moment.bytes)
         )
-    return tuple(found)
+    return tuple(points)
 
 
 def name_of(turn: Turn) -> str:

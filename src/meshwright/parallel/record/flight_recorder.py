@@ -121,10 +121,10 @@ class FlightRecorder:
 
     def step(self, step: int) -> None:
         """Record the beginning of a step."""
-        now = self._clock()
+        time_s = self._clock()
         if self._step_began:
-            self._stepped_s += now - self._step_began
-        self._step, self._step_began = step, now
+            self._stepped_s += time_s - self._step_began
+        self._step, self._step_began = step, time_s
         self._enter("data")
 
     def phase(self, name: str) -> None:
@@ -174,20 +174,20 @@ class FlightRecorder:
 
         A known group keeps its number, and its label unless there is a new one.
         """
-        at = next((i for i, known in enumerate(self._groups) if known.name == name), None)
-        if at is None:
-            at = len(self._groups)
+        number = next((i for i, known in enumerate(self._groups) if known.name == name), None)
+        if number is None:
+            number = len(self._groups)
             self._groups.append(Group(name, f"ranks {', '.join(map(str, ranks))}", tuple(ranks)))
         elif not label:
-            return at
+            return number
         if label:
-            self._groups[at] = self._groups[at]._replace(label=label)
+            self._groups[number] = self._groups[number]._replace(label=label)
         texts = [[known.name, known.label, ranges_of(known.ranks)] for known in self._groups]
         text = json.dumps(texts[:GROUPS]).encode()
         if len(text) <= RING_AT - NAMES_AT - 4:
             self._memory[NAMES_AT + 4 : NAMES_AT + 4 + len(text)] = text
             struct.pack_into("=I", self._memory, NAMES_AT, len(text))
-        return at
+        return number
 
     def begin(
         self, kind: str, group: int, size: int, peer: int = -1, *, waits: bool = False
@@ -201,7 +201,7 @@ class FlightRecorder:
         if not hasattr(self._mine, "entries"):
             self._mine.entries = deque(maxlen=2)
         self._mine.entries.append(number)
-        now = self._clock()
+        time_s = self._clock()
         key = (group, code, peer) if kind in TRANSFERS else (group, 0, -1)
         sequence = self._sequences[key] = self._sequences.get(key, 0) + 1
         if key[1] == 0 and group < GROUPS:
@@ -209,7 +209,7 @@ class FlightRecorder:
         RECORD.pack_into(
             self._memory,
             RING_AT + number % SLOTS * RECORD.size,
-            *(number, now, now if waits else 0.0, 0.0),
+            *(number, time_s, time_s if waits else 0.0, 0.0),
             *(size, sequence, self._step, group, peer, code, self._phase),
         )
         self._move()
@@ -227,9 +227,9 @@ class FlightRecorder:
 
     def wait(self, *entries: int) -> None:
         """Record that the rank waits for something that it began."""
-        now = self._clock()
+        time_s = self._clock()
         for entry in entries:
-            self._stamp(entry, "waiting", now)
+            self._stamp(entry, "waiting", time_s)
         self._move()
         if self.tape is not None:
             self.tape.wait(*entries)
@@ -239,12 +239,14 @@ class FlightRecorder:
 
         With a `mark`, it was enqueued on the device: `look` records its end there.
         """
-        now, field = self._clock(), "ended"
+        time_s, field = self._clock(), "ended"
         if self.mark is not None and entries:
-            there, field = self.mark(), "waiting"
-            self._on_device.update(dict.fromkeys(entries, there))
-        since = min((self._stamp(entry, field, now) or now for entry in entries), default=now)
-        self._waited(entries, now - since)
+            reached, field = self.mark(), "waiting"
+            self._on_device.update(dict.fromkeys(entries, reached))
+        since = min(
+            (self._stamp(entry, field, time_s) or time_s for entry in entries), default=time_s
+        )
+        self._waited(entries, time_s - since)
 
     def look(self) -> None:
         """Record what has ended on the device; from any thread, also while the rank hangs.
@@ -252,17 +254,19 @@ class FlightRecorder:
         A device reaches its marks in order. This is no activity of the rank, so the entry count
         stays.
         """
-        for entry, there in self._on_device.copy().items():
-            if not there():
+        for entry, reached in self._on_device.copy().items():
+            if not reached():
                 break
             self._stamp(entry, "ended", self._clock())
             self._on_device.pop(entry, None)
 
     def go_on(self, *entries: int) -> None:
         """Record that the rank no longer waits for something that has not ended."""
-        now = self._clock()
-        since = min((self._stamp(entry, "waiting", 0.0) or now for entry in entries), default=now)
-        self._waited(entries, now - since)
+        time_s = self._clock()
+        since = min(
+            (self._stamp(entry, "waiting", 0.0) or time_s for entry in entries), default=time_s
+        )
+        self._waited(entries, time_s - since)
 
     def _waited(self, entries: Sequence[int], seconds: float) -> None:
         self._waited_s += seconds
@@ -274,9 +278,9 @@ class FlightRecorder:
         """Set a time of an entry; returns since when it was waited for, 0 where it was not."""
         if entry <= self._number - SLOTS:  # written over meanwhile
             return 0.0
-        at = RING_AT + entry % SLOTS * RECORD.size
-        since = float(_TIME.unpack_from(self._memory, at + RECORD_TIMES["waiting"])[0])
-        _TIME.pack_into(self._memory, at + RECORD_TIMES[field], time_s)
+        offset = RING_AT + entry % SLOTS * RECORD.size
+        since = float(_TIME.unpack_from(self._memory, offset + RECORD_TIMES["waiting"])[0])
+        _TIME.pack_into(self._memory, offset + RECORD_TIMES[field], time_s)
         return since
 
     def left_open(self) -> tuple[int, ...]:

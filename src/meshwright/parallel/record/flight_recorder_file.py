@@ -150,12 +150,12 @@ class Reading(NamedTuple):
     def place(self) -> str:
         """Say where the rank is, as `step 7, forward of microbatch 2 on stage 1`."""
         if self.phase in ("start", "load", "end"):
-            words = {
+            phrases = {
                 "start": "before it joined the others",
                 "load": "loading",
                 "end": "at the end of the run",
             }
-            return words[self.phase]
+            return phrases[self.phase]
         text = f"step {self.step}, {self.phase}"
         if self.action:
             text += f" of microbatch {self.microbatch} on stage {self.stage}"
@@ -194,7 +194,7 @@ class FlightRecorderFile:
     def read(self) -> Reading:
         """Return all that the flight recorder holds."""
         _, attempt, rank, world, machine, pid, started = HEAD.unpack_from(self._memory, 0)
-        moves, at, step, phase, action, stage, _, microbatch, _, waited_s, stepped_s = (
+        moves, entered, step, phase, action, stage, _, microbatch, _, waited_s, stepped_s = (
             NOW.unpack_from(self._memory, NOW_AT)
         )
         size = struct.unpack_from("=I", self._memory, NAMES_AT)[0]
@@ -202,7 +202,7 @@ class FlightRecorderFile:
         groups = tuple(Group(name, label, ranks_of(ranges)) for name, label, ranges in listed)
         counts = struct.unpack_from(f"={GROUPS}Q", self._memory, COUNTS_AT)
         return Reading(
-            *(attempt, rank, world, pid, started, moves, at, step, PHASES[phase]),
+            *(attempt, rank, world, pid, started, moves, entered, step, PHASES[phase]),
             *(ACTIONS[action], stage, microbatch, waited_s, stepped_s),
             groups,
             counts[: len(groups)],
@@ -211,19 +211,21 @@ class FlightRecorderFile:
         )
 
     def _records(self, groups: tuple[Group, ...]) -> list[Record]:
-        found = []
+        records = []
         for slot in range(SLOTS):
             fields = RECORD.unpack_from(self._memory, RING_AT + slot * RECORD.size)
             number, begun, waiting, ended, size, sequence, step, group, peer, kind, phase = fields
             if number:
-                of = groups[group] if group < len(groups) else Group("", f"group {group}", ())
-                found.append(
+                record_group = (
+                    groups[group] if group < len(groups) else Group("", f"group {group}", ())
+                )
+                records.append(
                     Record(
-                        *(number, begun, waiting, ended, size, sequence, step, of, peer),
+                        *(number, begun, waiting, ended, size, sequence, step, record_group, peer),
                         *(KINDS[kind], PHASES[phase]),
                     )
                 )
-        return found
+        return records
 
 
 def read_flight_recorder(path: Path) -> Reading | None:

@@ -88,7 +88,7 @@ def _column(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:
 
 
 class FrozenInside(nn.Linear):
-    """A linear layer inside of a region: this rank's part of what enters, or of what leaves."""
+    """A frozen linear layer inside of a region, on this rank's part of its outputs or inputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[..., out / ranks]` of `[..., in]`, or partial sums `[..., out]`."""

@@ -1,4 +1,4 @@
-"""Products in pieces beside the messages of sequence parallelism, by the compiler: async TP.
+"""Matmuls in pieces beside the messages of sequence parallelism, by the compiler: async TP.
 
 PyTorch's compiler finds a gather before products, and a sum behind one, and puts operators in their
 place that exchange pieces through memory which the ranks of a link share (symmetric memory), each

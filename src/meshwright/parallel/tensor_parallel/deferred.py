@@ -41,7 +41,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """Enters the part that is cut over tp, and multiplies with some weights there.
+    """Enters a tensor-parallel region, and multiplies the input with each of some weights.
 
     One function, so that autograd knows the weights' gradients when the input's is there: data
     parallelism's hooks need not be told of any.
@@ -67,26 +67,29 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept, *weights = ctx.saved_tensors
+        saved, *weights = ctx.saved_tensors
         tp_region: TPRegion = ctx.tp_region
         rows = [grad.flatten(0, -2) for grad in grads]
-        again = tp_region.entering(kept) if tp_region.gathers_again else lambda: kept
+        gather_again = tp_region.entering(saved) if tp_region.gathers_again else lambda: saved
         part = None
         if ctx.needs_input_grad[0]:
             part = _input_grad(rows, weights).view(*grads[0].shape[:-1], -1)
-        inputs = again().flatten(0, -2)
+        inputs = gather_again().flatten(0, -2)
         sent = None if part is None else tp_region.returning(part)
-        del again, part  # they would keep what was gathered, and what has been sent
-        biases = [one.sum(0) if has else None for one, has in zip(rows, ctx.has_bias, strict=True)]
+        del gather_again, part  # they would keep what was gathered, and what has been sent
+        biases = [
+            grad_rows.sum(0) if has else None
+            for grad_rows, has in zip(rows, ctx.has_bias, strict=True)
+        ]
         pending = ctx.deferral.pending
-        found: list[Tensor | None] = []
-        for owner, one in zip(ctx.owners, rows, strict=True):
+        weight_grads: list[Tensor | None] = []
+        for owner, grad_rows in zip(ctx.owners, rows, strict=True):
             if pending is None:
-                found.append(_weight_grad(one, inputs))
+                weight_grads.append(_weight_grad(grad_rows, inputs))
             else:
-                pending.append(_accumulation(owner, one, inputs))
-                found.append(None)
-        return None if sent is None else sent(), None, None, None, None, *found, *biases
+                pending.append(_accumulation(owner, grad_rows, inputs))
+                weight_grads.append(None)
+        return None if sent is None else sent(), None, None, None, None, *weight_grads, *biases
 
 
 def _product(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -98,8 +101,8 @@ def _product(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tens
 def _input_grad(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Return the sum of `[tokens, out] @ [out, in]`, in memory of its own."""
     total = rows[0] @ weights[0]
-    for one, weight in zip(rows[1:], weights[1:], strict=True):
-        total += one @ weight
+    for grad_rows, weight in zip(rows[1:], weights[1:], strict=True):
+        total += grad_rows @ weight
     return total
 
 

@@ -1,4 +1,4 @@
-"""Frozen weights in four bits: where products, memory and the source of weights meet them."""
+"""Frozen weights in NF4: where matmuls, memory and the source of weights meet them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def keep_in_four_bits(model: nn.Module, program: Program) -> None:
 
 
 def give_levels(model: nn.Module, device: torch.device) -> None:
-    """Give layers with weights in four bits what these stand for: one tensor for all."""
-    packed = [one for one in model.modules() if isinstance(one, nn.Linear)]
-    packed = [one for one in packed if one.weight.dtype == torch.uint8]
+    """Give all layers with weights in NF4 one table of the numbers that their bytes stand for."""
+    packed = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    packed = [layer for layer in packed if layer.weight.dtype == torch.uint8]
     if packed:
         table = pairs(device)
         for layer in packed:

@@ -72,13 +72,13 @@ class VocabEmbedding(nn.Embedding):
         """Return `[batch, seq or its share, dim]` of int64 ids `[batch, seq]`."""
         weight = local(self.weight)
         first = self.tp_region.link.rank * weight.shape[0]
-        own = input - first
-        outside = (own < 0) | (own >= weight.shape[0])
+        local_ids = input - first
+        outside = (local_ids < 0) | (local_ids >= weight.shape[0])
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None  # another rank's row
-        found = F.embedding(own.masked_fill(outside, 0), weight, padding)
-        return self.tp_region.leave(found.masked_fill(outside[..., None], 0))
+        embedded = F.embedding(local_ids.masked_fill(outside, 0), weight, padding)
+        return self.tp_region.leave(embedded.masked_fill(outside[..., None], 0))
 
 
 def below(kind: Any, cut: Any) -> Any:
@@ -96,10 +96,10 @@ def over_all_heads(link: Link) -> NormPair:
 
     def norm(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor]:
         weights = local(q_norm.weight), local(k_norm.weight)
-        found: tuple[Tensor, Tensor] = _NormOverRanks.apply(  # type: ignore[no-untyped-call]
+        normed: tuple[Tensor, Tensor] = _NormOverRanks.apply(  # type: ignore[no-untyped-call]
             q, k, *weights, q_norm.eps, q_norm.plus_one, link
         )
-        return found
+        return normed
 
     return norm
 
@@ -158,8 +158,10 @@ class _NormOverRanks(torch.autograd.Function):
         along = torch.stack([(a * b).sum(-1) for a, b in zip(inner, normed, strict=True)])
         along = all_reduce(along, ctx.link)
         q_back, k_back = (
-            one.addcmul_(each, share[..., None] / size, value=-1).mul_(scale[..., None]).to(x.dtype)
-            for one, each, share, size, scale, x in zip(
+            gradient.addcmul_(normed_x, share[..., None] / size, value=-1)
+            .mul_(scale[..., None])
+            .to(x.dtype)
+            for gradient, normed_x, share, size, scale, x in zip(
                 inner, normed, along, ctx.sizes, scales, (q, k), strict=True
             )
         )
@@ -173,7 +175,7 @@ def together(tp_region: TPRegion, deferral: Deferral) -> Project:
     """
 
     def project(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
-        weights, biases = [one.weight for one in layers], [one.bias for one in layers]
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         return linears(x, weights, biases, deferral, tp_region)
 
     return project

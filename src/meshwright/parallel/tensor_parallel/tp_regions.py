@@ -44,16 +44,16 @@ def begin_gather(x: Tensor, link: Link) -> Arrival:
     parts = ops.all_gather_into_tensor(x.contiguous(), link.size, link.name)
 
     def arrived() -> Tensor:
-        found: Tensor = ops.wait_tensor(parts)
+        gathered: Tensor = ops.wait_tensor(parts)
         if x.shape[0] == 1 and not link.in_pieces:
-            return found.view(1, -1, *x.shape[2:])
-        return torch.cat(torch.chunk(found, link.size, 0), 1)  # as a compiler knows it
+            return gathered.view(1, -1, *x.shape[2:])
+        return torch.cat(torch.chunk(gathered, link.size, 0), 1)  # as a compiler knows it
 
     return arrived
 
 
 def begin_scatter(x: Tensor, link: Link) -> Arrival:
-    """Begin to make this rank's `[batch, seq / ranks, ...]` of the sum of `[batch, seq, ...]`."""
+    """Start to reduce-scatter `[batch, seq, ...]` to this rank's `[batch, seq / ranks, ...]`."""
     if x.shape[0] == 1 and not link.in_pieces:
         cut = x.view(link.size, -1, *x.shape[2:])
     else:
@@ -64,7 +64,7 @@ def begin_scatter(x: Tensor, link: Link) -> Arrival:
 
 
 class _Exit(torch.autograd.Function):
-    """The sum of what ranks made out of a region, and the gradient of each one's part back."""
+    """Leaves a region: sums the ranks' partial results; each part gets the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
@@ -77,7 +77,7 @@ class _Exit(torch.autograd.Function):
 
 
 class _Entry(torch.autograd.Function):
-    """The stream into a region, and the sum of its gradient over the ranks back."""
+    """Enters a region with the residual stream; sums its gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
@@ -90,7 +90,7 @@ class _Entry(torch.autograd.Function):
 
 
 def _apart(out: Tensor, x: Tensor) -> Tensor:
-    """Return a tensor, or a view of it where it is the argument, which autograd wants apart."""
+    """Return a tensor, or a view of it if it is the argument itself, as autograd requires."""
     return out.view_as(x) if out is x else out
 
 
@@ -108,41 +108,41 @@ class TPRegion:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input is gathered: the stream is sharded along the sequence."""
+        """Whether the input is gathered: the residual stream is sharded along the sequence."""
         return self._crossings.entry.forward == "all_gather"
 
     def entering(self, x: Tensor) -> Arrival:
-        """Start to compute the input of column-parallel layers from the stream."""
+        """Start to compute the input of column-parallel layers from the residual stream."""
         return _begin(self._crossings.entry.forward, x, self.link)
 
     def returning(self, grad: Tensor) -> Arrival:
-        """Start to compute the stream's gradient from this rank's part of the input gradient.
+        """Start to compute the residual stream's gradient from this rank's input gradient.
 
         Uses the memory of the part, if possible.
         """
         return _begin(self._crossings.entry.backward, grad, self.link)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the stream inside of the region; differentiable.
+        """Return the residual stream inside of the region; differentiable.
 
         For anything but linear layers, which enter by themselves and overlap messages with
         products.
         """
-        found: Tensor = _Entry.apply(x, self)  # type: ignore[no-untyped-call]
-        return found
+        inside: Tensor = _Entry.apply(x, self)  # type: ignore[no-untyped-call]
+        return inside
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the stream from the partial sums of row-parallel layers; differentiable."""
-        found: Tensor = _Exit.apply(x, self)  # type: ignore[no-untyped-call]
-        return found
+        """Return the residual stream from partial sums of row-parallel layers; differentiable."""
+        summed: Tensor = _Exit.apply(x, self)  # type: ignore[no-untyped-call]
+        return summed
 
     def leaving(self, x: Tensor) -> Tensor:
-        """Return the stream from this rank's partial sums, without overwriting them."""
+        """Return the residual stream from this rank's partial sums, without overwriting them."""
         kind = self._crossings.exit.forward
         return all_reduce(x, self.link) if kind == "all_reduce" else _begin(kind, x, self.link)()
 
     def left(self, grad: Tensor) -> Tensor:
-        """Return the gradient of this rank's partial sums from that of the stream."""
+        """Return the gradient of this rank's partial sums from that of the residual stream."""
         return _begin(self._crossings.exit.backward, grad, self.link)()
 
 
@@ -154,7 +154,7 @@ _BEGINS: Final[Mapping[CollectiveKind, Callable[[Tensor, Link], Arrival]]] = {
 
 
 def _begin(kind: CollectiveKind | None, x: Tensor, link: Link) -> Arrival:
-    """Begin to send a tensor as the program says; nothing is sent of what stays as it is."""
+    """Begin the program's collective for a tensor; without one, the tensor stays as it is."""
     return partial(_same, x) if kind is None else _BEGINS[kind](x, link)
 
 

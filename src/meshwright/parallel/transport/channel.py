@@ -74,8 +74,8 @@ class Channel:
         self._ranks, size = tuple(ranks), len(ranks)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = torch.frombuffer(mmap.mmap(file, bytes_of(size)), dtype=torch.uint8)
-        words = memory[: size * _PAGE].view(torch.int64).view(size, -1).numpy()
-        self._words = list(words)
+        counters = memory[: size * _PAGE].view(torch.int64).view(size, -1).numpy()
+        self._words = list(counters)
         self._rooms = memory[size * _PAGE :].view(size, ROOM)
         self._next, self._at = 0, 0
         self._live: deque[tuple[int, int, int]] = deque()  # of this rank: number, start, stop
@@ -91,22 +91,22 @@ class Channel:
         others reach the same point, whatever they do in between. The recorder records the wait
         under the `entries` of the message.
         """
-        number, size = self._next, part.numel() * part.itemsize
-        assert size <= LARGEST, "a larger message goes another way"
-        if self._due_bytes + size > ROOM // 2 or len(self._due) >= _TURNS // 2:
+        number, part_bytes = self._next, part.numel() * part.itemsize
+        assert part_bytes <= LARGEST, "a larger message goes another way"
+        if self._due_bytes + part_bytes > ROOM // 2 or len(self._due) >= _TURNS // 2:
             while self._due:
                 self._collect_first(self._due[0].entries)
-        start = self._place(size, entries)
-        self._rooms[self._rank, start : start + size].view(part.dtype).view(part.shape).copy_(
+        start = self._place(part_bytes, entries)
+        self._rooms[self._rank, start : start + part_bytes].view(part.dtype).view(part.shape).copy_(
             part.detach()
         )
-        mine = self._words[self._rank]
-        mine[_PLACES + number % _TURNS], mine[_SIZES + number % _TURNS] = start, size
-        mine[_LEFT] = number + 1  # from here on the others may read it
-        self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
+        counters = self._words[self._rank]
+        counters[_PLACES + number % _TURNS], counters[_SIZES + number % _TURNS] = start, part_bytes
+        counters[_LEFT] = number + 1  # from here on the others may read it
+        self._next, self._at = number + 1, start + -(-part_bytes // _ALIGNED) * _ALIGNED
         self._live.append((number, start, self._at))
-        self._due.append(_Due(number, size, part.shape, part.dtype, finish, entries))
-        self._due_bytes += size
+        self._due.append(_Due(number, part_bytes, part.shape, part.dtype, finish, entries))
+        self._due_bytes += part_bytes
         return number
 
     def collect(self, number: int) -> None:
@@ -119,45 +119,49 @@ class Channel:
             self._collect_first(())
 
     def _collect_first(self, entries: Sequence[int]) -> None:
-        number, size, shape, dtype, finish, _ = self._due.popleft()
-        self._due_bytes -= size
+        number, expected_bytes, shape, dtype, finish, _ = self._due.popleft()
+        self._due_bytes -= expected_bytes
         self._wait(_LEFT, number, entries)
         parts = []
-        for rank, (words, room) in enumerate(zip(self._words, self._rooms, strict=True)):
-            start, theirs = (int(words[at + number % _TURNS]) for at in (_PLACES, _SIZES))
-            if theirs != size:
+        for rank, (counters, room) in enumerate(zip(self._words, self._rooms, strict=True)):
+            start, part_bytes = (
+                int(counters[base + number % _TURNS]) for base in (_PLACES, _SIZES)
+            )
+            if part_bytes != expected_bytes:
                 raise dist.DistError(
-                    f"rank {self._ranks[rank]} left {theirs} bytes for a message where "
-                    f"{size} were due"
+                    f"rank {self._ranks[rank]} left {part_bytes} bytes for a message where "
+                    f"{expected_bytes} were due"
                 )
-            parts.append(room[start : start + size].view(dtype).view(shape))
+            parts.append(room[start : start + expected_bytes].view(dtype).view(shape))
         finish(parts)
         self._words[self._rank][_READ] = number + 1
 
-    def _place(self, size: int, entries: Sequence[int]) -> int:
-        """Return where a part of some bytes goes, once nobody reads what was there."""
-        start = self._at if self._at + size <= ROOM else 0
+    def _place(self, part_bytes: int, entries: Sequence[int]) -> int:
+        """Return the offset for a part of some bytes, once nobody reads the memory there."""
+        start = self._at if self._at + part_bytes <= ROOM else 0
         self._forget()
         if not self._live:
             return 0  # the same pages again, which are in the cache
-        taken = [n for n, first, stop in self._live if first < start + size and start < stop]
+        overlapping = [
+            n for n, first, stop in self._live if first < start + part_bytes and start < stop
+        ]
         if len(self._live) >= _TURNS:
-            taken.append(self._live[-_TURNS][0])
-        if taken:
-            self._wait(_READ, max(taken), entries)
+            overlapping.append(self._live[-_TURNS][0])
+        if overlapping:
+            self._wait(_READ, max(overlapping), entries)
             self._forget()
         return start
 
     def _forget(self) -> None:
         """Forget the parts of this rank that all have read."""
         if self._live:
-            read = min(int(words[_READ]) for words in self._words)
+            read = min(int(counters[_READ]) for counters in self._words)
             while self._live and self._live[0][0] < read:
                 self._live.popleft()
 
     def _late(self, word: int, number: int) -> list[int]:
         """Return the ranks, by their places, that have not left or not read a message."""
-        return [rank for rank, words in enumerate(self._words) if words[word] <= number]
+        return [rank for rank, counters in enumerate(self._words) if counters[word] <= number]
 
     def _wait(self, word: int, number: int, entries: Sequence[int]) -> None:
         """Wait until all have left or read a message; enter it by `entries`, if there are any."""
@@ -168,14 +172,14 @@ class Channel:
             self.recorder.wait(*entries)
         began = looked = time.monotonic()
         while late := self._late(word, number):
-            now = time.monotonic()
-            if now - began < _YIELD_S:
+            time_s = time.monotonic()
+            if time_s - began < _YIELD_S:
                 os.sched_yield()
                 continue
             time.sleep(_NAP_S)
-            if now - looked > _LOOK_S:
-                looked = now
-                self._look(word, number, late, now - began)
+            if time_s - looked > _LOOK_S:
+                looked = time_s
+                self._look(word, number, late, time_s - began)
         if entries:
             self.recorder.go_on(*entries)
 
@@ -219,10 +223,10 @@ def open_channel(
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     name = f"meshwright-{uuid.uuid4().hex}"
     file = _made(name, len(ranks)) if rank == 0 else None
-    mine = "" if file is None else f"/proc/{os.getpid()}/fd/{file} {name}"
-    theirs = exchange(mine, group)[0]
-    if rank and theirs:
-        file = _opened(*theirs.split())
+    offer = "" if file is None else f"/proc/{os.getpid()}/fd/{file} {name}"
+    offered = exchange(offer, group)[0]
+    if rank and offered:
+        file = _opened(*offered.split())
     works = exchange("" if file is None else "works", group)
     if file is None or not all(works):
         if file is not None:

@@ -115,21 +115,21 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
     # The mesh's groups come first, so that equal shapes have equal groups: torch caches by shape.
     parameters = opener.mesh(shape, ("pp", "replicate", "shard", "tp"))
 
-    def link(*axes: str, of: str | None = None) -> Link:
+    def link(*axes: str, mesh_axis: str | None = None) -> Link:
         ranks = mesh.group(world.rank, axes)
         group = None
         if len(ranks) > 1:
             everyone = sorted({mesh.group(rank, axes) for rank in range(mesh.size)})
-            group = parameters.get_group(of) if of else opener.open(everyone)
+            group = parameters.get_group(mesh_axis) if mesh_axis else opener.open(everyone)
         return Link(group, ranks, ranks.index(world.rank))
 
     links = {
-        "tp": link("tp", of="tp"),
+        "tp": link("tp", mesh_axis="tp"),
         "cp": link("cp"),
-        "pp": link("pp", of="pp"),
-        "shard": link(*(("dp_shard", "cp") if layout.zero else ()), of="shard"),
+        "pp": link("pp", mesh_axis="pp"),
+        "shard": link(*(("dp_shard", "cp") if layout.zero else ()), mesh_axis="shard"),
         "replicate": link(
-            *(("dp_replicate",) if layout.zero else ("dp_replicate", "cp")), of="replicate"
+            *(("dp_replicate",) if layout.zero else ("dp_replicate", "cp")), mesh_axis="replicate"
         ),
         "data": link("dp_replicate", "dp_shard", "cp"),
         "ends": _ends(mesh, world, opener),
@@ -139,11 +139,11 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         for axis, link in links.items()
         if goes_by_channel(axis)
     }
-    at = mesh.coordinates(world.rank)
+    coordinates = mesh.coordinates(world.rank)
     experts = None
     if layout.ep > 1:
         experts = _of_experts(layout, world, opener, parameters)
-    groups = Groups(at, parameters, **links, experts=experts, recorder=world.recorder)
+    groups = Groups(coordinates, parameters, **links, experts=experts, recorder=world.recorder)
     _label(groups)
     if world.device.type == "cuda":
         warm(groups, layout, world.device)
@@ -151,7 +151,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
 
 
 def _of_experts(layout: Layout, world: World, opener: _Opener, plain: DeviceMesh) -> ExpertGroups:
-    """Return what experts communicate through, of a layout that shares them out."""
+    """Return the groups of experts of a layout that divides them over ranks."""
     names = ("pp", "replicate", "shard", "ep", "tp")
     sizes = (layout.expert_replica_ranks, layout.expert_shard_ranks, layout.ep)
     shared = ("pp", "tp") if layout.folds == 1 else ("pp",)
@@ -178,28 +178,28 @@ def _shared(link: Link, world: World, timeout_s: float) -> Link:
 
 
 def _label(groups: Groups) -> None:
-    """Enter into the flight recorder what each group is for."""
-    found = {"world": cast(dist.ProcessGroup, dist.group.WORLD)}
+    """Enter the purpose of each group into the flight recorder."""
+    by_axis = {"world": cast(dist.ProcessGroup, dist.group.WORLD)}
     for axis in ("replicate", "shard", "tp", "cp", "pp", "data", "ends"):
         link: Link = getattr(groups, axis)
         if link.group is not None:
-            found[axis] = link.group
+            by_axis[axis] = link.group
     if groups.experts is not None:
         of_experts = {
             "ep": groups.experts.ep,
             "expert_shard": groups.experts.shard,
             "expert_replicate": groups.experts.replicate,
         }
-        found |= {axis: link.group for axis, link in of_experts.items() if link.group is not None}
-    for axis, group in found.items():
+        by_axis |= {axis: link.group for axis, link in of_experts.items() if link.group is not None}
+    for axis, group in by_axis.items():
         if group.size() > 1:
             groups.recorder.group(group.group_name, dist.get_process_group_ranks(group), axis)
 
 
 def pairs_of(ranks_of_stage: Sequence[int]) -> list[tuple[int, int]]:
     """Return the pairs of pipeline ranks that send to each other, sorted, the lower rank first."""
-    found = {(min(pair), max(pair)) for pair in pairwise(ranks_of_stage)}
-    return sorted(pair for pair in found if pair[0] != pair[1])
+    pairs = {(min(pair), max(pair)) for pair in pairwise(ranks_of_stage)}
+    return sorted(pair for pair in pairs if pair[0] != pair[1])
 
 
 def warm(groups: Groups, layout: Layout, device: torch.device) -> None:
@@ -213,18 +213,18 @@ def warm(groups: Groups, layout: Layout, device: torch.device) -> None:
     Each group is one of several that partition the world, so every rank uses the same groups first.
     Pairs are used in sorted order; the first pair that doesn't exist yet never waits.
     """
-    one = torch.zeros(1, device=device)
+    message = torch.zeros(1, device=device)
     for group in _collective(groups):
-        dist.all_reduce(one, group=group)
+        dist.all_reduce(message, group=group)
     for pair in pairs_of(stage_ranks(layout.schedule, layout.pp, layout.virtual_stages)):
         if groups.pp.rank not in pair:
             continue
         lower, higher = (groups.pp.ranks[place] for place in pair)
         is_lower = groups.pp.rank == pair[0]
         work = (
-            dist.isend(one, higher, groups.pp.group)
+            dist.isend(message, higher, groups.pp.group)
             if is_lower
-            else dist.irecv(one, lower, groups.pp.group)
+            else dist.irecv(message, lower, groups.pp.group)
         )
         Pending(groups.recorder, work).wait()
     if device.type == "cuda":
@@ -237,8 +237,8 @@ def _collective(groups: Groups) -> Iterator[dist.ProcessGroup]:
     if groups.experts is not None:
         links += [groups.experts.ep, groups.experts.shard, groups.experts.replicate]
     world = cast(dist.ProcessGroup, dist.group.WORLD)
-    found = [world, *(link.group for link in (*links, groups.ends))]
-    by_name = {group.group_name: group for group in found if group is not None}
+    candidates = [world, *(link.group for link in (*links, groups.ends))]
+    by_name = {group.group_name: group for group in candidates if group is not None}
     yield from (group for group in by_name.values() if group.size() > 1)
 
 
@@ -246,11 +246,15 @@ def _ends(mesh: Mesh, world: World, opener: _Opener) -> Link:
     """Return the link between the first and the last stage; a rank between them is alone."""
     columns = {mesh.group(rank, ("pp",)) for rank in range(mesh.size)}
     pairs = sorted({(column[0], column[-1]) for column in columns if column[0] != column[-1]})
-    mine = [pair for pair in pairs if world.rank in pair]
+    joined = [pair for pair in pairs if world.rank in pair]
     if not pairs:
         return Link(None, (world.rank,), 0)
     group = opener.open(pairs)
-    return Link(group, mine[0], mine[0].index(world.rank)) if mine else Link(None, (world.rank,), 0)
+    return (
+        Link(group, joined[0], joined[0].index(world.rank))
+        if joined
+        else Link(None, (world.rank,), 0)
+    )
 
 
 class _Opener:
@@ -265,7 +269,7 @@ class _Opener:
         self._uses: Counter[tuple[tuple[int, ...], ...]] = Counter()
 
     def open(self, everyone: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Return this rank's group of those that every rank opens together, in one order."""
+        """Return this rank's group among those that all ranks open together, in one order."""
         parts = tuple(everyone)
         key = (parts, self._uses[parts])
         if any(len(ranks) > 1 for ranks in parts):  # a rank alone sends nothing

@@ -44,7 +44,7 @@ class Open:
 
 @dataclass
 class _Process:
-    """What a process has: channels by the names of groups, and what was begun by its memory.
+    """A process's channels by the names of groups, and its open collectives by their memory.
 
     The channels are those that links keep.
     """
@@ -60,19 +60,19 @@ def share(group: dist.ProcessGroup, recorder: FlightRecorder, timeout_s: float) 
     object: those of unused layouts would add up.
     """
     known, name = _process().channels, group.group_name
-    one = known.get(name)
-    if one is not None and one.group is not group:  # names come again with new worlds
-        one = None
+    opened = known.get(name)
+    if opened is not None and opened.group is not group:  # names come again with new worlds
+        opened = None
     # Each rank forgets what nobody keeps at a moment of its own.
-    if not all(exchange("" if one is None else "known", group)):
+    if not all(exchange("" if opened is None else "known", group)):
         channel = open_channel(group, timeout_s, recorder)
         if channel is None:
             return None
-        one = known[name] = Open(group, channel, dist.get_rank(group))
-    assert one is not None
-    one.channel.recorder = recorder  # another world may have opened it
-    one.number = recorder.group(name, dist.get_process_group_ranks(group))
-    return one
+        opened = known[name] = Open(group, channel, dist.get_rank(group))
+    assert opened is not None
+    opened.channel.recorder = recorder  # another world may have opened it
+    opened.number = recorder.group(name, dist.get_process_group_ranks(group))
+    return opened
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
@@ -100,46 +100,46 @@ def _all_reduce_(x: Tensor, op: str, group: str) -> Tensor:
 
 
 def _reduce(x: Tensor, out: Tensor, op: str, group: str) -> Tensor:
-    found = _process().channels[group]
-    return _begin(found, "all_reduce", x, out, x, partial(_sum, out, _REDUCTIONS[op]))
+    opened = _process().channels[group]
+    return _begin(opened, "all_reduce", x, out, x, partial(_sum, out, _REDUCTIONS[op]))
 
 
 def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    found, out = _process().channels[group], x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    opened, out = _process().channels[group], x.new_empty(ranks * x.shape[0], *x.shape[1:])
 
     def finish(parts: list[Tensor]) -> None:
         for into, part in zip(out.chunk(ranks), parts, strict=True):
             into.copy_(part)
 
-    return _begin(found, "all_gather", x, out, out, finish)
+    return _begin(opened, "all_gather", x, out, out, finish)
 
 
 def _reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Tensor:
-    found, out = _process().channels[group], x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    opened, out = _process().channels[group], x.new_empty(x.shape[0] // ranks, *x.shape[1:])
     reduced = _REDUCTIONS[op]
 
     def finish(parts: list[Tensor]) -> None:
-        _sum(out, reduced, [part.chunk(ranks)[found.rank] for part in parts])
+        _sum(out, reduced, [part.chunk(ranks)[opened.rank] for part in parts])
 
-    return _begin(found, "reduce_scatter", x, out, x, finish)
+    return _begin(opened, "reduce_scatter", x, out, x, finish)
 
 
 def _begin(
-    found: Open, kind: str, x: Tensor, out: Tensor, message: Tensor, finish: Finish
+    opened: Open, kind: str, x: Tensor, out: Tensor, message: Tensor, finish: Finish
 ) -> Tensor:
     """Leave this rank's part `x` of what `out` will be; `message` is what the recorder counts."""
-    size = message.numel() * message.element_size()
-    entry = found.channel.recorder.begin(kind, found.number, size)
-    _process().begun[out.data_ptr()] = (found, found.channel.leave(x, finish, (entry,)), entry)
+    message_bytes = message.numel() * message.element_size()
+    entry = opened.channel.recorder.begin(kind, opened.number, message_bytes)
+    _process().begun[out.data_ptr()] = (opened, opened.channel.leave(x, finish, (entry,)), entry)
     return out
 
 
 def _wait(x: Tensor) -> Tensor:
-    """Return a tensor with what it was begun for; one that was begun by none is as it is."""
+    """Return a tensor once its collective is complete; any other tensor is returned as it is."""
     begun = _process().begun.pop(x.data_ptr(), None)
     if begun is not None:
-        found, number, entry = begun
-        channel = found.channel
+        opened, number, entry = begun
+        channel = opened.channel
         channel.recorder.wait(entry)
         channel.collect(number)
         channel.recorder.end(entry)
@@ -155,7 +155,7 @@ def _sum(out: Tensor, reduced: Callable[..., Tensor], parts: list[Tensor]) -> No
 
 @cache
 def _process() -> _Process:
-    """Return this process's; its operators are defined once, with the first channel."""
+    """Return this process's channels; the operators are defined once, with the first one."""
     _define()
     return _Process()
 

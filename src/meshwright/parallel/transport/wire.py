@@ -110,9 +110,9 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors: Any = dict(values)
         if like in MESSAGES:
             tensors = values[message] if message else out
-        found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in found)
-        self.messages[_message(kind, self._axis_of(group), size)] += 1
+        sent = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        message_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        self.messages[_message(kind, self._axis_of(group), message_bytes)] += 1
 
     def _axis_of(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
@@ -126,10 +126,12 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def expected_messages(program: Program, rank: int, wire: Wire) -> Counter[WireMessage]:
     """Return a rank's messages in a step by the program, with axes as `wire` names them."""
-    found: Counter[WireMessage] = Counter()
-    for one in collectives(program, rank):
-        found[_message(one.kind, wire.axis(one.axis), one.bytes)] += one.count
-    return found
+    messages: Counter[WireMessage] = Counter()
+    for collective in collectives(program, rank):
+        messages[_message(collective.kind, wire.axis(collective.axis), collective.bytes)] += (
+            collective.count
+        )
+    return messages
 
 
 def _message(kind: str, axis: str, size: int) -> WireMessage:
@@ -152,16 +154,16 @@ def _named(groups: Groups) -> Mapping[str, str]:
     """Return the name of each axis' group, where the axis has one."""
     links = {"tp": groups.tp, "cp": groups.cp, "pp": groups.pp, "data": groups.data}
     links["ends"] = groups.ends
-    found = {axis: link.name for axis, link in links.items() if link.group is not None}
+    names = {axis: link.name for axis, link in links.items() if link.group is not None}
     for axis in ("shard", "replicate"):
-        found[axis] = groups.parameters.get_group(axis).group_name
+        names[axis] = groups.parameters.get_group(axis).group_name
         if groups.experts is not None:
-            found[f"expert_{axis}"] = groups.experts.parameters.get_group(axis).group_name
+            names[f"expert_{axis}"] = groups.experts.parameters.get_group(axis).group_name
     if groups.experts is not None:
-        found["ep"] = groups.experts.ep.name
+        names["ep"] = groups.experts.ep.name
     if dist.is_initialized():
-        found["world"] = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    return found
+        names["world"] = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    return names
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,8 +175,8 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
 def _group(values: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """Return the process group among a collective's arguments: an object, or its name."""
     if "process_group" in values:
-        found: dist.ProcessGroup = dist.ProcessGroup.unbox(values["process_group"])
-        return found
+        group: dist.ProcessGroup = dist.ProcessGroup.unbox(values["process_group"])
+        return group
     name = values.get("group_name")
     if isinstance(name, str):
         resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -229,15 +231,15 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _product(name: str, args: tuple[Any, ...], at: int) -> float:
-    left, right = args[at], args[at + 1]
+def _product(name: str, args: tuple[Any, ...], index: int) -> float:
+    left, right = args[index], args[index + 1]
     outer: int = right.shape[0] if name == "aten::linear" else right.shape[-1]
     return 2.0 * int(left.numel()) * outer
 
 
 def _attention(name: str, values: Mapping[str, Any]) -> float:
     q, k = values["query"], values["key"]
-    products = _BACKWARD if name.endswith("_backward") else _FORWARD
+    matmuls = _BACKWARD if name.endswith("_backward") else _FORWARD
     queries, keys = int(q.shape[2]), int(k.shape[2])
     bounds = ScoreBounds(values.get("window") or None, values.get("cap") or None)
     if name.startswith(_DOCUMENTS):
@@ -247,4 +249,4 @@ def _attention(name: str, values: Mapping[str, Any]) -> float:
         pairs = causal_scores(keys, bounds.window)
     else:
         pairs = queries * keys * (0.5 if values.get("is_causal") else 1.0)
-    return 2.0 * products * pairs * int(q.numel()) / queries
+    return 2.0 * matmuls * pairs * int(q.numel()) / queries

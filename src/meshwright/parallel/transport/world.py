@@ -65,13 +65,13 @@ class World:
 
     def gather_on_host(self, values: list[float]) -> list[list[float]]:
         """Return the numbers of every rank, by rank, in float64."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
+        local = torch.tensor(values, dtype=torch.float64)
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
         if self.size > 1:
-            dist.all_gather(found, mine)
+            dist.all_gather(gathered, local)
         else:
-            found = [mine]
-        return [cast(list[float], row.tolist()) for row in found]
+            gathered = [local]
+        return [cast(list[float], row.tolist()) for row in gathered]
 
     def from_rank_0(self, key: str, make: Callable[[], str]) -> str:
         """Return the text that rank 0 computes; if that fails, every rank raises.
@@ -94,7 +94,10 @@ class World:
 
 
 def join(
-    at: Rendezvous, device: str, timeout_s: float = 600.0, recorder: FlightRecorder | None = None
+    rendezvous: Rendezvous,
+    device: str,
+    timeout_s: float = 600.0,
+    recorder: FlightRecorder | None = None,
 ) -> World:
     """Join the process group and return the world; gloo serves the host, NCCL the GPUs.
 
@@ -103,20 +106,29 @@ def join(
     `timeout_s`, and `ConfigError` or `MeshwrightError` if nodes have different numbers of ranks.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    own = torch.device("cpu")
+    rank_device = torch.device("cpu")
     backend = "gloo"
     if device == "cuda":
-        own = torch.device("cuda", at.local_rank)
-        torch.cuda.set_device(own)
+        rank_device = torch.device("cuda", rendezvous.local_rank)
+        torch.cuda.set_device(rank_device)
         backend = "cpu:gloo,cuda:nccl"
-    met = meet(at, timeout_s)
-    if met.interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", met.interface)
-        if len(met.nodes) > 1:  # NCCL takes a bare name for all that begin with it
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={met.interface}")
-    rank, store = met.rank, met.store
-    dist.init_process_group(backend, store=store, rank=rank, world_size=at.size, timeout=timeout)
-    return World(rank, at.size, own, store, recorder=recorder or FlightRecorder(), nodes=met.nodes)
+    meeting = meet(rendezvous, timeout_s)
+    if meeting.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+        if len(meeting.nodes) > 1:  # NCCL takes a bare name for all that begin with it
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={meeting.interface}")
+    rank, store = meeting.rank, meeting.store
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=rendezvous.size, timeout=timeout
+    )
+    return World(
+        rank,
+        rendezvous.size,
+        rank_device,
+        store,
+        recorder=recorder or FlightRecorder(),
+        nodes=meeting.nodes,
+    )
 
 
 @dataclass(frozen=True)
@@ -135,65 +147,72 @@ class Meeting:
     is_chosen: bool = True
 
 
-def meet(at: Rendezvous, timeout_s: float) -> Meeting:
+def meet(rendezvous: Rendezvous, timeout_s: float) -> Meeting:
     """Meet the other ranks in a store, and find this one's number and interface.
 
     If the job has a secret, only ranks that know it may join, and their keys in the store are
     derived from it, so nobody can guess them. Raises like `join`, and `MeshwrightError` if ranks do
     not prove that they know the secret.
     """
-    asked = asked_for(os.environ)
-    store = _store(at, datetime.timedelta(seconds=timeout_s))
-    own = Seat("", "", 0, 0) if at.is_local else own_seat(at, os.environ)
+    chosen = asked_for(os.environ)
+    store = _store(rendezvous, datetime.timedelta(seconds=timeout_s))
+    seat = Seat("", "", 0, 0) if rendezvous.is_local else own_seat(rendezvous, os.environ)
     texts: list[str] = []
-    if at.secret:
-        texts, store = roll_call(store, at, json.dumps(own))
-    elif not at.is_local:
-        texts = shared(store, at, "seat", json.dumps(own))
-    if at.is_local:
-        return Meeting(at.rank, store, (), asked or loopback_interface(), at.host, asked is None)
+    if rendezvous.secret:
+        texts, store = roll_call(store, rendezvous, json.dumps(seat))
+    elif not rendezvous.is_local:
+        texts = shared(store, rendezvous, "seat", json.dumps(seat))
+    if rendezvous.is_local:
+        return Meeting(
+            rendezvous.rank,
+            store,
+            (),
+            chosen or loopback_interface(),
+            rendezvous.host,
+            chosen is None,
+        )
     seats = [Seat(*json.loads(text)) for text in texts]
     try:
         numbers = seated(seats)
     except ConfigError:
-        part(store, at)
+        part(store, rendezvous)
         raise
     names = [seat.node for _, seat in sorted(zip(numbers, seats, strict=True))]
-    nodes = tuple(names[:: at.local_size])
-    others = [seat.address for seat in seats]
-    if asked is None:
-        address = own_address(own.address, others, at.port)
-        return Meeting(numbers[at.rank], store, nodes, interface_of(address), address)
-    address = interfaces().get(asked) or own_address(own.address, others, at.port)
-    return Meeting(numbers[at.rank], store, nodes, asked, address, is_chosen=False)
+    nodes = tuple(names[:: rendezvous.local_size])
+    addresses = [seat.address for seat in seats]
+    if chosen is None:
+        address = own_address(seat.address, addresses, rendezvous.port)
+        return Meeting(numbers[rendezvous.rank], store, nodes, interface_of(address), address)
+    address = interfaces().get(chosen) or own_address(seat.address, addresses, rendezvous.port)
+    return Meeting(numbers[rendezvous.rank], store, nodes, chosen, address, is_chosen=False)
 
 
-def roll_call(store: Store, at: Rendezvous, text: str) -> tuple[list[str], Store]:
+def roll_call(store: Store, rendezvous: Rendezvous, text: str) -> tuple[list[str], Store]:
     """Return every rank's text after all have proved to know the secret, and the new store.
 
     Rank 0 publishes a random number, each rank answers with its text and a number of its own, and
     rank 0 sends back all answers. Each message is signed, so nobody can forge or replay an answer
     or rank 0's messages. Raises `MeshwrightError` naming the ranks that do not prove it.
     """
-    secret, drawn = at.secret, secrets.token_hex(16)
-    hidden = dist.PrefixStore(secret.tag("keys", str(at.attempt)), store)  # type: ignore[attr-defined]
-    if at.rank == 0:
-        hidden.set("asked", drawn)
-    asked = _awaited(hidden, "asked", [0])
-    answer = json.dumps([text, drawn])
-    hidden.set(f"answer/{at.rank}", secret.sign(answer, asked, str(at.rank)))
-    if at.rank == 0:
+    secret, nonce = rendezvous.secret, secrets.token_hex(16)
+    hidden = dist.PrefixStore(secret.tag("keys", str(rendezvous.attempt)), store)  # type: ignore[attr-defined]
+    if rendezvous.rank == 0:
+        hidden.set("asked", nonce)
+    challenge = _awaited(hidden, "asked", [0])
+    answer = json.dumps([text, nonce])
+    hidden.set(f"answer/{rendezvous.rank}", secret.sign(answer, challenge, str(rendezvous.rank)))
+    if rendezvous.rank == 0:
         answers = []
-        for rank in range(at.size):
-            found = _awaited(hidden, f"answer/{rank}", range(rank, at.size))
-            answers.append(_proved(secret.opened(found, asked, str(rank)), rank))
-        hidden.set("all", secret.sign(json.dumps(answers), asked, "all"))
+        for rank in range(rendezvous.size):
+            signed = _awaited(hidden, f"answer/{rank}", range(rank, rendezvous.size))
+            answers.append(_proved(secret.opened(signed, challenge, str(rank)), rank))
+        hidden.set("all", secret.sign(json.dumps(answers), challenge, "all"))
     else:
-        found = _awaited(hidden, "all", [0])
-        answers = json.loads(_proved(secret.opened(found, asked, "all"), 0))
-        _proved(answer if answers[at.rank] == answer else None, 0)
+        signed = _awaited(hidden, "all", [0])
+        answers = json.loads(_proved(secret.opened(signed, challenge, "all"), 0))
+        _proved(answer if answers[rendezvous.rank] == answer else None, 0)
     session = dist.PrefixStore(secret.tag("session", *answers), store)  # type: ignore[attr-defined]
-    return [str(json.loads(one)[0]) for one in answers], session
+    return [str(json.loads(answer)[0]) for answer in answers], session
 
 
 def _proved(answer: str | None, rank: int) -> str:
@@ -206,7 +225,7 @@ def _proved(answer: str | None, rank: int) -> str:
 
 
 def _awaited(store: Store, key: str, ranks: Sequence[int]) -> str:
-    """Return what one of some ranks puts into the store; those that have not come are named."""
+    """Return the text of a key in the store; a timeout names the `ranks` that have not come."""
     try:
         return str(store.get(key).decode("utf-8", "replace"))
     except dist.DistError as error:
@@ -217,85 +236,95 @@ def _awaited(store: Store, key: str, ranks: Sequence[int]) -> str:
         ) from error
 
 
-def shared(store: Store, at: World | Rendezvous, key: str, text: str) -> list[str]:
-    """Return every rank's text, by its index in `at`; rank 0 collects them."""
-    store.set(f"{key}/{at.rank}", text)
+def shared(store: Store, world: World | Rendezvous, key: str, text: str) -> list[str]:
+    """Return every rank's text, by its index in `world`; rank 0 collects them."""
+    store.set(f"{key}/{world.rank}", text)
 
     def gather() -> str:
-        return json.dumps([store.get(f"{key}/{rank}").decode() for rank in range(at.size)])
+        return json.dumps([store.get(f"{key}/{rank}").decode() for rank in range(world.size)])
 
-    return [str(text) for text in json.loads(_from_rank_0(store, at, f"{key}/all", gather))]
+    return [str(text) for text in json.loads(_from_rank_0(store, world, f"{key}/all", gather))]
 
 
-def _store(at: Rendezvous, timeout: datetime.timedelta) -> Store:
+def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
     """Return the store that the ranks of this attempt meet in."""
-    if at.is_local:
-        listen = at.listen_fd if at.rank == 0 else None
-        return _tcp_store(at, at.host, timeout, listen)
+    if rendezvous.is_local:
+        listen = rendezvous.listen_fd if rendezvous.rank == 0 else None
+        return _tcp_store(rendezvous, rendezvous.host, timeout, listen)
     # torchrun keeps one store for all attempts: without a prefix of its own each would read where
     # dead ranks of the one before have listened.
-    return dist.PrefixStore(f"meshwright/{at.attempt}", _met_on_network(at, timeout))  # type: ignore[attr-defined]
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        f"meshwright/{rendezvous.attempt}", _met_on_network(rendezvous, timeout)
+    )
 
 
-def _met_on_network(at: Rendezvous, timeout: datetime.timedelta) -> Store:
+def _met_on_network(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
     """Return the store of torchrun, or rank 0's own where no launcher keeps one.
 
     Raises `MeshwrightError` where rank 0 is not to be found, or cannot listen.
     """
     try:
-        if at.is_given:
-            found, _, _ = next(dist.rendezvous("env://", at.rank, at.size, timeout=timeout))  # type: ignore[attr-defined]
-            return cast(Store, found)
-        if at.rank > 0:
-            return _tcp_store(at, at.host, timeout)
-        listener, host = listen_at(at.host, at.port, is_alone=at.local_size == at.size)
-        return _tcp_store(at, host, timeout, listener.detach())
+        if rendezvous.is_given:
+            store, _, _ = next(
+                dist.rendezvous(  # type: ignore[attr-defined]
+                    "env://", rendezvous.rank, rendezvous.size, timeout=timeout
+                )
+            )
+            return cast(Store, store)
+        if rendezvous.rank > 0:
+            return _tcp_store(rendezvous, rendezvous.host, timeout)
+        listener, host = listen_at(
+            rendezvous.host, rendezvous.port, is_alone=rendezvous.local_size == rendezvous.size
+        )
+        return _tcp_store(rendezvous, host, timeout, listener.detach())
     except dist.DistNetworkError as error:
-        itself = is_loopback(address_towards(at.host, at.port))
+        itself = is_loopback(address_towards(rendezvous.host, rendezvous.port))
         hint = ", which is this machine: name an address that all nodes see" if itself else ""
-        where = f"MASTER_ADDR = {at.host}, port {at.port}{hint}"
-        raise MeshwrightError(f"rank {at.rank} does not find rank 0 at {where}. {error}") from error
+        where = f"MASTER_ADDR = {rendezvous.host}, port {rendezvous.port}{hint}"
+        raise MeshwrightError(
+            f"rank {rendezvous.rank} does not find rank 0 at {where}. {error}"
+        ) from error
     except OSError as error:
-        where = f"MASTER_ADDR = {at.host}, port {at.port}"
+        where = f"MASTER_ADDR = {rendezvous.host}, port {rendezvous.port}"
         raise MeshwrightError(f"rank 0 cannot listen at {where}: {error.strerror}") from error
 
 
 def _tcp_store(
-    at: Rendezvous, host: str, timeout: datetime.timedelta, listen_fd: int | None = None
+    rendezvous: Rendezvous, host: str, timeout: datetime.timedelta, listen_fd: int | None = None
 ) -> Store:
     """Return rank 0's store; `TCPStore` itself would listen on every interface."""
     return dist.TCPStore(  # type: ignore[attr-defined]
         host,
-        at.port,
-        at.size,
-        is_master=at.rank == 0,
+        rendezvous.port,
+        rendezvous.size,
+        is_master=rendezvous.rank == 0,
         timeout=timeout,
         master_listen_fd=listen_fd,
     )
 
 
-def _from_rank_0(store: Store, at: World | Rendezvous, key: str, make: Callable[[], str]) -> str:
-    """Return the text that rank 0 makes, on every rank, or raise what it says instead."""
-    if at.rank == 0:
+def _from_rank_0(store: Store, world: World | Rendezvous, key: str, make: Callable[[], str]) -> str:
+    """Return the text that rank 0 makes, on every rank; raises on every rank if rank 0 fails."""
+    if world.rank == 0:
         try:
             text = make()
         except BaseException as error:
             store.set(key, f"!{error}")
-            _wait_for_readers(store, key, at.size)
+            _wait_for_readers(store, key, world.size)
             raise
         store.set(key, f"={text}")
         return text
-    said = str(store.get(key).decode())
+    reply = str(store.get(key).decode())
     store.add(f"{key}/read", 1)
-    if said.startswith("!"):
-        raise MeshwrightError(f"rank 0 refused: {said[1:]}")
-    return said[1:]
+    if reply.startswith("!"):
+        raise MeshwrightError(f"rank 0 refused: {reply[1:]}")
+    return reply[1:]
 
 
-def part(store: Store, at: World | Rendezvous) -> None:
+def part(store: Store, world: World | Rendezvous) -> None:
     """Leave the store in which ranks have met; the rank that hosts it leaves last."""
-    if at.rank == 0:
-        _wait_for_readers(store, "end", at.size)
+    if world.rank == 0:
+        _wait_for_readers(store, "end", world.size)
     else:
         store.add("end/read", 1)
 
@@ -317,13 +346,13 @@ def exchange(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """Return every rank's text over a gloo group, by rank; without a group, only its own."""
     if group is None:
         return [text]
-    mine = torch.tensor(bytearray(text.encode()), dtype=torch.uint8)
+    local = torch.tensor(bytearray(text.encode()), dtype=torch.uint8)
     size = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
+    dist.all_gather(sizes, torch.tensor([len(local)]), group=group)
     longest = max(int(n) for n in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(mine)] = mine
-    found = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(found, padded, group=group)
-    return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(found, sizes, strict=True)]
+    padded[: len(local)] = local
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group=group)
+    return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(gathered, sizes, strict=True)]

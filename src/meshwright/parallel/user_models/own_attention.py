@@ -105,7 +105,7 @@ class OwnAttention(Following):
     def refused(self, call: Call) -> str | None:
         """Return why a call is not causal attention over the whole row, or None."""
         cp, q, k, v = self._size, *call[:3]
-        asked = {
+        unsupported = {
             "a mask": call.attn_mask is not None,
             f"dropout ({call.dropout_p:g}) in attention": call.dropout_p > 0,
             "attention that is not causal": call.attn_mask is None and not call.is_causal,
@@ -117,7 +117,7 @@ class OwnAttention(Following):
                 or q.shape[1] % k.shape[1] != 0
             ),
         }
-        wrong = next((what for what, is_asked in asked.items() if is_asked), None)
+        wrong = next((feature for feature, is_asked in unsupported.items() if is_asked), None)
         if wrong is not None:
             return f"layout.cp = {cp} does not allow {wrong}. {_HINT}"
         if self._has_gradients and not torch.is_grad_enabled():
@@ -144,10 +144,10 @@ class OwnAttention(Following):
 def _operator(query: Tensor, key: Tensor, value: Tensor, core: Callable[..., Tensor]) -> Tensor:
     """Return the attention of a core, as a single operator to other modes such as tp's."""
     if has_torch_function((query, key, value)):
-        found: Tensor = handle_torch_function(
+        handled: Tensor = handle_torch_function(
             _operator, (query, key, value), query, key, value, core
         )
-        return found
+        return handled
     out: Tensor = _Marked.apply(core(query, key, value))  # type: ignore[no-untyped-call]
     return out
 

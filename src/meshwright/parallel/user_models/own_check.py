@@ -62,7 +62,7 @@ class _ShareAndWhole(NamedTuple):
     """Arguments of a forward: a rank's share of a short row, and all of it."""
 
     cut: tuple[Any, Any]
-    whole: tuple[Any, Any]
+    uncut: tuple[Any, Any]
 
 
 class _BothWays:
@@ -77,7 +77,7 @@ class _BothWays:
 
     def check(self, args: Any, kwargs: Any) -> None:
         """Compute both ways and compare."""
-        both = self._short_row(args, kwargs)
+        rows = self._short_row(args, kwargs)
         outs = list[Tensor]()
 
         def keep(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
@@ -88,34 +88,34 @@ class _BothWays:
                     f"layout.cp = {self._link.size}: attention sees {out.shape[2]} tokens where "
                     f"the model was given {len(self._at)} along dim 1. {_HOW}"
                 )
-            given.extend(call[:3])
+            operands.extend(call[:3])
             outs.append(out)
             return out
 
         def compare(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
-            out, place = F.scaled_dot_product_attention(**call._asdict()), self._calls
+            out, index = F.scaled_dot_product_attention(**call._asdict()), self._calls
             self._calls += 1
-            if place >= len(outs):
+            if index >= len(outs):
                 return out
-            mine = (*given[3 * place : 3 * place + 3], outs[place])
-            for what, cut, whole in zip(
-                ("queries", "keys", "values", "output"), mine, (*call[:3], out), strict=True
+            cut_operands = (*operands[3 * index : 3 * index + 3], outs[index])
+            for name, cut, uncut in zip(
+                ("queries", "keys", "values", "output"), cut_operands, (*call[:3], out), strict=True
             ):
-                self._compare(f"the {what} of attention {place + 1}", cut, whole, dim=2)
+                self._compare(f"the {name} of attention {index + 1}", cut, uncut, dim=2)
             # Rounding errors of layers must not add up: the next layer gets the same input.
-            return self._gathered(outs[place], 2)
+            return self._gathered(outs[index], 2)
 
-        given = list[Tensor]()
+        operands = list[Tensor]()
         with _as_evaluated(self._model), _without_zeros(self._model):
-            cut = self._forward(keep, both.cut)
-            whole = self._forward(compare, both.whole)
-        self._compare_results(tree_leaves(cut), tree_leaves(whole))
+            cut = self._forward(keep, rows.cut)
+            uncut = self._forward(compare, rows.uncut)
+        self._compare_results(tree_leaves(cut), tree_leaves(uncut))
         self._judge()
 
-    def _forward(self, watch: Any, given: tuple[Any, Any]) -> Any:
+    def _forward(self, watch: Any, arguments: tuple[Any, Any]) -> Any:
         self._attention.watch = watch
         try:
-            return self._model(*given[0], **given[1])
+            return self._model(*arguments[0], **arguments[1])
         finally:
             self._attention.watch = None
             reshard(self._model)  # no backward does
@@ -130,7 +130,9 @@ class _BothWays:
     def _short_row(self, args: Any, kwargs: Any) -> _ShareAndWhole:
         """Return the first tokens of the batch's first row; raises if it is cut wrongly."""
         leaves, form = tree_flatten((args, kwargs))
-        tokens = next((one for one in leaves if isinstance(one, Tensor) and one.dim() > 1), None)
+        tokens = next(
+            (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None
+        )
         if tokens is None:
             raise ConfigError(f"the model was given no tokens `[batch, seq / cp]`. {_HOW}")
         rows, n = tokens.shape[:2]
@@ -140,48 +142,48 @@ class _BothWays:
         _refuse_by_length(self._model, n * cp)
         short = min(n * cp, max(TOKENS // (2 * cp), 1) * 2 * cp)
         self._at = positions(kind, short, cp, rank).to(tokens.device)
-        cut, whole, found = list(leaves), list(leaves), list[Tensor]()
-        for place, leaf in enumerate(leaves):
+        cut, uncut, gathered = list(leaves), list(leaves), list[Tensor]()
+        for index, leaf in enumerate(leaves):
             dim = _token_dim(leaf, n)
             if dim is None:
                 continue
             first = leaf.detach()[:1] if dim and leaf.shape[0] == rows else leaf.detach()
-            every = self._gathered(first, dim)
-            found.append(every)
-            whole[place] = every.narrow(dim, 0, short)
-            cut[place] = whole[place].index_select(dim, self._at)
-        self._refuse_wrong_cut(found, n)
+            full = self._gathered(first, dim)
+            gathered.append(full)
+            uncut[index] = full.narrow(dim, 0, short)
+            cut[index] = uncut[index].index_select(dim, self._at)
+        self._refuse_wrong_cut(gathered, n)
         numbered = kwargs.get("position_ids")
         if isinstance(numbered, Tensor) and numbered.dim() == 2 and numbered.shape[1] == n:
             self._refuse_documents(self._gathered(numbered, 1))
-        return _ShareAndWhole(tree_unflatten(cut, form), tree_unflatten(whole, form))
+        return _ShareAndWhole(tree_unflatten(cut, form), tree_unflatten(uncut, form))
 
     def _agree_on(self, rows: int, n: int, device: torch.device) -> None:
         """Raise if ranks have different numbers of rows or tokens."""
-        mine = torch.tensor([rows, n, -rows, -n], device=device)
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._link.group)
-        most, least = mine[:2].tolist(), [-x for x in mine[2:].tolist()]
-        if most != least:
+        bounds = torch.tensor([rows, n, -rows, -n], device=device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._link.group)
+        largest, smallest = bounds[:2].tolist(), [-x for x in bounds[2:].tolist()]
+        if largest != smallest:
             raise ConfigError(
-                f"the ranks of cp have rows x tokens of {least} up to {most}: all have the same "
-                f"rows, and as many tokens of each. {_HOW}"
+                f"the ranks of cp have rows x tokens of {smallest} up to {largest}: all have the "
+                f"same rows, and as many tokens of each. {_HOW}"
             )
 
-    def _refuse_wrong_cut(self, found: list[Tensor], n: int) -> None:
+    def _refuse_wrong_cut(self, gathered: list[Tensor], n: int) -> None:
         """Raise if all ranks have the same tokens, or positions in a wrong order."""
         cp, kind = self._link.size, self._layout.cp_kind
         shares = [
             torch.stack([x.flatten()[positions(kind, n * cp, cp, rank)] for rank in range(cp)])
-            for x in found
+            for x in gathered
             if x.numel() == n * cp
         ]
         if shares and all(bool((share == share[0]).all()) for share in shares):
             raise ConfigError(f"every rank of cp = {cp} was given the same tokens. {_HOW}")
-        for one in found:
-            if one.numel() != n * cp or one.is_floating_point() or one.dtype == torch.bool:
+        for tensor in gathered:
+            if tensor.numel() != n * cp or tensor.is_floating_point() or tensor.dtype == torch.bool:
                 continue
-            steps = one.flatten().sort().values.diff()
-            if bool((steps == 1).all()) and not bool((one.flatten().diff() == 1).all()):
+            steps = tensor.flatten().sort().values.diff()
+            if bool((steps == 1).all()) and not bool((tensor.flatten().diff() == 1).all()):
                 raise ConfigError(
                     f"positions are cut in another order than layout.cp_kind = {kind} has. {_HOW}"
                 )
@@ -198,41 +200,51 @@ class _BothWays:
                 "does; or layout.cp = 1"
             )
 
-    def _gathered(self, mine: Tensor, dim: int) -> Tensor:
+    def _gathered(self, local: Tensor, dim: int) -> Tensor:
         """Gather a tensor whose tokens are spread over the ranks, in their order."""
-        cp, kind, n = self._link.size, self._layout.cp_kind, mine.shape[dim]
-        every = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(cp)]
-        dist.all_gather(every, mine.contiguous(), group=self._link.group)
+        cp, kind, n = self._link.size, self._layout.cp_kind, local.shape[dim]
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(cp)]
+        dist.all_gather(parts, local.contiguous(), group=self._link.group)
         order = torch.cat([positions(kind, n * cp, cp, rank) for rank in range(cp)])
-        return torch.cat(every, dim).index_select(dim, order.argsort().to(mine.device))
+        return torch.cat(parts, dim).index_select(dim, order.argsort().to(local.device))
 
-    def _compare(self, what: str, cut: Tensor, whole: Tensor, dim: int) -> None:
+    def _compare(self, name: str, cut: Tensor, uncut: Tensor, dim: int) -> None:
         """Record the largest relative difference of any token."""
         wide = torch.promote_types(cut.dtype, torch.float32)
-        own = whole.index_select(dim, self._at).to(wide).movedim(dim, 0).flatten(1)
-        size = own.norm(dim=1).mean().clamp(min=torch.finfo(wide).tiny)
-        other = cut.to(wide).movedim(dim, 0).flatten(1)
-        same = other.shape == own.shape
-        off = (other - own).norm(dim=1).max() / size if same else size.new_tensor(float("inf"))
-        self._enter(what, off, cut.dtype)
+        expected = uncut.index_select(dim, self._at).to(wide).movedim(dim, 0).flatten(1)
+        size = expected.norm(dim=1).mean().clamp(min=torch.finfo(wide).tiny)
+        actual = cut.to(wide).movedim(dim, 0).flatten(1)
+        same = actual.shape == expected.shape
+        off = (
+            (actual - expected).norm(dim=1).max() / size if same else size.new_tensor(float("inf"))
+        )
+        self._enter(name, off, cut.dtype)
 
-    def _compare_results(self, cut: list[Any], whole: list[Any]) -> None:
+    def _compare_results(self, cut: list[Any], uncut: list[Any]) -> None:
         short = len(self._at) * self._link.size
-        for one, every in zip(cut, whole, strict=True):
-            if not isinstance(one, Tensor) or not one.is_floating_point():
+        for cut_output, uncut_output in zip(cut, uncut, strict=True):
+            if not isinstance(cut_output, Tensor) or not cut_output.is_floating_point():
                 continue
-            if every.dim() > 1 and every.shape[1] == short and one.shape[1] == len(self._at):
-                self._compare("the output of the model", one, every, dim=1)
-            elif every.dim() == 0:
-                total = one.clone()
+            if (
+                uncut_output.dim() > 1
+                and uncut_output.shape[1] == short
+                and cut_output.shape[1] == len(self._at)
+            ):
+                self._compare("the output of the model", cut_output, uncut_output, dim=1)
+            elif uncut_output.dim() == 0:
+                total = cut_output.clone()
                 dist.all_reduce(total, group=self._link.group)
-                size = every.abs().clamp(min=torch.finfo(one.dtype).tiny)
-                off = torch.stack([total - every, total / self._link.size - every]).abs().min()
-                self._enter("the loss that the model returns", off / size, one.dtype)
+                size = uncut_output.abs().clamp(min=torch.finfo(cut_output.dtype).tiny)
+                off = (
+                    torch.stack([total - uncut_output, total / self._link.size - uncut_output])
+                    .abs()
+                    .min()
+                )
+                self._enter("the loss that the model returns", off / size, cut_output.dtype)
 
-    def _enter(self, what: str, off: Tensor, dtype: torch.dtype) -> None:
+    def _enter(self, name: str, off: Tensor, dtype: torch.dtype) -> None:
         self._bound = max(self._bound, torch.finfo(dtype).eps ** 0.5)
-        self._off[what] = torch.nan_to_num(off.double(), nan=float("inf"))
+        self._off[name] = torch.nan_to_num(off.double(), nan=float("inf"))
 
     def _judge(self) -> None:
         """Raise on all ranks if any has found a difference."""
@@ -240,12 +252,12 @@ class _BothWays:
             return
         worst = torch.stack(list(self._off.values()))
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        for what, off in zip(self._off, worst.tolist(), strict=True):
+        for name, off in zip(self._off, worst.tolist(), strict=True):
             if off > self._bound:
-                more = "" if self._calls else _UNCALLED
+                hint = "" if self._calls else _UNCALLED
                 raise ConfigError(
-                    f"the model differs with its rows cut over cp = {self._link.size}: {what} "
-                    f"differs by {off:.2g} of its size from that of whole rows. {more}Something "
+                    f"the model differs with its rows cut over cp = {self._link.size}: {name} "
+                    f"differs by {off:.2g} of its size from that of whole rows. {hint}Something "
                     "besides causal attention mixes tokens of a row: positions that the model "
                     "numbers itself instead of those it is given; a convolution or a recurrence; "
                     "labels that it shifts (compute the loss outside of the model, from targets "
@@ -261,7 +273,7 @@ def _token_dim(leaf: Any, n: int) -> int | None:
     return dim if leaf.shape[dim] == n else None
 
 
-def _refuse_by_length(model: nn.Module, whole: int) -> None:
+def _refuse_by_length(model: nn.Module, row_length: int) -> None:
     """Raise for a transformers model whose behaviour changes from some length on.
 
     By a rank's share it cannot tell how long the row is.
@@ -269,10 +281,10 @@ def _refuse_by_length(model: nn.Module, whole: int) -> None:
     config: Any = getattr(model, "config", None)
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
-        if isinstance(window, int) and window < whole:
+        if isinstance(window, int) and window < row_length:
             raise ConfigError(
-                f"the model's {name} = {window} is less than the row of {whole} tokens, and cp "
-                f"attends to the whole row: use rows of up to {window} tokens, or layout.cp = 1"
+                f"the model's {name} = {window} is less than the row of {row_length} tokens, and "
+                f"cp attends to the whole row: use rows of up to {window} tokens, or layout.cp = 1"
             )
     kinds = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     for kind in _words(kinds):
@@ -290,8 +302,8 @@ def _words(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _words(list(value.values()))
     elif isinstance(value, list):
-        for one in value:
-            yield from _words(one)
+        for item in value:
+            yield from _words(item)
 
 
 @contextmanager
@@ -325,8 +337,8 @@ def _without_zeros(model: nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for shard in filled:
-                at = torch.arange(shard.numel(), device=shard.device)
-                shard.copy_((0.02 * (at % 7 - 2)).view_as(shard))
+                index = torch.arange(shard.numel(), device=shard.device)
+                shard.copy_((0.02 * (index % 7 - 2)).view_as(shard))
         yield
     finally:
         with torch.no_grad():

@@ -135,12 +135,16 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     shards = [local_shard(gradient) for gradient in gradients]
     total = torch.zeros((), dtype=torch.float64, device=shards[0].device if shards else None)
     world = dist.get_world_size()
-    held = [_copies(gradient, world) for gradient in gradients]
+    copy_counts = [_copies(gradient, world) for gradient in gradients]
     if shards:
-        each = norms(shards).unbind()  # the host reads nothing until all is summed
-        for copies in sorted(set(held)):
-            some = [norm for norm, of in zip(each, held, strict=True) if of == copies]
-            total += torch.stack(some).square().sum() / copies
+        local_norms = norms(shards).unbind()  # the host reads nothing until all is summed
+        for copies in sorted(set(copy_counts)):
+            shared = [
+                norm
+                for norm, count in zip(local_norms, copy_counts, strict=True)
+                if count == copies
+            ]
+            total += torch.stack(shared).square().sum() / copies
     dist.all_reduce(total)
     norm = math.sqrt(total.item())
     if norm > max_norm:
@@ -164,24 +168,24 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     ]
-    alike = [found for found in lists if len({type(one) for one in found}) == 1]
+    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
 
-    def size(found: list[nn.Module]) -> int:
-        return sum(p.numel() for one in found for p in one.parameters())
+    def size(layers: list[nn.Module]) -> int:
+        return sum(p.numel() for layer in layers for p in layer.parameters())
 
     return max(alike, key=size, default=[])
 
 
 def _refuse_adapters(model: nn.Module, layout: Layout) -> None:
     """Raise `ConfigError` for layers with adapters, PEFT's or ours, where tp would cut them."""
-    found = (
+    adapted = (
         name
         for name, module in model.named_modules()
         if isinstance(module, LoraLinear)
         or hasattr(module, "lora_A")
         or getattr(module, "lora_b", None) is not None
     )
-    if layout.tp > 1 and (name := next(found, None)) is not None:
+    if layout.tp > 1 and (name := next(adapted, None)) is not None:
         rule = f"layout.tp = {layout.tp} cuts linear layers, and {name} has a low-rank adapter"
         hint = "The [lora] section of a config trains adapters on any layout"
         raise ConfigError(refusal(rule, legal=["layout.tp = 1"], hint=hint))
@@ -218,13 +222,13 @@ def _check(layout: Layout, mesh: DeviceMesh) -> None:
 
 
 def _plan_of(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
-    found = plan if plan is not None else getattr(model, "tp_plan", None)
-    if not found:
+    styles = plan if plan is not None else getattr(model, "tp_plan", None)
+    if not styles:
         raise ConfigError(
             "layout.tp > 1 needs a plan: which layers to cut by column and by row, e.g. "
             '{"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}'
         )
-    return {name: _STYLES.get(style, style) for name, style in found.items() if style != _FOUND}
+    return {name: _STYLES.get(style, style) for name, style in styles.items() if style != _FOUND}
 
 
 def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> PartFollower:
@@ -234,20 +238,20 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> PartFol
     """
     link = _link(mesh)
     tp_region = TPRegion(link, sp=False)
-    found = dict(model.named_modules())
-    uses = Counter(one for _, one in model.named_parameters(remove_duplicate=False))
+    modules_by_name = dict(model.named_modules())
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     # By what they were: tied parameters stay one.
     tied = dict[nn.Parameter, nn.Parameter | None].fromkeys(p for p, n in uses.items() if n > 1)
     del uses  # it would keep what is whole
     begins, ends = list[nn.Module](), list[nn.Module]()
     for pattern, style in plan.items():
         form = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        names = [name for name in found if form.fullmatch(name)]
+        names = [name for name in modules_by_name if form.fullmatch(name)]
         if not names:
             raise ConfigError(f"the plan's {pattern} fits no layer of the model")
         for name in names:
-            _cut_one(name, found[name], style, mesh, tp_region, link, tied)
-            (begins if style == "column" else ends).append(found[name])
+            _cut_one(name, modules_by_name[name], style, mesh, tp_region, link, tied)
+            (begins if style == "column" else ends).append(modules_by_name[name])
     _refuse_half_cut(model, tied)
     GradientAgreement(model, link, [*begins, *ends])
     return PartFollower(link, begins, ends)
@@ -285,13 +289,15 @@ def _cut_one(
     if not isinstance(module, kind):
         raise ConfigError(f"the plan cuts {name} by {style}, but it is no {kind.__name__}")
     _refuse_uncuttable(name, module)
-    for of, parameter in list(module.named_parameters(recurse=False)):
-        if of == "bias" and style == "row":
+    for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter_name == "bias" and style == "row":
             continue
         size = parameter.shape[dim]
         if size % link.size:
             legal = [f"layout.tp = {n}" for n in nearest_divisors(size, link.size)]
-            rule = f"layout.tp = {link.size} must divide dim {dim} of {name}.{of}: {size}"
+            rule = (
+                f"layout.tp = {link.size} must divide dim {dim} of {name}.{parameter_name}: {size}"
+            )
             raise ConfigError(refusal(rule, legal=legal))
         cut = tied.get(parameter)
         if cut is None:
@@ -299,7 +305,7 @@ def _cut_one(
             cut = nn.Parameter(DTensor.from_local(part, mesh, [Shard(dim)], run_check=False))
         if parameter in tied:
             tied[parameter] = cut
-        setattr(module, of, cut)
+        setattr(module, parameter_name, cut)
     if isinstance(module, nn.Embedding):
         VocabEmbedding.take_over(module, tp_region)
         return
@@ -314,7 +320,7 @@ def _cut_one(
 
 def _refuse_uncuttable(name: str, module: nn.Module) -> None:
     """Raise for a layer that computes more from its weights than a part of it could."""
-    weights = {of for of, _ in module.named_parameters(recurse=False)}
+    weights = {parameter_name for parameter_name, _ in module.named_parameters(recurse=False)}
     reasons = {
         "its weight is computed from others (a parametrization such as weight_norm)": (
             is_parametrized(module) or not weights <= {"weight", "bias"} or "weight" not in weights

@@ -82,7 +82,7 @@ class PartFollower(Following):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute an operator; what it makes of parts is one."""
+        """Compute an operator, whose result is a part if an input is one."""
         kwargs = kwargs or {}
         leaves, form = tree_flatten((args, kwargs))
         if self._inside or not any(map(is_part, leaves)):
@@ -107,17 +107,17 @@ class PartFollower(Following):
 
 
 def _refusal(leaves: list[Any], ranks: int, error: RuntimeError) -> Exception:
-    """Return what to raise where an operator fails: a weight of all ranks' features, if it is."""
+    """Return the error of a failed operator; it names a weight of all ranks' features, if any."""
     parts = [leaf for leaf in leaves if is_part(leaf)]
-    whole = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_part(leaf)]
+    whole_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_part(leaf)]
     sizes = {part.shape[-1] for part in parts if part.dim()}
-    for one in whole:
-        if one.dim() and any(one.shape[-1] == ranks * size for size in sizes):
+    for tensor in whole_tensors:
+        if tensor.dim() and any(tensor.shape[-1] == ranks * size for size in sizes):
             return ConfigError(
-                f"a weight of {one.shape[-1]} features meets the {one.shape[-1] // ranks} that "
-                f"layout.tp = {ranks} leaves on a rank (as a norm over all heads does, which needs "
-                'the sums of all ranks): cut the layer before it by "column_gathered", or leave '
-                f"it and the one after it out of the plan ({error})"
+                f"a weight of {tensor.shape[-1]} features meets the {tensor.shape[-1] // ranks} "
+                f"that layout.tp = {ranks} leaves on a rank (as a norm over all heads does, which "
+                'needs the sums of all ranks): cut the layer before it by "column_gathered", or '
+                f"leave it and the one after it out of the plan ({error})"
             )
     return error
 
@@ -165,16 +165,16 @@ class GradientAgreement:
 
     @torch.no_grad()
     def _check(self) -> None:
-        found = {
+        gradients = {
             name: parameter.grad
             for name, parameter in self._model.named_parameters()
             if parameter.grad is not None and not _is_cut(parameter)
         }
-        due = [name for name in found if name not in self._checked]
+        due = [name for name in gradients if name not in self._checked]
         if self._checked:
             self._turn = (self._turn + 1) % len(self._checked)
-            due += [name for name in [self._checked[self._turn]] if name in found]
-        wrong = {name: off for name in due if (off := self._off(name, found[name])) is not None}
+            due += [name for name in [self._checked[self._turn]] if name in gradients]
+        wrong = {name: off for name in due if (off := self._off(name, gradients[name])) is not None}
         if wrong:
             worst = max(wrong, key=wrong.__getitem__)
             raise ConfigError(
@@ -185,9 +185,9 @@ class GradientAgreement:
                 "the plan"
             )
 
-    def _off(self, name: str, found: Tensor) -> float | None:
-        """Return by what share of its size a gradient differs, if by more than rounding."""
-        gradient = local_shard(found).float()
+    def _off(self, name: str, grad: Tensor) -> float | None:
+        """Return the relative difference of a gradient between ranks, if beyond rounding."""
+        gradient = local_shard(grad).float()
         mean = gradient.clone()
         dist.all_reduce(mean, group=self._link.group)
         mean /= self._link.size
@@ -196,7 +196,7 @@ class GradientAgreement:
         distance, size = off.tolist()
         if size and name not in self._checked:
             self._checked.append(name)
-        if distance <= torch.finfo(found.dtype).eps ** 0.5 * size:
+        if distance <= torch.finfo(grad.dtype).eps ** 0.5 * size:
             return None
         return distance / size if size else float("inf")
 

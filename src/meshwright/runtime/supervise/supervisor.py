@@ -287,11 +287,11 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
         if name == "SIGKILL":
             hint = f", possibly by the system because memory ran out{memory_words(folder, rank)}"
         log = _tail(folder.log(rank), 60)
-        if name == "SIGABRT" and (words := next((w for w in REFUSED if w in log), "")):
+        if name == "SIGABRT" and (refused := next((text for text in REFUSED if text in log), "")):
             limit = None
             with contextlib.suppress(MeshwrightError):
                 limit = read_job(folder.path).config.cluster.memory
-            cause = out_of_memory(folder, rank, limit, words)
+            cause = out_of_memory(folder, rank, limit, refused)
             return RankFailure(rank, cause, log, kind="memory")
         cause = f"rank {rank} was killed by {name}{hint}, {where}"
         # What it was doing as it crashed stands there: see `worker.tell_stacks`.

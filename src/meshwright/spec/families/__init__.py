@@ -26,8 +26,8 @@ from meshwright.spec.families.qwen3_moe import QWEN3_MOE
 from meshwright.spec.families.smollm3 import SMOLLM3
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    one.name: one
-    for one in (
+    family.name: family
+    for family in (
         *(LLAMA, NEOX, QWEN2, QWEN3, MISTRAL, GRANITE, PHI3),
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GPT_OSS),

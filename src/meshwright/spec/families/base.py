@@ -56,14 +56,14 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
     }
 )
 
-# Those that were no fields of `ModelSpec` before families chose: Llama and GPT-NeoX fix them.
+# Features that became fields of `ModelSpec` when families began to choose them.
 LATER: Final = frozenset(FEATURES) - {
     "attention_bias",
     "mlp_bias",
     "rotary_pct",
     "parallel_residual",
 }
-# Those of them that no model chose when that began.
+# Those of `LATER` that came with later families: before these, no model had them.
 NEWEST: Final = frozenset(
     {
         *("norm_placement", "norm_plus_one", "attention_softcap", "logits_softcap"),
@@ -79,7 +79,7 @@ NEWEST: Final = frozenset(
 
 
 class Key(NamedTuple):
-    """A key of `config.json`: the field of `ModelSpec` that it holds, and what its absence means.
+    """A key of `config.json`: the field of `ModelSpec` that it has, and what its absence means.
 
     Where `default` is the name of a field, absence means the value of that one. An `optional`
     number may be null, an `inverse root` is a whole number n for `n ** -0.5`. A `count` may be 0,
@@ -87,7 +87,7 @@ class Key(NamedTuple):
     """
 
     ours: str
-    theirs: str
+    hf_key: str
     kind: Literal[
         "size", "count", "optional size", "number", "flag", "optional", "inverse root", "experts"
     ]
@@ -198,26 +198,26 @@ class Family:
 
 
 def preset(
-    family: str, vocab: int, dim: int, layers: int, heads: int, **more: Any
+    family: str, vocab: int, dim: int, layers: int, heads: int, **fields: Any
 ) -> dict[str, Any]:
     """Return a preset: a partial set of `ModelSpec` fields."""
     sizes = {"vocab_size": vocab, "dim": dim, "n_layers": layers, "n_heads": heads}
-    return {"family": family, **sizes, **more}
+    return {"family": family, **sizes, **fields}
 
 
-def llama_modules(**more: str) -> dict[str, str]:
+def llama_modules(**extra: str) -> dict[str, str]:
     """Return the stored module names of Llama and most later models."""
-    attention = {one: f"model.layers.{{}}.self_attn.{one}_proj" for one in "qkvo"}
-    mlp = {one: f"model.layers.{{}}.mlp.{one}_proj" for one in ("gate", "up", "down")}
+    attention = {proj: f"model.layers.{{}}.self_attn.{proj}_proj" for proj in "qkvo"}
+    mlp = {proj: f"model.layers.{{}}.mlp.{proj}_proj" for proj in ("gate", "up", "down")}
     return {
         "embed": "model.embed_tokens",
         "attn_norm": "model.layers.{}.input_layernorm",
-        **{f"attn.{one}": name for one, name in attention.items()},
+        **{f"attn.{proj}": name for proj, name in attention.items()},
         "mlp_norm": "model.layers.{}.post_attention_layernorm",
-        **{f"mlp.{one}": name for one, name in mlp.items()},
+        **{f"mlp.{proj}": name for proj, name in mlp.items()},
         "norm": "model.norm",
         "head": "lm_head",
-        **more,
+        **extra,
     }
 
 
@@ -232,45 +232,47 @@ def llama_keys(
     )
 
 
-def gemma_modules(**more: str) -> dict[str, str]:
+def gemma_modules(**extra: str) -> dict[str, str]:
     """Return the names for norms before and after each sublayer, as in Gemma 2."""
-    names = llama_modules(**more)
-    for ours, theirs in (
+    names = llama_modules(**extra)
+    for ours, hf_name in (
         ("attn_post", "post_attention"),
         ("mlp", "pre_feedforward"),
         ("mlp_post", "post_feedforward"),
     ):
-        names[f"{ours}_norm"] = f"model.layers.{{}}.{theirs}_layernorm"
+        names[f"{ours}_norm"] = f"model.layers.{{}}.{hf_name}_layernorm"
     return names
 
 
-def expert_modules(at: str, gate: str, up: str, down: str) -> dict[str, str]:
+def expert_modules(module: str, gate: str, up: str, down: str) -> dict[str, str]:
     """Return the names of a router and of experts; the second `{}` is an expert's number.
 
-    `at` is the module that contains them; the others are an expert's projections.
+    `module` contains them; the others are an expert's projections.
     """
-    inside = f"model.layers.{{}}.{at}"
+    inside = f"model.layers.{{}}.{module}"
     names = {"gate": gate, "up": up, "down": down}
-    experts = {f"mlp.experts.{ours}": f"{inside}.experts.{{}}.{one}" for ours, one in names.items()}
+    experts = {
+        f"mlp.experts.{ours}": f"{inside}.experts.{{}}.{proj}" for ours, proj in names.items()
+    }
     return {"mlp.router": f"{inside}.gate", **experts}
 
 
 def qwen_experts() -> dict[str, str]:
     """Return the names of a router and of experts in Qwen and OLMoE."""
-    return expert_modules("mlp", *(f"{one}_proj" for one in ("gate", "up", "down")))
+    return expert_modules("mlp", *(f"{proj}_proj" for proj in ("gate", "up", "down")))
 
 
-def expert_keys(count: int, top_k: int, *, theirs: str = "num_experts") -> tuple[Key, ...]:
+def expert_keys(count: int, top_k: int, *, hf_key: str = "num_experts") -> tuple[Key, ...]:
     """Return the keys for the numbers of experts, total and per token, with defaults."""
     return (
-        Key("experts", theirs, "size", count),
+        Key("experts", hf_key, "size", count),
         Key("top_k", "num_experts_per_tok", "size", top_k),
     )
 
 
 def head_norms() -> dict[str, str]:
     """Return the names of norms of queries and keys."""
-    return {f"attn.{one}_norm": f"model.layers.{{}}.self_attn.{one}_norm" for one in "qk"}
+    return {f"attn.{proj}_norm": f"model.layers.{{}}.self_attn.{proj}_norm" for proj in "qk"}
 
 
 BIASES: Final = (

@@ -28,8 +28,8 @@ _LATENT: Final = {
     "attn.kv_b": "kv_b_proj",
 }
 _SHARED: Final = {
-    f"mlp.shared.{one}": f"{_INSIDE}.mlp.shared_experts.{one}_proj"
-    for one in ("gate", "up", "down")
+    f"mlp.shared.{proj}": f"{_INSIDE}.mlp.shared_experts.{proj}_proj"
+    for proj in ("gate", "up", "down")
 }
 # Whether a null is another value than the absence of the key: false to transformers.
 _NOT_NULL: Final = ("norm_topk_prob", "rope_interleave")
@@ -59,8 +59,8 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _yarn(factor: float, beta_fast: float) -> dict[str, Any]:
-    more = {"original_context": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
-    return {"kind": "yarn", "factor": factor, "beta_fast": beta_fast, **more}
+    extra = {"original_context": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+    return {"kind": "yarn", "factor": factor, "beta_fast": beta_fast, **extra}
 
 
 DEEPSEEK_V3: Final = Family(
@@ -68,7 +68,7 @@ DEEPSEEK_V3: Final = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     modules=llama_modules(
-        **{ours: f"{_INSIDE}.self_attn.{theirs}" for ours, theirs in _LATENT.items()},
+        **{ours: f"{_INSIDE}.self_attn.{hf_name}" for ours, hf_name in _LATENT.items()},
         **qwen_experts(),
         **_SHARED,
         **{"mlp.router.correction": f"{_INSIDE}.mlp.gate.e_score_correction_bias"},

@@ -20,8 +20,12 @@ from meshwright.spec.families.layers import LayerKeys
 _PATTERN: Final[tuple[dict[str, Any], ...]] = ({"window": 4096}, {})
 
 
-def _gemma2(dim: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    every: dict[str, Any] = {"head_dim": 256, "n_kv_heads": heads // 2, "layer_pattern": _PATTERN}
+def _gemma2(dim: int, layers: int, heads: int, ffn: int, **overrides: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "head_dim": 256,
+        "n_kv_heads": heads // 2,
+        "layer_pattern": _PATTERN,
+    }
     return preset(
         "gemma2",
         *(256000, dim, layers, heads),
@@ -30,7 +34,7 @@ def _gemma2(dim: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[st
         activation="gelu_tanh",
         tie_embeddings=True,
         norm_eps=1e-6,
-        **(every | more),
+        **(defaults | overrides),
     )
 
 

@@ -31,14 +31,14 @@ def _pattern(window: int) -> tuple[dict[str, Any], ...]:
 
 def _is_windowed(config: Mapping[str, Any], layer: int) -> bool:
     """Whether a layer has a window where a file has no `layer_types`."""
-    every = config.get("sliding_window_pattern", _EVERY)
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ConfigError(f"sliding_window_pattern = {every!r} must be at least 1")
-    return (layer + 1) % every != 0
+    period = config.get("sliding_window_pattern", _EVERY)
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise ConfigError(f"sliding_window_pattern = {period!r} must be at least 1")
+    return (layer + 1) % period != 0
 
 
-def _gemma3(dim: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    every: dict[str, Any] = {
+def _gemma3(dim: int, layers: int, heads: int, ffn: int, **overrides: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "vocab_size": 262208,
         "head_dim": 256,
         "n_kv_heads": heads // 2,
@@ -46,16 +46,16 @@ def _gemma3(dim: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[st
         "rope_scaling": {"kind": "linear", "factor": 8.0},
         "layer_pattern": _pattern(1024),
     }
-    every |= more
+    fields |= overrides
     return preset(
         "gemma3",
-        *(every.pop("vocab_size"), dim, layers, heads),
+        *(fields.pop("vocab_size"), dim, layers, heads),
         ffn_dim=ffn,
         rope_theta=1e6,
         activation="gelu_tanh",
         tie_embeddings=True,
         norm_eps=1e-6,
-        **every,
+        **fields,
     )
 
 

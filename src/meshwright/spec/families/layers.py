@@ -54,56 +54,58 @@ class LayerKeys:
         window = self._window(config)
         kinds = self._kinds(config, count, window)
         if window is None and SLIDING in kinds:
-            what = f"layer_types has {SLIDING}, but sliding_window sets no window"
-            raise ConfigError(refusal(what, legal=[FULL]))
-        each = zip(kinds, self._rotates(config, count), self._dense(config, count), strict=True)
+            rule = f"layer_types has {SLIDING}, but sliding_window sets no window"
+            raise ConfigError(refusal(rule, legal=[FULL]))
+        layers = zip(kinds, self._rotates(config, count), self._dense(config, count), strict=True)
         return tuple(
             StoredLayer(window if kind == SLIDING else None, rotary, dense)
-            for kind, rotary, dense in each
+            for kind, rotary, dense in layers
         )
 
     def write(self, layers: Sequence[StoredLayer], family: str) -> dict[str, Any]:
-        """Return the keys that describe layers; `ConfigError` for what no key can describe."""
+        """Return the keys that describe layers; `ConfigError` for layers that none can describe."""
         windows = {layer.window for layer in layers}
         sizes = sorted(size for size in windows if size is not None)
-        what = f"model.layer_pattern cannot be written as {family}:"
+        rule = f"model.layer_pattern cannot be written as {family}:"
         if len(sizes) > 1:
-            raise ConfigError(f"{what} its windows have one size, but these have {sizes}")
+            raise ConfigError(f"{rule} its windows have one size, but these have {sizes}")
         if not self.rotates and not all(layer.rotary for layer in layers):
-            raise ConfigError(f"{what} all of its layers rotate")
+            raise ConfigError(f"{rule} all of its layers rotate")
         # Without a switch, transformers asks for a window even if no layer has it.
         unused = None if self.switch or self.is_windowed is None else self.window
-        found: dict[str, Any] = {"sliding_window": sizes[0] if sizes else unused}
+        keys: dict[str, Any] = {"sliding_window": sizes[0] if sizes else unused}
         if self.switch:
-            found[self.switch] = bool(sizes)
+            keys[self.switch] = bool(sizes)
         if self.is_windowed is not None:
-            found["layer_types"] = [SLIDING if one.window else FULL for one in layers]
+            keys["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
         elif len(windows) > 1:
-            raise ConfigError(f"{what} a window is of all of its layers")
+            raise ConfigError(f"{rule} a window is of all of its layers")
         if self.switch and self.is_windowed is not None:
             # transformers 4 gives a window to the layers from this one on.
-            kinds = found["layer_types"]
-            found["max_window_layers"] = kinds.index(SLIDING) if sizes else len(kinds)
+            kinds = keys["layer_types"]
+            keys["max_window_layers"] = kinds.index(SLIDING) if sizes else len(kinds)
         if self.rotates:
-            found[_ROTATES] = [int(one.rotary) for one in layers]
+            keys[_ROTATES] = [int(layer.rotary) for layer in layers]
         if self.sparse:
-            found[_STEP] = 1
-            found[_DENSE] = [at for at, one in enumerate(layers) if one.dense]
-        elif any(one.dense for one in layers):
-            raise ConfigError(f"{what} all of its layers have experts")
-        return found
+            keys[_STEP] = 1
+            keys[_DENSE] = [index for index, layer in enumerate(layers) if layer.dense]
+        elif any(layer.dense for layer in layers):
+            raise ConfigError(f"{rule} all of its layers have experts")
+        return keys
 
     def _dense(self, config: Mapping[str, Any], count: int) -> Sequence[bool]:
         if not self.sparse:
             return [False] * count
-        every, given = config.get(_STEP), config.get(_DENSE)
-        every = 1 if every is None else every
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"{_STEP} = {every!r} must be a whole number of at least 1")
-        given = [] if given is None else given
-        if not isinstance(given, list) or not all(type(one) is int for one in given):
-            raise ConfigError(f"{_DENSE} = {given!r} must be a list of numbers of layers")
-        return [layer in given or (layer + 1) % every != 0 for layer in range(count)]
+        period, dense_layers = config.get(_STEP), config.get(_DENSE)
+        period = 1 if period is None else period
+        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+            raise ConfigError(f"{_STEP} = {period!r} must be a whole number of at least 1")
+        dense_layers = [] if dense_layers is None else dense_layers
+        if not isinstance(dense_layers, list) or not all(
+            type(layer) is int for layer in dense_layers
+        ):
+            raise ConfigError(f"{_DENSE} = {dense_layers!r} must be a list of numbers of layers")
+        return [layer in dense_layers or (layer + 1) % period != 0 for layer in range(count)]
 
     def _window(self, config: Mapping[str, Any]) -> int | None:
         value = config.get("sliding_window", self.window)
@@ -116,36 +118,40 @@ class LayerKeys:
         return value
 
     def _kinds(self, config: Mapping[str, Any], count: int, window: int | None) -> Sequence[str]:
-        given = config.get("layer_types")
+        layer_types = config.get("layer_types")
         if self.is_windowed is None:
             kind = FULL if window is None else SLIDING
-            if isinstance(given, list) and any(one != kind for one in given[:count]):
+            if isinstance(layer_types, list) and any(
+                layer_kind != kind for layer_kind in layer_types[:count]
+            ):
                 # transformers takes a Mistral whose layers differ for another model.
-                what = f"layer_types differs from sliding_window = {window}, by which all layers"
-                raise ConfigError(refusal(f"{what} are alike", legal=[f'"{kind}" for all layers']))
+                message = f"layer_types differs from sliding_window = {window}, by which all layers"
+                raise ConfigError(
+                    refusal(f"{message} are alike", legal=[f'"{kind}" for all layers'])
+                )
             return [kind] * count
-        if given is None:
+        if layer_types is None:
             rule = self.is_windowed
             is_there = window is not None
-            return [SLIDING if is_there and rule(config, one) else FULL for one in range(count)]
-        kinds = _of_length(given, "layer_types", count)
-        if others := sorted({str(one) for one in kinds} - set(_KINDS)):
-            raise ConfigError(refusal(f"layer_types has {others}: not supported", legal=_KINDS))
-        return [str(one) for one in kinds]
+            return [SLIDING if is_there and rule(config, layer) else FULL for layer in range(count)]
+        kinds = _of_length(layer_types, "layer_types", count)
+        if unknown := sorted({str(kind) for kind in kinds} - set(_KINDS)):
+            raise ConfigError(refusal(f"layer_types has {unknown}: not supported", legal=_KINDS))
+        return [str(kind) for kind in kinds]
 
     def _rotates(self, config: Mapping[str, Any], count: int) -> Sequence[bool]:
         if not self.rotates:
             return [True] * count
-        given = config.get(_ROTATES)
-        if given is None:
-            every = config.get("no_rope_layer_interval", 4)
-            if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-                raise ConfigError(f"no_rope_layer_interval = {every!r} must be at least 1")
-            return [(layer + 1) % every != 0 for layer in range(count)]
-        found = _of_length(given, _ROTATES, count)
-        if not all(one in (0, 1) for one in found):
-            raise ConfigError(f"{_ROTATES} = {given!r} must be a list of 1 (rotates) and 0")
-        return [bool(one) for one in found]
+        listed = config.get(_ROTATES)
+        if listed is None:
+            period = config.get("no_rope_layer_interval", 4)
+            if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+                raise ConfigError(f"no_rope_layer_interval = {period!r} must be at least 1")
+            return [(layer + 1) % period != 0 for layer in range(count)]
+        flags = _of_length(listed, _ROTATES, count)
+        if not all(flag in (0, 1) for flag in flags):
+            raise ConfigError(f"{_ROTATES} = {listed!r} must be a list of 1 (rotates) and 0")
+        return [bool(flag) for flag in flags]
 
 
 def _is_late(config: Mapping[str, Any], layer: int) -> bool:
@@ -159,16 +165,16 @@ def _is_late(config: Mapping[str, Any], layer: int) -> bool:
 LATE_WINDOWS: Final = LayerKeys(window=4096, is_windowed=_is_late, switch="use_sliding_window")
 
 
-def shortest_pattern(every: Sequence[T]) -> tuple[T, ...]:
-    """Return the shortest beginning of a sequence that gives all of it when repeated."""
-    for size in range(1, len(every)):
-        if all(one == every[at % size] for at, one in enumerate(every)):
-            return tuple(every[:size])
-    return tuple(every)
+def shortest_pattern(layers: Sequence[T]) -> tuple[T, ...]:
+    """Return the shortest prefix of a sequence that gives all of it when repeated."""
+    for length in range(1, len(layers)):
+        if all(layer == layers[index % length] for index, layer in enumerate(layers)):
+            return tuple(layers[:length])
+    return tuple(layers)
 
 
-def _of_length(given: object, key: str, count: int) -> Sequence[Any]:
-    if not isinstance(given, list) or len(given) < count:
-        size = len(given) if isinstance(given, list) else repr(given)
-        raise ConfigError(f"{key} must be a list with one of each of {count} layers, not {size}")
-    return given[:count]
+def _of_length(listed: object, key: str, count: int) -> Sequence[Any]:
+    if not isinstance(listed, list) or len(listed) < count:
+        length = len(listed) if isinstance(listed, list) else repr(listed)
+        raise ConfigError(f"{key} must be a list with one of each of {count} layers, not {length}")
+    return listed[:count]

@@ -15,8 +15,8 @@ from meshwright.spec.families.base import (
 )
 
 
-def _llama(vocab: int, dim: int, layers: int, heads: int, kv: int, ffn: int, **more: Any) -> Any:
-    return preset("llama", vocab, dim, layers, heads, n_kv_heads=kv, ffn_dim=ffn, **more)
+def _llama(vocab: int, dim: int, layers: int, heads: int, kv: int, ffn: int, **fields: Any) -> Any:
+    return preset("llama", vocab, dim, layers, heads, n_kv_heads=kv, ffn_dim=ffn, **fields)
 
 
 _LLAMA31_ROPE: Final = {

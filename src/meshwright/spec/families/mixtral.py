@@ -23,7 +23,7 @@ MIXTRAL: Final = Family(
     sizes=sizes_of(32000, 4096, 14336, 32, 32, 131072),
     keys=(
         *llama_keys(kv_heads=8, eps=1e-5),
-        *expert_keys(8, 2, theirs="num_local_experts"),
+        *expert_keys(8, 2, hf_key="num_local_experts"),
     ),
     free=frozenset({"layer_pattern", "experts", "top_k"}),
     defaults={"experts": 8, "top_k": 2},

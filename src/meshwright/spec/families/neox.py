@@ -10,8 +10,8 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.spec.families.base import Family, Key, preset, sizes_of
 
 
-def _neox(vocab: int, dim: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return preset("neox", vocab, dim, layers, heads, context=2048, **more)
+def _neox(vocab: int, dim: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
+    return preset("neox", vocab, dim, layers, heads, context=2048, **fields)
 
 
 def _pythia(dim: int, layers: int, heads: int, vocab: int = 50304) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def _pythia(dim: int, layers: int, heads: int, vocab: int = 50304) -> dict[str, 
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for what transformers' class does not read either."""
+    """Raise `ConfigError` for settings that transformers' class does not read either."""
     heads = config.get("num_attention_heads") or 64
     size = (config.get("hidden_size") or 6144) // heads
     for key, fixed in (("num_key_value_heads", heads), ("head_dim", size), ("mlp_bias", True)):

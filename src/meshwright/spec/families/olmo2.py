@@ -21,14 +21,14 @@ from meshwright.spec.families.base import (
 def olmo_modules() -> dict[str, str]:
     """Return the names of a model with norms after each sublayer."""
     names = llama_modules(**head_norms())
-    for ours, theirs in (("attn", "post_attention"), ("mlp", "post_feedforward")):
+    for ours, hf_name in (("attn", "post_attention"), ("mlp", "post_feedforward")):
         del names[f"{ours}_norm"]
-        names[f"{ours}_post_norm"] = f"model.layers.{{}}.{theirs}_layernorm"
+        names[f"{ours}_post_norm"] = f"model.layers.{{}}.{hf_name}_layernorm"
     return names
 
 
-def _olmo2(dim: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    more = {"n_kv_heads": heads} | more
+def _olmo2(dim: int, layers: int, heads: int, ffn: int, **fields: Any) -> dict[str, Any]:
+    fields = {"n_kv_heads": heads} | fields
     return preset(
         "olmo2",
         *(100352, dim, layers, heads),
@@ -36,7 +36,7 @@ def _olmo2(dim: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[str
         context=4096,
         rope_theta=500000.0,
         norm_eps=1e-6,
-        **more,
+        **fields,
     )
 
 

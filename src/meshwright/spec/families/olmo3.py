@@ -14,8 +14,8 @@ _WINDOW: Final = 4096
 _LOCAL: Final = {"window": _WINDOW, "rope_theta": _THETA}
 
 
-def _olmo3(dim: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    more = {"n_kv_heads": heads} | more
+def _olmo3(dim: int, layers: int, heads: int, ffn: int, **fields: Any) -> dict[str, Any]:
+    fields = {"n_kv_heads": heads} | fields
     return preset(
         "olmo3",
         *(100278, dim, layers, heads),
@@ -25,7 +25,7 @@ def _olmo3(dim: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[str
         rope_scaling={"kind": "yarn", "factor": 8.0, "original_context": 8192},
         norm_eps=1e-6,
         layer_pattern=(_LOCAL, _LOCAL, _LOCAL, {}),
-        **more,
+        **fields,
     )
 
 

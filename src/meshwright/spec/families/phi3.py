@@ -20,7 +20,7 @@ from meshwright.spec.families.layers import LayerKeys
 
 
 def _check_written(fields: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for heads of a size of their own, which its config has no key for."""
+    """Raise `ConfigError` for a head size other than dim / heads: its config has no key for it."""
     dim, heads, size = fields["dim"], fields["n_heads"], fields["head_dim"]
     if size * heads != dim:
         raise ConfigError(
@@ -37,8 +37,8 @@ PHI3: Final = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     modules=llama_modules(
-        **{f"attn.{one}": _QKV for one in "qkv"},
-        **{f"mlp.{one}": _GATE_UP for one in ("gate", "up")},
+        **{f"attn.{proj}": _QKV for proj in "qkv"},
+        **{f"mlp.{proj}": _GATE_UP for proj in ("gate", "up")},
     ),
     sizes=sizes_of(32064, 3072, 8192, 32, 32, 4096),
     keys=(

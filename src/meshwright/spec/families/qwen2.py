@@ -14,10 +14,10 @@ from meshwright.spec.families.base import (
 from meshwright.spec.families.layers import LATE_WINDOWS
 
 
-def _qwen2(dim: int, layers: int, heads: int, kv: int, ffn: int, **more: Any) -> dict[str, Any]:
-    more = {"vocab_size": 152064, "rope_theta": 1e6, "norm_eps": 1e-6, "context": 131072} | more
+def _qwen2(dim: int, layers: int, heads: int, kv: int, ffn: int, **fields: Any) -> dict[str, Any]:
+    fields = {"vocab_size": 152064, "rope_theta": 1e6, "norm_eps": 1e-6, "context": 131072} | fields
     return preset(
-        "qwen2", more.pop("vocab_size"), dim, layers, heads, n_kv_heads=kv, ffn_dim=ffn, **more
+        "qwen2", fields.pop("vocab_size"), dim, layers, heads, n_kv_heads=kv, ffn_dim=ffn, **fields
     )
 
 

@@ -24,8 +24,8 @@ def _is_windowed(config: Mapping[str, Any], layer: int) -> bool:
 
 
 _SHARED: Final = {
-    f"mlp.shared.{one}": f"model.layers.{{}}.mlp.shared_expert.{one}_proj"
-    for one in ("gate", "up", "down")
+    f"mlp.shared.{proj}": f"model.layers.{{}}.mlp.shared_expert.{proj}_proj"
+    for proj in ("gate", "up", "down")
 }
 
 QWEN2_MOE: Final = Family(

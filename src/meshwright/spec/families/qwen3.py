@@ -15,9 +15,9 @@ from meshwright.spec.families.base import (
 from meshwright.spec.families.layers import LATE_WINDOWS
 
 
-def _qwen3(dim: int, layers: int, heads: int, kv: int, ffn: int, **more: Any) -> dict[str, Any]:
-    more = {"head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "context": 40960} | more
-    return preset("qwen3", 151936, dim, layers, heads, n_kv_heads=kv, ffn_dim=ffn, **more)
+def _qwen3(dim: int, layers: int, heads: int, kv: int, ffn: int, **fields: Any) -> dict[str, Any]:
+    fields = {"head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "context": 40960} | fields
+    return preset("qwen3", 151936, dim, layers, heads, n_kv_heads=kv, ffn_dim=ffn, **fields)
 
 
 QWEN3: Final = Family(
@@ -25,7 +25,7 @@ QWEN3: Final = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     modules=llama_modules(
-        **{f"attn.{one}_norm": f"model.layers.{{}}.self_attn.{one}_norm" for one in "qk"}
+        **{f"attn.{proj}_norm": f"model.layers.{{}}.self_attn.{proj}_norm" for proj in "qk"}
     ),
     sizes=sizes_of(151936, 4096, 22016, 32, 32, 32768),
     keys=(

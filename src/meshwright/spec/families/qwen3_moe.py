@@ -19,9 +19,9 @@ from meshwright.spec.families.layers import LayerKeys
 
 
 def _qwen3(dim: int, layers: int, heads: int, ffn: int, expert: int) -> dict[str, Any]:
-    more = {"head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "context": 40960}
+    fields = {"head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "context": 40960}
     sizes = {"n_kv_heads": 4, "ffn_dim": ffn, "expert_ffn_dim": expert}
-    return preset("qwen3_moe", 151936, dim, layers, heads, **sizes, **more)
+    return preset("qwen3_moe", 151936, dim, layers, heads, **sizes, **fields)
 
 
 QWEN3_MOE: Final = Family(

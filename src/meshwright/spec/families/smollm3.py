@@ -20,9 +20,9 @@ _PATTERN: Final[tuple[dict[str, Any], ...]] = ({}, {}, {}, {"rotary": False})
 
 def _is_windowed(config: Mapping[str, Any], layer: int) -> bool:
     """Whether a layer has a window where a file has no `layer_types`: those that do not rotate."""
-    given = config.get("no_rope_layers")
-    if isinstance(given, list) and layer < len(given):
-        return not given[layer]
+    no_rope_layers = config.get("no_rope_layers")
+    if isinstance(no_rope_layers, list) and layer < len(no_rope_layers):
+        return not no_rope_layers[layer]
     return (layer + 1) % (config.get("no_rope_layer_interval") or 4) == 0
 
 

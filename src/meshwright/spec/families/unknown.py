@@ -18,9 +18,9 @@ _DIFFERS: Final = {
 
 def refuse_model_type(model_type: object, known: Iterable[str]) -> str:
     """Return the message about an unknown `model_type`."""
-    what = f"model_type = {model_type!r} is not supported"
+    rule = f"model_type = {model_type!r} is not supported"
     if isinstance(model_type, str) and model_type in _DIFFERS:
-        like, more = _DIFFERS[model_type]
-        return refusal(f"{what}: it is like {like}, with {more}", legal=[like])
+        like, difference = _DIFFERS[model_type]
+        return refusal(f"{rule}: it is like {like}, with {difference}", legal=[like])
     legal = nearest(model_type, known, 3) if isinstance(model_type, str) else []
-    return refusal(what, legal=legal or sorted(known))
+    return refusal(rule, legal=legal or sorted(known))
