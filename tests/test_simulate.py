@@ -47,7 +47,7 @@ def simulated(case, ranks):
 
 def held_by(case, rank):
     """Elements and number of the shards that a rank holds, by the program."""
-    program = lower(case.model, case.train, case.layout)
+    program = lower(case.model, case.train, case.optimizer, case.layout)
     at = case.layout.mesh.coordinates(rank)
     names = [n for stage in program.held(at["pp"]) for n in program.parameters(stage)]
     place = data_rank(case.layout, at)
@@ -194,9 +194,9 @@ def peak_of(world, label, train):
 def test_the_peak_is_that_of_real_ranks(label):
     layout = Layout.parse(label)
     train = TrainSpec(batch=4 * layout.dp, seq_len=128)
-    program = lower(MODEL, train, layout)
+    program = lower(MODEL, train, OptimizerSpec(), layout)
     for rank, real in enumerate(on_ranks(2, peak_of, label=label, train=train)):
-        worst = rehearse(program, rank, OptimizerSpec()).worst
+        worst = rehearse(program, rank).worst
         held = worst.peak
         assert held["weights"] == real.parameters
         assert held["optimizer"] == real.optimizer
@@ -209,8 +209,10 @@ def test_the_peak_is_that_of_real_ranks(label):
 @pytest.mark.slow
 def test_a_second_step_is_as_the_first():
     """The rehearsed step has what a step finds that follows others."""
-    program = lower(MODEL, TrainSpec(batch=4, seq_len=32), Layout.parse("shard2 zero2 mb1"))
-    found = rehearse(program, 1, OptimizerSpec())
+    program = lower(
+        MODEL, TrainSpec(batch=4, seq_len=32), OptimizerSpec(), Layout.parse("shard2 zero2 mb1")
+    )
+    found = rehearse(program, 1)
     first, last = found.phases[0], found.phases[-1]
     states = ("weights", "optimizer", "gathered", "gradients", "buffers")
     assert [first.peak[kind] for kind in states] == [last.end[kind] for kind in states]

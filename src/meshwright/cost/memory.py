@@ -13,6 +13,7 @@ from meshwright.cost.calibration import Calibration
 from meshwright.cost.catalogue import Device
 from meshwright.cost.elements import elements_of, gathered_elements, gathered_weights, weights
 from meshwright.cost.modules import kept_without
+from meshwright.cost.optimizer import updates
 from meshwright.cost.pipeline import in_flight, waiting
 from meshwright.cost.setting import Setting, held_by, work_of
 from meshwright.cost.systems import CAUSAL, System
@@ -39,7 +40,6 @@ _GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP
 _KINDS = (*get_args(Kind), "scores", "copies")
 _ACTIVATIONS = {kind: f"activations: {kind}" for kind in _KINDS}
 _NOTHING_AGAIN = Layout()
-_MOMENTS = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
 
 
 class Term(NamedTuple):
@@ -99,14 +99,33 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
             copy = gathered_elements(setting, layout, held, is_padded=False).total
             add("gathered", copy, element, "compute copy, kept through the step")
     terms += _gradients(setting, layout, held, whole, part)
-    states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)
     if not layout.states_on_host:
-        what = "Adam's moments" + (" and fp32 weights" if states > 8 else "")
-        add("optimizer", part, states, what)
+        terms += _optimizer_states(setting, layout, held)
     if layout.offload == "params":
         # Shards lie on the host; what is gathered or accumulated whole does not.
         terms = [term for term in terms if term.category != "weights"]
     return terms
+
+
+def _optimizer_states(setting: Setting, layout: Layout, held: HeldLayers) -> Iterator[Term]:
+    """Yield what the optimizer keeps of a rank's parameters, by rule.
+
+    A system that keeps whole weights in half precision has the fp32 master weights there, too.
+    """
+    has_masters = setting.system.keeps != "shards" and setting.element != _FP32
+    for update in updates(setting, layout, held):
+        states = update.rule.element_bytes(setting.optimizer)
+        called = [update.rule.called] * (states > 0) + ["fp32 weights"] * has_masters
+        if not called:
+            continue
+        size, number = states + _FP32 * has_masters, update.rule.number_bytes(setting.optimizer)
+        told = "{:,} elements x {} B: " + " and ".join(called)
+        numbers: tuple[object, ...] = (update.elements, size)
+        if number:
+            told += ", and {:,} x {} B: numbers of updates"
+            numbers = (*numbers, update.parameters, number)
+        total = update.elements * size + update.parameters * number
+        yield Term("optimizer", total, told, numbers)
 
 
 def _gathered(setting: Setting, layout: Layout, held: HeldLayers, *, in_place: bool) -> Term:

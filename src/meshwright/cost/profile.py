@@ -62,7 +62,7 @@ def predicted_profile(
     host = host_seconds(kernels, pace.microbatches)
     after = slowest["data"] + slowest["optimizer"] + host
     drawn = pipeline_spans(setting, kernels, layout, pace, found.time.total - after)
-    program = lower(setting.model, setting.train, layout, setting.target)
+    program = lower(setting.model, setting.train, setting.optimizer, layout, setting.target)
     mesh = layout.mesh
     chosen = [mesh.rank({"pp": place}) for place in range(layout.pp)] if ranks is None else ranks
     rows = []

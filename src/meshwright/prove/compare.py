@@ -68,7 +68,7 @@ Fault = Callable[[Parallel], None]
 def program_of(case: Case, world: World) -> Program:
     """Return the program of a case on a world's devices."""
     target = target_of(case.train, world.device, packed=case.packed, fsdp2=case.fsdp2)
-    return lower(case.model, case.train, case.layout, target)
+    return lower(case.model, case.train, case.optimizer, case.layout, target)
 
 
 def build_small(program: Program, groups: Groups, world: World, fault: Fault | None) -> Parallel:

@@ -158,7 +158,6 @@ class _Phases(FlightRecorder):
 def rehearse(
     program: Program,
     rank: int,
-    optimizer: OptimizerSpec,
     *,
     limit: float = math.inf,
     device: torch.device = CPU,
@@ -180,7 +179,7 @@ def rehearse(
             # A forward, after which FSDP2 has its final shards, as between any two steps.
             parallel.evaluate([batch.rows(slice(0, program.layout.microbatch))])
             shards = Shards(parallel.trained, on_host=program.layout.offload == "optimizer")
-            made = _with_states(shards, optimizer)
+            made = _with_states(shards, program.optimizer)
             _mark_states(memory, parallel, shards, made)
             recorder.gradients_of = parallel
             memory.begin(START)

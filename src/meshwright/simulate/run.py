@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from meshwright.cost.price import RankMemory as PredictedMemory
 from meshwright.cost.price import memory as predicted_memory
 from meshwright.cost.setting import Setting
 from meshwright.cost.timeline import timeline
+from meshwright.cost.units import OPTIMIZER
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.parallel.transport.wire import message_differences
@@ -21,7 +22,11 @@ from meshwright.program.lower import Program, lower
 from meshwright.simulate.memory import Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config
+from meshwright.units import format_bytes
 
+# How far the peak of a rehearsed rank's tensors may be from the program's, as a share of it: a
+# product's workspace and what a kernel of torch saves differ by processor.
+PEAK_TOLERANCE: Final = 0.08
 # Predicted categories by other names: what one action needs alone, and copies that kernels of a GPU
 # keep beside what autograd does.
 _CATEGORIES: Final = {
@@ -70,9 +75,9 @@ class Simulated:
 
     @property
     def differences(self) -> list[str]:
-        """Differences of messages and FLOPs from the program's; none if all is well."""
+        """Differences of messages, FLOPs and memory from the program's; none if all is well."""
         mine = self.rehearsal
-        found = list(message_differences(mine.expected, mine.messages))
+        found = [*message_differences(mine.expected, mine.messages), *self._memory_differences()]
         for what, counted, said in (
             ("matrix products", mine.products, self.products),
             ("attention", mine.attention, self.attention),
@@ -80,6 +85,22 @@ class Simulated:
             if counted != said:
                 found.append(f"{what}: {counted:.6g} FLOPs where the program has {said:.6g}")
         return found
+
+    def _memory_differences(self) -> Iterator[str]:
+        """Yield where tensors are not the program's: optimizer states exactly, the peak nearly."""
+        states = self.rehearsal.phases[-1].end.get(OPTIMIZER, 0)
+        predicted_states = self.timeline.held.get(OPTIMIZER, 0)
+        if states != predicted_states:
+            yield (
+                f"optimizer states: {format_bytes(states)} where the program has "
+                f"{format_bytes(predicted_states)}"
+            )
+        peak, predicted_peak = self.rehearsal.worst.total, self.timeline.total
+        if abs(peak - predicted_peak) > PEAK_TOLERANCE * peak:
+            yield (
+                f"peak of tensors: {format_bytes(peak)} where the program has "
+                f"{format_bytes(predicted_peak)}, more than {PEAK_TOLERANCE:.0%} apart"
+            )
 
     def predicted_memory(self) -> dict[str, int]:
         """Return the predicted bytes at the peak by the categories of the simulation."""
@@ -111,7 +132,7 @@ class Simulation:
 
     @property
     def agrees(self) -> bool:
-        """Whether all of them send and compute what the program says."""
+        """Whether all of them send, compute and hold what the program says."""
         return not any(one.differences for one in self.ranks)
 
 
@@ -172,7 +193,7 @@ def simulate(
     """
     setting = setting or setting_of(config)
     layout = layout or layout_of(config, setting)
-    program = lower(config.model, config.train, layout, setting.target)
+    program = lower(config.model, config.train, config.optimizer, layout, setting.target)
     found = []
     for rank in ranks_of("stages", layout) if ranks is None else ranks:
         found.append(_simulated(config, program, setting, rank))
@@ -189,7 +210,7 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
 
     fixed, more = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
     most = (device.memory - fixed) / (1 + more - fixed)
-    done = rehearse(program, rank, config.optimizer, limit=most)
+    done = rehearse(program, rank, limit=most)
     return Simulated(
         done,
         predicted_memory(setting, layout, done.pp_rank),

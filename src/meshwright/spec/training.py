@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     WithJsonSchema,
@@ -13,9 +14,10 @@ from pydantic import (
     model_validator,
 )
 
-from meshwright.errors import refusal
+from meshwright.errors import nearest, refusal
 from meshwright.spec.base import LARGEST, Spec
 from meshwright.spec.model import MOST_LAYERS
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.units import parse_bytes
 
 
@@ -221,6 +223,20 @@ class TrainSpec(Spec):
         return self.compile is True
 
 
+def _known_optimizer(name: str) -> str:
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            refusal(
+                f"optimizer.name = {name!r} is not known",
+                legal=nearest(name, OPTIMIZERS, 1) or sorted(OPTIMIZERS),
+            )
+        )
+    return name
+
+
+OptimizerName = Annotated[str, AfterValidator(_known_optimizer)]
+
+
 class OptimizerSpec(Spec):
     """The optimizer and its schedule.
 
@@ -231,7 +247,7 @@ class OptimizerSpec(Spec):
     to matrices only: not to norms, biases (also those of experts) and sinks.
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: OptimizerName = "adamw"
     lr: float = Field(default=3e-3, gt=0)
     betas: Annotated[tuple[float, float], BeforeValidator(_tuple)] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)

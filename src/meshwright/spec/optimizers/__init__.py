@@ -1,0 +1,16 @@
+"""The optimizers that Meshwright has, one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from meshwright.spec.optimizers.adamw import ADAMW
+from meshwright.spec.optimizers.base import Optimizer, Rule, State
+from meshwright.spec.optimizers.sgd import SGD
+
+OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
+    optimizer.name: optimizer for optimizer in (ADAMW, SGD)
+}
+
+__all__ = ["OPTIMIZERS", "Optimizer", "Rule", "State"]
