@@ -19,6 +19,7 @@ from meshwright.parallel.transport.wire import message_differences
 from meshwright.planner.plan import explain, prediction_json, setting_of
 from meshwright.program.flops import attention_flops, matmul_flops
 from meshwright.program.lower import Program, lower
+from meshwright.program.update import update_flops
 from meshwright.simulate.memory import Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config
@@ -41,7 +42,8 @@ class Simulated:
     """A rehearsed rank with the program and the prediction.
 
     `outside` is what a device holds besides tensors, as measured; `limit` its memory in bytes.
-    `timeline` is the peak of the program's own timeline; `products` and `attention` are its FLOPs.
+    `timeline` is the peak of the program's own timeline; `products`, `attention` and
+    `update` are its FLOPs.
     """
 
     rehearsal: Rehearsal
@@ -49,6 +51,7 @@ class Simulated:
     timeline: PredictedMoment
     products: float
     attention: float
+    update: float
     outside: tuple[Term, ...]
     limit: int
 
@@ -81,6 +84,7 @@ class Simulated:
         for what, counted, said in (
             ("matrix products", mine.products, self.products),
             ("attention", mine.attention, self.attention),
+            ("the update", mine.update, self.update),
         ):
             if counted != said:
                 found.append(f"{what}: {counted:.6g} FLOPs where the program has {said:.6g}")
@@ -217,6 +221,7 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
         timeline(program, rank).peak,
         matmul_flops(program, done.pp_rank),
         attention_flops(program, done.pp_rank, layout.mesh.coordinates(rank)["cp"]),
+        update_flops(program, layout.mesh.coordinates(rank)),
         beside(done.worst.total),
         device.memory,
     )
@@ -277,8 +282,13 @@ def _rank_json(one: Simulated) -> dict[str, Any]:
         "flops": {
             "matrix products": mine.products,
             "attention": mine.attention,
+            "update": mine.update,
             "by_stage": mine.stage_flops,
-            "program": {"matrix products": one.products, "attention": one.attention},
+            "program": {
+                "matrix products": one.products,
+                "attention": one.attention,
+                "update": one.update,
+            },
         },
         "differences": one.differences,
         "timeline": [

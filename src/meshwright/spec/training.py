@@ -223,6 +223,10 @@ class TrainSpec(Spec):
         return self.compile is True
 
 
+# More iterations of Newton-Schulz bring nothing: torch.optim.Muon refuses them, too.
+MOST_NS_STEPS: Final = 99
+
+
 def _known_optimizer(name: str) -> str:
     if name not in OPTIMIZERS:
         raise ValueError(
@@ -245,6 +249,11 @@ class OptimizerSpec(Spec):
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
     differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
     to matrices only: not to norms, biases (also those of experts) and sinks.
+
+    Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
+    `ns_dtype`, and multiplies the rate by `scale`: "original" by the root of rows over columns, if
+    they are more; "match_rms_adamw" by a fifth of the root of the longer side, so that a rate of
+    AdamW serves both.
     """
 
     name: OptimizerName = "adamw"
@@ -253,11 +262,23 @@ class OptimizerSpec(Spec):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
+    nesterov: bool = True
+    ns_steps: int = Field(default=5, ge=1, le=MOST_NS_STEPS)
+    ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    scale: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int = Field(default=20, ge=0)
     decay_steps: int | None = Field(default=None, ge=1)
     schedule_steps: int | None = Field(default=None, ge=1)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_optimizer(cls, values: Any) -> Any:
+        """Fill an optimizer's own defaults, where they are not given."""
+        if isinstance(values, dict) and (known := OPTIMIZERS.get(values.get("name", ""))):
+            return {**known.defaults, **values}
+        return values
 
     @model_validator(mode="after")
     def _rules(self) -> OptimizerSpec:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel.data_parallel.matrices import Matrices
 from meshwright.program.optimizer import rule_of
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part
@@ -16,12 +17,16 @@ from meshwright.training.optimizers import BUILDERS, ParameterGroup
 
 
 def build_optimizer(
-    parameters: Sequence[nn.Parameter], parts: Sequence[Part], spec: OptimizerSpec
+    parameters: Sequence[nn.Parameter],
+    parts: Sequence[Part],
+    spec: OptimizerSpec,
+    matrices: Matrices | None = None,
 ) -> torch.optim.Optimizer:
     """Return a config's optimizer over parameters or shards of them; `parts` says what each one is.
 
     Weight decay is decoupled (arXiv:1711.05101) and applies to matrices. Biases, norms and sinks
     are not decayed, and the biases of experts are no matrix: they are a vector for each expert.
+    Without `matrices`, parameters are whole.
     """
     pairs = list(zip(parameters, parts, strict=True))
     groups = []
@@ -35,7 +40,7 @@ def build_optimizer(
         ]
     # A pipeline rank may have nothing to train: adapters on experts, and only dense layers.
     groups = [group for group in groups if group.parameters] or groups[:1]
-    return BUILDERS[spec.name](groups, spec)
+    return BUILDERS[spec.name](groups, spec, matrices or Matrices())
 
 
 def step_scaled(

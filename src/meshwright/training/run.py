@@ -68,7 +68,14 @@ def open_run(
     )
     shards = Shards(parallel.trained, on_host=job.layout.offload == "optimizer")
     trained = Trained(
-        parallel, shards, build_optimizer(shards.leaves, shards.parts, config.optimizer)
+        parallel,
+        shards,
+        build_optimizer(
+            shards.leaves,
+            shards.parts,
+            config.optimizer,
+            shards.matrices(parallel.groups, parallel.device),
+        ),
     )
     progress = Progress(0, LossScale.of(config.train))
     if good is not None:

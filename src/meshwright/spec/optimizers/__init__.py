@@ -7,10 +7,11 @@ from typing import Final
 
 from meshwright.spec.optimizers.adamw import ADAMW
 from meshwright.spec.optimizers.base import Optimizer, Rule, State
+from meshwright.spec.optimizers.muon import DTYPE_BYTES, MUON
 from meshwright.spec.optimizers.sgd import SGD
 
 OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
-    optimizer.name: optimizer for optimizer in (ADAMW, SGD)
+    optimizer.name: optimizer for optimizer in (ADAMW, MUON, SGD)
 }
 
-__all__ = ["OPTIMIZERS", "Optimizer", "Rule", "State"]
+__all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Optimizer", "Rule", "State"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `spec.training` looks up names here
     from meshwright.spec.parts import Part
@@ -67,8 +67,9 @@ class Optimizer:
     """An optimizer: its name in configs and in texts, and its rules.
 
     `rule_number` says which of `rules` updates a parameter. `keys` are those of [optimizer] that it
-    reads besides the learning rate's and `weight_decay`. `names` has what others call it, by
-    system: `deepspeed`, `megatron`, `hf`, `torchtitan`.
+    reads besides the learning rate's and `weight_decay`. `defaults` are its own defaults
+    of keys. `names` has what others call it, by system: `deepspeed`, `megatron`, `hf`,
+    `torchtitan`.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Optimizer:
     rules: tuple[Rule, ...]
     rule_number: Callable[[Part], int] = _the_only_one
     keys: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def rule_of(self, part: Part) -> Rule:

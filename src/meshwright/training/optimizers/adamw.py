@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from meshwright.parallel.data_parallel.matrices import Matrices
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizers.base import ParameterGroup
 
 
-def build(groups: Sequence[ParameterGroup], spec: OptimizerSpec) -> torch.optim.Optimizer:
+def build(
+    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: Matrices
+) -> torch.optim.Optimizer:
     """Return torch's fused AdamW."""
     return torch.optim.AdamW(
         [group.as_torch() for group in groups],

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from meshwright.parallel.data_parallel.matrices import Matrices
 from meshwright.spec.optimizers import Rule
 from meshwright.spec.training import OptimizerSpec
 
@@ -24,5 +25,8 @@ class ParameterGroup(NamedTuple):
         return {"params": list(self.parameters), "weight_decay": self.weight_decay}
 
 
-Builder = Callable[[Sequence[ParameterGroup], OptimizerSpec], torch.optim.Optimizer]
-"""Makes an optimizer. Its `step` reads `grad_scale` and `found_inf` as torch's fused ones do."""
+Builder = Callable[[Sequence[ParameterGroup], OptimizerSpec, Matrices], torch.optim.Optimizer]
+"""Makes an optimizer, which may gather whole matrices of shards.
+
+Its `step` reads `grad_scale` and `found_inf` as torch's fused ones do.
+"""
