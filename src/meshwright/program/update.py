@@ -55,7 +55,7 @@ def matrix_gathers(program: Program, at: Mapping[str, int]) -> Iterator[Collecti
     First the rows that data ranks have of what a tp rank has, then the parts of tp ranks. Of
     experts, a data rank has whole matrices.
     """
-    element = DTYPE_BYTES[program.optimizer.ns_dtype]
+    element = DTYPE_BYTES[program.optimizer.ns_precision]
     for matrix in whole_matrices(program, at):
         sharding = matrix.sharding
         if sharding.cuts_rows_of_matrix:
@@ -79,5 +79,5 @@ def update_flops(program: Program, at: Mapping[str, int]) -> float:
 
 def update_workspace(program: Program, at: Mapping[str, int]) -> int:
     """Return the most bytes that the update of a parameter takes beside shards and states."""
-    element = DTYPE_BYTES[program.optimizer.ns_dtype]
+    element = DTYPE_BYTES[program.optimizer.ns_precision]
     return max((matrix.workspace(element) for matrix in whole_matrices(program, at)), default=0)

@@ -84,7 +84,7 @@ class Updates:
         if spec.scale == "match_rms_adamw":
             factor = 0.2 * max(rows, columns) ** 0.5
         # One device with rounding iterates as ranks do; the exact one in fp64.
-        if direction.dtype != torch.float64 and spec.ns_dtype == "bf16":
+        if direction.dtype != torch.float64 and spec.ns_precision == "bf16":
             direction = direction.bfloat16()
         flat = direction.reshape(-1, rows, columns)
         every = torch.stack([newton_schulz(matrix, spec.ns_steps) for matrix in flat])

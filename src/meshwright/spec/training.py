@@ -251,7 +251,7 @@ class OptimizerSpec(Spec):
     to matrices only: not to norms, biases (also those of experts) and sinks.
 
     Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
-    `ns_dtype`, and multiplies the rate by `scale`: "original" by the root of rows over columns, if
+    `ns_precision`, and multiplies the rate by `scale`: "original" by the root of rows over columns, if
     they are more; "match_rms_adamw" by a fifth of the root of the longer side, so that a rate of
     AdamW serves both.
     """
@@ -264,7 +264,7 @@ class OptimizerSpec(Spec):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     nesterov: bool = True
     ns_steps: int = Field(default=5, ge=1, le=MOST_NS_STEPS)
-    ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    ns_precision: Literal["bf16", "fp32"] = "bf16"
     scale: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int = Field(default=20, ge=0)

@@ -27,7 +27,7 @@ DTYPE_BYTES: Final = {"bf16": 2, "fp32": 4}
 
 
 def _moved(spec: OptimizerSpec) -> int:
-    in_dtype = DTYPE_BYTES[spec.ns_dtype]
+    in_dtype = DTYPE_BYTES[spec.ns_precision]
     return 4 * (_PASSES + _NESTEROV_PASSES * spec.nesterov) + 2 * in_dtype
 
 
@@ -60,7 +60,7 @@ MUON = Optimizer(
         ADAMW_RULE,
     ),
     rule_number=_rule_number,
-    keys=frozenset({"momentum", "nesterov", "ns_steps", "ns_dtype", "scale", "betas", "eps"}),
+    keys=frozenset({"momentum", "nesterov", "ns_steps", "ns_precision", "scale", "betas", "eps"}),
     defaults={"momentum": 0.95},
-    names={"deepspeed": ("Muon",), "megatron": ("muon",), "hf": ("muon",)},
+    names={"deepspeed": ("Muon",)},
 )

@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonal(self, weight: Tensor, direction: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Return this rank's shard of an orthogonalized matrix, and the matrix's shape."""
-        direction = direction.to(_DTYPES[self._spec.ns_dtype], copy=True)
+        direction = direction.to(_DTYPES[self._spec.ns_precision], copy=True)
         whole = self._matrices.whole(weight, direction)
         orthogonal = orthogonalize(whole, self._spec.ns_steps)
         shape = whole.shape[-2], whole.shape[-1]
