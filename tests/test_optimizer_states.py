@@ -82,7 +82,15 @@ def test_the_walk_is_the_dry_run(case, spec):
 
 MODEL = model_spec(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=50)
 EXPERTS = model_spec(
-    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=50, experts=4, top_k=2
+    family="mixtral",
+    dim=24,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=40,
+    vocab_size=50,
+    experts=4,
+    top_k=2,
 )
 LAYOUTS = ["dp2 mb1", "zero1 cp2-ring mb1", "shard2 zero2 mb1", "shard2 zero3 mb1", "tp2 mb1"]
 MEASURED = [
