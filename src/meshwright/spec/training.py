@@ -251,9 +251,9 @@ class OptimizerSpec(Spec):
     to matrices only: not to norms, biases (also those of experts) and sinks.
 
     Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
-    `ns_precision`. `scale` multiplies its rate: "original" by the root of rows over columns, if they
-    are more; "match_rms_adamw" by a fifth of the root of the longer side, so that a rate of AdamW
-    serves both.
+    `ns_precision`. `scale` multiplies its rate: "original" by the root of rows over columns, if
+    they are more; "match_rms_adamw" by a fifth of the root of the longer side, so that a rate of
+    AdamW serves both.
     """
 
     name: OptimizerName = "adamw"

@@ -26,9 +26,12 @@ def build_optimizer(
 
     Weight decay is decoupled (arXiv:1711.05101) and applies to matrices. Biases, norms and sinks
     are not decayed, and the biases of experts are no matrix: they are a vector for each expert.
-    Without `matrices`, parameters are whole.
+    Without `matrices`, parameters are whole. Raises `ValueError` for shards of matrices that the
+    optimizer needs whole.
     """
     pairs = list(zip(parameters, parts, strict=True))
+    if matrices is None:
+        _check_whole(pairs, spec)
     groups = []
     for rule in OPTIMIZERS[spec.name].rules:
         of_rule = [pair for pair in pairs if rule_of(spec, pair[1]) is rule]
@@ -41,6 +44,15 @@ def build_optimizer(
     # A pipeline rank may have nothing to train: adapters on experts, and only dense layers.
     groups = [group for group in groups if group.parameters] or groups[:1]
     return BUILDERS[spec.name](groups, spec, matrices or Matrices())
+
+
+def _check_whole(pairs: Sequence[tuple[nn.Parameter, Part]], spec: OptimizerSpec) -> None:
+    for parameter, part in pairs:
+        if rule_of(spec, part).needs_matrix and tuple(parameter.shape) != part.shape:
+            raise ValueError(
+                f"optimizer.name = {spec.name} needs the whole of {part.name}, {part.shape}, but "
+                f"has a shard of it, {tuple(parameter.shape)}: give `Shards.matrices`"
+            )
 
 
 def step_scaled(
