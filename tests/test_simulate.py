@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -24,7 +25,7 @@ from meshwright.prove.matrix import matrix
 from meshwright.simulate.fake import fake_tensors, fake_world
 from meshwright.simulate.memory import HOST, START, MemoryTracker
 from meshwright.simulate.rehearse import rehearse
-from meshwright.simulate.run import layout_of, ranks_of, simulate
+from meshwright.simulate.run import LEAST_TOLERANCE, layout_of, ranks_of, simulate
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
@@ -137,6 +138,26 @@ def test_a_program_that_lies_is_found():
     with mock.patch("meshwright.simulate.run.matmul_flops", return_value=1.0):
         (one,) = simulated(case, [0]).ranks
     assert [text.partition(":")[0] for text in one.differences] == ["matrix products"]
+
+
+def test_memory_that_is_not_the_programs_is_found():
+    (one,) = simulated(make("dp2 mb2"), [0]).ranks
+    assert one.differences == []
+    peak, held = one.timeline, one.timeline.held
+    for more, named in (
+        ({"optimizer": held["optimizer"] + 4}, "optimizer states"),
+        ({"activations: product": 2 * LEAST_TOLERANCE + peak.total}, "peak of tensors"),
+    ):
+        lying = replace(one, timeline=peak._replace(held={**held, **more}))
+        assert [text.partition(":")[0] for text in lying.differences] == [named]
+
+
+def test_the_states_are_those_of_the_configs_optimizer(capsys):
+    """SGD without momentum keeps nothing, in tensors and in the prediction."""
+    assert main(["simulate", *SMALL, "optimizer.name=sgd", "--world", "1", "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert "optimizer" not in rank["memory_bytes"]
+    assert "optimizer" not in rank["predicted_memory_bytes"]
 
 
 # Memory.

@@ -12,7 +12,7 @@ from meshwright.cost.kernels import Kernels
 from meshwright.cost.setting import Setting
 from meshwright.cost.work import HeldLayers, Product
 from meshwright.layout import Layout
-from meshwright.program.optimizer import rule_of
+from meshwright.program.optimizer import needs_matrices, rule_of
 from meshwright.program.shards import shard
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.optimizers import DTYPE_BYTES, OPTIMIZERS, Rule
@@ -56,7 +56,7 @@ def matrix_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: Hel
     Each rank gathers all matrices that it has shards of, one after the other, and iterates on each
     of them: messages and products wait for each other.
     """
-    if not any(rule.needs_matrix for rule in OPTIMIZERS[setting.optimizer.name].rules):
+    if not needs_matrices(setting.optimizer):
         return 0.0
     model, each = setting.model, []
     for kind in model.layer_kinds:

@@ -15,6 +15,11 @@ def rule_of(spec: OptimizerSpec, part: Part) -> Rule:
     return OPTIMIZERS[spec.name].rule_of(part)
 
 
+def needs_matrices(spec: OptimizerSpec) -> bool:
+    """Whether a config's optimizer updates some parameters by whole matrices."""
+    return any(rule.needs_matrix for rule in OPTIMIZERS[spec.name].rules)
+
+
 def saved_bytes(model: ModelSpec, spec: OptimizerSpec) -> int:
     """Return the bytes of a saved step: all weights in fp32, and the states of those trained.
 

@@ -23,11 +23,13 @@ from meshwright.program.update import update_flops
 from meshwright.simulate.memory import Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config
-from meshwright.units import format_bytes
+from meshwright.units import KIB, format_bytes
 
 # How far the peak of a rehearsed rank's tensors may be from the program's, as a share of it: a
 # product's workspace and what a kernel of torch saves differ by processor.
 PEAK_TOLERANCE: Final = 0.08
+# Or by so much, which a batch and its loss take: more than that of a tiny model's peak.
+LEAST_TOLERANCE: Final = 256 * KIB
 # Predicted categories by other names: what one action needs alone, and copies that kernels of a GPU
 # keep beside what autograd does.
 _CATEGORIES: Final = {
@@ -100,7 +102,7 @@ class Simulated:
                 f"{format_bytes(predicted_states)}"
             )
         peak, predicted_peak = self.rehearsal.worst.total, self.timeline.total
-        if abs(peak - predicted_peak) > PEAK_TOLERANCE * peak:
+        if abs(peak - predicted_peak) > max(PEAK_TOLERANCE * peak, LEAST_TOLERANCE):
             yield (
                 f"peak of tensors: {format_bytes(peak)} where the program has "
                 f"{format_bytes(predicted_peak)}, more than {PEAK_TOLERANCE:.0%} apart"
