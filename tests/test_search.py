@@ -190,7 +190,7 @@ A40S = setting(GPT, 16, "a40", batch=64, seq_len=2048)
 V100S = setting(GPT, 8, "v100-32gb", batch=64, seq_len=2048)
 
 WARNINGS = {
-    "Adam's states are": [
+    "AdamW's states are": [
         (H100, "dp16 mb1 recompute-full", True),
         (H100, "shard16 zero1 mb1 recompute-full", False),
         (replace(H100, cluster=cluster_of(find_device("h100-sxm"), 1)), "mb1 recompute-full", True),
