@@ -15,14 +15,14 @@ from meshwright.layout import Layout
 from meshwright.program.optimizer import needs_matrices, rule_of
 from meshwright.program.shards import shard
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.optimizers import DTYPE_BYTES, OPTIMIZERS, Rule
+from meshwright.spec.optimizers import DTYPE_BYTES, OPTIMIZERS, UpdateRule
 from meshwright.spec.parts import Part, parts
 
 
 class RuleShare(NamedTuple):
     """What a rank updates by one rule: `elements` of its shards, of so many `parameters`."""
 
-    rule: Rule
+    rule: UpdateRule
     elements: int
     parameters: int
 

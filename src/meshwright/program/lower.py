@@ -20,7 +20,7 @@ from meshwright.program.shards import Sharding, shard
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.optimizers import Rule
+from meshwright.spec.optimizers import UpdateRule
 from meshwright.spec.parts import names_by_layer, parts
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 
@@ -88,7 +88,7 @@ class Program:
         """The sharding of each parameter on the mesh, by name, in the model's order."""
         return _shardings(self.model, self.layout.model_copy(update=_WHOLE_ON_A_RANK))
 
-    def update_rule(self, name: str) -> Rule:
+    def update_rule(self, name: str) -> UpdateRule:
         """Return how the optimizer updates a parameter, and what it keeps of it."""
         return rule_of(self.optimizer, self.shardings[name].part)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.optimizers import OPTIMIZERS, Rule
+from meshwright.spec.optimizers import OPTIMIZERS, UpdateRule
 from meshwright.spec.parts import Part, parts
 from meshwright.spec.training import OptimizerSpec
 
 _FP32 = 4
 
 
-def rule_of(spec: OptimizerSpec, part: Part) -> Rule:
+def rule_of(spec: OptimizerSpec, part: Part) -> UpdateRule:
     """Return how a config's optimizer updates a parameter."""
     return OPTIMIZERS[spec.name].rule_of(part)
 

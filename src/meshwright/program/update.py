@@ -9,16 +9,16 @@ from typing import Final, NamedTuple
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective
 from meshwright.program.shards import Sharding, data_rank
-from meshwright.spec.optimizers import DTYPE_BYTES, Rule
+from meshwright.spec.optimizers import DTYPE_BYTES, UpdateRule
 
 _ROWS: Final = "update: whole matrices of the rows that ZeRO gives each rank"
 _PARTS: Final = "update: whole matrices of the parts that tp gives each rank"
 
 
-class WholeMatrix(NamedTuple):
+class MatrixUpdate(NamedTuple):
     """A parameter whose update needs whole matrices: a rank orthogonalizes `count` of them."""
 
-    rule: Rule
+    rule: UpdateRule
     sharding: Sharding
     count: int
 
@@ -37,7 +37,7 @@ class WholeMatrix(NamedTuple):
         return 2 * self.count * (rows * columns + min(rows, columns) ** 2) * element
 
 
-def whole_matrices(program: Program, at: Mapping[str, int]) -> Iterator[WholeMatrix]:
+def whole_matrices(program: Program, at: Mapping[str, int]) -> Iterator[MatrixUpdate]:
     """Yield the parameters that a rank updates by whole matrices, in the order of the update."""
     place = data_rank(program.layout, at)
     for stage in program.held(at["pp"]):
@@ -46,7 +46,7 @@ def whole_matrices(program: Program, at: Mapping[str, int]) -> Iterator[WholeMat
             if not sharding.part.trained or not program.update_rule(name).needs_matrix:
                 continue
             count = sharding.shape(at["tp"], place)[0] if sharding.part.is_of_experts else 1
-            yield WholeMatrix(program.update_rule(name), sharding, count)
+            yield MatrixUpdate(program.update_rule(name), sharding, count)
 
 
 def matrix_gathers(program: Program, at: Mapping[str, int]) -> Iterator[Collective]:

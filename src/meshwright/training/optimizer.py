@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.data_parallel.matrices import Matrices
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.program.optimizer import rule_of
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part
@@ -20,7 +20,7 @@ def build_optimizer(
     parameters: Sequence[nn.Parameter],
     parts: Sequence[Part],
     spec: OptimizerSpec,
-    matrices: Matrices | None = None,
+    matrices: WholeMatrices | None = None,
 ) -> torch.optim.Optimizer:
     """Return a config's optimizer over parameters or shards of them; `parts` says what each one is.
 
@@ -43,7 +43,7 @@ def build_optimizer(
         ]
     # A pipeline rank may have nothing to train: adapters on experts, and only dense layers.
     groups = [group for group in groups if group.parameters] or groups[:1]
-    return BUILDERS[spec.name](groups, spec, matrices or Matrices())
+    return BUILDERS[spec.name](groups, spec, matrices or WholeMatrices())
 
 
 def _check_whole(pairs: Sequence[tuple[nn.Parameter, Part]], spec: OptimizerSpec) -> None:

@@ -13,7 +13,7 @@ from meshwright.parallel.transport.groups import Groups, Link
 from meshwright.program.shards import Sharding
 
 
-class Matrices:
+class WholeMatrices:
     """Gathers matrices of which this rank has shards, and cuts its shards out of whole ones.
 
     Every rank that has a shard of a matrix calls `whole` for it, in one order, and gets all of it.

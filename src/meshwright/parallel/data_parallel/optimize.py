@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.data_parallel.gradients import HeldParameter
-from meshwright.parallel.data_parallel.matrices import Matrices
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.parallel.transport.groups import Groups
 from meshwright.spec.parts import Part
 
@@ -29,9 +29,9 @@ class Shards:
         """What each leaf is a shard of."""
         return [h.sharding.part for h in self.held]
 
-    def matrices(self, groups: Groups, device: torch.device) -> Matrices:
+    def matrices(self, groups: Groups, device: torch.device) -> WholeMatrices:
         """Return what makes whole matrices of these shards, for updates that need them."""
-        return Matrices(self.leaves, self.held, groups, device)
+        return WholeMatrices(self.leaves, self.held, groups, device)
 
     def _copy(self, shard: Tensor) -> Tensor:
         if not self.on_host:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from meshwright.spec.optimizers.adamw import ADAMW
-from meshwright.spec.optimizers.base import Optimizer, Rule, State
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
 from meshwright.spec.optimizers.muon import DTYPE_BYTES, MUON
 from meshwright.spec.optimizers.sgd import SGD
 
@@ -14,4 +14,4 @@ OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
     optimizer.name: optimizer for optimizer in (ADAMW, MUON, SGD)
 }
 
-__all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Optimizer", "Rule", "State"]
+__all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Optimizer", "State", "UpdateRule"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from meshwright.spec.optimizers.base import Optimizer, Rule, State
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
 
 # Two averages of each element, and the number of updates.
 _STATES = (State("exp_avg"), State("exp_avg_sq"), State("step", is_number=True))
 
-ADAMW_RULE = Rule(
+ADAMW_RULE = UpdateRule(
     "adamw",
     "Adam's moments",
     states=lambda spec: _STATES,

@@ -29,7 +29,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How an optimizer updates one kind of parameter.
 
     `states` are what it keeps under a config's [optimizer], `called` what a table calls them.
@@ -74,12 +74,12 @@ class Optimizer:
 
     name: str
     label: str
-    rules: tuple[Rule, ...]
+    rules: tuple[UpdateRule, ...]
     rule_number: Callable[[Part], int] = _the_only_one
     keys: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def rule_of(self, part: Part) -> Rule:
+    def rule_of(self, part: Part) -> UpdateRule:
         """Return the rule that updates a parameter."""
         return self.rules[self.rule_number(part)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from meshwright.spec.optimizers.adamw import ADAMW_RULE
-from meshwright.spec.optimizers.base import Optimizer, Rule, State
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
 
 if TYPE_CHECKING:
     from meshwright.spec.parts import Part
@@ -49,7 +49,7 @@ MUON = Optimizer(
     "muon",
     "Muon",
     (
-        Rule(
+        UpdateRule(
             "muon",
             "Muon's momentum",
             states=lambda spec: _MOMENTUM,

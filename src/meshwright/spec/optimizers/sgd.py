@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.spec.optimizers.base import Optimizer, Rule, State
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
 
 if TYPE_CHECKING:
     from meshwright.spec.training import OptimizerSpec
@@ -25,7 +25,7 @@ SGD = Optimizer(
     "sgd",
     "SGD",
     (
-        Rule(
+        UpdateRule(
             "sgd",
             "SGD's momentum",
             states=lambda spec: _MOMENTUM if spec.momentum else (),

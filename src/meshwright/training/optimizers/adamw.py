@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.parallel.data_parallel.matrices import Matrices
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizers.base import ParameterGroup
 
 
 def build(
-    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: Matrices
+    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
     """Return torch's fused AdamW."""
     return torch.optim.AdamW(

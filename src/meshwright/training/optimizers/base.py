@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.parallel.data_parallel.matrices import Matrices
-from meshwright.spec.optimizers import Rule
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
+from meshwright.spec.optimizers import UpdateRule
 from meshwright.spec.training import OptimizerSpec
 
 
 class ParameterGroup(NamedTuple):
     """Parameters, or shards of them, that one rule updates with one weight decay."""
 
-    rule: Rule
+    rule: UpdateRule
     weight_decay: float
     parameters: Sequence[nn.Parameter]
 
@@ -25,7 +25,7 @@ class ParameterGroup(NamedTuple):
         return {"params": list(self.parameters), "weight_decay": self.weight_decay}
 
 
-Builder = Callable[[Sequence[ParameterGroup], OptimizerSpec, Matrices], torch.optim.Optimizer]
+Builder = Callable[[Sequence[ParameterGroup], OptimizerSpec, WholeMatrices], torch.optim.Optimizer]
 """Makes an optimizer, which may gather whole matrices of shards.
 
 Its `step` reads `grad_scale` and `found_inf` as torch's fused ones do.

@@ -1,4 +1,4 @@
-"""Muon for hidden matrices, AdamW for all else, in one optimizer."""
+"""Muon for hidden matrices, AdamW for everything else, in one optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from meshwright.parallel.data_parallel.matrices import Matrices
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizers.base import ParameterGroup
 
@@ -20,7 +20,7 @@ _DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build(
-    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: Matrices
+    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
     """Return Muon for the groups of its rule, and AdamW for the others."""
     return Muon(groups, spec, matrices)
@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: Matrices
+        self, groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
     ) -> None:
         super().__init__([group.as_torch() for group in groups], {"lr": spec.lr})
         self._spec, self._matrices = spec, matrices

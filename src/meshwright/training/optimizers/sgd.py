@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.data_parallel.matrices import Matrices
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizers.base import ParameterGroup
 
 
 def build(
-    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: Matrices
+    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
     """Return SGD, with momentum if the config has one."""
     return DecoupledSGD([group.as_torch() for group in groups], lr=spec.lr, momentum=spec.momentum)
