@@ -16,11 +16,11 @@ _PARTS: Final = "update: whole matrices of the parts that tp gives each rank"
 
 
 class MatrixUpdate(NamedTuple):
-    """A parameter whose update needs whole matrices: a rank orthogonalizes `count` of them."""
+    """A parameter whose update needs whole matrices: a rank has so many `matrices` of it."""
 
     rule: UpdateRule
     sharding: Sharding
-    count: int
+    matrices: int
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -34,7 +34,7 @@ class MatrixUpdate(NamedTuple):
         one's polynomial.
         """
         rows, columns = self.sides
-        return 2 * self.count * (rows * columns + min(rows, columns) ** 2) * element
+        return 2 * self.matrices * (rows * columns + min(rows, columns) ** 2) * element
 
 
 def whole_matrices(program: Program, at: Mapping[str, int]) -> Iterator[MatrixUpdate]:
@@ -63,7 +63,7 @@ def matrix_gathers(program: Program, at: Mapping[str, int]) -> Iterator[Collecti
             yield Collective("all_gather", "shard", size, 1, "step", "update", _ROWS)
         if sharding.tp_dim is not None:
             own = sharding.part.is_of_experts
-            rows = matrix.count if own else sharding.tp_shape[0]
+            rows = matrix.matrices if own else sharding.tp_shape[0]
             size = rows * math.prod(sharding.tp_shape[1:]) * sharding.tp * element
             if size:
                 yield Collective("all_gather", "tp", size, 1, "step", "update", _PARTS)
@@ -72,7 +72,7 @@ def matrix_gathers(program: Program, at: Mapping[str, int]) -> Iterator[Collecti
 def update_flops(program: Program, at: Mapping[str, int]) -> float:
     """Return the FLOPs of a rank's matrix products in the update."""
     return sum(
-        matrix.count * matrix.rule.flops(program.optimizer, *matrix.sides)
+        matrix.matrices * matrix.rule.flops(program.optimizer, *matrix.sides)
         for matrix in whole_matrices(program, at)
     )
 

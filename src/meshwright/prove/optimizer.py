@@ -88,18 +88,20 @@ class Updates:
             direction = direction.bfloat16()
         flat = direction.reshape(-1, rows, columns)
         every = torch.stack([newton_schulz(matrix, spec.ns_steps) for matrix in flat])
-        return factor * every.to(gradient.dtype).view_as(gradient)
+        scaled: Tensor = factor * every.to(gradient.dtype).view_as(gradient)
+        return scaled
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     """Return a matrix with its singular values near 1, by the quintic of Keller Jordan's Muon."""
     is_tall = len(matrix) > matrix.shape[1]
-    near = matrix.T if is_tall else matrix
+    near: Tensor = matrix.T if is_tall else matrix
     near = near / near.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = near @ near.T
         near = 3.4445 * near + (-4.7750 * gram + 2.0315 * gram @ gram) @ near
-    return near.T if is_tall else near
+    orthogonal: Tensor = near.T if is_tall else near
+    return orthogonal
 
 
 def _is_matrix(name: str, weight: Tensor) -> bool:
