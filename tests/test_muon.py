@@ -11,12 +11,18 @@ from conformance_cases import make
 from meshwright.checkpoint.restore import StoredSource, newest_good, restore
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
+from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.catalogue import cluster_of, find_device
+from meshwright.cost.optimizer import matrix_seconds
+from meshwright.cost.setting import Setting, held_by
+from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.gather import whole_of
 from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
+from meshwright.program.update import matrix_gathers, update_flops
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
@@ -186,6 +192,44 @@ def test_a_dry_run_sends_and_computes_what_the_program_says(label, model):
     dry_run = rehearse(program, case.layout.world - 1)
     assert dry_run.messages == dry_run.expected
     assert dry_run.update > 0
+
+
+class CountingKernels:
+    """Prices a message at a second for each byte, or a product at one for each FLOP."""
+
+    def __init__(self, *, counts_bytes: bool) -> None:
+        self.network, self._counts_bytes = self, counts_bytes
+
+    def seconds(self, kind, size, ranks, stride, axis):
+        return size * (ranks > 1) * self._counts_bytes
+
+    def product(self, shape, peak, element):
+        return shape.flops * (not self._counts_bytes)
+
+
+@pytest.mark.parametrize(
+    ("label", "model"),
+    [
+        *FAST,
+        *((label, model) for label, model in SLOW if "ulysses" not in label),
+        ("dp2 shard2 zero3 tp2 sp mb1", "llama"),
+    ],
+)
+def test_the_price_is_of_the_programs_messages_and_products(label, model):
+    case = muon(label, model)
+    layout = case.layout
+    program = lower(case.model, case.train, case.optimizer, layout)
+    cluster = cluster_of(find_device("h100-sxm"), layout.world)
+    specs = case.model, case.train, case.optimizer
+    setting = Setting(*specs, cluster, SYSTEMS["meshwright"], shipped_calibration(), "fp32")
+    for place, held in enumerate(held_by(setting, layout)):
+        at = layout.mesh.coordinates(layout.mesh.rank({"pp": place}))
+        sent = sum(message.bytes * message.count for message in matrix_gathers(program, at))
+        computed = update_flops(program, at)
+        for counts_bytes, expected in ((True, sent), (False, computed)):
+            kernels = CountingKernels(counts_bytes=counts_bytes)
+            priced = matrix_seconds(setting, kernels, layout, held)
+            assert priced == pytest.approx(expected)
 
 
 MODEL = model_spec(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=70, ffn_dim=44)
