@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.cli import main
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.cost.catalogue import cluster_of, find_device
 from meshwright.cost.memory import model_states
@@ -131,3 +132,19 @@ def test_sgd_without_momentum_keeps_and_saves_nothing():
     weights = sum(part.numel for part in parts(MODEL))
     assert saved_bytes(MODEL, case.optimizer) == 4 * weights
     assert saved_bytes(MODEL, OptimizerSpec()) == 12 * weights
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("adamw", {"Adam's moments"}),
+        ("muon", {"Muon's momentum", "Adam's moments"}),  # embedding, head and norms are AdamW's
+        ("sgd", set()),
+    ],
+)
+def test_a_plan_names_the_states_of_its_optimizer(name, named, capsys):
+    words = [f"optimizer.name={name}", "cluster.preset=h100-sxm"]
+    assert main(["plan", *words, "--explain", "dp8 mb1"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    every = ("Adam's moments", "Muon's momentum", "SGD's momentum")
+    assert {states for states in every if states in out} == named

@@ -108,24 +108,26 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
 
 
 def _optimizer_states(setting: Setting, layout: Layout, held: HeldLayers) -> Iterator[Term]:
-    """Yield what the optimizer keeps of a rank's parameters, by rule.
+    """Yield what the optimizer keeps of a rank's parameters: one term, with the bytes of each rule.
 
     A system that keeps whole weights in half precision has the fp32 master weights there, too.
     """
     has_masters = setting.system.keeps != "shards" and setting.element != _FP32
-    for update in updates(setting, layout, held):
-        states = update.rule.element_bytes(setting.optimizer)
-        called = [update.rule.called] * (states > 0) + ["fp32 weights"] * has_masters
-        if not called:
+    total, told, numbers = 0, [], list[object]()
+    for share in updates(setting, layout, held):
+        states = share.rule.element_bytes(setting.optimizer)
+        called = [share.rule.called] * (states > 0) + ["fp32 weights"] * has_masters
+        if not called or not share.elements:
             continue
-        size, number = states + _FP32 * has_masters, update.rule.number_bytes(setting.optimizer)
-        told = "{:,} elements x {} B: " + " and ".join(called)
-        numbers: tuple[object, ...] = (update.elements, size)
+        size, number = states + _FP32 * has_masters, share.rule.number_bytes(setting.optimizer)
+        total += share.elements * size + share.parameters * number
+        told.append("{:,} elements x {} B: " + " and ".join(called))
+        numbers += [share.elements, size]
         if number:
-            told += ", and {:,} x {} B: numbers of updates"
-            numbers = (*numbers, update.parameters, number)
-        total = update.elements * size + update.parameters * number
-        yield Term("optimizer", total, told, numbers)
+            told[-1] += ", {:,} x {} B: numbers of updates"
+            numbers += [share.parameters, number]
+    if told:
+        yield Term("optimizer", total, "; ".join(told), tuple(numbers))
 
 
 def _gathered(setting: Setting, layout: Layout, held: HeldLayers, *, in_place: bool) -> Term:
