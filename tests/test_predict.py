@@ -35,7 +35,7 @@ from meshwright.program.lower import lower
 from meshwright.program.operations import operations
 from meshwright.program.schedule import compute_tables, peak_in_flight
 from meshwright.program.target import Target
-from meshwright.spec.parts import parameter_count
+from meshwright.spec.parts import parameter_count, parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 
@@ -74,14 +74,15 @@ def test_a_sum_over_layers_needs_one_number_for_each_kind(each):
 def test_model_states_to_the_byte():
     count = parameter_count(SEVEN)
     assert count == 6_738_415_616
+    numbers = 4 * len(parts(SEVEN))  # of updates, of each parameter on each rank
     unit = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096  # a block, the largest unit
     assert states(Layout(dp_replicate=8)) == {
         "weights": 4 * count,
         "gathered": 2 * count,
         "gradients": 4 * count,
-        "optimizer": 8 * count,
+        "optimizer": 8 * count + numbers,
     }
-    shards = {"weights": 4 * count // 8, "optimizer": 8 * count // 8}
+    shards = {"weights": 4 * count // 8, "optimizer": 8 * count // 8 + numbers}
     one = states(Layout(dp_shard=8, zero=1))
     assert one == {**shards, "gathered": 2 * count, "gradients": 4 * count}
     two = states(Layout(dp_shard=8, zero=2))
@@ -156,7 +157,7 @@ def test_zero_on_cpus_keeps_weights_whole():
     assert states(layout, 4, device="cpu") == {
         "weights": 4 * count,
         "gradients": 4 * count,
-        "optimizer": count,
+        "optimizer": count + 4 * len(parts(SEVEN)),
     }
     for element, where in ((4, {}), (2, {"device": "cpu"})):
         found = states(layout, element, **where)

@@ -112,14 +112,17 @@ def _optimizer_states(setting: Setting, layout: Layout, held: HeldLayers) -> Ite
 
     A system that keeps whole weights in half precision has the fp32 master weights there, too.
     """
-    has_masters = setting.system.keeps != "shards" and setting.element != _FP32
+    keeps_shards = setting.system.keeps == "shards"
+    has_masters = not keeps_shards and setting.element != _FP32
     total, told, numbers = 0, [], list[object]()
     for share in updates(setting, layout, held):
         states = share.rule.element_bytes(setting.optimizer)
         called = [share.rule.called] * (states > 0) + ["fp32 weights"] * has_masters
         if not called or not share.elements:
             continue
-        size, number = states + _FP32 * has_masters, share.rule.number_bytes(setting.optimizer)
+        size = states + _FP32 * has_masters
+        # How others keep the number of updates is not known.
+        number = share.rule.number_bytes(setting.optimizer) * keeps_shards
         total += share.elements * size + share.parameters * number
         told.append("{:,} elements x {} B: " + " and ".join(called))
         numbers += [share.elements, size]
