@@ -123,7 +123,7 @@ FAST = [
     ("shard2 zero3 mb2", "llama"),
     ("tp2 sp mb2", "biased"),
     ("shard2 zero1 mb1 offload-optimizer", "tied"),
-    ("shard2 zero2 ep2 mb2", "mixtral"),
+    ("shard2 zero2 ep2 mb2", "qwen2_moe"),
 ]
 SLOW = [
     ("dp2 mb2", "tied"),
@@ -138,7 +138,7 @@ SLOW = [
     ("pp2 interleaved_1f1b v2 tp2 mb1", "neox"),
     ("tp2 mb2", "mixtral"),
     ("shard2 zero2 ep2 tp2 sp mb2", "qwen2_moe"),
-    ("tp2 sp ep2 etp1 mb2", "mixtral"),
+    ("tp2 sp ep2 etp1 mb2", "qwen2_moe"),
     ("shard2 zero1 mb2", "deepseek_v3"),
     ("tp2 mb2", "gpt_oss"),
 ]

@@ -107,7 +107,8 @@ def held_after_a_step(world, case):
     groups = open_groups(case.layout, world)
     parallel = build(program, groups, world.device, seeded(case.model, 0))
     shards = Shards(parallel.trained, on_host=case.layout.offload == "optimizer")
-    optimizer = build_optimizer(shards.leaves, shards.parts, case.optimizer)
+    matrices = shards.matrices(groups, world.device)
+    optimizer = build_optimizer(shards.leaves, shards.parts, case.optimizer, matrices)
     for leaf in shards.leaves:
         leaf.grad = torch.ones_like(leaf)
     optimizer.step()
