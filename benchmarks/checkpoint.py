@@ -61,7 +61,7 @@ PIECE: Final = 8 * MIB
 
 def opened(model: ModelSpec, world: World, source: Source) -> Trained:
     parallel = build(
-        lower(model, TRAIN, LAYOUT, target_of(TRAIN, world.device)),
+        lower(model, TRAIN, OptimizerSpec(), LAYOUT, target_of(TRAIN, world.device)),
         open_groups(LAYOUT, world),
         world.device,
         source,

@@ -35,7 +35,7 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.lora import Lora
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.units import GIB, MIB
 
 ADAPTERS: Final = Lora(rank=16, alpha=16)
@@ -68,7 +68,7 @@ def row(world: World, trained: str, label: str) -> dict[str, Any]:
     found = measure(world, Case(model, TRAIN, layout))
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, int(found.peak.total))
-    program = lower(model, TRAIN, layout)
+    program = lower(model, TRAIN, OptimizerSpec(), layout)
     return {
         "trained": trained,
         "layout": label,

@@ -85,7 +85,13 @@ class Training:
     def __init__(self, world: World) -> None:
         config = load_config(DEMO, [])
         layout = resolve_layout(config, detect(config.cluster, {}))
-        program = lower(config.model, config.train, layout, target_of(config.train, world.device))
+        program = lower(
+            config.model,
+            config.train,
+            config.optimizer,
+            layout,
+            target_of(config.train, world.device),
+        )
         source = seeded(config.model, config.train.seed)
         self.world, self.layout = world, layout
         self.parallel = build(program, open_groups(layout, world), world.device, source)

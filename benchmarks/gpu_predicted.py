@@ -31,7 +31,7 @@ def setting(config: Config, layout: Layout, calibration: Calibration | None = No
 def peak(config: Config, layout: Layout) -> int:
     """Return the predicted bytes of the one rank at its peak."""
     of = setting(config, layout)
-    return timeline(lower(of.model, of.train, layout, of.target), 0).peak.total
+    return timeline(lower(of.model, of.train, of.optimizer, layout, of.target), 0).peak.total
 
 
 def layers_within(room: float, shape: Shape, words: Sequence[str], layout: Layout) -> int:

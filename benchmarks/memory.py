@@ -31,7 +31,7 @@ from meshwright.program.lower import Program, lower
 from meshwright.prove.case import Case
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.units import MIB
 
 MICROBATCHES: Final = 4
@@ -104,7 +104,7 @@ def row(world: World, setting: Setting, label: str) -> dict[str, Any]:
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, (found.peak, found.start))
     rank = max(range(world.size), key=lambda rank: everyone[rank][0].total)
-    program = lower(setting.model, train, layout)
+    program = lower(setting.model, train, OptimizerSpec(), layout)
     expected = theory(program, layout.mesh.coordinates(rank)["pp"])
     return {
         "setting": setting.name,

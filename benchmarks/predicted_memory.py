@@ -110,7 +110,7 @@ def rows_of(choice: Choice, folder: Path) -> list[dict[str, Any]]:
         case = cases[number]
         products = route(case.train.matmul, Processor())
         target = Target("cpu", products, case.packed, fsdp2=case.fsdp2)
-        program = lower(case.model, case.train, case.layout, target)
+        program = lower(case.model, case.train, case.optimizer, case.layout, target)
         for rank, measured in enumerate(peaks):
             peak = timeline(program, rank).peak
             rows.append(

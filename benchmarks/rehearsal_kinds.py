@@ -149,8 +149,8 @@ FAULTS = (
         "the host's optimizer reads a norm that is still on its way",
         (
             "meshwright.training.optimizer",
-            "held[0].device)",
-            "held[0].device, non_blocking=True)",
+            "parameters[0].device)",
+            "parameters[0].device, non_blocking=True)",
         ),
         "mb2 offload-optimizer",
         "order",

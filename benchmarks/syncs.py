@@ -80,7 +80,9 @@ def run(world: World, of: Steps) -> None:
     spec = TrainSpec(batch=4, seq_len=of.length, precision=of.precision, compile=of.compiled)  # type: ignore[arg-type]
     layout = Layout.parse(of.label)
     program, source = (
-        lower(model, spec, layout, target_of(spec, world.device, packed=of.packed)),
+        lower(
+            model, spec, OptimizerSpec(), layout, target_of(spec, world.device, packed=of.packed)
+        ),
         seeded(model, 0),
     )
     groups = open_groups(layout, world)

@@ -11,9 +11,10 @@ from html import escape
 from pathlib import Path
 
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.prove.case import OPTIMIZERS, Case
+from meshwright.prove.case import Case
 from meshwright.prove.matrix import WORLDS, matrix
 from meshwright.prove.refused import refuse
+from meshwright.spec.optimizers import OPTIMIZERS
 
 PAGE = Path(__file__).with_name("support-matrix.md")
 PICTURE = Path(__file__).parent / "images" / "support-matrix.svg"
@@ -108,7 +109,7 @@ def listed(cases: Sequence[Case]) -> str:
         [
             f"`{case.layout.label}`",
             *case.label.rpartition(", ")[2:],
-            OPTIMIZERS[case.optimizer.name],
+            OPTIMIZERS[case.optimizer.name].label,
         ]
         for case in cases
     ]

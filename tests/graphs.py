@@ -21,7 +21,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.simulate.fake import fake_world, replaced
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 SEQ_LEN = 32
 SIZES = {"vocab_size": 64, "dim": 32, "n_layers": 4, "n_heads": 4, "ffn_dim": 64}
@@ -62,7 +62,7 @@ def compiled(
     ):
         case = Case(model, spec, layout, packed=packed)
         target = target or target_of(spec, world.device, packed=packed)
-        program = lower(model, spec, layout, target._replace(packed=packed))
+        program = lower(model, spec, OptimizerSpec(), layout, target._replace(packed=packed))
         groups = open_groups(layout, world)
         source = build.seeded(model, 0)
         parallel = build.build(program, groups, world.device, source, compiled=True)

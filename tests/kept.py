@@ -16,7 +16,7 @@ from meshwright.program.lower import lower
 from meshwright.program.target import Target
 from meshwright.simulate.fake import fake_world, replaced
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 
 def kept_of_graphs(label, **sizes):
@@ -50,7 +50,7 @@ def kept_bytes(label):
     layout, kept = Layout.parse(label), {}
     torch.compiler.reset()
     with fake_world(0, 1, FlightRecorder()) as world:
-        program = lower(model, spec, layout, Target("cpu"))
+        program = lower(model, spec, OptimizerSpec(), layout, Target("cpu"))
         source = build.seeded(model, 0)
         groups = open_groups(layout, world)
         parallel = build.build(program, groups, world.device, source, compiled=True)

@@ -128,7 +128,9 @@ def sampled(folder):
 def own_steps(world, label, spec, folder):
     """Take the steps on a layout, from the weights and adapters in a folder."""
     layout = Layout.parse(label)
-    program = lower(spec, TRAIN, layout, target_of(TRAIN, world.device, packed=True))
+    program = lower(
+        spec, TRAIN, OptimizerSpec(), layout, target_of(TRAIN, world.device, packed=True)
+    )
     source = weights_from(folder / "base", spec)
     if spec.lora is not None:
         source = both(source, AdapterSource(folder / "adapter", spec))

@@ -23,7 +23,7 @@ MIB = 2**20
 
 def step_profile(config, layout, source="predicted", slower=1.0, limit=64 * MIB):
     """A profile whose actions follow the program's table, each taking a fixed time."""
-    program = lower(config.model, config.train, layout)
+    program = lower(config.model, config.train, config.optimizer, layout)
     costs = {kind: seconds * slower for kind, seconds in SECONDS.items()}
     done = end_times(program.compute_tables, program.stage_ranks, costs)
     finish = max(done.values(), default=0.0)

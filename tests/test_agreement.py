@@ -27,7 +27,9 @@ LENGTH_S = 2.5
 def planned(label):
     layout = Layout.parse(label)
     found = on_cluster(setting_of(load_config(None, WORDS)), layout)
-    return predicted_profile(found, layout), lower(found.model, found.train, layout)
+    return predicted_profile(found, layout), lower(
+        found.model, found.train, found.optimizer, layout
+    )
 
 
 def as_planned(world, label, seconds=None):

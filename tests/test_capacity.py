@@ -112,7 +112,10 @@ def test_gradients_are_those_of_what_is_left(full):
 def told(world, label):
     """What a rank tells of its routers after one backward."""
     case = case_of(label)
-    program, device = lower(case.model, case.train, case.layout), torch.device("cpu")
+    program, device = (
+        lower(case.model, case.train, case.optimizer, case.layout),
+        torch.device("cpu"),
+    )
     parallel = build(program, open_groups(case.layout, world), device, seeded(case.model, 0))
     parallel.backward(mine(make_batch(case, 0), program, world))
     return take_counts(parallel.routers, {0: 0, 1: 1}, case.model.experts, world.device).tolist()

@@ -107,7 +107,7 @@ def used_by(rank, label, warms):
     rows = layout.dp * layout.microbatch * microbatches
     spec = TrainSpec(batch=rows, seq_len=16, precision="bf16")
     with fake_world(rank, layout.world, recorder) as world, CollectiveRecorder(recorder):
-        program = lower(model, spec, layout, Target("gpu"))
+        program = lower(model, spec, OptimizerSpec(), layout, Target("gpu"))
         groups = open_groups(layout, world)
         if warms:
             warm(groups, layout, torch.device("cpu"))

@@ -14,7 +14,7 @@ from meshwright.program.operations import operations
 from meshwright.program.sizes import fuses_loss, loss_element
 from meshwright.program.target import Target
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 TOKENS = 2 * SEQ_LEN
 COMPILED = Target("gpu", compiled=True)
@@ -48,7 +48,7 @@ def test_norms_of_heads_take_them_in_their_order_of_memory(family):
 def kept(target, fp8):
     model = model_spec(**SIZES)
     train = TrainSpec(batch=4, seq_len=SEQ_LEN, precision="bf16", fp8=fp8)
-    program = lower(model, train, Layout.parse("mb2"), target)
+    program = lower(model, train, OptimizerSpec(), Layout.parse("mb2"), target)
     ops = operations(program, program.stages[0])
     return {op.name: op.saved_bytes for op in ops if op.kind == "product" and op.layer}
 

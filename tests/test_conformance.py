@@ -105,7 +105,7 @@ def another_layouts(world, wrong):
     for said, done, claims in [wrong]:
         case, other = make(said), make(done)
         groups = open_groups(case.layout, world)
-        program = lower(other.model, other.train, other.layout)
+        program = lower(other.model, other.train, other.optimizer, other.layout)
         parallel = build(program, groups, world.device, seeded(other.model, 0))
         verdicts = counted(world, case, parallel, groups)
         failed = {claim for claim, v in verdicts.items() if not v.passed}
@@ -117,7 +117,7 @@ def another_layouts(world, wrong):
 def test_another_model_is_found(world):
     case, other = make("mb4"), make("mb4", "biased")
     groups = open_groups(case.layout, world)
-    program = lower(other.model, other.train, other.layout)
+    program = lower(other.model, other.train, other.optimizer, other.layout)
     parallel = build(program, groups, world.device, seeded(other.model, 0))
     verdicts = counted(world, case, parallel, groups)
     assert not verdicts["parameters"].passed
@@ -249,7 +249,9 @@ def test_a_whole_table_adds_up(world):
         if case.refused is not None:
             continue
         layout, found = case.layout, Counter()
-        plain = lower(case.model, case.train, layout.model_copy(update={"recompute": "none"}))
+        plain = lower(
+            case.model, case.train, case.optimizer, layout.model_copy(update={"recompute": "none"})
+        )
         flops = sum(matmul_flops(plain, rank) for rank in range(layout.pp))
         tokens = case.train.batch * case.train.seq_len
         # Each rank of tp scores all tokens, unless it routes its own: routers are not cut.
@@ -266,7 +268,7 @@ def test_a_whole_table_adds_up(world):
         scores += sum(pairs) if layout.folds == 1 else 0
         model = flops_per_token(case.model, 0) + (layout.tp - 1) * scores
         assert flops * layout.world / layout.pp == model * tokens, case.label
-        program = lower(case.model, case.train, layout)
+        program = lower(case.model, case.train, case.optimizer, layout)
         for rank in range(world):
             for one in collectives(program, rank):
                 assert one.count > 0

@@ -322,7 +322,12 @@ def rewritten(world, label, root, start):
     good = None if start is None else newest_good(Path(start), world, pytest.fail)
     if good is not None:
         source = StoredSource(good.folder)
-    parallel = build(lower(MODEL, TRAIN, layout), open_groups(layout, world), world.device, source)
+    parallel = build(
+        lower(MODEL, TRAIN, OptimizerSpec(), layout),
+        open_groups(layout, world),
+        world.device,
+        source,
+    )
     shards = Shards(parallel.held, on_host=False)
     adam = OptimizerSpec(warmup_steps=0, schedule="constant")
     trained = Trained(parallel, shards, build_optimizer(shards.leaves, shards.parts, adam))

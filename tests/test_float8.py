@@ -77,7 +77,7 @@ GPU = Target("gpu")  # where FSDP2 keeps every ZeRO
 def gathers(label, target=GPU, **changes):
     """What ranks send of weights in a step: the gathers, and what decides the scales."""
     train = TRAIN.model_copy(update=changes)
-    found = collectives(lower(MODEL, train, Layout.parse(label), target), 0)
+    found = collectives(lower(MODEL, train, OptimizerSpec(), Layout.parse(label), target), 0)
     return [one for one in found if one.purpose in ("weights", "scales")]
 
 
@@ -196,8 +196,8 @@ WIDE = MODEL.model_copy(update={"dim": 128, "head_dim": 32, "ffn_dim": 256, "voc
 def test_a_rehearsal_gathers_the_bytes_that_are_predicted(label):
     torchao()
     train = TRAIN.model_copy(update={"batch": 12, "seq_len": 64})
-    program = lower(WIDE, train, Layout.parse(label), Target("cpu", fsdp2=True))
-    found, said = rehearse(program, 0, OptimizerSpec()), timeline(program, 0)
+    program = lower(WIDE, train, OptimizerSpec(), Layout.parse(label), Target("cpu", fsdp2=True))
+    found, said = rehearse(program, 0), timeline(program, 0)
     most = max(moment.held.get("gathered", 0) for moment in said.moments)
     assert max(phase.peak["gathered"] for phase in found.phases) == most
     assert found.worst.peak["buffers"] == said.peak.held["communication buffers"]

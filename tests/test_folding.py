@@ -18,7 +18,7 @@ from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.parity import check, prove_parity
 from meshwright.report.causes import link_of
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from ranks import on_ranks
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 8, "ffn_dim": 48}
@@ -144,7 +144,7 @@ def test_ranks_of_experts_follow_from_the_degrees():
     layout = Layout.parse("shard4 zero2 tp2 sp ep4 etp1 mb1")
     assert (layout.expert_data, layout.expert_shard_ranks, layout.folds) == (2, 2, 2)
     assert Layout.parse(layout.label) == layout
-    program = lower(MODELS["softmax"], TRAIN, layout)
+    program = lower(MODELS["softmax"], TRAIN, OptimizerSpec(), layout)
     gate = program.shardings["layers.0.mlp.experts.gate.weight"]
     held = [
         gate.region(at["tp"], at["dp_shard"])[0]

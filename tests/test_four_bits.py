@@ -31,7 +31,7 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.lora import NF4_PIECE, Lora
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from ranks import on_ranks
 
 SMALL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32}
@@ -177,7 +177,7 @@ def test_memory_is_predicted_and_less_than_of_frozen_weights(label):
     for base in ("nf4", "precision"):
         spec = model(base=base, **WIDE)
         found[base] = on_ranks(2, peaks, label=label, spec=spec)[0]
-        said = timeline(lower(spec, MEASURED, Layout.parse(label)), 0).peak.total
+        said = timeline(lower(spec, MEASURED, OptimizerSpec(), Layout.parse(label)), 0).peak.total
         assert said == pytest.approx(found[base], rel=0.08)
     assert found["nf4"] < 0.75 * found["precision"]
 
@@ -185,7 +185,9 @@ def test_memory_is_predicted_and_less_than_of_frozen_weights(label):
 def test_a_weight_takes_four_and_a_half_bits():
     for layout in (Layout(), Layout.parse("tp2 mb2")):
         (packed, plain) = (
-            lower(model(base=base), TRAIN, layout).shardings["layers.0.mlp.down.weight"]
+            lower(model(base=base), TRAIN, OptimizerSpec(), layout).shardings[
+                "layers.0.mlp.down.weight"
+            ]
             for base in ("nf4", "precision")
         )
         assert packed.stored_bytes(2) * 8 == 4.5 * plain.stored_bytes(1)

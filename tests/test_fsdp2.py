@@ -26,7 +26,7 @@ from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.suite import Suite
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from ranks import on_ranks
 
 
@@ -65,7 +65,7 @@ def test_fsdp2_computes_and_sends_what_the_program_says(case):
 def test_an_end_is_gathered_for_the_pass_that_uses_it_alone(is_tied):
     model = model_spec(dim=64, n_layers=2, n_heads=2, vocab_size=256, tie_embeddings=is_tied)
     train = TrainSpec(batch=4, seq_len=32)
-    program = lower(model, train, Layout.parse("shard2 zero3 mb1"), Target("gpu"))
+    program = lower(model, train, OptimizerSpec(), Layout.parse("shard2 zero3 mb1"), Target("gpu"))
     sizes = {part.name: part.numel * 4 for part in parts(model)}
     gathered = {"forward": 0, "backward": 0}
     for one in collectives(program, 0):

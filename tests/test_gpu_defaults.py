@@ -279,7 +279,7 @@ def test_the_program_keeps_the_copies():
     layout = resolve_layout(config, CPU)
     kept = []
     for device in ("cpu", "gpu"):
-        program = lower(config.model, config.train, layout, Target(device))
+        program = lower(config.model, config.train, config.optimizer, layout, Target(device))
         (stage,) = program.stages
         found = operations(program, stage)
         kept.append(sum(one.saved_bytes * one.count for one in found if one.kind == "attention"))

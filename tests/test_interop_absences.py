@@ -22,12 +22,12 @@ TABLES = ("deepspeed", "gpt_neox", "megatron", "hf")
 # it untrue. A reason without a pattern is of the other system, or no key could make it untrue.
 ABSENT = {
     # optimizers and schedules
-    r"of Muon": ["optimizer.*muon*"],
+    r"no other iteration of Newton-Schulz": ["optimizer.ns_method*"],
     r"of Lamb|OneBitLamb": ["optimizer.*lamb*"],
     r"1-bit optimizers|ZeroOneAdam": ["optimizer.*bit*", "optimizer.*zero*one*"],
-    r"no other optimizer": ["optimizer.name=*[!wd]"],  # adamw and sgd have names there
+    r"no other optimizer": ["optimizer.name=*[!wdn]"],  # adamw, sgd and muon are named there
     r"AMSGrad": ["optimizer.*amsgrad*"],
-    r"Nesterov": ["optimizer.*nesterov*"],
+    r"the plain one": ["optimizer.sgd_nesterov*"],
     r"dampening": ["optimizer.*dampening*"],
     r"bias correction": ["optimizer.*correct*"],
     r"decoupled": ["optimizer.*decoupled*", "optimizer.name=adam", "optimizer.*l2*"],
@@ -231,10 +231,10 @@ def test_nothing_is_refused_that_is_there():
 @pytest.mark.parametrize(
     ("name", "phrase"),
     [
-        ("optimizer.name=muon", "of Muon"),
-        ("optimizer.name=muon", "no other optimizer"),
+        ("optimizer.ns_method", "no other iteration of Newton-Schulz"),
+        ("optimizer.name=lion8", "no other optimizer"),
         ("optimizer.state_dtype", "states are fp32"),
-        ("optimizer.nesterov", "Nesterov"),
+        ("optimizer.sgd_nesterov", "the plain one"),
         ("model.mtp_layers", "next-token prediction"),
         ("train.batch_rampup", "every step has (the same|a whole) batch"),
         ("optimizer.schedule=inverse_sqrt", r"no [^;]*decay\b|see optimizer.schedule"),

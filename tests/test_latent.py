@@ -197,7 +197,7 @@ def saved(world, label, root, start):
     source = telling(case.model, 3)
     if start is not None:
         source = StoredSource(newest_good(Path(start), world, pytest.fail).folder)
-    program = lower(case.model, case.train, case.layout)
+    program = lower(case.model, case.train, case.optimizer, case.layout)
     parallel = build(program, open_groups(case.layout, world), world.device, source)
     shards = Shards(parallel.held, on_host=False)
     trained = Trained(

@@ -14,7 +14,7 @@ from meshwright.parallel.user_models.parallelize import clip_grad_norm
 from meshwright.program.lower import lower
 from meshwright.program.schedule import Action
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from ranks import ranks
 
 LONG = 5_000_000
@@ -27,7 +27,7 @@ def long_gradient() -> torch.Tensor:
 
 def held(*gradients: torch.Tensor) -> list[HeldParameter]:
     """Parameters that one rank holds whole, with these gradients."""
-    program = lower(MODEL, TrainSpec(batch=1, seq_len=8), Layout())
+    program = lower(MODEL, TrainSpec(batch=1, seq_len=8), OptimizerSpec(), Layout())
     name, sharding = next(iter(program.shardings.items()))
     found = []
     for gradient in gradients:

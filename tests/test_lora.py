@@ -27,7 +27,7 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.lora import Lora
 from meshwright.spec.parts import parts, trained_parameter_count
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from ranks import on_ranks
 from seeded import without_sums
 
@@ -196,8 +196,10 @@ def test_parameters_and_first_adapters():
 
 def test_what_is_frozen_costs_no_products_and_no_messages():
     whole, some = case_of("shard2 zero1 tp2 sp"), model(targets=("q_proj",), rank=1)
-    plain = lower(whole.model.model_copy(update={"lora": None}), TRAIN, whole.layout)
-    tuned = lower(some, TRAIN, whole.layout)
+    plain = lower(
+        whole.model.model_copy(update={"lora": None}), TRAIN, OptimizerSpec(), whole.layout
+    )
+    tuned = lower(some, TRAIN, OptimizerSpec(), whole.layout)
     # Of three products of a weight two are left, and those of the adapters are small.
     assert 0.66 < matmul_flops(tuned, 0) / matmul_flops(plain, 0) < 0.7
     assert 0.66 < flops_per_token(some, 16) / flops_per_token(plain.model, 16) < 0.8
@@ -253,7 +255,7 @@ def test_memory_is_predicted_and_less_than_of_all_weights(label):
     tuned = model(**WIDE, rank=8)
     found = {}
     for spec in (tuned, tuned.model_copy(update={"lora": None})):
-        program = lower(spec, MEASURED, Layout.parse(label))
+        program = lower(spec, MEASURED, OptimizerSpec(), Layout.parse(label))
         found[spec.lora is None] = on_ranks(2, peaks, label=label, spec=spec)[0]
         said = timeline(program, 0).peak.total
         assert said == pytest.approx(found[spec.lora is None], rel=0.05)
@@ -264,7 +266,9 @@ def test_memory_is_predicted_and_less_than_of_all_weights(label):
 def test_memory_is_predicted_where_a_forward_holds_most():
     label, tuned = "pp2 naive mb2 recompute-selective", model(**WIDE, rank=8)
     measured = on_ranks(2, peaks, label=label, spec=tuned)
-    for rank, program in enumerate([lower(tuned, MEASURED, Layout.parse(label))] * 2):
+    for rank, program in enumerate(
+        [lower(tuned, MEASURED, OptimizerSpec(), Layout.parse(label))] * 2
+    ):
         peak = timeline(program, rank).peak
         assert peak.action.startswith("F")
         assert peak.total == pytest.approx(measured[rank], rel=0.05)

@@ -18,6 +18,7 @@ from meshwright.prove.parity import check
 from meshwright.simulate.run import simulate
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parts, trained_parameter_count
+from meshwright.spec.training import OptimizerSpec
 from ranks import on_ranks
 from seeded import without_sums
 from test_conformance_kept import kept
@@ -194,7 +195,7 @@ def test_memory_is_predicted(label):
     train = MEASURED.model_copy(update={"routing": "balanced"})
     case = Case(spec, train, Layout.parse(label))
     measured = on_ranks(2, peak_of, case=case)[0]
-    said = timeline(lower(spec, train, case.layout), 0).peak.total
+    said = timeline(lower(spec, train, OptimizerSpec(), case.layout), 0).peak.total
     assert said == pytest.approx(measured, rel=0.04)
 
 

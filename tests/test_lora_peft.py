@@ -207,7 +207,7 @@ STEPS = 20
 def losses(world, label, spec, folder):
     """The losses of steps from stored weights and adapters, on a layout."""
     case = Case(spec, TRAIN, Layout.parse(label), packed=False)
-    program = lower(spec, TRAIN, case.layout)
+    program = lower(spec, TRAIN, OptimizerSpec(), case.layout)
     source = both(weights_from(folder / "base", spec), AdapterSource(folder / "adapter", spec))
     parallel = build(program, open_groups(case.layout, world), world.device, source)
     shards = Shards(parallel.trained, on_host=False)

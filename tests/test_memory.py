@@ -62,7 +62,7 @@ def held_whole(parallel):
 def conformance(world, label):
     """What is whole in the backwards of a middle block, between microbatches and after them."""
     layout = Layout.parse(label)
-    program = lower(MODEL, TRAIN, layout)
+    program = lower(MODEL, TRAIN, OptimizerSpec(), layout)
     parallel = build(program, open_groups(layout, world), world.device, seeded(MODEL, 0))
     shards = Shards(parallel.held, on_host=False)
     optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())

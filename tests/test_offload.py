@@ -123,7 +123,13 @@ def peaks(world, label, precision):
 def test_the_predicted_peak_is_what_the_profiler_sees(label, precision, bound):
     """Each rank's highest moment without what is on the host, and by the shorter walk alike."""
     train = TrainSpec(batch=8, seq_len=128, precision=precision)
-    program = lower(WIDE, train, Layout.parse(label), Target("cpu", route("torch", Processor())))
+    program = lower(
+        WIDE,
+        train,
+        OptimizerSpec(),
+        Layout.parse(label),
+        Target("cpu", route("torch", Processor())),
+    )
     found = on_ranks(program.layout.world, peaks, label=label, precision=precision)
     for rank, measured in enumerate(found):
         expected = timeline(program, rank).peak
@@ -189,8 +195,14 @@ def test_a_users_own_model_is_refused_before_its_mesh_is_asked():
 def rehearsed(label, rank=0):
     """A rank's rehearsed step, its program's timeline and the device memory of both."""
     train = TrainSpec(batch=8, seq_len=128)
-    program = lower(WIDE, train, Layout.parse(label), Target("cpu", route("torch", Processor())))
-    return rehearse(program, rank, OptimizerSpec()).worst.total, timeline(program, rank).peak.total
+    program = lower(
+        WIDE,
+        train,
+        OptimizerSpec(),
+        Layout.parse(label),
+        Target("cpu", route("torch", Processor())),
+    )
+    return rehearse(program, rank).worst.total, timeline(program, rank).peak.total
 
 
 @pytest.mark.slow  # the peaks that the profiler sees are tested

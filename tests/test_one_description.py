@@ -24,7 +24,7 @@ from meshwright.program.lower import lower
 from meshwright.program.shards import data_rank
 from meshwright.program.target import Target
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 MODEL = model_spec(
     dim=1024, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=4096, vocab_size=16000, context=512
@@ -37,7 +37,9 @@ def setting(device="h100-sxm", devices=8, model=MODEL, **train):
     values = {"batch": 32, "seq_len": 512, "precision": "bf16"} | train
     cluster = cluster_of(find_device(device), devices)
     spec = TrainSpec(**values)
-    return Setting(model, spec, cluster, OURS, shipped_calibration(), spec.precision)
+    return Setting(
+        model, spec, OptimizerSpec(), cluster, OURS, shipped_calibration(), spec.precision
+    )
 
 
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("h100-sxm", "bf16")])
@@ -65,7 +67,9 @@ def test_the_lightest_layout_takes_what_its_price_says(device, precision):
 def test_the_phase_of_replicas_sums_says_how_often_they_travel(device, zero, schedule, phase):
     pipeline = {"pp": 2, "virtual_stages": 2, "schedule": schedule} if schedule == "zbv" else {}
     layout = Layout(dp_replicate=2, dp_shard=2, zero=zero, microbatch=1, **pipeline)
-    program = lower(MODEL, TrainSpec(batch=32, seq_len=512), layout, Target(device))
+    program = lower(
+        MODEL, TrainSpec(batch=32, seq_len=512), OptimizerSpec(), layout, Target(device)
+    )
     sums = [one for one in collectives(program, 0) if one.axis == "replicate"]
     assert {one.phase for one in sums} == {phase}
     units = MODEL.n_layers // layout.pp + 3  # blocks, and what is in none: three at most
@@ -93,7 +97,7 @@ def test_a_sum_of_gradients_has_the_wait_and_the_count_of_targets_next_to_none(l
 def test_every_pipeline_rank_updates_the_elements_that_it_holds(label, model):
     """The last one a copy of the embedding, where the head is tied to it."""
     layout, one = Layout.parse(label), setting(model=model)
-    program = lower(model, one.train, layout)
+    program = lower(model, one.train, one.optimizer, layout)
     for place, held in enumerate(held_by(one, layout)):
         at = layout.mesh.coordinates(layout.mesh.rank({"pp": place}))
         names = {n for stage in program.held(place) for n in program.parameters(stage)}
@@ -110,7 +114,7 @@ def test_every_pipeline_rank_updates_the_elements_that_it_holds(label, model):
 def test_gradients_travel_in_the_dtype_of_the_program(reduce_dtype):
     layout = Layout.parse("dp8 mb2")
     one = setting(reduce_dtype=reduce_dtype)
-    program = lower(MODEL, one.train, layout, one.target)
+    program = lower(MODEL, one.train, one.optimizer, layout, one.target)
     sent = sum(m.bytes * m.count for m in collectives(program, 0) if m.axis == "replicate")
     kernels, held = one.kernels(), held_by(one, layout)[0]
     seconds = kernels.network.seconds("all_reduce", sent, 8, 1, "replicate")
@@ -123,7 +127,7 @@ def test_weights_are_gathered_in_the_bytes_of_the_program(zero):
     model = MODEL.model_copy(update={"vocab_size": 2000})  # so that a block is the largest unit
     layout, one = Layout.parse(f"shard8 zero{zero} mb2"), setting(model=model, fp8=True)
     kernels, held = one.kernels(), held_by(one, layout)[0]
-    sent = collectives(lower(model, one.train, layout, one.target), 0)
+    sent = collectives(lower(model, one.train, one.optimizer, layout, one.target), 0)
     weights = [m for m in sent if m.purpose == "weights"]
     (scales,) = [m for m in sent if m.purpose == "scales"]
 
@@ -172,7 +176,7 @@ def test_a_search_goes_by_the_price(device, devices):
 def test_context_messages_are_waited_for_in_their_own_pass(label, share):
     layout, one = Layout.parse(label), setting(devices=2)
     pace = pace_of(one, one.kernels(), layout)
-    stage = lower(MODEL, one.train, layout).stages[0]
+    stage = lower(MODEL, one.train, one.optimizer, layout).stages[0]
     forward, backward = pace.passes(stage)
     assert forward.cp > 0
     assert backward.cp / (forward.cp + backward.cp) == pytest.approx(share)
@@ -201,7 +205,7 @@ def test_what_zero_sends_in_a_microbatch_is_priced_as_the_program_says(model, ze
     one = setting(model=model)
     layout = Layout.parse(f"zero{zero} {label}")
     kernels, found = one.kernels(), unit_messages(one, one.kernels(), layout)
-    program = lower(one.model, one.train, layout, Target("gpu"))
+    program = lower(one.model, one.train, one.optimizer, layout, Target("gpu"))
     for place, held in enumerate(held_by(one, layout)):
         rank = layout.mesh.rank({"pp": place})
         sent = sum(

@@ -114,7 +114,7 @@ def test_the_command_prints_one_peak_and_one_bubble(capsys):
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_peak_found_soon_is_that_of_the_whole_timeline(world):
     for found, layout in list(cases(world))[::2]:
-        program = lower(found.model, found.train, layout, found.target)
+        program = lower(found.model, found.train, found.optimizer, layout, found.target)
         for rank in {0, layout.world - 1}:
             assert peak(program, rank) == timeline(program, rank).peak, (layout.label, rank)
 
@@ -145,7 +145,7 @@ def test_more_microbatches_than_are_walked_hold_no_more(name, policy):
     words = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=1")
     found = setting_of(load_config(None, (*words, "train.batch=128")))
     assert layout.microbatches(128) == 64
-    whole = lower(found.model, found.train, layout, found.target)
+    whole = lower(found.model, found.train, found.optimizer, layout, found.target)
     for rank in range(layout.pp):
         walked = peak(whole, layout.mesh.rank({"pp": rank}))
         assert memory(found, layout, rank).allocated == walked.total, (label, rank)

@@ -189,7 +189,10 @@ def test_losses_are_those_of_transformers_without_padding():
 
 def told(world, label, model):
     case = case_of(label, model)
-    program, device = lower(case.model, case.train, case.layout), torch.device("cpu")
+    program, device = (
+        lower(case.model, case.train, case.optimizer, case.layout),
+        torch.device("cpu"),
+    )
     parallel = build(program, open_groups(case.layout, world), device, seeded(case.model, 0))
     parallel.backward(mine(make_batch(case, 0), program, world))
     correct_routers(parallel.routers, torch.ones(()))

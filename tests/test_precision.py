@@ -73,7 +73,10 @@ LAYOUTS = {
 def test_an_overflow_on_one_rank_skips_the_update_on_all_and_is_named(world, name):
     layout = LAYOUTS[name]
     parallel = build(
-        lower(SPEC, TRAIN, layout), open_groups(layout, world), world.device, seeded(SPEC, 0)
+        lower(SPEC, TRAIN, OptimizerSpec(), layout),
+        open_groups(layout, world),
+        world.device,
+        seeded(SPEC, 0),
     )
     shards = Shards(parallel.held, on_host=False)
     optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec(name="sgd", lr=0.1))
@@ -135,7 +138,10 @@ def test_a_scale_too_high_for_fp16_is_halved_until_gradients_fit(world):
     """Real gradients: each overflow halves it and changes no weight, then a step updates."""
     layout = Layout(dp_replicate=2)
     parallel = build(
-        lower(SPEC, TRAIN, layout), open_groups(layout, world), world.device, seeded(SPEC, 0)
+        lower(SPEC, TRAIN, OptimizerSpec(), layout),
+        open_groups(layout, world),
+        world.device,
+        seeded(SPEC, 0),
     )
     shards = Shards(parallel.held, on_host=False)
     optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec(name="sgd", lr=0.1))
@@ -160,7 +166,10 @@ def test_a_scale_too_high_for_fp16_is_halved_until_gradients_fit(world):
 def test_outside_of_fp16_it_is_an_error_on_every_rank(world):
     layout, plain = Layout(dp_replicate=2), TRAIN.model_copy(update={"precision": "fp32"})
     parallel = build(
-        lower(SPEC, plain, layout), open_groups(layout, world), world.device, seeded(SPEC, 0)
+        lower(SPEC, plain, OptimizerSpec(), layout),
+        open_groups(layout, world),
+        world.device,
+        seeded(SPEC, 0),
     )
     with torch.no_grad():
         parallel.held[3].shard.view(-1)[0] = math.nan

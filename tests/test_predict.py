@@ -35,9 +35,9 @@ from meshwright.program.lower import lower
 from meshwright.program.operations import operations
 from meshwright.program.schedule import compute_tables, peak_in_flight
 from meshwright.program.target import Target
-from meshwright.spec.parts import parameter_count
+from meshwright.spec.parts import parameter_count, parts
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 SEVEN = model_spec(preset="llama-2-7b")
 OURS = SYSTEMS["meshwright"]
@@ -50,7 +50,9 @@ def setting(model=SEVEN, device="h100-sxm", devices=8, system=OURS, **train):
     values = {"batch": 64, "seq_len": 4096, "precision": "bf16"} | train
     cluster = cluster_of(find_device(device), devices)
     spec = TrainSpec(**values)
-    return Setting(model, spec, cluster, system, shipped_calibration(), spec.precision)
+    return Setting(
+        model, spec, OptimizerSpec(), cluster, system, shipped_calibration(), spec.precision
+    )
 
 
 def states(layout, element=2, system=OURS, device="h100-sxm"):
@@ -72,14 +74,15 @@ def test_a_sum_over_layers_needs_one_number_for_each_kind(each):
 def test_model_states_to_the_byte():
     count = parameter_count(SEVEN)
     assert count == 6_738_415_616
+    numbers = 4 * len(parts(SEVEN))  # of updates, of each parameter on each rank
     unit = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096  # a block, the largest unit
     assert states(Layout(dp_replicate=8)) == {
         "weights": 4 * count,
         "gathered": 2 * count,
         "gradients": 4 * count,
-        "optimizer": 8 * count,
+        "optimizer": 8 * count + numbers,
     }
-    shards = {"weights": 4 * count // 8, "optimizer": 8 * count // 8}
+    shards = {"weights": 4 * count // 8, "optimizer": 8 * count // 8 + numbers}
     one = states(Layout(dp_shard=8, zero=1))
     assert one == {**shards, "gathered": 2 * count, "gradients": 4 * count}
     two = states(Layout(dp_shard=8, zero=2))
@@ -124,7 +127,7 @@ LAYOUTS = (
 def test_messages_are_those_of_the_program(label):
     layout = Layout.parse(label)
     train = TrainSpec(batch=8, seq_len=32, precision="bf16")
-    program = lower(SMALL, train, layout, Target("gpu"))
+    program = lower(SMALL, train, OptimizerSpec(), layout, Target("gpu"))
     found = layout_work(
         SMALL,
         train.seq_len,
@@ -154,7 +157,7 @@ def test_zero_on_cpus_keeps_weights_whole():
     assert states(layout, 4, device="cpu") == {
         "weights": 4 * count,
         "gradients": 4 * count,
-        "optimizer": count,
+        "optimizer": count + 4 * len(parts(SEVEN)),
     }
     for element, where in ((4, {}), (2, {"device": "cpu"})):
         found = states(layout, element, **where)
@@ -171,7 +174,7 @@ def test_zero_on_cpus_keeps_weights_whole():
 def test_what_data_parallelism_sends_is_that_of_the_program(label):
     layout = Layout.parse(label)
     train = TrainSpec(batch=8, seq_len=32, precision="bf16")
-    program = lower(SMALL, train, layout, Target("gpu"))
+    program = lower(SMALL, train, OptimizerSpec(), layout, Target("gpu"))
     found = weights(SMALL, layout.tp, layout.shard_ranks)
     elements = SMALL.n_layers * found.layer + found.embedding + found.norm + found.head
     real = {}
@@ -188,7 +191,13 @@ def test_what_data_parallelism_sends_is_that_of_the_program(label):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_kept_activations_are_those_of_the_program(recompute):
     layout = Layout(tp=2, sp=True, microbatch=4, recompute=recompute)
-    program = lower(SMALL, TrainSpec(batch=8, seq_len=32, precision="bf16"), layout, Target("gpu"))
+    program = lower(
+        SMALL,
+        TrainSpec(batch=8, seq_len=32, precision="bf16"),
+        OptimizerSpec(),
+        layout,
+        Target("gpu"),
+    )
     ops = operations(program, program.stages[0])
     real = sum(op.saved_bytes for op in ops if op.name.startswith("layers."))
     one = setting(SMALL, batch=8, seq_len=32)

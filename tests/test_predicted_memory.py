@@ -31,7 +31,7 @@ def test_a_scaled_model_is_measured_and_predicted(family):
     case = replace(case, layout=layout, train=case.train.model_copy(update={"batch": 4}))
     (measured,) = on_ranks(1, measure, case=case)
     target = Target("cpu", route(case.train.matmul, Processor()), case.packed)
-    predicted = timeline(lower(case.model, case.train, case.layout, target), 0).peak
+    predicted = timeline(lower(case.model, case.train, case.optimizer, case.layout, target), 0).peak
     assert measured.peak.total == pytest.approx(predicted.total, rel=0.1)
 
 
@@ -58,7 +58,7 @@ def of_table(family, word, label):
 def test_memory_of_experts_is_predicted_whatever_waits_for_it(family, word, label):
     case = of_table(family, word, label)
     target = Target("cpu", route(case.train.matmul, Processor()), case.packed)
-    program = lower(case.model, case.train, case.layout, target)
+    program = lower(case.model, case.train, case.optimizer, case.layout, target)
     for rank, measured in enumerate(on_ranks(2, measure, case=case)):
         predicted = timeline(program, rank).peak.total
         assert measured.peak.total == pytest.approx(predicted, rel=0.04)

@@ -75,7 +75,7 @@ def test_the_spans_end_with_the_price_and_causes_add_up_to_it(world):
         assert profile.step_time_s == total
         ends = [max(span.end for span in one.spans) for one in profile.ranks]
         assert max(ends) == pytest.approx(total, rel=1e-9), case.label
-        program = lower(case.model, case.train, case.layout)
+        program = lower(case.model, case.train, case.optimizer, case.layout)
         for place, one in enumerate(profile.ranks):
             assert sum(one.causes.values()) == pytest.approx(total, rel=1e-9)
             check_spans(one, total)
@@ -111,7 +111,7 @@ def test_the_bubble_is_that_of_the_table_where_messages_are_free(monkeypatch, na
     monkeypatch.setattr(ActionTimes, "head", 0.0)
     layout = Layout(pp=4, schedule=name, virtual_stages=virtual, microbatch=1)
     found = on_cluster(setting("train.batch=16"), layout)
-    program = lower(found.model, found.train, layout, found.target)
+    program = lower(found.model, found.train, found.optimizer, layout, found.target)
     expected = bubble_fraction(program.compute_tables, program.stage_ranks)
     assert predicted_profile(found, layout).idle == pytest.approx(expected)
     assert expected > 0.02
@@ -145,7 +145,7 @@ def test_memory_is_the_walk_of_our_engine_with_what_lies_outside():
     for more in (words, (*H100, *words)):
         found = on_cluster(setting(*more), layout)
         profile = predicted_profile(found, layout)
-        program = lower(found.model, found.train, layout, found.target)
+        program = lower(found.model, found.train, found.optimizer, layout, found.target)
         for one in profile.ranks:
             walk = timeline(program, one.rank).peak
             terms = memory(found, layout, one.coordinates["pp"]).by_category()
@@ -170,7 +170,7 @@ def test_messages_are_the_programs_and_their_seconds_those_of_the_price():
     label = "pp2 1f1b shard2 zero3 tp2 sp mb1"
     profile = predicted(label, *H100)
     found = setting(*H100)
-    program = lower(found.model, found.train, Layout.parse(label), found.target)
+    program = lower(found.model, found.train, found.optimizer, Layout.parse(label), found.target)
     for one in profile.ranks:
         sent = sum(each.bytes * each.times for each in one.traffic)
         assert sent == sum(each.bytes * each.count for each in collectives(program, one.rank))

@@ -150,13 +150,13 @@ def test_a_case_survives_json():
 def test_no_order_of_the_table_can_deadlock(world):
     for case in legal(world):
         if case.layout.is_pipelined:
-            verdict = prove_order(lower(case.model, case.train, case.layout))
+            verdict = prove_order(lower(case.model, case.train, case.optimizer, case.layout))
             assert verdict.passed, (case.label, verdict.observed)
 
 
 def test_an_order_that_hangs_is_told():
     case = next(c for c in legal(2) if c.layout.is_pipelined and c.layout.schedule == "1f1b")
-    program = lower(case.model, case.train, case.layout)
+    program = lower(case.model, case.train, case.optimizer, case.layout)
     first, second = program.tables
     at = first.index(Action("RECV_B", 0, 0))
     swapped = (*first[:at], *first[at + 1 :], first[at])

@@ -115,6 +115,7 @@ GPT_OSS = ("model.preset=gpt-oss-20b",)
 LORA = ("lora.rank=4",)
 WSD = ("optimizer.schedule=wsd",)
 SGD = ("optimizer.name=sgd",)
+MUON = ("optimizer.name=muon",)
 CHANGES = {
     "model.preset": ((), ("model.preset=qwen3-8b",)),
     "model.family": ((), ("model.family=qwen3",)),
@@ -212,6 +213,10 @@ CHANGES = {
     "optimizer.betas": ((), ("optimizer.betas=[0.9,0.999]",)),
     "optimizer.weight_decay": ((), ("optimizer.weight_decay=0",)),
     "optimizer.momentum": (SGD, (*SGD, "optimizer.momentum=0.9")),
+    "optimizer.nesterov": (MUON, (*MUON, "optimizer.nesterov=false")),
+    "optimizer.ns_steps": (MUON, (*MUON, "optimizer.ns_steps=6")),
+    "optimizer.ns_precision": (MUON, (*MUON, "optimizer.ns_precision=fp32")),
+    "optimizer.scale": (MUON, (*MUON, "optimizer.scale=original")),
     "optimizer.schedule": ((), WSD),
     "optimizer.warmup_steps": ((), ("optimizer.warmup_steps=1",)),
     "optimizer.decay_steps": (WSD, (*WSD, "optimizer.decay_steps=1")),

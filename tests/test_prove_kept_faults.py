@@ -23,7 +23,8 @@ from meshwright.prove.shrink import shrink
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training import optimizer, update
+from meshwright.training import update
+from meshwright.training.optimizers import sgd
 from ranks import on_ranks
 
 EVEN = {"router_aux_loss": 1.0}
@@ -70,12 +71,12 @@ def loss_averaged_over_cp():
 
 
 def no_momentum():
-    real = optimizer._DecoupledSGD._descend
+    real = sgd.DecoupledSGD._descend
 
     def descend(self, weights, group):
         real(self, weights, {**group, "momentum": 1e-9})
 
-    return patch.object(optimizer._DecoupledSGD, "_descend", descend)
+    return patch.object(sgd.DecoupledSGD, "_descend", descend)
 
 
 def long_rows():

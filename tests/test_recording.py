@@ -130,7 +130,7 @@ def step_of(world, label, precision, matmul):
     train = TRAIN.model_copy(update={"precision": precision, "matmul": matmul})
     case = Case(MODEL, train, Layout.parse(label))
     layout, fresh = case.layout, World(world.rank, 2, world.device, world.store, world.opened)
-    program, groups = lower(MODEL, case.train, layout), open_groups(layout, fresh)
+    program, groups = lower(MODEL, case.train, case.optimizer, layout), open_groups(layout, fresh)
     recorder, batch = fresh.recorder, mine(make_batch(case, 0), program, fresh)
     parallel = build(program, groups, fresh.device, seeded(MODEL, 0))
     shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
@@ -172,7 +172,13 @@ def step_of(world, label, precision, matmul):
 )
 def test_a_recorded_step_is_the_programs(label, precision, bound, matmul):
     train = TRAIN.model_copy(update={"precision": precision})
-    program = lower(MODEL, train, Layout.parse(label), Target("cpu", route(matmul, Processor())))
+    program = lower(
+        MODEL,
+        train,
+        OptimizerSpec(),
+        Layout.parse(label),
+        Target("cpu", route(matmul, Processor())),
+    )
     steps = on_ranks(2, step_of, label=label, precision=precision, matmul=matmul)
     for rank, (found, points, expected) in enumerate(steps):
         messages = {WireMessage(one.kind, one.axis, one.bytes): one.times for one in found.traffic}
@@ -238,7 +244,7 @@ def test_clocks_of_two_machines_are_compared(world: World):
 
 @ranks(2)
 def test_ranks_are_put_on_one_clock(world: World):
-    program = lower(MODEL, TRAIN, Layout.parse("pp2"))
+    program = lower(MODEL, TRAIN, OptimizerSpec(), Layout.parse("pp2"))
     point = MemoryPoint("F 0 0", 0.5, {"activations": 64})
     mine = RankProfile(
         *(world.rank, {"pp": world.rank}, (world.rank,)),
@@ -262,7 +268,9 @@ def test_ranks_are_put_on_one_clock(world: World):
 @ranks(2)
 def test_of_many_ranks_some_tell_all(world: World):
     """As rank 0 and a rank like it in a world of 32, of which two are there."""
-    program = lower(MODEL, TRAIN.model_copy(update={"batch": 64}), Layout.parse("pp2 dp16 mb1"))
+    program = lower(
+        MODEL, TRAIN.model_copy(update={"batch": 64}), OptimizerSpec(), Layout.parse("pp2 dp16 mb1")
+    )
     assert [rank for rank in range(32) if is_detailed(program, rank)] == [0, 16]
     point = MemoryPoint("B 0 0", 0.5, {"activations": 64})
     spans = (Span("compute", "F", 0.0, 1.0, 0, 0),)

@@ -58,7 +58,7 @@ ADAM = OptimizerSpec(warmup_steps=0, schedule="constant")
 
 
 def open_layout(world, layout, source):
-    program = lower(MODEL, TRAIN, layout)
+    program = lower(MODEL, TRAIN, OptimizerSpec(), layout)
     parallel = build(program, open_groups(layout, world), world.device, source)
     shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
     return Trained(parallel, shards, build_optimizer(shards.leaves, shards.parts, ADAM))

@@ -71,7 +71,10 @@ def test_the_gradient_is_that_of_the_loss_as_written(kind):
 def told(world, label, routing="learned"):
     """Return what a rank tells of its routers after one backward."""
     case = case_of(label, routing=routing)
-    program, device = lower(case.model, case.train, case.layout), torch.device("cpu")
+    program, device = (
+        lower(case.model, case.train, case.optimizer, case.layout),
+        torch.device("cpu"),
+    )
     parallel = build(program, open_groups(case.layout, world), device, seeded(MODEL, 0))
     parallel.backward(mine(make_batch(case, 0), program, world))
     return take_counts(parallel.routers, {0: 0, 1: 1}, MODEL.experts, world.device).tolist()

@@ -18,7 +18,7 @@ from meshwright.layout.candidates import divisors
 from meshwright.planner.advice import lost_by, warnings
 from meshwright.planner.rank import Search, preference
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import Offload, Recompute, Schedule, TrainSpec
+from meshwright.spec.training import Offload, OptimizerSpec, Recompute, Schedule, TrainSpec
 from meshwright.units import format_seconds
 
 MODEL = model_spec(
@@ -33,7 +33,9 @@ def setting(model=MODEL, devices=4, device="a100-40gb", memory=None, **train):
         found = replace(found, memory=memory)
     spec = TrainSpec(**values)
     cluster = cluster_of(found, devices)
-    return Setting(model, spec, cluster, SYSTEMS["meshwright"], shipped_calibration(), "bf16")
+    return Setting(
+        model, spec, OptimizerSpec(), cluster, SYSTEMS["meshwright"], shipped_calibration(), "bf16"
+    )
 
 
 def everything(one, devices):
@@ -188,7 +190,7 @@ A40S = setting(GPT, 16, "a40", batch=64, seq_len=2048)
 V100S = setting(GPT, 8, "v100-32gb", batch=64, seq_len=2048)
 
 WARNINGS = {
-    "Adam's states are": [
+    "AdamW's states are": [
         (H100, "dp16 mb1 recompute-full", True),
         (H100, "shard16 zero1 mb1 recompute-full", False),
         (replace(H100, cluster=cluster_of(find_device("h100-sxm"), 1)), "mb1 recompute-full", True),

@@ -20,7 +20,7 @@ from meshwright.planner.rank import Search
 from meshwright.planner.space import schedules
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import Offload, Recompute, TrainSpec
+from meshwright.spec.training import Offload, OptimizerSpec, Recompute, TrainSpec
 
 # A search compares closed forms, and only what it finds by events: they differ by so much.
 CLOSED = 0.01
@@ -52,7 +52,9 @@ def random_setting(random):
     device = replace(device, memory=int(random.choice((1.5, 3, 6, 20)) * 1e9))
     cluster = cluster_of(device, random.choice((1, 2, 4, 8)))
     calibration = shipped_calibration()
-    return Setting(model, train, cluster, SYSTEMS["meshwright"], calibration, train.precision)
+    return Setting(
+        model, train, OptimizerSpec(), cluster, SYSTEMS["meshwright"], calibration, train.precision
+    )
 
 
 def best(setting, pins):

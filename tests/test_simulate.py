@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -24,7 +25,7 @@ from meshwright.prove.matrix import matrix
 from meshwright.simulate.fake import fake_tensors, fake_world
 from meshwright.simulate.memory import HOST, START, MemoryTracker
 from meshwright.simulate.rehearse import rehearse
-from meshwright.simulate.run import layout_of, ranks_of, simulate
+from meshwright.simulate.run import LEAST_TOLERANCE, layout_of, ranks_of, simulate
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
@@ -47,7 +48,7 @@ def simulated(case, ranks):
 
 def held_by(case, rank):
     """Elements and number of the shards that a rank holds, by the program."""
-    program = lower(case.model, case.train, case.layout)
+    program = lower(case.model, case.train, case.optimizer, case.layout)
     at = case.layout.mesh.coordinates(rank)
     names = [n for stage in program.held(at["pp"]) for n in program.parameters(stage)]
     place = data_rank(case.layout, at)
@@ -139,6 +140,26 @@ def test_a_program_that_lies_is_found():
     assert [text.partition(":")[0] for text in one.differences] == ["matrix products"]
 
 
+def test_memory_that_is_not_the_programs_is_found():
+    (one,) = simulated(make("dp2 mb2"), [0]).ranks
+    assert one.differences == []
+    peak, held = one.timeline, one.timeline.held
+    for more, named in (
+        ({"optimizer": held["optimizer"] + 4}, "optimizer states"),
+        ({"activations: product": 2 * LEAST_TOLERANCE + peak.total}, "peak of tensors"),
+    ):
+        lying = replace(one, timeline=peak._replace(held={**held, **more}))
+        assert [text.partition(":")[0] for text in lying.differences] == [named]
+
+
+def test_the_states_are_those_of_the_configs_optimizer(capsys):
+    """SGD without momentum keeps nothing, in tensors and in the prediction."""
+    assert main(["simulate", *SMALL, "optimizer.name=sgd", "--world", "1", "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert "optimizer" not in rank["memory_bytes"]
+    assert "optimizer" not in rank["predicted_memory_bytes"]
+
+
 # Memory.
 
 
@@ -194,9 +215,9 @@ def peak_of(world, label, train):
 def test_the_peak_is_that_of_real_ranks(label):
     layout = Layout.parse(label)
     train = TrainSpec(batch=4 * layout.dp, seq_len=128)
-    program = lower(MODEL, train, layout)
+    program = lower(MODEL, train, OptimizerSpec(), layout)
     for rank, real in enumerate(on_ranks(2, peak_of, label=label, train=train)):
-        worst = rehearse(program, rank, OptimizerSpec()).worst
+        worst = rehearse(program, rank).worst
         held = worst.peak
         assert held["weights"] == real.parameters
         assert held["optimizer"] == real.optimizer
@@ -209,8 +230,10 @@ def test_the_peak_is_that_of_real_ranks(label):
 @pytest.mark.slow
 def test_a_second_step_is_as_the_first():
     """The rehearsed step has what a step finds that follows others."""
-    program = lower(MODEL, TrainSpec(batch=4, seq_len=32), Layout.parse("shard2 zero2 mb1"))
-    found = rehearse(program, 1, OptimizerSpec())
+    program = lower(
+        MODEL, TrainSpec(batch=4, seq_len=32), OptimizerSpec(), Layout.parse("shard2 zero2 mb1")
+    )
+    found = rehearse(program, 1)
     first, last = found.phases[0], found.phases[-1]
     states = ("weights", "optimizer", "gathered", "gradients", "buffers")
     assert [first.peak[kind] for kind in states] == [last.end[kind] for kind in states]

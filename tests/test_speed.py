@@ -30,7 +30,7 @@ PAIRS = 12
 
 
 def engine(case, world):
-    program = lower(case.model, case.train, case.layout)
+    program = lower(case.model, case.train, case.optimizer, case.layout)
     groups = open_groups(case.layout, world)
     parallel = build(program, groups, world.device, seeded(case.model, 0))
     shards = Shards(parallel.held, on_host=False)

@@ -77,7 +77,7 @@ def syncs_of(world, label, precision):
     layout = Layout.parse(label)
     spec = TrainSpec(batch=4, seq_len=16, precision=precision, clip_norm=0.5)
     case = Case(MODEL, spec, layout, packed=True)
-    program = lower(case.model, case.train, layout)
+    program = lower(case.model, case.train, case.optimizer, layout)
     parallel = build(program, open_groups(layout, world), world.device, seeded(MODEL, 0))
     shards = Shards(parallel.held, on_host=False)
     optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())

@@ -31,7 +31,7 @@ def peak(world, case):
 def programmed(label):
     (case,) = [one for one in Choice(RANKS, 1, "torch").cases if one.label.startswith(label)]
     target = Target("cpu", route("torch", Processor()), case.packed)
-    return case, lower(case.model, case.train, case.layout, target)
+    return case, lower(case.model, case.train, case.optimizer, case.layout, target)
 
 
 @pytest.mark.often(1)

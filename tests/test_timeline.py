@@ -17,7 +17,7 @@ from meshwright.prove.matrix import matrix
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.model import LayerSpec
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from ranks import on_ranks
 
 pytestmark = pytest.mark.early
@@ -40,7 +40,9 @@ def peaks(world, label, precision, matmul, model=MODEL):
 def check(label, precision, matmul, bound, model=MODEL):
     """Each rank's predicted peak is what the profiler sees, within a share of it."""
     train = TRAIN.model_copy(update={"precision": precision})
-    program = lower(model, train, Layout.parse(label), Target("cpu", route(matmul, NOBODYS)))
+    program = lower(
+        model, train, OptimizerSpec(), Layout.parse(label), Target("cpu", route(matmul, NOBODYS))
+    )
     world = program.layout.world
     found = on_ranks(world, peaks, label=label, precision=precision, matmul=matmul, model=model)
     for rank, measured in enumerate(found):
@@ -152,7 +154,9 @@ def test_ulysses_attends_by_blocks_over_whole_rows():
     model = MODEL.model_copy(update={"ffn_dim": 128, "vocab_size": 64})
     train = TRAIN.model_copy(update={"seq_len": 512, "matmul": "torch"})
     case = Case(model, train, Layout.parse("cp2-ulysses mb4 recompute-full"))
-    program = lower(model, train, case.layout, Target("cpu", route("torch", NOBODYS)))
+    program = lower(
+        model, train, OptimizerSpec(), case.layout, Target("cpu", route("torch", NOBODYS))
+    )
     for rank, measured in enumerate(on_ranks(2, peak_of, case=case)):
         expected = timeline(program, rank).peak
         assert expected.what == "attn.core"
@@ -165,7 +169,9 @@ def test_the_way_of_products_is_the_targets():
 
     def peak(precision, products):
         train = TRAIN.model_copy(update={"precision": precision})
-        return timeline(lower(MODEL, train, layout, Target("cpu", products)), 0).peak.total
+        return timeline(
+            lower(MODEL, train, OptimizerSpec(), layout, Target("cpu", products)), 0
+        ).peak.total
 
     assert peak("fp32", Route(rows=True, columns=True)) > peak("fp32", Route())
     assert peak("fp32", Route(rows=True)) == peak("fp32", Route())
@@ -189,7 +195,9 @@ def long_case(matmul):
 def test_the_peak_whatever_cache_attention_is_cut_for(matmul):
     """The program says how large blocks are, as for a core's cache; no rank asks its processor."""
     case, predicted = long_case(matmul), []
-    program = lower(case.model, case.train, case.layout, Target("cpu", route(matmul, NOBODYS)))
+    program = lower(
+        case.model, case.train, case.optimizer, case.layout, Target("cpu", route(matmul, NOBODYS))
+    )
     for scores in (1 << 18, 1 << 20, 1 << 22):
         with mock.patch.object(program_attention, "SCORES", scores):
             peak = timeline(program, 0).peak
@@ -206,7 +214,7 @@ def test_what_a_step_takes_it_gives_back(world):
         if case.refused is not None:
             continue
         target = Target(packed=case.packed)
-        program = lower(case.model, case.train, case.layout, target)
+        program = lower(case.model, case.train, case.optimizer, case.layout, target)
         for rank in {0, world - 1}:
             found = timeline(program, rank)
             start, end = found.moments[0].held, found.moments[-1].held
@@ -223,7 +231,7 @@ def test_what_a_step_takes_it_gives_back(world):
 def test_a_microbatch_more_in_flight_costs_its_activations():
     def peak(schedule, rank):
         layout = Layout.parse(f"pp2 {schedule} mb1")
-        return timeline(lower(MODEL, TRAIN, layout), rank).peak.total
+        return timeline(lower(MODEL, TRAIN, OptimizerSpec(), layout), rank).peak.total
 
     assert peak("gpipe", 0) > peak("1f1b", 0) > peak("naive", 0)
 
@@ -231,6 +239,6 @@ def test_a_microbatch_more_in_flight_costs_its_activations():
 def test_the_peak_says_where_it_is():
     layout = Layout.parse("dp2 mb4")
     wide = MODEL.model_copy(update={"vocab_size": 8192})
-    peak = timeline(lower(wide, TRAIN, layout), 0).peak
+    peak = timeline(lower(wide, TRAIN, OptimizerSpec(), layout), 0).peak
     assert (peak.action, peak.what) == ("B 0 0", "loss")
     assert peak.held["logits and loss"] == 4 * 256 * 8192  # half of a microbatch's

@@ -63,7 +63,7 @@ def parallel_of(world, case, seed=7, precision="fp32", microbatch=1, compiled=Fa
     layout = Layout(dp_replicate=world.size, microbatch=microbatch)
     train = TrainSpec(batch=BATCH, seq_len=SEQ, precision=precision)
     groups = open_groups(layout, world)
-    program = lower(spec, train, layout)
+    program = lower(spec, train, OptimizerSpec(), layout)
     return build(program, groups, world.device, seeded(spec, seed), compiled=compiled)
 
 

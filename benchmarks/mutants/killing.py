@@ -31,7 +31,7 @@ from benchmarks.mutants.table import ROOT
 TIMEOUT_S: Final = 600.0
 PACKAGE: Final = "meshwright"
 # The modules of the ranks that a killer starts.
-WORKERS: Final = ("launch.proofs.proof_worker", "launch.ranks.worker")
+WORKERS: Final = ("runtime.proofs.proof_worker", "runtime.ranks.worker")
 
 
 class Answer(NamedTuple):

@@ -19,13 +19,14 @@ from meshwright.bench.overheads import overheads
 from meshwright.cost.calibration import QUIET
 from meshwright.cost.kernels import PASSES
 from meshwright.cost.network import through_channel
-from meshwright.cost.step import OPTIMIZER_BYTES
 from meshwright.cost.work import Product
 from meshwright.parallel.kernels.products import take_route
 from meshwright.parallel.transport.world import World
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.target import Matmul
 from meshwright.prove.case import Case
+from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.training import OptimizerSpec
 
 # Other ways of fp32 products than "auto": where they differ from it, they have constants.
 _WAYS: Final[tuple[Matmul, ...]] = ("torch", "onednn")
@@ -199,7 +200,8 @@ def _compute(
             constants[f"{prefix}moves.{precision}"] = moves * bandwidth
         loss = 1 / on_device.loss_rate(device, precision, budget_s)
         constants[f"moves.loss.{precision}"] = loss * bandwidth
-    rate = on_device.optimizer_rate(device, budget_s / 3, OPTIMIZER_BYTES)
+    moved = OPTIMIZERS["adamw"].rules[0].moved(OptimizerSpec())
+    rate = on_device.optimizer_rate(device, budget_s / 3, moved)
     constants["optimizer"] = rate / bandwidth
     return constants, curves
 

@@ -20,6 +20,7 @@ from meshwright.parallel.build import region_of
 from meshwright.parallel.data_parallel.data import DTYPES
 from meshwright.parallel.data_parallel.gradients import HeldParameter, local_shard
 from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.program.optimizer import rule_of
 from meshwright.program.shards import Region, Sharding, data_rank, whole
 
 # What the names of the files of a step begin with: parameters, and the state of the optimizer.
@@ -92,7 +93,9 @@ def scalars_of(trained: Trained) -> Mapping[str, float]:
     """Return the optimizer's state besides tensors: AdamW's number of updates."""
     for leaf in trained.shards.leaves:
         state = trained.optimizer.state.get(leaf, {})
-        return {key: float(value) for key, value in state.items() if _is_scalar(value)}
+        scalars = {key: float(value) for key, value in state.items() if _is_scalar(value)}
+        if scalars:
+            return scalars
     return {}
 
 
@@ -101,10 +104,15 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
 
     Raises `CheckpointError` if the step lacks a part.
     """
-    keys = sorted({name.split(".", 1)[0] for name in stored.names})
-    states: Kept = {**scalars, **dict.fromkeys(keys)}
-    for leaf in _leaves(trained):
-        fill_state(leaf, trained.optimizer, stored, states, leaf.tensor.device)
+    if not stored.names and not scalars:  # the optimizer that was saved kept nothing
+        return
+    spec, parts = trained.parallel.program.optimizer, trained.shards.parts
+    for leaf, part in zip(_leaves(trained), parts, strict=True):
+        states = rule_of(spec, part).states(spec)
+        kept: Kept = {
+            state.key: scalars[state.key] if state.is_number else None for state in states
+        }
+        fill_state(leaf, trained.optimizer, stored, kept, leaf.tensor.device)
 
 
 def fill_state(

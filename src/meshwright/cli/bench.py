@@ -229,7 +229,7 @@ class LayoutRow:
 
 def _row(setting: Setting, layout: Layout) -> LayoutRow:
     """Return what is predicted of a layout."""
-    program = lower(setting.model, setting.train, layout, setting.target)
+    program = lower(setting.model, setting.train, setting.optimizer, layout, setting.target)
     ranks = range(layout.world)
     peaks = [timeline(program, rank).peak.total for rank in ranks]
     return LayoutRow(layout, price(setting, layout), peaks)

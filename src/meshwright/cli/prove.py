@@ -185,12 +185,12 @@ def _layout(config: Config) -> Layout:
 
 
 def _cannot_end(case: Case) -> bool:
-    return not prove_order(lower(case.model, case.train, case.layout)).passed
+    return not prove_order(lower(case.model, case.train, case.optimizer, case.layout)).passed
 
 
 def _checked(case: Case, out: TextIO) -> Outcome:
     started = time.perf_counter()
-    verdict = prove_order(lower(case.model, case.train, case.layout))
+    verdict = prove_order(lower(case.model, case.train, case.optimizer, case.layout))
     outcome = Outcome(case, (verdict,), time.perf_counter() - started)
     _show(outcome, out)
     return outcome

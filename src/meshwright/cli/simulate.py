@@ -34,6 +34,7 @@ from meshwright.report.page import Page
 from meshwright.simulate.on_standin import out_of_order, watch
 from meshwright.simulate.profile import both_profiles
 from meshwright.simulate.run import (
+    PEAK_TOLERANCE,
     Simulated,
     Simulation,
     as_json,
@@ -239,7 +240,10 @@ def _print_rank(simulated_rank: Simulated) -> None:
     for difference in simulated_rank.differences[:SHOWN]:
         say(f"not the program's: {difference}", "  ")
     if not simulated_rank.differences:
-        say("collectives and FLOPs are the program's, every one")
+        say(
+            "collectives and FLOPs are the program's, every one; so is memory, within "
+            f"{PEAK_TOLERANCE:.0%}"
+        )
 
 
 def _breach(simulated_rank: Simulated, device: str) -> str:

@@ -12,12 +12,13 @@ from meshwright.program.float8 import gathered_element, gathers_float8
 from meshwright.program.shards import shard
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part, parts
 
 # Which float8 is for.
 _BF16: Final = ELEMENT_BYTES["bf16"]
-# Which weights are counted.
-Which = Literal["all", "trained", "four bits"]
+# Which weights are counted; also those trained that an optimizer updates by a rule, by its number.
+Which = Literal["all", "trained", "four bits"] | tuple[str, int]
 
 
 class Weights(NamedTuple):
@@ -69,7 +70,7 @@ def weights(
             part.name: shard(part, layout).padded_elements
             * gathered_element(part, _BF16, rounded)
             // _BF16
-            * _is_of(part, of)
+            * is_of(part, of)
             for part in found
         }
         shared_out = (part.name for part in found if part.is_of_experts and ep > 1)
@@ -80,7 +81,11 @@ def weights(
     return Weights(tuple(layers), tuple(experts), *ends)
 
 
-def _is_of(part: Part, of: Which) -> bool:
+def is_of(part: Part, of: Which) -> bool:
+    """Return whether a parameter is one of those that are counted."""
+    if isinstance(of, tuple):
+        name, number = of
+        return part.trained and OPTIMIZERS[name].rule_number(part) == number
     return {"all": True, "trained": part.trained, "four bits": part.four_bits}[of]
 
 

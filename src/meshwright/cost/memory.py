@@ -13,6 +13,7 @@ from meshwright.cost.calibration import Calibration
 from meshwright.cost.catalogue import Device
 from meshwright.cost.elements import elements_of, gathered_elements, gathered_weights, weights
 from meshwright.cost.modules import kept_without
+from meshwright.cost.optimizer import updates
 from meshwright.cost.pipeline import in_flight, waiting
 from meshwright.cost.setting import Setting, held_by, work_of
 from meshwright.cost.systems import CAUSAL, System
@@ -39,7 +40,6 @@ _GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP
 _KINDS = (*get_args(Kind), "scores", "copies")
 _ACTIVATIONS = {kind: f"activations: {kind}" for kind in _KINDS}
 _NOTHING_AGAIN = Layout()
-_MOMENTS = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
 
 
 class Term(NamedTuple):
@@ -99,14 +99,38 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
             copy = gathered_elements(setting, layout, held, is_padded=False).total
             add("gathered", copy, element, "compute copy, kept through the step")
     terms += _gradients(setting, layout, held, whole, part)
-    states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)
     if not layout.states_on_host:
-        what = "Adam's moments" + (" and fp32 weights" if states > 8 else "")
-        add("optimizer", part, states, what)
+        terms += _optimizer_states(setting, layout, held)
     if layout.offload == "params":
         # Shards lie on the host; what is gathered or accumulated whole does not.
         terms = [term for term in terms if term.category != "weights"]
     return terms
+
+
+def _optimizer_states(setting: Setting, layout: Layout, held: HeldLayers) -> Iterator[Term]:
+    """Yield what the optimizer keeps of a rank's parameters: one term, with the bytes of each rule.
+
+    A system that keeps whole weights in half precision has the fp32 master weights there, too.
+    """
+    keeps_shards = setting.system.keeps == "shards"
+    has_masters = not keeps_shards and setting.element != _FP32
+    total, told, numbers = 0, [], list[object]()
+    for share in updates(setting, layout, held):
+        states = share.rule.element_bytes(setting.optimizer)
+        called = [share.rule.called] * (states > 0) + ["fp32 weights"] * has_masters
+        if not called or not share.elements:
+            continue
+        size = states + _FP32 * has_masters
+        # How others keep the number of updates is not known.
+        number = share.rule.number_bytes(setting.optimizer) * keeps_shards
+        total += share.elements * size + share.parameters * number
+        told.append("{:,} elements x {} B: " + " and ".join(called))
+        numbers += [share.elements, size]
+        if number:
+            told[-1] += ", {:,} x {} B: numbers of updates"
+            numbers += [share.parameters, number]
+    if told:
+        yield Term("optimizer", total, "; ".join(told), tuple(numbers))
 
 
 def _gathered(setting: Setting, layout: Layout, held: HeldLayers, *, in_place: bool) -> Term:

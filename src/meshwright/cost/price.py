@@ -102,7 +102,7 @@ def _program(setting: Setting, layout: Layout, turns: int) -> Program:
     if not SCHEDULES[layout.schedule].holds_all:
         count = min(count, turns * layout.pp)
     train = train.model_copy(update={"batch": count * layout.microbatch * layout.dp})
-    return lower(setting.model, train, layout, setting.target)
+    return lower(setting.model, train, setting.optimizer, layout, setting.target)
 
 
 def estimate(

@@ -19,6 +19,7 @@ from meshwright.program.actions import Action
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program, lower
 from meshwright.program.profile import MemoryPoint, RankProfile, Span, StepProfile, Traffic
+from meshwright.program.update import matrix_gathers
 
 # Where a category of the predictions lies among those of the profile; others are activations.
 _CATEGORIES: Final = {
@@ -62,7 +63,7 @@ def predicted_profile(
     host = host_seconds(kernels, pace.microbatches)
     after = slowest["data"] + slowest["optimizer"] + host
     drawn = pipeline_spans(setting, kernels, layout, pace, found.time.total - after)
-    program = lower(setting.model, setting.train, layout, setting.target)
+    program = lower(setting.model, setting.train, setting.optimizer, layout, setting.target)
     mesh = layout.mesh
     chosen = [mesh.rank({"pp": place}) for place in range(layout.pp)] if ranks is None else ranks
     rows = []
@@ -178,9 +179,10 @@ def _traffic(
         return
     layout = program.layout
     counts: dict[tuple[str, str, int], int] = {}
-    for one in collectives(program, rank):
-        key = one.kind, one.axis, one.bytes
-        counts[key] = counts.get(key, 0) + one.count
+    of_update = matrix_gathers(program, layout.mesh.coordinates(rank))
+    for message in (*collectives(program, rank), *of_update):
+        key = message.kind, message.axis, message.bytes
+        counts[key] = counts.get(key, 0) + message.count
     groups = {
         "tp": (layout.tp, 1),
         "cp": (layout.cp, layout.tp),

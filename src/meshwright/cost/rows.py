@@ -33,7 +33,7 @@ from meshwright.layout import Layout
 from meshwright.spec.lora import ALL_LINEAR, Lora, check_targets
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import Recompute, Schedule, TrainSpec, Zero
+from meshwright.spec.training import OptimizerSpec, Recompute, Schedule, TrainSpec, Zero
 from meshwright.units import GIB, round_up
 
 Row = Mapping[str, Any]
@@ -104,7 +104,9 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
     if layout.ep > 1:
         default = calibration.find("experts.imbalance", device.kind)
         imbalance = imbalance_of(row, system, default, assumed)
-    setting = Setting(model, train, cluster, system, calibration, products, imbalance=imbalance)
+    setting = Setting(
+        model, train, OptimizerSpec(), cluster, system, calibration, products, imbalance=imbalance
+    )
     if not row.get("attn_impl"):
         setting = _with_kernel(setting, layout, assumed)
     if not row.get("recompute"):

@@ -20,12 +20,12 @@ from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target, route, takes_tf32
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The inputs that all layouts share: model, training, cluster, system, calibration.
+    """The inputs that all layouts share: model, training, optimizer, cluster, system, calibration.
 
     `products` is the dtype of matrix products, such as "fp8". `packed`: rows hold several
     documents. `imbalance` is that of `Target`.
@@ -33,6 +33,7 @@ class Setting:
 
     model: ModelSpec
     train: TrainSpec
+    optimizer: OptimizerSpec
     cluster: Cluster
     system: System
     calibration: Calibration

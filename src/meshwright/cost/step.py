@@ -18,6 +18,7 @@ from meshwright.cost.elements import elements_of
 from meshwright.cost.host import CopyWaits, copy_waits
 from meshwright.cost.kernels import Kernels, Seconds
 from meshwright.cost.microbatch import MicrobatchTimes, parts_of
+from meshwright.cost.optimizer import matrix_seconds, updates
 from meshwright.cost.pipeline import Costs, by_events, closed_form
 from meshwright.cost.setting import Setting, held_by, stages_of, work_of
 from meshwright.cost.sums import GradientSums, sums_of
@@ -27,9 +28,6 @@ from meshwright.layout.schedules import microbatch_rule
 from meshwright.program.profile import CAUSES
 from meshwright.program.stages import Stage
 from meshwright.spec.model import ModelSpec
-
-# An AdamW step reads gradient, moments and weight in fp32 and writes all but the gradient.
-OPTIMIZER_BYTES = 28
 
 
 @dataclass(frozen=True)
@@ -237,14 +235,22 @@ def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> flo
 def optimizer_seconds(
     setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers
 ) -> float:
-    """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
-    elements = elements_of(setting.model, layout, held, of="trained").share(layout)
+    """Return the seconds of the update: memory-bound, or with offload bound by the host's link.
+
+    Beside them come products and messages, if the optimizer needs whole matrices.
+    """
+    moved_by_update = sum(
+        update.elements * update.rule.moved(setting.optimizer)
+        for update in updates(setting, layout, held)
+    )
+    whole_matrices = matrix_seconds(setting, kernels, layout, held)
     if not layout.states_on_host:
-        return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
+        return moved_by_update / kernels.optimizer_bandwidth + whole_matrices
+    elements = elements_of(setting.model, layout, held, of="trained").share(layout)
     host = setting.cluster.host.bandwidth
     moved = elements * 2 * 4  # gradients down, weights up, in fp32
     if layout.offload == "params":
         count = layout.microbatches(setting.train.batch)
         frozen = elements_of(setting.model, layout, held).share(layout) - elements
         moved += (elements * 4 + frozen * setting.element) * 2 * count  # up for each pass
-    return moved / host + elements * OPTIMIZER_BYTES / kernels.host_bandwidth
+    return moved / host + moved_by_update / kernels.host_bandwidth + whole_matrices

@@ -7,7 +7,7 @@ from typing import Final
 
 from meshwright.cost.memory import Term
 from meshwright.cost.peak import peak
-from meshwright.cost.timeline import STREAM, TABLES
+from meshwright.cost.timeline import STREAM, TABLES, UPDATE
 from meshwright.cost.units import BUFFERS
 from meshwright.program.lower import Program
 from meshwright.program.sizes import Sizes
@@ -18,6 +18,7 @@ _OTHERS: Final = {
     TABLES: "cosines and sines of all positions in fp32, for each stage",
     BUFFERS: "what gathers and sums work with at this moment",
     _GRADIENTS: "of the operation at work",
+    UPDATE: "of the largest matrix that is orthogonalized",
 }
 _AT_WORK: Final = "of what is at work at this moment"
 

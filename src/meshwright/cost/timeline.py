@@ -20,6 +20,7 @@ from meshwright.program.operations import Operation, operations
 from meshwright.program.schedule import Action, Kind, Table
 from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_room, loss_rows
 from meshwright.program.stages import Stage
+from meshwright.program.update import update_workspace
 from meshwright.spec.model import LayerSpec
 
 _WIDE: Final = 4
@@ -27,6 +28,7 @@ STREAM: Final = "pipeline"
 LOSS: Final = "logits and loss"
 TABLES: Final = "rotary tables"
 DEFERRED: Final = "deferred gradients"
+UPDATE: Final = "temporary"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ class Walk:
             bytes_held.drop(STREAM, left)
         bytes_held.action = "update"
         self.finish()
-        bytes_held.note("update")
+        # Offloaded states are updated on the host, but matrices are made whole on the device.
+        with bytes_held.spike(UPDATE, update_workspace(program, self.at)):
+            bytes_held.note("update")
 
     def finish(self) -> None:
         """End the backwards of a step."""

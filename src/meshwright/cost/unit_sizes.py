@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from meshwright.program.float8 import FLOAT8_BYTES, gathers_float8, is_in_float8
 from meshwright.program.lower import Program
+from meshwright.program.optimizer import rule_of
 from meshwright.program.shards import Sharding
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
+from meshwright.spec.training import OptimizerSpec
 
 
 class Counted(NamedTuple):
@@ -41,12 +43,13 @@ class UnitSizes:
 
     The trained parameters of a block have their names within it. ZeRO shards them over `ranks`, and
     `expert_data` data ranks divide the experts among themselves. `rounded`: those that products
-    take in `float8` are gathered in it.
+    take in `float8` are gathered in it. `state_bytes` are those of the `optimizer`'s states.
     """
 
     def __init__(
         self,
         shardings: Mapping[str, Sharding],
+        optimizer: OptimizerSpec,
         tp: int,
         at: int,
         is_block: bool = False,
@@ -58,6 +61,10 @@ class UnitSizes:
         trained = {name: one for name, one in shardings.items() if one.part.trained}
         self.numels = {name: math.prod(one.tp_shape) for name, one in trained.items()}
         self.whole, self.padded, self.shard, self.own = Counted.of(trained.values(), at)
+        self.state_bytes = sum(
+            rule_of(optimizer, sharding.part).state_bytes(optimizer, Counted.of([sharding], at).own)
+            for sharding in trained.values()
+        )
         others = [one for name, one in shardings.items() if name not in trained]
         self.frozen = Counted.of(others, at)
         in_float8 = [one for one in trained.values() if rounded and is_in_float8(one.part)]
@@ -157,7 +164,7 @@ def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple
             for name, sharding in program.of_layer(layer).items():
                 units[sharding.ep > 1][name] = sharding
             kinds[kind] = tuple(
-                UnitSizes(one, tp, place, is_block=True, rounded=rounded)
+                UnitSizes(one, program.optimizer, tp, place, is_block=True, rounded=rounded)
                 for one in units.values()
                 if one
             )

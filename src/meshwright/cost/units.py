@@ -19,8 +19,6 @@ from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 
 _FP32: Final = 4
-_MOMENTS: Final = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
-_STEP: Final = 4  # and the number of its steps, for each parameter
 WEIGHTS: Final = "weights"
 GATHERED: Final = "gathered"
 GRADIENTS: Final = "gradients"
@@ -57,7 +55,8 @@ class Units:
         self.blocks = blocks_of(program, stage, tp, place)
         # Without an end of its own it is a unit of nothing.
         self.embed, self.root, self.head = (
-            UnitSizes(ends.get(name, {}), tp, place) for name in (EMBED, "rest", HEAD)
+            UnitSizes(ends.get(name, {}), program.optimizer, tp, place)
+            for name in (EMBED, "rest", HEAD)
         )
         turns = [(self.embed,), *self.blocks, (self.root, self.head)]
         # What is needed together, in the order of the forward.
@@ -109,8 +108,7 @@ class Units:
                 weights = unit.own
             size = weights * _FP32 + unit.lasting(self.in_place, self.element)
             self.bytes_held.add(WEIGHTS, size * (self.offload != "params"))
-            states = unit.own * _MOMENTS + _STEP * len(unit.numels)
-            self.bytes_held.add(OPTIMIZER, states * (not self.layout.states_on_host))
+            self.bytes_held.add(OPTIMIZER, unit.state_bytes * (not self.layout.states_on_host))
 
     def enter_root(self) -> None:
         """Gather what is in no block for the forward; in place, only the embedding."""

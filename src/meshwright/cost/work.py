@@ -28,7 +28,7 @@ from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 
 class Product(NamedTuple):
@@ -223,7 +223,9 @@ def layout_work(
     train = TrainSpec.model_validate(words)
     target = Target(imbalance=imbalance, compiled=remakes)
     small = model.model_copy(update={"n_layers": 1})
-    one_layer = Program(small, train, layout, (Stage(0, 0, 1, True, True),), target)
+    one_layer = Program(
+        small, train, OptimizerSpec(), layout, (Stage(0, 0, 1, True, True),), target
+    )
     return LayoutWork(_sequence_work(one_layer), 1)
 
 

@@ -21,6 +21,7 @@ def read_deepspeed(source: ImportSource) -> None:
     read_parallel(source)
     read_precision(source)
     read_zero(source)
+    read_muon(source)
     read_sgd(source)
     read_scheduler(source)
     read_batch(source, BATCH)
@@ -146,6 +147,12 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "WarmupDecayLR": {"optimizer.schedule": "linear", "optimizer.min_lr_ratio": 0.0},
     "WarmupCosineLR": {"optimizer.schedule": "cosine"},
 }
+
+
+def read_muon(source: ImportSource) -> None:
+    """Fill what DeepSpeed's Muon, which is Keller Jordan's, has another default for."""
+    if source.get("optimizer.type") == "Muon":
+        source.fill("optimizer.scale", "original", "DeepSpeed's Muon is Keller Jordan's")
 
 
 def read_sgd(source: ImportSource, decay: str = "optimizer.params.weight_decay") -> None:

@@ -5,7 +5,7 @@ A row says what becomes of a key, in this order:
 - `same`: values that ask for what Meshwright does anyway, and the `reason` for it;
 - `ignored`: why the key does not matter here;
 - `to`: the Meshwright key that it sets, through `values` where they have other names; `but` says
-  what differs;
+  what differs; the names of optimizers are those of `spec.optimizers`;
 - `unsupported`: why it cannot be had. `changes`: without it something else would be trained.
 
 `default` is what the other system does where the key is left out, if `given_with` (another key of
@@ -15,12 +15,13 @@ the file) is there; it sets `to` too. `*` in a key stands for any part of a name
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from meshwright.spec.optimizers import OPTIMIZERS
 
 
 class KeyRow(BaseModel):
@@ -60,7 +61,19 @@ class Table(BaseModel):
 
 def load_table(name: str) -> Table:
     """Return a table that is shipped, such as `deepspeed`."""
-    content: Mapping[str, Any] = tomllib.loads(
+    content: dict[str, Any] = tomllib.loads(
         (files(__package__) / f"{name}.toml").read_text(encoding="utf-8")
     )
+    for row in content["rows"].values():
+        if row.get("to") == "optimizer.name":
+            row["values"] = _names_of_optimizers(name)
     return Table.model_validate(content)
+
+
+def _names_of_optimizers(system: str) -> dict[str, str]:
+    """Return what a system calls the optimizers that there are."""
+    return {
+        theirs: optimizer.name
+        for optimizer in OPTIMIZERS.values()
+        for theirs in optimizer.names.get(system, ())
+    }

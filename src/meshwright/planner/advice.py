@@ -7,14 +7,16 @@ from meshwright.cost.price import Prediction
 from meshwright.cost.setting import Setting
 from meshwright.errors import either
 from meshwright.planner.rank import MARGIN
-from meshwright.spec.parts import trained_parameter_count
+from meshwright.program.optimizer import rule_of
+from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.parts import parts
 from meshwright.spec.words import beyond_context
 from meshwright.units import format_bytes
 
 # Shares of the memory and of the step that are worth a word.
 _LARGE, _WASTED = 0.35, 0.2
-# What offload keeps on the host of a parameter: weight, gradient and two moments in fp32.
-_HOST_BYTES = 16
+# What offload keeps on the host beside the optimizer's states: weight and gradient in fp32.
+_HOST_BYTES = 8
 # Of what makes a layout slower, parts of this share of the largest are named; below so many seconds
 # all are told in milliseconds.
 _NAMED, _SHORT = 0.2, 0.01
@@ -55,17 +57,18 @@ def warnings(prediction: Prediction, setting: Setting) -> list[str]:
     return [text for text in texts if text is not None]
 
 
-def _adam(prediction: Prediction, setting: Setting) -> str | None:
+def _states(prediction: Prediction, setting: Setting) -> str | None:
     layout, states = prediction.layout, prediction.memory.by_category().get("optimizer", 0.0)
     share = states / prediction.memory.total
     if layout.zero or share < _LARGE:
         return None
     ranks = layout.dp * layout.cp
+    label = OPTIMIZERS[setting.optimizer.name].label
     if ranks == 1:
-        return f"Adam's states are {share:.0%} of the memory: layout.offload=optimizer frees it"
+        return f"{label}'s states are {share:.0%} of the memory: layout.offload=optimizer frees it"
     return (
-        f"Adam's states are {share:.0%} of the memory, and each of {ranks} ranks holds the same: "
-        f"layout.zero=1 leaves {format_bytes(states / ranks)} of {format_bytes(states)}"
+        f"{label}'s states are {share:.0%} of the memory, and each of {ranks} ranks holds the "
+        f"same: layout.zero=1 leaves {format_bytes(states / ranks)} of {format_bytes(states)}"
     )
 
 
@@ -122,7 +125,7 @@ def _messages(prediction: Prediction, setting: Setting) -> str | None:
 
 
 def _host(prediction: Prediction, setting: Setting) -> str | None:
-    """Return a warning with the bytes of host memory that offload needs; None without offload.
+    """Return what offload asks of the host: weights, gradients and the optimizer's states.
 
     Those of weights, gradients and moments in fp32, of moments alone, or of activations.
     """
@@ -136,9 +139,12 @@ def _host(prediction: Prediction, setting: Setting) -> str | None:
             "its link copies them twice for each microbatch"
         )
     # Experts, too: `ep` and their own sharding divide them by as much.
-    parameters = trained_parameter_count(setting.model) / layout.tp / layout.pp / layout.shard_ranks
+    spec, trained = setting.optimizer, [part for part in parts(setting.model) if part.trained]
+    kept = sum(
+        part.numel * (_HOST_BYTES + rule_of(spec, part).element_bytes(spec)) for part in trained
+    )
     on_node = min(setting.cluster.per_node, layout.world)
-    byte_count = parameters * _HOST_BYTES * on_node
+    byte_count = kept / layout.tp / layout.pp / layout.shard_ranks * on_node
     return (
         f"offload = {layout.offload}: the host's link and memory set the pace, and each node's "
         f"host has to hold {format_bytes(byte_count)}"
@@ -172,7 +178,7 @@ def _tight(prediction: Prediction, setting: Setting) -> str | None:
 
 _RULES = (
     _tight,
-    _adam,
+    _states,
     _tp_across_nodes,
     _bubble,
     _ulysses,

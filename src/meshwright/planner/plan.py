@@ -128,6 +128,7 @@ def setting_of(
     return Setting(
         config.model,
         config.train,
+        config.optimizer,
         cluster,
         SYSTEMS["meshwright"],
         calibration,

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 from meshwright.layout import Layout
+from meshwright.program.optimizer import rule_of
 from meshwright.program.schedule import (
     KEPT_TABLES,
     Table,
@@ -19,8 +20,9 @@ from meshwright.program.shards import Sharding, shard
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.optimizers import UpdateRule
 from meshwright.spec.parts import names_by_layer, parts
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 # CPUs, torch's own kernels.
 _ANY: Final = Target()
@@ -44,6 +46,7 @@ class Program:
 
     model: ModelSpec
     train: TrainSpec
+    optimizer: OptimizerSpec
     layout: Layout
     stages: tuple[Stage, ...]
     target: Target = _ANY
@@ -84,6 +87,10 @@ class Program:
     def shardings(self) -> Mapping[str, Sharding]:
         """The sharding of each parameter on the mesh, by name, in the model's order."""
         return _shardings(self.model, self.layout.model_copy(update=_WHOLE_ON_A_RANK))
+
+    def update_rule(self, name: str) -> UpdateRule:
+        """Return how the optimizer updates a parameter, and what it keeps of it."""
+        return rule_of(self.optimizer, self.shardings[name].part)
 
     def held(self, pp_rank: int) -> tuple[Stage, ...]:
         """Return the stages of a pipeline rank."""
@@ -142,7 +149,13 @@ def _tables(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> t
     )
 
 
-def lower(model: ModelSpec, train: TrainSpec, layout: Layout, target: Target = _ANY) -> Program:
+def lower(
+    model: ModelSpec,
+    train: TrainSpec,
+    optimizer: OptimizerSpec,
+    layout: Layout,
+    target: Target = _ANY,
+) -> Program:
     """Return the program of a legal layout for a target: by default CPUs."""
     stages = split_stages(model, layout.stages, train.seq_len)
-    return Program(model, train, layout, stages, target)
+    return Program(model, train, optimizer, layout, stages, target)

@@ -25,6 +25,7 @@ Purpose = Literal[
     "scales",
     "gradients",
     "norm",
+    "update",
 ]
 # Of those, what a model's ends send: the embedding, and what is after the layers.
 OF_ENDS: Final[tuple[Purpose, ...]] = ("embedding", "logits", "loss", "head")

@@ -105,6 +105,11 @@ class Sharding:
         return -(-self.tp_shape[0] // self.shard_ranks)
 
     @property
+    def cuts_rows_of_matrix(self) -> bool:
+        """Whether sharding ranks have rows of a matrix; of experts they have whole ones."""
+        return self.shard_ranks > 1 and not self.part.is_of_experts
+
+    @property
     def row_elements(self) -> int:
         """Elements of a row of the tp shard."""
         return math.prod(self.tp_shape[1:])

@@ -12,7 +12,6 @@ from meshwright.parsing import parse_json
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 
-OPTIMIZERS: Final[Mapping[str, str]] = {"adamw": "AdamW", "sgd": "SGD"}
 # Those of the table and of random layouts.
 ADAMW: Final = OptimizerSpec(name="adamw", warmup_steps=2)
 SGD: Final = OptimizerSpec(name="sgd", momentum=0.5, warmup_steps=2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.parallel.transport.groups import Groups
 from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import make_batch
-from meshwright.prove.case import OPTIMIZERS, Case
+from meshwright.prove.case import Case
 from meshwright.prove.compare import (
     MARGIN,
     Compared,
@@ -34,6 +34,7 @@ from meshwright.prove.reference import Reference, shared_reference
 from meshwright.prove.trial import StepNumbers, Trial
 from meshwright.prove.verdict import Divergence, Quantity, Verdict, relative_error
 from meshwright.prove.wide import gathered_norm, prove_sums, rounded_share, wide_verdicts
+from meshwright.spec.optimizers import OPTIMIZERS
 
 # A verdict names so many weights.
 _SHOWN: Final = 20
@@ -120,7 +121,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _tensors(case, "gradients", of_gradients[0], "gradient")
     bound_of_norm = norm_tolerance(reference.noises)
     yield _numbers(case, "gradient norm", exact.norms, norms, bound_of_norm)
-    steps = f"{case.steps} {OPTIMIZERS[case.optimizer.name]} steps"
+    steps = f"{case.steps} {OPTIMIZERS[case.optimizer.name].label} steps"
     yield _tensors(case, f"updates of {steps}", added, "update")
     if state is not None:
         yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")

@@ -48,7 +48,7 @@ class Suite:
         """Return all verdicts on a case; a collective, every rank returns the same."""
         verdicts: tuple[Verdict, ...] = ()
         if case.layout.is_pipelined:
-            order = prove_order(lower(case.model, case.train, case.layout))
+            order = prove_order(lower(case.model, case.train, case.optimizer, case.layout))
             if not order.passed:  # it would hang
                 return (order,)
             verdicts = (order,)

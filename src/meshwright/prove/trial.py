@@ -47,7 +47,10 @@ class Trial:
         self.parallel = build_small(self._program, groups, world, fault)
         self._shards = Shards(self.parallel.trained, on_host=case.layout.offload == "optimizer")
         self._optimizer = build_optimizer(
-            self._shards.leaves, self._shards.parts, reference.optimizer
+            self._shards.leaves,
+            self._shards.parts,
+            reference.optimizer,
+            self._shards.matrices(groups, world.device),
         )
         self._scale = LossScale(case.loss_scale)
         self._starts = [held.shard.clone() for held in self.parallel.trained]

@@ -23,7 +23,7 @@ from meshwright.program.lower import Program, lower
 from meshwright.program.profile import StepProfile, from_json, of_source
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 _OF_A_RUN: Final = ("plan.json", "events.jsonl")
 
@@ -150,7 +150,12 @@ def _program(
     if layout is None:
         return None
     try:
-        return lower(ModelSpec(**values["model"]), TrainSpec(**values["train"]), layout)
+        return lower(
+            ModelSpec(**values["model"]),
+            TrainSpec(**values["train"]),
+            OptimizerSpec(**values["optimizer"]),
+            layout,
+        )
     except (ValidationError, KeyError, TypeError, MeshwrightError):
         missing.append("The config is of another version: what each rank holds is not shown.")
         return None

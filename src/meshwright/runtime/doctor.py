@@ -20,6 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.lines import fitted
 from meshwright.parallel.machine.rendezvous import loopback_interface
+from meshwright.program.optimizer import saved_bytes
 from meshwright.runtime.checks.notes import config_notes, layout_notes
 from meshwright.runtime.checks.start import (
     check_device,
@@ -37,7 +38,7 @@ from meshwright.runtime.pricing.planned import setting_on, settled
 from meshwright.runtime.session import cache_folder
 from meshwright.runtime.supervise.supervisor import LOOPBACK, listen_on_loopback
 from meshwright.spec.loading import Config
-from meshwright.spec.parts import parameter_count, trained_parameter_count
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.training import ClusterSpec
 from meshwright.spec.words import busy
 from meshwright.units import counted, format_bytes, format_count
@@ -218,9 +219,7 @@ def _trackers(config: Config) -> str:
 
 def _room(config: Config, root: Path) -> str:
     """Compare the bytes of a run's saved steps with the free space of the disk."""
-    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
-    trained = trained_parameter_count(config.model)
-    step_bytes = 4 * (parameter_count(config.model) + trained * states)
+    step_bytes = saved_bytes(config.model, config.optimizer)
     # The newest is there before the oldest goes.
     kept_steps = config.checkpoint.keep + config.checkpoint.keep_best + 1
     needed = step_bytes * kept_steps

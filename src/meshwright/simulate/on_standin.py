@@ -135,7 +135,10 @@ def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
     layout = Layout.model_validate_json(case["layout"])
     model = ModelSpec.model_validate_json(case["model"])
     train = TrainSpec.model_validate_json(case["train"])
-    program = lower(model, train, layout, target_of(train, device, packed=case["packed"]))
+    optimizer = OptimizerSpec.model_validate_json(case["optimizer"])
+    program = lower(
+        model, train, optimizer, layout, target_of(train, device, packed=case["packed"])
+    )
     module().order = StreamOrder()
     module()._current.clear()
     seen: list[DeviceWatch] = []
@@ -146,12 +149,11 @@ def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
         with CollectiveRecorder(recorder, device), seen[0]:
             yield
 
-    optimizer = OptimizerSpec.model_validate_json(case["optimizer"])
     with (
         replaced(flex, "HAS_TRITON", lambda _: True),
         replaced(flex, "_compiled_parts", lambda _: _parts_on_standin),
     ):
-        done = rehearse(program, rank, optimizer, device=device, watched=watched)
+        done = rehearse(program, rank, device=device, watched=watched)
     waits = seen[0].in_step
     return Watched(
         layout.label,

@@ -31,7 +31,6 @@ from meshwright.program.shards import Region, sums_in_place
 from meshwright.simulate.fake import CPU, fake_tensors, fake_world, replaced
 from meshwright.simulate.labels import labelled_in_data
 from meshwright.simulate.memory import HOST, START, Breach, MemoryTracker, Phase
-from meshwright.spec.training import OptimizerSpec
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.update import update
@@ -42,7 +41,8 @@ class Rehearsal:
     """One rank's step: memory by phase, messages, FLOPs; and the time of the rehearsal.
 
     `breach` is the first moment above the limit. `messages` and `expected`, the program's, count by
-    the same names. `products` and `attention` are FLOPs, `stage_flops` both by stage. `seconds` are
+    the same names. `products`, `attention` and the optimizer's `update` are FLOPs,
+    `stage_flops` the first two by stage. `seconds` are
     those of the rehearsal.
     """
 
@@ -55,6 +55,7 @@ class Rehearsal:
     expected: Counter[WireMessage]
     products: float
     attention: float
+    update: float
     stage_flops: dict[int, int]
     seconds: float
 
@@ -133,6 +134,7 @@ class _Phases(FlightRecorder):
     def phase(self, name: str) -> None:
         """Record the beginning of a phase."""
         self._turn(name, -1)
+        self.work.in_update = name == "update"
         super().phase(name)
 
     def action(self, kind: str, stage: int, microbatch: int) -> None:
@@ -160,7 +162,6 @@ class _Phases(FlightRecorder):
 def rehearse(
     program: Program,
     rank: int,
-    optimizer: OptimizerSpec,
     *,
     limit: float = math.inf,
     device: torch.device = CPU,
@@ -182,7 +183,7 @@ def rehearse(
             # A forward, after which FSDP2 has its final shards, as between any two steps.
             parallel.evaluate([batch.rows(slice(0, program.layout.microbatch))])
             shards = Shards(parallel.trained, on_host=program.layout.offload == "optimizer")
-            torch_optimizer = _with_states(shards, optimizer)
+            torch_optimizer = _with_states(shards, parallel)
             _mark_states(memory, parallel, shards, torch_optimizer)
             recorder.gradients_of = parallel
             memory.begin(START)
@@ -199,7 +200,7 @@ def rehearse(
                 )
             recorder.ends_step()
             memory.begin("end")
-        expected = expected_messages(program, rank, wire)
+        expected = expected_messages(program, rank, wire, updates=True)
     return Rehearsal(
         rank,
         groups.at["pp"],
@@ -210,6 +211,7 @@ def rehearse(
         expected,
         work.products,
         work.attention,
+        work.update,
         dict(recorder.flops),
         time.perf_counter() - started,
     )
@@ -264,9 +266,11 @@ def _batch(program: Program) -> Batch:
     return Batch(inputs, targets, torch.zeros_like(inputs, dtype=torch.int32), keys, bounds)
 
 
-def _with_states(shards: Shards, spec: OptimizerSpec) -> torch.optim.Optimizer:
+def _with_states(shards: Shards, parallel: Parallel) -> torch.optim.Optimizer:
     """Return the optimizer as a step leaves it."""
-    optimizer = build_optimizer(shards.leaves, shards.parts, spec)
+    matrices = shards.matrices(parallel.groups, parallel.device)
+    spec = parallel.program.optimizer
+    optimizer = build_optimizer(shards.leaves, shards.parts, spec, matrices)
     for leaf in shards.leaves:
         leaf.grad = torch.empty_like(leaf)
     optimizer.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,16 +12,24 @@ from meshwright.cost.price import RankMemory as PredictedMemory
 from meshwright.cost.price import memory as predicted_memory
 from meshwright.cost.setting import Setting
 from meshwright.cost.timeline import timeline
+from meshwright.cost.units import OPTIMIZER
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.parallel.transport.wire import message_differences
 from meshwright.planner.plan import explain, prediction_json, setting_of
 from meshwright.program.flops import attention_flops, matmul_flops
 from meshwright.program.lower import Program, lower
+from meshwright.program.update import update_flops
 from meshwright.simulate.memory import Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config
+from meshwright.units import KIB, format_bytes
 
+# How far the peak of a rehearsed rank's tensors may be from the program's, as a share of it: a
+# product's workspace and what a kernel of torch saves differ by processor.
+PEAK_TOLERANCE: Final = 0.08
+# Or by so much, which a batch and its loss take: more than that of a tiny model's peak.
+LEAST_TOLERANCE: Final = 256 * KIB
 # Predicted categories by other names: what one action needs alone, and copies that kernels of a GPU
 # keep beside what autograd does.
 _CATEGORIES: Final = {
@@ -36,7 +44,8 @@ class Simulated:
     """A rehearsed rank with the program and the prediction.
 
     `outside` is what a device holds besides tensors, as measured; `limit` its memory in bytes.
-    `timeline` is the peak of the program's own timeline; `products` and `attention` are its FLOPs.
+    `timeline` is the peak of the program's own timeline; `products`, `attention` and
+    `update` are its FLOPs.
     """
 
     rehearsal: Rehearsal
@@ -44,6 +53,7 @@ class Simulated:
     timeline: PredictedMoment
     products: float
     attention: float
+    update: float
     outside: tuple[Term, ...]
     limit: int
 
@@ -70,16 +80,36 @@ class Simulated:
 
     @property
     def differences(self) -> list[str]:
-        """Differences of messages and FLOPs from the program's; none if all is well."""
+        """Differences of messages, FLOPs and memory from the program's; none if all is well."""
         rehearsal = self.rehearsal
-        lines = list(message_differences(rehearsal.expected, rehearsal.messages))
+        lines = [
+            *message_differences(rehearsal.expected, rehearsal.messages),
+            *self._memory_differences(),
+        ]
         for part, counted, stated in (
             ("matrix products", rehearsal.products, self.products),
             ("attention", rehearsal.attention, self.attention),
+            ("the update", rehearsal.update, self.update),
         ):
             if counted != stated:
                 lines.append(f"{part}: {counted:.6g} FLOPs where the program has {stated:.6g}")
         return lines
+
+    def _memory_differences(self) -> Iterator[str]:
+        """Yield where tensors are not the program's: optimizer states exactly, the peak nearly."""
+        states = self.rehearsal.phases[-1].end.get(OPTIMIZER, 0)
+        predicted_states = self.timeline.held.get(OPTIMIZER, 0)
+        if states != predicted_states:
+            yield (
+                f"optimizer states: {format_bytes(states)} where the program has "
+                f"{format_bytes(predicted_states)}"
+            )
+        peak, predicted_peak = self.rehearsal.worst.total, self.timeline.total
+        if abs(peak - predicted_peak) > max(PEAK_TOLERANCE * peak, LEAST_TOLERANCE):
+            yield (
+                f"peak of tensors: {format_bytes(peak)} where the program has "
+                f"{format_bytes(predicted_peak)}, more than {PEAK_TOLERANCE:.0%} apart"
+            )
 
     def predicted_memory(self) -> dict[str, int]:
         """Return the predicted bytes at the peak by the categories of the simulation."""
@@ -111,7 +141,7 @@ class Simulation:
 
     @property
     def agrees(self) -> bool:
-        """Whether the messages and FLOPs of all ranks are the program's."""
+        """Whether the messages, FLOPs and memory of all ranks are the program's."""
         return not any(simulated.differences for simulated in self.ranks)
 
 
@@ -172,7 +202,7 @@ def simulate(
     """
     setting = setting or setting_of(config)
     layout = layout or layout_of(config, setting)
-    program = lower(config.model, config.train, layout, setting.target)
+    program = lower(config.model, config.train, config.optimizer, layout, setting.target)
     simulated = []
     for rank in ranks_of("stages", layout) if ranks is None else ranks:
         simulated.append(_simulated(config, program, setting, rank))
@@ -189,13 +219,14 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
 
     fixed, with_one_byte = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
     limit = (device.memory - fixed) / (1 + with_one_byte - fixed)
-    done = rehearse(program, rank, config.optimizer, limit=limit)
+    done = rehearse(program, rank, limit=limit)
     return Simulated(
         done,
         predicted_memory(setting, layout, done.pp_rank),
         timeline(program, rank).peak,
         matmul_flops(program, done.pp_rank),
         attention_flops(program, done.pp_rank, layout.mesh.coordinates(rank)["cp"]),
+        update_flops(program, layout.mesh.coordinates(rank)),
         beside(done.worst.total),
         device.memory,
     )
@@ -259,8 +290,13 @@ def _rank_json(simulated: Simulated) -> dict[str, Any]:
         "flops": {
             "matrix products": rehearsal.products,
             "attention": rehearsal.attention,
+            "update": rehearsal.update,
             "by_stage": rehearsal.stage_flops,
-            "program": {"matrix products": simulated.products, "attention": simulated.attention},
+            "program": {
+                "matrix products": simulated.products,
+                "attention": simulated.attention,
+                "update": simulated.update,
+            },
         },
         "differences": simulated.differences,
         "timeline": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     WithJsonSchema,
@@ -13,9 +14,10 @@ from pydantic import (
     model_validator,
 )
 
-from meshwright.errors import refusal
+from meshwright.errors import nearest, refusal
 from meshwright.spec.base import LARGEST, Spec
 from meshwright.spec.model import MOST_LAYERS
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.units import parse_bytes
 
 
@@ -221,6 +223,24 @@ class TrainSpec(Spec):
         return self.compile is True
 
 
+# More iterations of Newton-Schulz bring nothing: torch.optim.Muon refuses them, too.
+MOST_NS_STEPS: Final = 99
+
+
+def _known_optimizer(name: str) -> str:
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            refusal(
+                f"optimizer.name = {name!r} is not known",
+                legal=nearest(name, OPTIMIZERS, 1) or sorted(OPTIMIZERS),
+            )
+        )
+    return name
+
+
+OptimizerName = Annotated[str, AfterValidator(_known_optimizer)]
+
+
 class OptimizerSpec(Spec):
     """The optimizer and its schedule.
 
@@ -229,19 +249,36 @@ class OptimizerSpec(Spec):
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
     differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
     to matrices only: not to norms, biases (also those of experts) and sinks.
+
+    Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
+    `ns_precision`. `scale` multiplies its rate: "original" by the root of rows over columns, if
+    they are more; "match_rms_adamw" by a fifth of the root of the longer side, so that a rate of
+    AdamW serves both.
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: OptimizerName = "adamw"
     lr: float = Field(default=3e-3, gt=0)
     betas: Annotated[tuple[float, float], BeforeValidator(_tuple)] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
+    nesterov: bool = True
+    ns_steps: int = Field(default=5, ge=1, le=MOST_NS_STEPS)
+    ns_precision: Literal["bf16", "fp32"] = "bf16"
+    scale: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int = Field(default=20, ge=0)
     decay_steps: int | None = Field(default=None, ge=1)
     schedule_steps: int | None = Field(default=None, ge=1)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_optimizer(cls, values: Any) -> Any:
+        """Fill an optimizer's own defaults, where they are not given."""
+        if isinstance(values, dict) and (known := OPTIMIZERS.get(values.get("name", ""))):
+            return {**known.defaults, **values}
+        return values
 
     @model_validator(mode="after")
     def _rules(self) -> OptimizerSpec:

@@ -1,4 +1,4 @@
-"""The optimizer with its parameter groups."""
+"""The optimizer with its parameter groups, and the step that it takes."""
 
 from __future__ import annotations
 
@@ -8,71 +8,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
+from meshwright.program.optimizer import rule_of
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part
 from meshwright.spec.training import OptimizerSpec
+from meshwright.training.optimizers import BUILDERS, ParameterGroup
 
 
 def build_optimizer(
-    parameters: Sequence[nn.Parameter], parts: Sequence[Part], spec: OptimizerSpec
+    parameters: Sequence[nn.Parameter],
+    parts: Sequence[Part],
+    spec: OptimizerSpec,
+    matrices: WholeMatrices | None = None,
 ) -> torch.optim.Optimizer:
-    """Return AdamW or SGD over parameters or shards of them; `parts` says what each one is.
+    """Return a config's optimizer over parameters or shards of them; `parts` says what each one is.
 
     Weight decay is decoupled (arXiv:1711.05101) and applies to matrices. Biases, norms and sinks
     are not decayed, and the biases of experts are no matrix: they are a vector for each expert.
+    Without `matrices`, parameters are whole. Raises `ValueError` for shards of matrices that the
+    optimizer needs whole.
     """
     pairs = list(zip(parameters, parts, strict=True))
-    decayed = [parameter for parameter, part in pairs if part.is_matrix]
-    rest = [parameter for parameter, part in pairs if not part.is_matrix]
-    groups = [
-        {"params": decayed, "weight_decay": spec.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
+    if matrices is None:
+        _check_whole(pairs, spec)
+    groups = []
+    for rule in OPTIMIZERS[spec.name].rules:
+        of_rule = [pair for pair in pairs if rule_of(spec, pair[1]) is rule]
+        decayed = [parameter for parameter, part in of_rule if part.is_matrix]
+        rest = [parameter for parameter, part in of_rule if not part.is_matrix]
+        groups += [
+            ParameterGroup(rule, spec.weight_decay, decayed),
+            ParameterGroup(rule, 0.0, rest),
+        ]
     # A pipeline rank may have nothing to train: adapters on experts, and only dense layers.
-    groups = [group for group in groups if group["params"]] or groups[:1]
-    if spec.name == "sgd":
-        return _DecoupledSGD(groups, lr=spec.lr, momentum=spec.momentum)
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+    groups = [group for group in groups if group.parameters] or groups[:1]
+    return BUILDERS[spec.name](groups, spec, matrices or WholeMatrices())
 
 
-class _DecoupledSGD(torch.optim.SGD):
-    """SGD whose decay shrinks the weights beside the update, as AdamW's does.
-
-    It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
-    torch's own fused SGD leaves its momentum undefined where the first step is skipped.
-    """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            weights = [one for one in group["params"] if one.grad is not None]
-            if weights:
-                self._descend(weights, group)
-
-    def _descend(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        device = weights[0].device
-        skips = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-        moves = 1 - skips
-        changes = [one.grad for one in weights if one.grad is not None]
-        if self.grad_scale is not None:
-            torch._foreach_div_(changes, self.grad_scale)
-        for one in changes:
-            one.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
-        if group["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * moves)
-        momentum = group["momentum"]
-        if momentum:
-            states = [self.state[one] for one in weights]
-            for state, one in zip(states, weights, strict=True):
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(one)
-            buffers = [state["momentum_buffer"] for state in states]
-            torch._foreach_mul_(buffers, momentum * moves + skips)
-            torch._foreach_add_(buffers, changes)
-            changes = list(torch._foreach_mul(buffers, moves))
-        torch._foreach_add_(weights, changes, alpha=-group["lr"])
+def _check_whole(pairs: Sequence[tuple[nn.Parameter, Part]], spec: OptimizerSpec) -> None:
+    for parameter, part in pairs:
+        if rule_of(spec, part).needs_matrix and tuple(parameter.shape) != part.shape:
+            raise ValueError(
+                f"optimizer.name = {spec.name} needs the whole of {part.name}, {part.shape}, but "
+                f"has a shard of it, {tuple(parameter.shape)}: give `Shards.matrices`"
+            )
 
 
 def step_scaled(
@@ -83,13 +63,13 @@ def step_scaled(
     `norm` fp64 `[]` is that of the unscaled gradients; if it is not finite, nothing changes. The
     optimizer receives both like from `torch.amp.GradScaler`, so the host reads neither.
     """
-    if held := optimizer.param_groups[0]["params"]:
-        norm = norm.to(held[0].device)  # the host's, where shards are there
+    if parameters := optimizer.param_groups[0]["params"]:
+        norm = norm.to(parameters[0].device)  # the host's, where shards are there
     divisor = torch.full_like(norm, loss_scale)
     if clip_norm > 0:
         divisor *= (norm / clip_norm).clamp(min=1)
-    taken: Any = optimizer
-    taken.grad_scale, taken.found_inf = divisor.float(), (~torch.isfinite(norm)).float()
+    scaled: Any = optimizer
+    scaled.grad_scale, scaled.found_inf = divisor.float(), (~torch.isfinite(norm)).float()
     optimizer.step()
 
 

@@ -60,7 +60,7 @@ def open_run(
     packed = config.data.packing == "documents"
     target = target_of(config.train, world.device, packed=packed)
     parallel = build(
-        lower(config.model, config.train, job.layout, target),
+        lower(config.model, config.train, config.optimizer, job.layout, target),
         open_groups(job.layout, world, config.cluster.timeout),
         world.device,
         weights_source(job, world) if good is None else StoredSource(good.folder),
@@ -68,7 +68,14 @@ def open_run(
     )
     shards = Shards(parallel.trained, on_host=job.layout.offload == "optimizer")
     trained = Trained(
-        parallel, shards, build_optimizer(shards.leaves, shards.parts, config.optimizer)
+        parallel,
+        shards,
+        build_optimizer(
+            shards.leaves,
+            shards.parts,
+            config.optimizer,
+            shards.matrices(parallel.groups, parallel.device),
+        ),
     )
     progress = Progress(0, LossScale.of(config.train))
     if good is not None:

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
+from meshwright.parallel.transport.groups import Groups
 from meshwright.spec.parts import Part
 
 
 class Shards:
     """Leaf tensors that share the memory of this rank's shards, or mirror them on the host.
 
-    The optimizer never sees a DTensor: its update is elementwise, so it needs only shards, and
-    plain tensors of different meshes can share one fused call. With offload (ZeRO-Offload,
-    arXiv:2101.06840, section 4), the mirrors and the optimizer states stay on the host; each step
-    copies gradients to it and updated weights back.
+    The optimizer never sees a DTensor: most updates are elementwise, so they need only shards, and
+    plain tensors of different meshes can share one fused call. `matrices` gathers for the others.
+    With offload (ZeRO-Offload, arXiv:2101.06840, section 4), the mirrors and the optimizer states
+    stay on the host; each step copies gradients to it and updated weights back.
     """
 
     def __init__(self, params: list[HeldParameter], *, on_host: bool) -> None:
@@ -26,6 +28,10 @@ class Shards:
     def parts(self) -> list[Part]:
         """The parameter of each leaf."""
         return [h.sharding.part for h in self.held]
+
+    def matrices(self, groups: Groups, device: torch.device) -> WholeMatrices:
+        """Return what makes whole matrices of these shards, for updates that need them."""
+        return WholeMatrices(self.leaves, self.held, groups, device)
 
     def _copy(self, shard: Tensor) -> Tensor:
         if not self.on_host:

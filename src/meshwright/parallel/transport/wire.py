@@ -23,6 +23,7 @@ from meshwright.program.attention import ScoreBounds, causal_scores
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 from meshwright.program.ring import causal_pieces
+from meshwright.program.update import matrix_gathers
 
 # Axes in the order in which a group's name is looked for.
 _AXES: Final = (
@@ -124,14 +125,19 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((axis for axis in _AXES if self._axes.get(axis) == group), "")
 
 
-def expected_messages(program: Program, rank: int, wire: Wire) -> Counter[WireMessage]:
-    """Return a rank's messages in a step by the program, with axes as `wire` names them."""
-    messages: Counter[WireMessage] = Counter()
-    for collective in collectives(program, rank):
-        messages[_message(collective.kind, wire.axis(collective.axis), collective.bytes)] += (
-            collective.count
-        )
-    return messages
+def expected_messages(
+    program: Program, rank: int, wire: Wire, *, updates: bool = False
+) -> Counter[WireMessage]:
+    """Return a rank's messages in a step by the program, with axes as `wire` names them.
+
+    With `updates`, also those of the optimizer's update, which comes after the gradients.
+    """
+    expected: Counter[WireMessage] = Counter()
+    of_update = matrix_gathers(program, program.layout.mesh.coordinates(rank)) if updates else ()
+    for message in (*collectives(program, rank), *of_update):
+        key = _message(message.kind, wire.axis(message.axis), message.bytes)
+        expected[key] += message.count
+    return expected
 
 
 def _message(kind: str, axis: str, size: int) -> WireMessage:
@@ -209,20 +215,25 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attention has two products forward and five backward over the pairs of query and key: half of
     the pairs if the kernel is causal, fewer if it knows a window, otherwise all. Rows of several
-    documents count as if each were one document, which is an upper bound.
+    documents count as if each were one document, which is an upper bound. Products while
+    `in_update` is set are those of the optimizer.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.products = 0.0
         self.attention = 0.0
+        self.update = 0.0
+        self.in_update = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation, and add its FLOPs."""
         name = func._schema.name
-        if name in _PRODUCTS:
+        if self.in_update and (name in _PRODUCTS or name in _BATCHED):
+            self.update += _product(name, args, {**_PRODUCTS, **_BATCHED}[name])
+        elif name in _PRODUCTS:
             self.products += _product(name, args, _PRODUCTS[name])
         elif name in _BATCHED:
             self.attention += _product(name, args, _BATCHED[name])

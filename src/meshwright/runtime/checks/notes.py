@@ -21,7 +21,10 @@ from meshwright.training.run_folder import Job
 # What a resumed run may change of how it trains: keys of the schedule, and others by section.
 _OF_SCHEDULE = ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "schedule_steps")
 _OF_STEPS = {
-    "optimizer": ("betas", "eps", "weight_decay", "momentum"),
+    "optimizer": (
+        *("betas", "eps", "weight_decay", "momentum"),
+        *("nesterov", "ns_steps", "ns_precision", "scale"),
+    ),
     "train": ("precision", "fp8", "loss_scale", "reduce_dtype", "clip_norm", "nonfinite"),
 }
 

@@ -7,6 +7,7 @@ import importlib.util
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
+from meshwright.program.optimizer import needs_matrices
 from meshwright.runtime.machines.accelerators import Gpus
 from meshwright.runtime.machines.machine import gpu_name
 from meshwright.spec.loading import Config
@@ -27,6 +28,11 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
         "data.streaming": (config.data.streaming, False),
         "train.compile": (train.is_compiled, False),
         "train.fp8": (train.fp8, False),
+        # Its ZeRO gives the optimizer flat shards, of which nothing makes matrices.
+        "optimizer.name": (
+            config.optimizer.name,
+            "adamw" if needs_matrices(config.optimizer) else config.optimizer.name,
+        ),
         "train.async_tp": (train.async_tp, False),
         "lora.rank": (config.lora.rank, 0),
         "train.check_every": (train.check_every, 0),

@@ -1,0 +1,92 @@
+"""What a rank's optimizer updates, by rule, and what whole matrices take beside that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwright.cost.elements import Which, elements_of, is_of
+from meshwright.cost.kernels import Kernels
+from meshwright.cost.setting import Setting
+from meshwright.cost.work import HeldLayers, Product
+from meshwright.layout import Layout
+from meshwright.program.optimizer import needs_matrices, rule_of
+from meshwright.program.shards import shard
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.optimizers import DTYPE_BYTES, OPTIMIZERS, UpdateRule
+from meshwright.spec.parts import Part, parts
+
+
+class RuleShare(NamedTuple):
+    """What a rank updates by one rule: `elements` of its shards, of so many `parameters`."""
+
+    rule: UpdateRule
+    elements: int
+    parameters: int
+
+
+def updates(setting: Setting, layout: Layout, held: HeldLayers) -> Iterator[RuleShare]:
+    """Yield what a rank with such layers updates, by the rules of the optimizer."""
+    optimizer = OPTIMIZERS[setting.optimizer.name]
+    for number, rule in enumerate(optimizer.rules):
+        of: Which = (optimizer.name, number)
+        elements = elements_of(setting.model, layout, held, of=of).share(layout)
+        yield RuleShare(rule, elements, _parameters(setting.model, held, of))
+
+
+@lru_cache(maxsize=1024)
+def _parameters(model: ModelSpec, held: HeldLayers, of: Which) -> int:
+    """Return the number of parameters that a rank has shards of; a tied head is one of its own."""
+    per_layer = []
+    for kind in model.layer_kinds:
+        block = parts(model.alike(kind, n_layers=1))
+        per_layer.append(sum(is_of(one, of) for one in block if one.name.startswith("layers.")))
+    ends = [part for part in parts(model) if not part.name.startswith("layers.")]
+    of_embedding = sum(is_of(part, of) for part in ends if part.name.startswith("embed."))
+    has_embedding = held.has_embedding or (held.has_head and model.tie_embeddings)
+    of_head = sum(is_of(part, of) for part in ends if not part.name.startswith("embed."))
+    return int(held.total(per_layer)) + of_embedding * has_embedding + of_head * held.has_head
+
+
+def matrix_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
+    """Return the seconds in which a rank makes matrices whole and orthogonalizes them.
+
+    Each rank gathers all matrices that it has shards of, one after the other, and iterates on each
+    of them: messages and products wait for each other.
+    """
+    if not needs_matrices(setting.optimizer):
+        return 0.0
+    model, each = setting.model, []
+    for kind in model.layer_kinds:
+        block = parts(model.alike(kind, n_layers=1))
+        each.append(
+            sum(
+                _seconds_of(setting, kernels, layout, part)
+                for part in block
+                if part.trained and rule_of(setting.optimizer, part).needs_matrix
+            )
+        )
+    return held.total(each)
+
+
+def _seconds_of(setting: Setting, kernels: Kernels, layout: Layout, part: Part) -> float:
+    """Return the seconds of one parameter: its gathers, and Newton-Schulz on its matrices."""
+    spec, sharding = setting.optimizer, shard(part, layout)
+    element, peak = DTYPE_BYTES[spec.ns_precision], setting.cluster.device.peak(spec.ns_precision)
+    network, seconds = kernels.network, 0.0
+    if sharding.cuts_rows_of_matrix:
+        size = sharding.padded_elements * element
+        seconds += network.seconds("all_gather", size, sharding.shard_ranks, layout.tp, "shard")
+    count = sharding.rows_each if part.is_of_experts else 1
+    if sharding.tp_dim is not None:
+        size = math.prod(part.shape[-2:]) * count * element
+        seconds += network.seconds("all_gather", size, layout.tp, 1, "tp")
+    short, long = sorted(part.shape[-2:])
+    products = ((short, long, short), (short, short, short), (short, short, long))
+    iteration = sum(
+        kernels.product(Product(rows * count, inner, outer, groups=count), peak, element)
+        for rows, inner, outer in products
+    )
+    return seconds + spec.ns_steps * iteration

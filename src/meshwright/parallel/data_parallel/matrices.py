@@ -1,0 +1,83 @@
+"""Whole matrices from the shards of several ranks, for an update that shards alone cannot make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.transport.groups import Groups, Link
+from meshwright.program.shards import Sharding
+
+
+class WholeMatrices:
+    """Gathers matrices of which this rank has shards, and cuts its shards out of whole ones.
+
+    Every rank that has a shard of a matrix calls `whole` for it, in one order, and gets all of it.
+    Without groups, each parameter is whole already. Messages are those of
+    `program.optimizer.matrix_gathers`.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[nn.Parameter] = (),
+        held: Sequence[HeldParameter] = (),
+        groups: Groups | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`leaves` are the optimizer's tensors of the parameters `held`.
+
+        Gathering is done on `device`, where groups communicate.
+        """
+        pairs = zip(leaves, held, strict=True)
+        self._shardings: Mapping[int, Sharding] = {id(leaf): one.sharding for leaf, one in pairs}
+        self._groups, self._device = groups, device
+
+    def whole(self, leaf: Tensor, shard: Tensor) -> Tensor:
+        """Return the matrix that a tensor is this rank's shard of, as `leaf` is of its parameter.
+
+        A parameter of experts stays with this rank's experts: each of them is a whole matrix.
+        """
+        sharding = self._shardings.get(id(leaf))
+        if sharding is None or self._groups is None:
+            return shard
+        whole = shard.to(self._device)
+        if sharding.cuts_rows_of_matrix:
+            whole = _gathered_rows(whole, sharding, self._groups.shard)
+        if sharding.tp_dim is not None:
+            whole = _gathered(whole, sharding.tp_dim, self._groups.tp)
+        return whole
+
+    def shard(self, leaf: Tensor, whole: Tensor) -> Tensor:
+        """Return this rank's shard of what `whole` has returned for a leaf."""
+        sharding = self._shardings.get(id(leaf))
+        if sharding is None or self._groups is None:
+            return whole
+        if sharding.tp_dim is not None:
+            whole = whole.chunk(sharding.tp, sharding.tp_dim)[self._groups.tp.rank]
+        if sharding.cuts_rows_of_matrix:
+            start = self._groups.shard.rank * sharding.rows_each
+            whole = whole[start : start + sharding.rows_each]
+        return whole
+
+
+def _gathered_rows(shard: Tensor, sharding: Sharding, link: Link) -> Tensor:
+    """Return a matrix of which each rank has as many rows, but for the last ones."""
+    each, rows = sharding.rows_each, sharding.tp_shape[0]
+    if len(shard) < each:
+        padded = shard.new_zeros(each, *shard.shape[1:])
+        padded[: len(shard)] = shard
+        shard = padded
+    return _gathered(shard, 0, link)[:rows]
+
+
+def _gathered(shard: Tensor, dim: int, link: Link) -> Tensor:
+    """Return tensors of equal shape from all ranks of a link, joined along a dim."""
+    whole = shard.new_empty(link.size * len(shard), *shard.shape[1:])
+    dist.all_gather_into_tensor(whole, shard.contiguous(), group=link.required)
+    if dim == 0:
+        return whole
+    return torch.cat(whole.chunk(link.size), dim)

@@ -1,0 +1,83 @@
+"""What the update of a step sends, computes and works with, beside reading and writing shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from meshwright.program.lower import Program
+from meshwright.program.messages import Collective
+from meshwright.program.shards import Sharding, data_rank
+from meshwright.spec.optimizers import DTYPE_BYTES, UpdateRule
+
+_ROWS: Final = "update: whole matrices of the rows that ZeRO gives each rank"
+_PARTS: Final = "update: whole matrices of the parts that tp gives each rank"
+
+
+class MatrixUpdate(NamedTuple):
+    """A parameter whose update needs whole matrices: a rank has so many `matrices` of it."""
+
+    rule: UpdateRule
+    sharding: Sharding
+    matrices: int
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of one matrix."""
+        return self.sharding.part.shape[-2], self.sharding.part.shape[-1]
+
+    def workspace(self, element: int) -> int:
+        """Return the bytes that orthogonalizing takes: two of the matrix, two of its short side.
+
+        A step of Newton-Schulz makes a new matrix of the last one, of its Gram matrix and of that
+        one's polynomial.
+        """
+        rows, columns = self.sides
+        return 2 * self.matrices * (rows * columns + min(rows, columns) ** 2) * element
+
+
+def whole_matrices(program: Program, at: Mapping[str, int]) -> Iterator[MatrixUpdate]:
+    """Yield the parameters that a rank updates by whole matrices, in the order of the update."""
+    place = data_rank(program.layout, at)
+    for stage in program.held(at["pp"]):
+        for name in program.parameters(stage):
+            sharding = program.shardings[name]
+            if not sharding.part.trained or not program.update_rule(name).needs_matrix:
+                continue
+            count = sharding.shape(at["tp"], place)[0] if sharding.part.is_of_experts else 1
+            yield MatrixUpdate(program.update_rule(name), sharding, count)
+
+
+def matrix_gathers(program: Program, at: Mapping[str, int]) -> Iterator[Collective]:
+    """Yield how ranks gather whole matrices for an update that needs them, once per step.
+
+    First the rows that data ranks have of what a tp rank has, then the parts of tp ranks. Of
+    experts, a data rank has whole matrices.
+    """
+    element = DTYPE_BYTES[program.optimizer.ns_precision]
+    for matrix in whole_matrices(program, at):
+        sharding = matrix.sharding
+        if sharding.cuts_rows_of_matrix:
+            size = sharding.padded_elements * element
+            yield Collective("all_gather", "shard", size, 1, "step", "update", _ROWS)
+        if sharding.tp_dim is not None:
+            own = sharding.part.is_of_experts
+            rows = matrix.matrices if own else sharding.tp_shape[0]
+            size = rows * math.prod(sharding.tp_shape[1:]) * sharding.tp * element
+            if size:
+                yield Collective("all_gather", "tp", size, 1, "step", "update", _PARTS)
+
+
+def update_flops(program: Program, at: Mapping[str, int]) -> float:
+    """Return the FLOPs of a rank's matrix products in the update."""
+    return sum(
+        matrix.matrices * matrix.rule.flops(program.optimizer, *matrix.sides)
+        for matrix in whole_matrices(program, at)
+    )
+
+
+def update_workspace(program: Program, at: Mapping[str, int]) -> int:
+    """Return the most bytes that the update of a parameter takes beside shards and states."""
+    element = DTYPE_BYTES[program.optimizer.ns_precision]
+    return max((matrix.workspace(element) for matrix in whole_matrices(program, at)), default=0)

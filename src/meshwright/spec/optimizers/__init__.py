@@ -1,0 +1,17 @@
+"""The optimizers that Meshwright has, one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from meshwright.spec.optimizers.adamw import ADAMW
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
+from meshwright.spec.optimizers.muon import DTYPE_BYTES, MUON
+from meshwright.spec.optimizers.sgd import SGD
+
+OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
+    optimizer.name: optimizer for optimizer in (ADAMW, MUON, SGD)
+}
+
+__all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Optimizer", "State", "UpdateRule"]

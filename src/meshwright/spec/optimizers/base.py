@@ -1,0 +1,85 @@
+"""An optimizer as data: what it keeps of each parameter, what an update costs, and its names.
+
+Plans, dry runs, checkpoints and training read the same rows; `training.optimizers` has the update
+itself. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # `spec.training` looks up names here
+    from meshwright.spec.parts import Part
+    from meshwright.spec.training import OptimizerSpec
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that an optimizer keeps of each parameter, by its key in `Optimizer.state`.
+
+    It has `element_bytes` for each element of a rank's shard. With `is_number`, it is one number
+    for the whole parameter instead, which every rank keeps.
+    """
+
+    key: str
+    element_bytes: int = 4
+    is_number: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How an optimizer updates one kind of parameter.
+
+    `states` are what it keeps under a config's [optimizer], `called` what a table calls them.
+    `moved` are the bytes that an update reads and writes for each element of a shard, each pass
+    counted. With `needs_matrix`, it needs whole matrices where a rank has shards of them, and
+    `flops` are those of one matrix of so many rows and columns.
+    """
+
+    name: str
+    called: str
+    states: Callable[[OptimizerSpec], tuple[State, ...]]
+    moved: Callable[[OptimizerSpec], int]
+    needs_matrix: bool = False
+    flops: Callable[[OptimizerSpec, int, int], float] = field(default=lambda spec, rows, cols: 0.0)
+
+    def element_bytes(self, spec: OptimizerSpec) -> int:
+        """Return the bytes of all states of one element."""
+        return sum(state.element_bytes for state in self.states(spec) if not state.is_number)
+
+    def number_bytes(self, spec: OptimizerSpec) -> int:
+        """Return the bytes of what is kept once for each parameter."""
+        return sum(state.element_bytes for state in self.states(spec) if state.is_number)
+
+    def state_bytes(self, spec: OptimizerSpec, elements: int) -> int:
+        """Return the bytes of what a rank keeps of a parameter with so many elements there."""
+        return elements * self.element_bytes(spec) + self.number_bytes(spec)
+
+
+def _the_only_one(part: Part) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer: its name in configs and in texts, and its rules.
+
+    `rule_number` says which of `rules` updates a parameter. `keys` are those of [optimizer] that it
+    reads besides the learning rate's and `weight_decay`. `defaults` are its own defaults
+    of keys. `names` has what others call it, by system: `deepspeed`, `megatron`, `hf`,
+    `torchtitan`.
+    """
+
+    name: str
+    label: str
+    rules: tuple[UpdateRule, ...]
+    rule_number: Callable[[Part], int] = _the_only_one
+    keys: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def rule_of(self, part: Part) -> UpdateRule:
+        """Return the rule that updates a parameter."""
+        return self.rules[self.rule_number(part)]

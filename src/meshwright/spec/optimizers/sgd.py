@@ -1,0 +1,37 @@
+"""Stochastic gradient descent, with momentum or without, and decoupled weight decay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
+
+if TYPE_CHECKING:
+    from meshwright.spec.training import OptimizerSpec
+
+_MOMENTUM = (State("momentum_buffer"),)
+# Passes over fp32 tensors that read or write one: dividing gradients by the loss scale and
+# clearing those of a skipped step take 2 each, the decay 2, the update 3.
+_PASSES = 9
+# Scaling the momentum 2, adding the gradient 3, and the copy that a skipped step leaves out 2.
+_MOMENTUM_PASSES = 7
+
+
+def _moved(spec: OptimizerSpec) -> int:
+    return 4 * (_PASSES + _MOMENTUM_PASSES * (spec.momentum > 0))
+
+
+SGD = Optimizer(
+    "sgd",
+    "SGD",
+    (
+        UpdateRule(
+            "sgd",
+            "SGD's momentum",
+            states=lambda spec: _MOMENTUM if spec.momentum else (),
+            moved=_moved,
+        ),
+    ),
+    keys=frozenset({"momentum"}),
+    names={"deepspeed": ("SGD",), "megatron": ("sgd",), "hf": ("sgd",)},
+)

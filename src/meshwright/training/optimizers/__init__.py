@@ -1,0 +1,17 @@
+"""How each optimizer of `spec.optimizers` is built, by its name: one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from meshwright.training.optimizers import adamw, muon, sgd
+from meshwright.training.optimizers.base import Builder, ParameterGroup
+
+BUILDERS: Final[Mapping[str, Builder]] = {
+    "adamw": adamw.build,
+    "muon": muon.build,
+    "sgd": sgd.build,
+}
+
+__all__ = ["BUILDERS", "Builder", "ParameterGroup"]

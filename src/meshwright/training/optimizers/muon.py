@@ -1,0 +1,125 @@
+"""Muon for hidden matrices, AdamW for everything else, in one optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
+from meshwright.spec.training import OptimizerSpec
+from meshwright.training.optimizers.base import ParameterGroup
+
+# Keller Jordan's quintic polynomial, as torch.optim.Muon has it.
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+_EPS: Final = 1e-7
+_DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build(
+    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
+) -> torch.optim.Optimizer:
+    """Return Muon for the groups of its rule, and AdamW for the others."""
+    return Muon(groups, spec, matrices)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon on whole matrices, of which this rank may hold shards, beside torch's fused AdamW.
+
+    Both keep their states in `state` and their settings in `param_groups`. It takes `grad_scale`
+    and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
+    ) -> None:
+        super().__init__([group.as_torch() for group in groups], {"lr": spec.lr})
+        self._spec, self._matrices = spec, matrices
+        pairs = list(zip(groups, self.param_groups, strict=True))
+        self._own = [group for of, group in pairs if of.rule.needs_matrix]
+        others = [group for of, group in pairs if not of.rule.needs_matrix]
+        self._adamw: torch.optim.AdamW | None = None
+        if others:
+            self._adamw = torch.optim.AdamW(
+                others, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
+            )
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights; a collective of the ranks that hold shards of the same matrices."""
+        if self._adamw is not None:
+            scaled: Any = self._adamw
+            scaled.grad_scale, scaled.found_inf = self.grad_scale, self.found_inf
+            self._adamw.step()
+        for group in self._own:
+            if group["params"]:
+                self._update(group["params"], group["lr"], group["weight_decay"])
+
+    def _update(self, weights: list[Tensor], lr: float, weight_decay: float) -> None:
+        """Update weights by their orthogonalized momentum; nothing where gradients overflowed."""
+        device = weights[0].device
+        skips = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        # In fp64, so that a factor rounds as a number of Python does.
+        moves = 1 - skips.double()
+        gradients = [_gradient(weight) for weight in weights]
+        if self.grad_scale is not None:
+            torch._foreach_div_(gradients, self.grad_scale)
+        for gradient in gradients:
+            gradient.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
+        momentum = self._spec.momentum
+        for weight, gradient in zip(weights, gradients, strict=True):
+            state = self.state[weight]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+            buffer = state["momentum_buffer"]
+            buffer.lerp_(gradient, ((1 - momentum) * moves).to(buffer.dtype))
+            direction = gradient.lerp_(buffer, momentum) if self._spec.nesterov else buffer
+            update, shape = self._orthogonal(weight, direction)
+            weight.mul_(1 - lr * weight_decay * moves)
+            weight.add_(update.float().mul_(-lr * scale_of(self._spec, shape) * moves))
+
+    def _orthogonal(self, weight: Tensor, direction: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Return this rank's shard of an orthogonalized matrix, and the matrix's shape."""
+        direction = direction.to(_DTYPES[self._spec.ns_precision], copy=True)
+        whole = self._matrices.whole(weight, direction)
+        orthogonal = orthogonalize(whole, self._spec.ns_steps)
+        shape = whole.shape[-2], whole.shape[-1]
+        return self._matrices.shard(weight, orthogonal).to(weight.device), shape
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    """Return a weight's gradient: zeros where it has none, since other ranks may have theirs."""
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+
+def scale_of(spec: OptimizerSpec, shape: tuple[int, int]) -> float:
+    """Return the factor of the learning rate for a matrix of so many rows and columns."""
+    rows, columns = shape
+    if spec.scale == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Return about the nearest orthogonal matrix, by Newton-Schulz; of a batch, of each.
+
+    `matrix` `[..., rows, columns]` is used up. Singular values come to lie between 0.5 and 1.5.
+    """
+    if matrix.numel() == 0:
+        return matrix
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    near = matrix.mT if is_tall else matrix
+    near.div_(near.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS))
+    for _ in range(steps):
+        gram = near @ near.mT
+        near = product(near, product(gram, gram, gram, beta=b, alpha=c), near, beta=a)
+    return near.mT if is_tall else near

@@ -1,0 +1,62 @@
+"""SGD whose weight decay is decoupled, as AdamW's is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
+from meshwright.spec.training import OptimizerSpec
+from meshwright.training.optimizers.base import ParameterGroup
+
+
+def build(
+    groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
+) -> torch.optim.Optimizer:
+    """Return SGD, with momentum if the config has one."""
+    return DecoupledSGD([group.as_torch() for group in groups], lr=spec.lr, momentum=spec.momentum)
+
+
+class DecoupledSGD(torch.optim.SGD):
+    """SGD whose decay shrinks the weights beside the update, as AdamW's does.
+
+    It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
+    torch's own fused SGD leaves its momentum undefined where the first step is skipped.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient."""
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if weights:
+                self._descend(weights, group)
+
+    def _descend(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        device = weights[0].device
+        skips = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        moves = 1 - skips
+        changes = [weight.grad for weight in weights if weight.grad is not None]
+        if self.grad_scale is not None:
+            torch._foreach_div_(changes, self.grad_scale)
+        for change in changes:
+            change.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * moves)
+        momentum = group["momentum"]
+        if momentum:
+            states = [self.state[weight] for weight in weights]
+            for state, weight in zip(states, weights, strict=True):
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+            buffers = [state["momentum_buffer"] for state in states]
+            torch._foreach_mul_(buffers, momentum * moves + skips)
+            torch._foreach_add_(buffers, changes)
+            changes = list(torch._foreach_mul(buffers, moves))
+        torch._foreach_add_(weights, changes, alpha=-group["lr"])
