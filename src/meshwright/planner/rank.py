@@ -287,7 +287,7 @@ class Search:
         if self._is_too_large(least + self.prices.shardings.least_states(one, offloaded)):
             self.reasons["does not fit"] += self._size_of([core], offloaded)
             return None
-        orders = as_fixed(self.pins, one, schedules(one.pp, layers, count))
+        orders = as_fixed(self.pins, schedules(one.pp, layers, count))
         paces, slow = self._paces.below(core, orders, limit)
         if not any(pace.plain[1] < limit for pace in paces):
             each = self._size_of([core], offloaded) // max(len(orders), 1)

@@ -212,19 +212,22 @@ def _pinned(
     if offloaded is None and pins.get("offload") == "activations":
         offloaded = ("activations",)
     kept = sum(
-        obeys(pins, with_sharding(one, choice, offload), OF_SHARDING)
+        all(pins.get(key, value) == value for key, value in _of_sharding(one, choice, offload))
         for choice in shardings(one.dp_replicate, one.cp, one.expert_data)
         for offload in offloads(choice.zero, offloaded)
     )
-    return kept, len(as_fixed(pins, one, chains))
+    return kept, len(as_fixed(pins, chains))
 
 
-def as_fixed(pins: Pins, one: Layout, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Return the schedules of a core that match the keys that a user fixed."""
+def as_fixed(pins: Pins, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+    """Return the schedules that match the keys that a user fixed."""
     if pins.keys().isdisjoint(OF_SCHEDULE):
         return chains
+    name, virtual = (pins.get(key) for key in OF_SCHEDULE)
     return tuple(
-        one_of for one_of in chains if obeys(pins, with_schedule(one, one_of), OF_SCHEDULE)
+        schedule
+        for schedule in chains
+        if name in (None, schedule.name) and virtual in (None, schedule.virtual)
     )
 
 
@@ -236,6 +239,18 @@ def with_schedule(one: Layout, schedule: Schedule) -> Layout:
 
 def with_sharding(one: Layout, sharding: ZeroSharding, offload: Offload) -> Layout:
     """Return a core's layout with a ZeRO stage and an offload instead of replicas."""
+    return one.model_copy(update=dict(_of_sharding(one, sharding, offload)))
+
+
+def _of_sharding(
+    one: Layout, sharding: ZeroSharding, offload: Offload
+) -> tuple[tuple[str, object], ...]:
+    """Return the keys of a layout that a sharding and an offload set, and their values."""
     zero, shards = sharding
-    changes = {"zero": zero, "dp_shard": shards, "dp_replicate": one.dp_replicate // shards}
-    return one.model_copy(update={**changes, "offload": offload})
+    replicas = one.dp_replicate // shards
+    return (
+        ("dp_replicate", replicas),
+        ("dp_shard", shards),
+        ("zero", zero),
+        ("offload", offload),
+    )
