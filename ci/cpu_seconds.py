@@ -4,7 +4,7 @@
     python -m pytest -p ci.cpu_seconds --cpu-seconds after.json   writes the seconds of each test
     python -m ci.cpu_seconds after.json --before before.json      compares two runs by file
 
-CPU time, unlike wall time, hardly depends on what else the machine does. A test's seconds are those
+CPU time depends less than wall time on what else the machine does. A test's seconds are those
 that pytest and all processes below it took from the end of the test before: its fixtures, and its
 share of what it starts for others (the first test of a file starts the file's ranks). Linux only.
 """
@@ -15,8 +15,8 @@ import argparse
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,8 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 class _Times:
     def __init__(self, file: Path | None) -> None:
-        self.file, self.seconds = file, Counter[str]()
-        self.imports, self.last_s = Counter[str](), 0.0
+        self.file, self.last_s = file, 0.0
+        self.seconds, self.imports = defaultdict[str, float](float), defaultdict[str, float](float)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
@@ -54,7 +54,8 @@ class _Times:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.last_s = tree_seconds()
         self.seconds[COLLECTION] += self.last_s
-        if output := getattr(session.config, "workeroutput", None):
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:  # of a process of xdist; empty at first
             output[PROPERTY] = self.last_s
 
     @pytest.hookimpl(hookwrapper=True)
@@ -103,30 +104,42 @@ def _seconds(pid: int) -> int:
     return sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime of proc(5)
 
 
-def by_file(seconds: Mapping[str, float]) -> Counter[str]:
+def by_file(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each file."""
-    total = Counter[str]()
+    total = defaultdict[str, float](float)
     for test, test_s in seconds.items():
-        total[test.partition("::")[0]] += test_s  # type: ignore[assignment]  # Counter of floats
+        total[test.partition("::")[0]] += test_s
     return total
 
 
-def _lines(seconds: Counter[str], imports: Counter[str]) -> Iterator[str]:
-    yield f"{seconds.total():8.1f} in all"
+def _lines(seconds: Mapping[str, float], imports: Mapping[str, float]) -> Iterator[str]:
+    yield f"{sum(seconds.values()):8.1f} in all"
     kinds = {"file": by_file(seconds), "test": seconds, "file, to collect": imports}
-    for title, counts in kinds.items():
+    for title, of_kind in kinds.items():
         yield f"by {title}:"
-        for name, name_s in counts.most_common(SHOWN):
-            yield f"{name_s:8.1f} {name}"
+        for name in sorted(of_kind, key=lambda name: -of_kind[name])[:SHOWN]:
+            yield f"{of_kind[name]:8.1f} {name}"
 
 
-def _compared(before: Counter[str], after: Counter[str], number: int) -> Iterator[str]:
+def _compared(
+    before: Mapping[str, float], after: Mapping[str, float], number: int
+) -> Iterator[str]:
     yield "| file | before | after |"
     yield "|---|--:|--:|"
-    largest = sorted(before | after, key=lambda file: -max(before[file], after[file]))
+    pairs = {file: (before.get(file, 0.0), after.get(file, 0.0)) for file in {**before, **after}}
+    largest = sorted(pairs, key=lambda file: -max(pairs[file]))
     for file in largest[:number]:
-        yield f"| {file.removeprefix('tests/')} | {before[file]:.1f} | {after[file]:.1f} |"
-    yield f"| all | {before.total():.1f} | {after.total():.1f} |"
+        yield "| {} | {:.1f} | {:.1f} |".format(file.removeprefix("tests/"), *pairs[file])
+    yield f"| all | {sum(before.values()):.1f} | {sum(after.values()):.1f} |"
+
+
+def _read(files: Sequence[Path]) -> dict[str, float]:
+    """Return the seconds of each file of tests in the pieces of a run."""
+    total = defaultdict[str, float](float)
+    for piece in files:
+        for test, test_s in json.loads(piece.read_text()).items():
+            total[test] += test_s
+    return by_file(total)
 
 
 def main() -> None:
@@ -136,10 +149,7 @@ def main() -> None:
     parser.add_argument("--before", nargs="+", type=Path, default=[])
     parser.add_argument("--number", type=int, default=30, help="of files")
     words = parser.parse_args()
-    before, after = (
-        by_file(sum((Counter(json.loads(file.read_text())) for file in files), Counter()))
-        for files in (words.before, words.files)
-    )
+    before, after = _read(words.before), _read(words.files)
     print(*_compared(before, after, words.number), sep="\n")
 
 
