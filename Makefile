@@ -1,7 +1,7 @@
 # Everything sets up its own virtual environment; nothing needs to be installed by hand.
 #   make demo   train a small Llama on real text with two ranks, then let it write
 #   make test   the tests
-#   make check  linters, types and tests; with ROOM=cost the tests of one package, in a minute
+#   make check  linters, types and tests; with ROOM=cost the types and tests of one package
 #   make perf   the tests that measure seconds, for an idle machine
 #   make faults ranks killed, stopped and cut off in every way
 #   make ci     what a change must pass, in 45 minutes

@@ -30,7 +30,7 @@ from meshwright.training.optimizer import build_optimizer
 from meshwright.training.update import update
 
 CHAT = Path(__file__).parent.parent / "examples" / "chat"
-STEPS = 20
+STEPS = 10
 TRAIN = TrainSpec(batch=8, seq_len=256, seed=3, clip_norm=1.0)
 OPTIMIZER = OptimizerSpec(lr=3e-4, weight_decay=0.1, schedule="constant", warmup_steps=0)
 DATA = DataSpec(

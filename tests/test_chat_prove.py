@@ -92,7 +92,7 @@ def test_turns_are_proven_on_many_layouts():
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A model of transformers and what its own loop of one process makes of twenty steps."""
+    """A model of transformers and what its own loop of one process makes of ten steps."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("plain")

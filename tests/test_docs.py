@@ -136,6 +136,8 @@ def test_commands(page, workplace, capsys):
             has_run = True
         if command == "generate":
             words = [*words, "--max-tokens", "8"]
+        if command == "prove" and page == README:
+            words = [*words, "train.batch=4", "train.seq_len=32"]  # fewer microbatches and blocks
         if command == "doctor" and rest[:1] == ["run.toml"]:
             words = [*words, *TINY]
         assert main(words[1:]) == code, f"{ids(page)}: {' '.join(words)}"

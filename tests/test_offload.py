@@ -271,7 +271,12 @@ def test_layouts_are_proven(label, precision, capsys):
     layout = Layout.parse(f"{label} mb2 offload-activations")
     keys = layout.model_dump(exclude_defaults=True).items()
     words = [f"layout.{key}={str(value).lower()}" for key, value in keys]
-    words += [f"train.precision={precision}", "train.batch=16", "cluster.devices_per_node=2"]
+    words += [
+        f"train.precision={precision}",
+        "train.batch=8",
+        "train.seq_len=32",
+        "cluster.devices_per_node=2",
+    ]
     words.append("model.n_layers=8")
     assert main(["prove", *words]) == 0
     said = capsys.readouterr().out

@@ -40,7 +40,7 @@ def of_table(family, word, label):
     legal = (one for one in matrix(2) if one.refused is None)
     case = next(one for one in legal if one.model.family == family and word in one.label)
     case = scaled(case, "torch")
-    train = case.train.model_copy(update={"batch": 8})
+    train = case.train.model_copy(update={"batch": 4})
     return replace(case, layout=Layout.parse(label), train=train)
 
 
@@ -48,7 +48,7 @@ def of_table(family, word, label):
 @pytest.mark.parametrize(
     ("family", "word", "label"),
     [
-        ("gpt_oss", "zbv", "pp2 zbv v2 mb2"),
+        ("gpt_oss", "zbv", "pp2 zbv v2 mb1"),
         ("qwen2_moe", "lora attn.q", "pp2 interleaved_zero_bubble v2 mb2"),  # frozen experts
         ("qwen3_moe", "pp2", "pp2 1f1b mb2 recompute-selective"),
         ("qwen2_moe", "lora attn.v mlp.experts", "pp2 1f1b mb2 recompute-selective"),

@@ -141,7 +141,7 @@ def rounded_embedding_scale():
 
 # The fault's preset, layout, and what else the config says
 FAULTS = {
-    worst_experts: ("qwen3-30b-a3b", "shard2 zero2 ep2 mb2", {}),
+    worst_experts: ("qwen3-30b-a3b", "shard2 zero2 ep2 mb2", {"seq_len": 64}),
     groups_by_their_best: ("deepseek-v3", "dp2 mb1", {"seq_len": 64}),
     uncorrected: ("kimi-k2", "dp2 mb1", {"seq_len": 64}),
     doubled_capacity: ("olmoe-1b-7b", "dp2 mb1", {"seq_len": 64, "expert_capacity": 2.0}),

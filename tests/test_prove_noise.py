@@ -78,7 +78,9 @@ def test_ranks_keep_few_references(world):
 def test_ties_of_experts_in_half_precision_have_more_samples():
     """A token near a tie takes one expert or another at each rounding."""
     case = next(c for c in matrix(2) if c.train.precision != "fp32" and c.model.experts == 4)
-    some = replace(case, model=case.model.model_copy(update={"top_k": 2}), steps=1)
+    train = case.train.model_copy(update={"batch": 2, "seq_len": 8})
+    case = replace(case, train=train, steps=1, layout=Layout.parse("dp2 mb1"))
+    some = replace(case, model=case.model.model_copy(update={"top_k": 2, "n_layers": 1}))
     every = replace(some, model=some.model.model_copy(update={"top_k": 4}))
     assert (some.samples, some.in_fp32.samples, every.samples) == (9, 3, 3)
     for one in (some, every):

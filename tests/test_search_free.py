@@ -83,6 +83,7 @@ def fixed(random):
     return {key: random.choice(values[key])}
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_key_that_is_held_fixed_makes_a_plan_faster(seed):
     random = Random(seed)

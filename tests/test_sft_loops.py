@@ -1,6 +1,6 @@
 """Fine-tuning on conversations is that of transformers and PEFT, on many layouts.
 
-Losses, norms and gradients of twenty steps against a loop of one process. What a rank and a
+Losses, norms and gradients of ten steps against a loop of one process. What a rank and a
 microbatch have of trained tokens is as unequal as conversations are.
 """
 

@@ -152,7 +152,7 @@ def peak_of(world, case):
 def test_ulysses_attends_by_blocks_over_whole_rows():
     """With its share of the heads: of long rows, that is what a rank needs most for."""
     model = MODEL.model_copy(update={"ffn_dim": 128, "vocab_size": 64})
-    train = TRAIN.model_copy(update={"seq_len": 512, "matmul": "torch"})
+    train = TRAIN.model_copy(update={"batch": 4, "seq_len": 512, "matmul": "torch"})
     case = Case(model, train, Layout.parse("cp2-ulysses mb4 recompute-full"))
     program = lower(
         model, train, OptimizerSpec(), case.layout, Target("cpu", route("torch", NOBODYS))

@@ -295,7 +295,7 @@ class Search:
         ):
             self.reasons["does not fit"] += self._size_of([core], offloaded)
             return None
-        orders = as_fixed(self.pins, core_layout, schedules(core_layout.pp, layers, count))
+        orders = as_fixed(self.pins, schedules(core_layout.pp, layers, count))
         paces, slow = self._paces.below(core, orders, limit)
         if not any(pace.plain[1] < limit for pace in paces):
             layouts_per_order = self._size_of([core], offloaded) // max(len(orders), 1)

@@ -33,6 +33,11 @@ OF_SCHEDULE = ("schedule", "virtual_stages")
 Pins = Mapping[str, object]
 
 
+def admits(pinned: object, value: object) -> bool:
+    """Whether a pin allows a value: a frozenset is a choice of values."""
+    return value in pinned if isinstance(pinned, frozenset) else value == pinned
+
+
 def obeys(pins: Pins, layout: Layout, keys: Collection[str]) -> bool:
     """Whether a layout has the keys that a user fixed."""
     return all(getattr(layout, key) == pins[key] for key in keys if key in pins)
@@ -214,19 +219,27 @@ def _pinned(
     if offloaded is None and pins.get("offload") == "activations":
         offloaded = ("activations",)
     data_choices = sum(
-        obeys(pins, with_sharding(layout, choice, offload), OF_SHARDING)
+        all(
+            key not in pins or admits(pins[key], value)
+            for key, value in _of_sharding(layout, choice, offload)
+        )
         for choice in shardings(layout.dp_replicate, layout.cp, layout.expert_data)
         for offload in offloads(choice.zero, offloaded)
     )
-    return data_choices, len(as_fixed(pins, layout, chains))
+    return data_choices, len(as_fixed(pins, chains))
 
 
-def as_fixed(pins: Pins, layout: Layout, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Return the schedules of a core that match the keys that a user fixed."""
+def as_fixed(pins: Pins, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+    """Return the schedules that match the keys that a user fixed."""
     if pins.keys().isdisjoint(OF_SCHEDULE):
         return chains
     return tuple(
-        schedule for schedule in chains if obeys(pins, with_schedule(layout, schedule), OF_SCHEDULE)
+        schedule
+        for schedule in chains
+        if all(
+            key not in pins or admits(pins[key], value)
+            for key, value in zip(OF_SCHEDULE, (schedule.name, schedule.virtual), strict=True)
+        )
     )
 
 
@@ -238,6 +251,18 @@ def with_schedule(layout: Layout, schedule: Schedule) -> Layout:
 
 def with_sharding(layout: Layout, sharding: ZeroSharding, offload: Offload) -> Layout:
     """Return a core's layout with a ZeRO stage and an offload instead of replicas."""
+    return layout.model_copy(update=dict(_of_sharding(layout, sharding, offload)))
+
+
+def _of_sharding(
+    layout: Layout, sharding: ZeroSharding, offload: Offload
+) -> tuple[tuple[str, object], ...]:
+    """Return the keys of a layout that a sharding and an offload set, and their values."""
     zero, shards = sharding
-    changes = {"zero": zero, "dp_shard": shards, "dp_replicate": layout.dp_replicate // shards}
-    return layout.model_copy(update={**changes, "offload": offload})
+    replicas = layout.dp_replicate // shards
+    return (
+        ("dp_replicate", replicas),
+        ("dp_shard", shards),
+        ("zero", zero),
+        ("offload", offload),
+    )
