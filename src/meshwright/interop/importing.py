@@ -81,32 +81,69 @@ def import_files(
     unsupported keys that may be left out ("all": every one). Raises `ConfigError` for files that
     cannot be read; what cannot be had is in the report.
     """
-    words = list(overrides)
-    stated, over = read_given(base), read_given(None, words)
+    stated, over = read_given(base), read_given(None, list(overrides))
     known = system or detect_system(paths[0])
     if known != "gpt-neox" and len(paths) > 1:
         raise ConfigError(f"{known} has one config file, but there are {len(paths)}")
     values, clashes = _read_all(paths, known)
     if not values:
         raise ConfigError(f"{paths[0]} has no keys")
-    reader, tables = _READERS[known]
-    spelling = _SPELLINGS[known](values) if known in _SPELLINGS else {}
-    theirs = {spelling.get(key, key): key for key in values}
-    values = {spelling.get(key, key): value for key, value in values.items()}
-    base_values = _by_name(stated) | _by_name(over)
-    setting = ImportSetting(base_values, tuple(_by_name(over)), devices, is_fixed)
+    setting = ImportSetting(
+        _by_name(stated) | _by_name(over), tuple(_by_name(over)), devices, is_fixed
+    )
+    files = tuple(path.name for path in paths)
+    keys = _Keys(known, files, values, clashes)
+    return _import_keys(keys, stated, over, setting, accepted)
+
+
+def import_values(
+    values: dict[str, Any],
+    system: System,
+    *,
+    base: Mapping[str, Any],
+    devices: int,
+    accepted: Sequence[str] = (),
+) -> Imported:
+    """Read the flat keys of a system's config, over values of ours by `section.key`."""
+    stated: dict[str, Values] = {name: {} for name in SECTIONS}
+    for key, value in base.items():
+        section, _, name = key.partition(".")
+        stated[section][name] = Value(value, "given")
+    setting = ImportSetting(dict(base), tuple(base), devices, is_fixed=True)
+    keys = _Keys(system, (f"{system}'s config",), values, {})
+    return _import_keys(keys, stated, {}, setting, accepted)
+
+
+class _Keys(NamedTuple):
+    """The flat keys of a system's files, and what the files give in two ways."""
+
+    system: System
+    files: tuple[str, ...]
+    values: dict[str, Any]
+    clashes: dict[str, str]
+
+
+def _import_keys(
+    keys: _Keys,
+    stated: Mapping[str, Values],
+    over: Mapping[str, Values],
+    setting: ImportSetting,
+    accepted: Sequence[str],
+) -> Imported:
+    """Give each key its verdict, and return what the config states."""
+    reader, tables = _READERS[keys.system]
+    spelling = _SPELLINGS[keys.system](keys.values) if keys.system in _SPELLINGS else {}
+    theirs = {spelling.get(key, key): key for key in keys.values}
+    values = {spelling.get(key, key): value for key, value in keys.values.items()}
     source = ImportSource(values, [load_table(name) for name in tables], setting)
     reader(source)
-    for key, how in clashes.items():
+    for key, how in keys.clashes.items():
         row = source.tables[0].find(key)
         source.contradict([key], f"{how}; keep one", [row.to] if row and row.to else [])
-    found = _ordered(source)
-    refused = [entry for entry in found if entry.refuses(accepted, setting.given)]
-    entries = tuple(one if one in refused else _overridden(one, _by_name(over)) for one in found)
-    entries = tuple(replace(one, key=theirs.get(one.key, one.key)) for one in entries)
-    refused = [replace(one, key=theirs.get(one.key, one.key)) for one in refused]
-    files = tuple(path.name for path in paths)
-    report = Report(known, files, entries, tuple(source.filled), tuple(refused))
+    entries = [replace(one, key=theirs.get(one.key, one.key)) for one in _ordered(source)]
+    refused = [entry for entry in entries if entry.refuses(accepted, setting.given)]
+    settled = tuple(one if one in refused else _overridden(one, _by_name(over)) for one in entries)
+    report = Report(keys.system, keys.files, settled, tuple(source.filled), tuple(refused))
     given = _compose(report, stated, over)
     return Imported(replace(report, filled=tuple(_in_effect(report, given))), given)
 

@@ -28,6 +28,7 @@ from meshwright.planner.space import (
     Core,
     Pins,
     Schedule,
+    admits,
     as_fixed,
     cores,
     obeys,
@@ -141,11 +142,11 @@ class Search:
         moving = [
             core._replace(layout=core.layout.model_copy(update=update)) for core in everything
         ]
-        own = self.pins.get("offload")
+        is_free, own = "offload" not in self.pins, self.pins.get("offload")
         first: list[_Pass] = [(everything, ("none",)), (everything, ("optimizer", "params"))]
-        first = [one for one in first if own is None or own in one[1]]
-        last: list[_Pass] = [] if own not in (None, "activations") else [(moving, ("activations",))]
-        return first, last
+        first = [one for one in first if is_free or any(admits(own, each) for each in one[1])]
+        moves = is_free or admits(own, "activations")
+        return first, [(moving, ("activations",))] if moves else []
 
     def _size_of(self, some: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
         """Return how many layouts some cores stand for: see `size_of`."""

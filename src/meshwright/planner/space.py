@@ -33,9 +33,14 @@ OF_SCHEDULE = ("schedule", "virtual_stages")
 Pins = Mapping[str, object]
 
 
+def admits(pinned: object, value: object) -> bool:
+    """Whether a pin allows a value: a frozenset is a choice of values."""
+    return value in pinned if isinstance(pinned, frozenset) else value == pinned
+
+
 def obeys(pins: Pins, layout: Layout, keys: Collection[str]) -> bool:
-    """Whether a layout has the keys that a user fixed."""
-    return all(getattr(layout, key) == pins[key] for key in keys if key in pins)
+    """Whether a layout has the keys that a user fixed, or one of the values that are allowed."""
+    return all(admits(pins[key], getattr(layout, key)) for key in keys if key in pins)
 
 
 class Core(NamedTuple):
@@ -209,7 +214,7 @@ def _pinned(
     pins: Pins,
 ) -> tuple[int, int]:
     """Return how many shardings and how many schedules of a core are as a user fixed them."""
-    if offloaded is None and pins.get("offload") == "activations":
+    if offloaded is None and admits(pins.get("offload"), "activations"):
         offloaded = ("activations",)
     kept = sum(
         obeys(pins, with_sharding(one, choice, offload), OF_SHARDING)
