@@ -94,7 +94,7 @@ def _pipeline(source: PlanSource) -> dict[str, Any]:
 def _optimizer(source: PlanSource) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     optimizer, train = source.config.optimizer, source.config.train
-    if train.compile is not False:
+    if train.compile is True:
         keys["compile.enable"] = True
     if source.is_stated("optimizer.betas"):
         keys["optimizer.beta1"], keys["optimizer.beta2"] = optimizer.betas
