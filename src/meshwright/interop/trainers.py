@@ -55,7 +55,8 @@ class Trainer(BaseModel):
     `version` is that of `package` whose parser and code the facts are from. `file` is what a plan
     is written as, in `suffix` form. `priced_as` names a system of `cost/systems.py`; `priced_why`
     says why where it is another one. `says` are the config keys beside the layout that the file
-    can say; `beside` layout keys that a script says instead, and how.
+    can say, `scripted` those that the user's script says; `beside` layout keys that it says, and
+    how.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +69,7 @@ class Trainer(BaseModel):
     priced_as: str
     priced_why: str = ""
     says: tuple[str, ...]
+    scripted: tuple[str, ...] = ()
     beside: dict[str, str] = {}
     command: str
     spaces: tuple[Space, ...]

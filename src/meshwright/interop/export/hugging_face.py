@@ -108,6 +108,8 @@ def axolotl_keys(source: PlanSource) -> dict[str, Any]:
             "fsdp_config.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_config.state_dict_type": "SHARDED_STATE_DICT",
         }
+    if source.is_stated("optimizer.min_lr_ratio"):
+        keys["cosine_min_lr_ratio"] = source.config.optimizer.min_lr_ratio
     return keys | _optimizer(source, "lr_scheduler", "optimizer")
 
 

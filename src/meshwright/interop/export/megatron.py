@@ -171,7 +171,7 @@ def model_arguments(model: ModelSpec) -> dict[str, Any]:
         "normalization": "RMSNorm" if model.norm == "rms" else "LayerNorm",
         "norm-epsilon": model.norm_eps,
         "position-embedding-type": "rope",
-        "rotary-base": model.rope_theta,
+        "rotary-base": _whole(model.rope_theta),
         "init-method-std": model.init_std,
         "attention-dropout": 0.0,
         "hidden-dropout": model.dropout,
@@ -200,6 +200,14 @@ def model_arguments(model: ModelSpec) -> dict[str, Any]:
     elif scaling is not None and scaling.kind == "linear":
         keys["rotary-seq-len-interpolation-factor"] = scaling.factor
     return {key: value for key, value in keys.items() if value is not None}
+
+
+def _whole(theta: float) -> int:
+    """Return a rotary base as Megatron-LM takes it; raises `ConfigError` for a fraction."""
+    if not theta.is_integer():
+        rule = f"Megatron-LM's --rotary-base is a whole number, model.rope_theta = {theta}"
+        raise ConfigError(f"{rule}; nearest: {round(theta)}")
+    return int(theta)
 
 
 def _latent(model: ModelSpec) -> dict[str, Any]:

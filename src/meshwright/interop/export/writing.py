@@ -74,7 +74,8 @@ def keys_of(trainer: Trainer, source: PlanSource) -> dict[str, Any]:
     why = trainer.refusal(source.layout, source.config.model.n_layers)
     if why is not None:
         raise ConfigError(why)
-    unsaid = [key for key in source.stated() if key not in trainer.says and key not in OWN_KEYS]
+    elsewhere = {*trainer.says, *trainer.scripted, *OWN_KEYS}
+    unsaid = [key for key in source.stated() if key not in elsewhere]
     unsaid = [key for key in unsaid if source.value(key) != _default(source, key)]
     if unsaid:
         told = ", ".join(f"{key} = {toml_value(source.value(key))}" for key in unsaid)
@@ -150,6 +151,10 @@ def _notes(trainer: Trainer, source: PlanSource) -> list[str]:
         f"layout.{key} = {getattr(source.layout, key)} is {how}"
         for key, how in trainer.beside.items()
     ]
+    scripted = [key for key in source.stated() if key in trainer.scripted]
+    if scripted:
+        told = ", ".join(f"{key} = {toml_value(source.value(key))}" for key in scripted)
+        notes.append(f"{told}: of your script, not of this file")
     left = [key for key in source.stated() if key in OWN_KEYS]
     if left:
         notes.append(f"{', '.join(left)}: of Meshwright's own loop, left out")
