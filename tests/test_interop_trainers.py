@@ -143,13 +143,21 @@ COMMAND = (
 )
 # The file, its text, whose it is, and the label of its layout on 16 devices (8 for a command line).
 CASES = {
-    "run.toml": (TITAN, "torchtitan", "dp2 shard2 zero3 tp2 sp pp2 interleaved_1f1b v2"),
+    "run.toml": (
+        TITAN,
+        "torchtitan",
+        "dp2 shard2 zero2 tp2 sp pp2 interleaved_1f1b v2 recompute-selective",
+    ),
     "accelerate.yaml": (ACCELERATE, "accelerate", "dp2 shard4 zero3 tp2 recompute-full"),
     "axolotl.yml": (AXOLOTL, "axolotl", "shard8 zero2 cp2-ring mb2 recompute-full"),
     "trl.yaml": (TRL, "transformers", "shard16 zero3 mb2 recompute-full"),
     "swift.sh": (SWIFT, "ms-swift", "shard8 zero1 tp2 sp ep4 recompute-full"),
     "bridge.yaml": (BRIDGE, "nemo", "shard2 zero1 tp4 sp pp2 interleaved_1f1b v5"),
-    "sft.toml": (PRIME, "prime-rl", "dp2 shard4 zero3 cp2-ring mb2 recompute-full"),
+    "sft.toml": (
+        PRIME,
+        "prime-rl",
+        "dp2 shard4 zero3 cp2-ring mb2 recompute-full offload-optimizer",
+    ),
     "arguments.json": (NATIVE, "transformers", "dp2 shard4 zero3 tp2 mb2"),
     "train.sh": (COMMAND, "transformers", "dp8 mb4 recompute-full"),
 }
@@ -157,7 +165,6 @@ GIVEN = {
     "accelerate.yaml": ["model.preset=llama-3-8b", "train.batch=32", "layout.microbatch=1"],
     "arguments.json": ["model.preset=llama-3-8b"],
 }
-LAYOUT_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sp", "recompute")
 
 
 def imported(tmp_path, name, text, *, devices=16, overrides=(), accepted=()):

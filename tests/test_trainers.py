@@ -106,7 +106,8 @@ def test_the_command_writes_a_file_that_like_reads(name, tmp_path, capsys, monke
     shown = capsys.readouterr().out
     assert trainer_named(name).version in shown
     assert str(file) in " ".join(shown.split()) or file.name in shown
-    like = ["plan", "--like", str(file), "--accept", "all", "--json", *words]
+    beside = ["layout.microbatch=1"] if trainer_named(name).beside else []
+    like = ["plan", "--like", str(file), "--accept", "all", "--json", *words, *beside]
     assert main(like) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["for"]["trainer"] == name

@@ -285,6 +285,10 @@ def print_like(like: Like) -> None:
         f"{len(planned)} keys give model, layout, batch or cluster; {len(free)} have no effect on "
         "layout and memory"
     )
+    origin = like.config.origins.get("layout.microbatch", "default")
+    if like.layout is not None and (origin == "default" or origin.startswith("derived")):
+        micro = like.layout.microbatch
+        say(f"note: the file says no microbatch: layout.microbatch = {micro} is assumed")
     for entry in report.entries:
         if entry.verdict == "unsupported" and _is_planned(entry):
             say(f"note: not planned: {entry.key} = {_word(entry.value)}: {entry.note}")

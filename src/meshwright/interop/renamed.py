@@ -118,6 +118,8 @@ def read_swift(source: ImportSource) -> None:
     need_model(source, "model")
     read_hub_name(source, "model")
     is_megatron = any(key.replace("-", "_") in MEGATRON_KEYS for key in source.values)
+    other = "transformers" if is_megatron else "Megatron"
+    source.tables = [table for table in source.tables if table.name != other]
     for key in ("torch_dtype", "torch-dtype"):
         _read_precision(source, key)
     _read_tuner(source, "lora-rank" if is_megatron else "lora_rank")

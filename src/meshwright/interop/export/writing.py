@@ -76,7 +76,12 @@ def keys_of(trainer: Trainer, source: PlanSource) -> dict[str, Any]:
         raise ConfigError(why)
     elsewhere = {*trainer.says, *trainer.scripted, *OWN_KEYS}
     unsaid = [key for key in source.stated() if key not in elsewhere]
-    unsaid = [key for key in unsaid if source.value(key) != _default(source, key)]
+    usual = {"train.compile": (False, "auto")}  # no trainer compiles unless it is told to
+    unsaid = [
+        key
+        for key in unsaid
+        if source.value(key) not in (*usual.get(key, ()), _default(source, key))
+    ]
     if unsaid:
         told = ", ".join(f"{key} = {toml_value(source.value(key))}" for key in unsaid)
         raise ConfigError(f"{trainer.name} ({trainer.file}) cannot say {told}; leave it out")
