@@ -90,10 +90,9 @@ def test_torchtitan(tmp_path):
         assert config.activation_checkpoint.mode == layout.recompute
 
 
-def test_deepspeed(tmp_path):
+def test_deepspeed(tmp_path, monkeypatch):
     config = pytest.importorskip("deepspeed.runtime.config")
-    comm = pytest.importorskip("deepspeed.comm")
-    comm.init_distributed("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
     for file, layout, _ in files("deepspeed", tmp_path):
 
         class Ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -24,7 +25,8 @@ from meshwright.layout import Layout
 from meshwright.planner.for_trainer import freed, priced_as
 from meshwright.planner.plan import Plan, check_legal, explain, prediction_json, setting_of
 from meshwright.runtime.machines.machine import detect
-from meshwright.spec.loading import Config, build_config, read_given
+from meshwright.spec.loading import KEYS, Config, build_config, read_given
+from meshwright.spec.resolve import Values
 from meshwright.units import format_bytes, format_seconds
 
 # Questions that `plan` answers for layouts of Meshwright alone.
@@ -40,6 +42,7 @@ _PLANNED_KEYS: Final = frozenset(
         *("train.reduce_dtype", "train.async_tp", "train.expert_capacity", "optimizer.name"),
     }
 )
+_OUR_KEY: Final = re.compile(rf"\b(?:{'|'.join(KEYS)})\.[a-z_]+")
 # Another layout has to be faster by so much to be worth a change: predictions are not exact.
 _WORTH: Final = 0.02
 
@@ -118,8 +121,8 @@ def _with_refused(report: Report, refused: list[KeyReport]) -> Report:
 
 
 def _is_planned(entry: KeyReport) -> bool:
-    """Whether layout and memory may depend on a key, as far as is known."""
-    targets = [*entry.to, *entry.settled_by]
+    """Whether layout and memory may depend on a key: on the keys of ours that it sets or names."""
+    targets = [*entry.to, *entry.settled_by, *_OUR_KEY.findall(entry.note)]
     return not targets or any(
         target.partition(".")[0] in _PLANNED or target in _PLANNED_KEYS for target in targets
     )
@@ -129,7 +132,8 @@ def _devices(base: Path | None, overrides: list[str]) -> tuple[int, bool]:
     """Return the devices of the cluster that was given, and whether their number was."""
     cluster = [word for word in overrides if word.startswith("cluster.")]
     stated = read_given(base, cluster)
-    only = {name: {} for name in stated} | {"cluster": stated["cluster"]}
+    only: dict[str, Values] = {name: {} for name in stated}
+    only["cluster"] = stated["cluster"]
     spec = build_config(only).cluster
     if spec.preset == "local":
         return detect(spec, os.environ).devices * spec.nodes, "devices_per_node" in stated[

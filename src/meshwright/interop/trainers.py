@@ -61,7 +61,7 @@ class Trainer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: System
     package: str
     version: str
     file: str

@@ -95,7 +95,7 @@ def _default(source: PlanSource, key: str) -> Any:
 
 def read_back(trainer: Trainer, keys: Mapping[str, Any], source: PlanSource) -> Imported:
     """Return what a written config means, as `config import` reads it."""
-    config, base = source.config, {}
+    config, base = source.config, dict[str, Any]()
     if "model.preset" not in keys and source.config.model.preset is not None:
         base = {"model.preset": config.model.preset}
     elif config.model.init_from is not None:
