@@ -17,7 +17,10 @@ from meshwright.spec.families.base import FEATURES
 from meshwright.spec.loading import SECTIONS
 from meshwright.spec.rotary import ROPE_KINDS
 
-TABLES = ("deepspeed", "gpt_neox", "megatron", "hf")
+TABLES = (
+    *("deepspeed", "gpt_neox", "megatron", "hf"),
+    *("torchtitan", "accelerate", "axolotl", "transformers", "ms_swift", "nemo", "prime_rl"),
+)
 # What a reason says, and the keys (`section.key`) or values (`section.key=value`) that would make
 # it untrue. A reason without a pattern is of the other system, or no key could make it untrue.
 ABSENT = {
