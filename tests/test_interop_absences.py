@@ -154,10 +154,11 @@ ABSENT = {
 # that serve in another way.
 OF_THEIRS = (
     r"beside it|DeepSpeed (takes|keeps)|GPT-NeoX reads|nothing of the kind|leave it out",
-    r"nearest: (train|layout|model|checkpoint)\.[a-z_]+($|, | and | = (optimizer|ulysses))",
+    r"nearest: (train|layout|model|checkpoint|data|lora)\.[a-z_]+($|, | and | = (optimizer|ulysses))",
     r"nearest: (cpu_offload_param|sequence-parallel|\[log\]|train --resume RUN)",
     r"train --resume|--resume goes on|layout.dp_replicate replicates|Meshwright's own",
-    r"is found always|loss is minimised|no code of the folder",
+    r"is found always|loss is minimised|no code of the (folder|file)",
+    r"a block is gathered at a time|its own file is to be read",
 )
 
 
@@ -271,6 +272,17 @@ def test_a_row_with_names_knows_all_of_ours():
         "optimizer-cpu-offload": {"none", "params", "activations"},
         "pipeline.activation_checkpoint_interval": {"selective"},
         "openai-gelu": {"gelu", "silu"},
+        "optimizer.name": {"sgd"},
+        "training.enable_cpu_offload": {"optimizer", "activations"},
+        "training.mixed_precision_param": {"fp16"},
+        "training.mixed_precision_reduce": {"same"},
+        "dynamo_config.dynamo_backend": {"auto"},
+        "megatron_lm_config.megatron_lm_recompute_activations": {"full"},
+        "megatron_lm_config.megatron_lm_recompute_granularity": {"none"},
+        "megatron_lm_config.megatron_lm_optimizer_cpu_offload": {"params", "activations"},
+        "lr_scheduler": {"wsd"},
+        "activation_offloading": {"params", "optimizer", "none"},
+        "scheduler.type": {"linear"},
     }
     for name in TABLES:
         for key, row in load_table(name).rows.items():
