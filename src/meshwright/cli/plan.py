@@ -136,7 +136,6 @@ def run(args: argparse.Namespace) -> int:
         return compare_plans(args.compare, as_json=args.json)
     run_folder, named = _run_folder(args.after_oom), take_measured(args)
     _check(args)
-    check_trainers(args)
     if args.serve:
         return serve_page(args, named)
     if args.trainer is not None or args.like is not None:
@@ -244,6 +243,7 @@ def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    check_trainers(args)
     if args.top < 1:
         raise ConfigError(refusal(f"--top {args.top} must be at least 1", legal=[1]))
     if not 0 <= args.margin < 1:

@@ -210,7 +210,7 @@ def print_file(args: argparse.Namespace, file: Written | None) -> None:
     say_command(file.command)
 
 
-class Compared(NamedTuple):
+class LikeComparison(NamedTuple):
     """What becomes of another trainer's layout: its price, and the changes to the best one."""
 
     theirs: Prediction
@@ -233,15 +233,15 @@ def priced(
 
 def compared(
     like: Like, trainer: Trainer | None, made: Plan, theirs: Prediction, over: list[RankMemory]
-) -> Compared:
+) -> LikeComparison:
     """Return what would be faster than a file's layout, and the keys to change, in its words."""
     best = made.best
     if best is None or best.layout == theirs.layout:
-        return Compared(theirs, over, None, [])
+        return LikeComparison(theirs, over, None, [])
     if theirs.memory.fits and best.time.total > (1 - _WORTH) * theirs.time.total:
-        return Compared(theirs, over, None, [])
+        return LikeComparison(theirs, over, None, [])
     changes = _changes(like, trainer, made, theirs.layout, best.layout)
-    return Compared(theirs, over, best, changes)
+    return LikeComparison(theirs, over, best, changes)
 
 
 def _changes(
@@ -302,7 +302,7 @@ def _is_target(key: str) -> bool:
     return key.partition(".")[0] in _PLANNED or key in _PLANNED_KEYS
 
 
-def print_compared(found: Compared) -> None:
+def print_compared(found: LikeComparison) -> None:
     """Print whether a file's layout fits, on which rank it does not and why, and what is faster."""
     theirs = found.theirs
     time = format_seconds(theirs.time.total)
@@ -333,7 +333,7 @@ def print_compared(found: Compared) -> None:
         say(change, "  ")
 
 
-def compared_json(like: Like, found: Compared) -> dict[str, Any]:
+def compared_json(like: Like, found: LikeComparison) -> dict[str, Any]:
     """Return a comparison as JSON."""
     return {
         "file": like.report.as_json(),
