@@ -154,7 +154,8 @@ ABSENT = {
 # that serve in another way.
 OF_THEIRS = (
     r"beside it|DeepSpeed (takes|keeps)|GPT-NeoX reads|nothing of the kind|leave it out",
-    r"nearest: (train|layout|model|checkpoint|data|lora)\.[a-z_]+($|, | and | = (optimizer|ulysses))",
+    r"nearest: (data|lora)\.[a-z_]+$",
+    r"nearest: (train|layout|model|checkpoint)\.[a-z_]+($|, | and | = (optimizer|ulysses))",
     r"nearest: (cpu_offload_param|sequence-parallel|\[log\]|train --resume RUN)",
     r"train --resume|--resume goes on|layout.dp_replicate replicates|Meshwright's own",
     r"is found always|loss is minimised|no code of the (folder|file)",
