@@ -32,14 +32,16 @@ ENVS: Final = ROOT / "build" / "envs"
 class Extra:
     """A group: what it installs, and its tests.
 
-    `requirements` are pip's, in the versions of ci/constraints/NAME.txt; `debian` are packages of
-    the distribution, each with a command that it brings.
+    `requirements` are pip's, in the versions of ci/constraints/NAME.txt; `bare` are those that are
+    installed without what they ask for; `debian` are packages of the distribution, each with a
+    command that it brings.
     """
 
     tests: tuple[str, ...]
     minutes: float
     requirements: tuple[str, ...] = ()
     debian: tuple[Package, ...] = ()
+    bare: tuple[str, ...] = ()
 
 
 EXTRAS: Final = {
@@ -66,6 +68,17 @@ EXTRAS: Final = {
         ("tests/test_job_schemas.py",),
         2,
         ("skypilot", "jsonschema", "kubeflow-training", "kubernetes", "kubernetes-validate"),
+    ),
+    # Whole, these would bring Transformer Engine, other versions of one another and of torch; their
+    # parsers and dataclasses do without.
+    "trainers": Extra(
+        ("tests/test_trainer_parsers.py",),
+        5,
+        (
+            *("meshwright[deepspeed]", "accelerate", "torchtitan", "triton", "megatron-core"),
+            *("peft", "trl", "addict", "art", "fire", "colorama"),
+        ),
+        bare=("axolotl", "megatron-bridge", "ms-swift"),
     ),
     "package": Extra(("tests/test_package_install.py",), 5, ("build",)),
     "chromium": Extra(
@@ -113,6 +126,8 @@ def make(name: str, base: Path, is_pinned: bool = True) -> Path:
     ours = [one for one in extra.requirements if one.startswith("meshwright")] or ["meshwright"]
     editable = [f"{ROOT}{one.removeprefix('meshwright')}" for one in ours]
     subprocess.run([*pip, *words, "--editable", *editable, *wanted], check=True)
+    if extra.bare:
+        subprocess.run([*pip, *words, "--no-deps", *extra.bare], check=True)
     stamp.write_text(made_of)
     return python
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.interop.command_line import read_arguments
-from meshwright.interop.flat import guess_system
+from meshwright.interop.detect import detect_system
 from meshwright.interop.importing import import_files
 from meshwright.interop.report import VERDICTS
 from meshwright.interop.table import load_table
@@ -375,13 +375,13 @@ def test_files_are_told_apart(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "neox.json").write_text('{"pipe-parallel-size": 1}')
-    assert guess_system(tmp_path / "neox.json") == "gpt-neox"
+    assert detect_system(tmp_path / "neox.json") == "gpt-neox"
     (tmp_path / "a.txt").write_text("python x.py --num-layers 3")
     (tmp_path / "b.txt").write_text("nothing")
-    names = {name: guess_system(tmp_path / name) for name in ("config.json", "ds.json", "a.txt")}
+    names = {name: detect_system(tmp_path / name) for name in ("config.json", "ds.json", "a.txt")}
     assert names == {"config.json": "hf", "ds.json": "deepspeed", "a.txt": "megatron"}
     with pytest.raises(ConfigError, match="--from deepspeed"):
-        guess_system(tmp_path / "b.txt")
+        detect_system(tmp_path / "b.txt")
     (tmp_path / "ds.json").write_text('{"a": 1, "a": 2}')
     with pytest.raises(ConfigError, match="the key a twice"):
         import_files([tmp_path / "ds.json"])

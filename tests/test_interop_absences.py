@@ -17,7 +17,10 @@ from meshwright.spec.families.base import FEATURES
 from meshwright.spec.loading import SECTIONS
 from meshwright.spec.rotary import ROPE_KINDS
 
-TABLES = ("deepspeed", "gpt_neox", "megatron", "hf")
+TABLES = (
+    *("deepspeed", "gpt_neox", "megatron", "hf"),
+    *("torchtitan", "accelerate", "axolotl", "transformers", "ms_swift", "nemo", "prime_rl"),
+)
 # What a reason says, and the keys (`section.key`) or values (`section.key=value`) that would make
 # it untrue. A reason without a pattern is of the other system, or no key could make it untrue.
 ABSENT = {
@@ -151,10 +154,12 @@ ABSENT = {
 # that serve in another way.
 OF_THEIRS = (
     r"beside it|DeepSpeed (takes|keeps)|GPT-NeoX reads|nothing of the kind|leave it out",
+    r"nearest: (data|lora)\.[a-z_]+$",
     r"nearest: (train|layout|model|checkpoint)\.[a-z_]+($|, | and | = (optimizer|ulysses))",
     r"nearest: (cpu_offload_param|sequence-parallel|\[log\]|train --resume RUN)",
     r"train --resume|--resume goes on|layout.dp_replicate replicates|Meshwright's own",
-    r"is found always|loss is minimised|no code of the folder",
+    r"is found always|loss is minimised|no code of the (folder|file)",
+    r"a block is gathered at a time|its own file is to be read",
 )
 
 
@@ -268,6 +273,17 @@ def test_a_row_with_names_knows_all_of_ours():
         "optimizer-cpu-offload": {"none", "params", "activations"},
         "pipeline.activation_checkpoint_interval": {"selective"},
         "openai-gelu": {"gelu", "silu"},
+        "optimizer.name": {"sgd"},
+        "training.enable_cpu_offload": {"optimizer", "activations"},
+        "training.mixed_precision_param": {"fp16"},
+        "training.mixed_precision_reduce": {"same"},
+        "dynamo_config.dynamo_backend": {"auto"},
+        "megatron_lm_config.megatron_lm_recompute_activations": {"full"},
+        "megatron_lm_config.megatron_lm_recompute_granularity": {"none"},
+        "megatron_lm_config.megatron_lm_optimizer_cpu_offload": {"params", "activations"},
+        "lr_scheduler": {"wsd"},
+        "activation_offloading": {"params", "optimizer", "none"},
+        "scheduler.type": {"linear"},
     }
     for name in TABLES:
         for key, row in load_table(name).rows.items():

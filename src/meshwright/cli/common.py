@@ -70,9 +70,9 @@ def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
     return files[0] if files else None, overrides
 
 
-def say(text: str, indent: str = "") -> None:
+def say(text: str, indent: str = "", out: TextIO | None = None) -> None:
     """Print a line, wrapped to the width of the terminal, or to 80 columns without one."""
-    print(folded(indent + text, Console().width))
+    print(folded(indent + text, Console().width), file=out)
 
 
 def say_line(text: str, out: TextIO | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,7 +14,9 @@ from meshwright.cost.calibration import Calibration, calibration_named
 from meshwright.cost.measured import Correction, Measurement, correct, corrected, kind_of
 from meshwright.cost.row_experts import RowError
 from meshwright.cost.rows import read_row
+from meshwright.cost.setting import Setting
 from meshwright.errors import ConfigError
+from meshwright.interop.logs import LoggedRun, is_log, read_log
 from meshwright.layout import Layout
 from meshwright.parallel.machine.processor import processor
 from meshwright.planner.plan import check_legal, on_cluster, setting_of
@@ -26,7 +29,9 @@ from meshwright.runtime.pricing.correction import (
 from meshwright.spec.loading import Config
 from meshwright.units import GIB, parse_bytes, parse_seconds
 
-_TYPED: Final = ("layout", "step", "memory")
+_TYPED: Final = ("layout", "step", "memory", "log")
+
+_FILES: Final = (".json", ".jsonl", ".log", ".csv", ".txt")
 
 
 class Corrected(NamedTuple):
@@ -85,7 +90,7 @@ def take_measured(args: argparse.Namespace) -> list[str]:
                 else:
                     measurements[-1] += f" {word}"
                 typed = key == "layout" and " " not in word
-            elif index == 0 or (not has_value and Path(word).suffix in (".json", ".jsonl")):
+            elif index == 0 or (not has_value and Path(word).suffix in _FILES):
                 measurements.append(word)
             elif typed and not has_value and not Path(word).exists():
                 measurements[-1] += f" {word}"
@@ -102,9 +107,12 @@ def measured_for(
     environ: Mapping[str, str],
     *,
     keeps: bool,
+    system: str = "meshwright",
+    layout: Layout | None = None,
 ) -> Corrected | None:
     """Return a calibration corrected by measurements of a config's cluster; None without any.
 
+    `system` is the one that was measured, a name of `SYSTEMS`; `layout` that of logs without one.
     Raises `ConfigError` for unreadable ones, and for those of another device or system.
     """
     if not named:
@@ -112,10 +120,10 @@ def measured_for(
     is_named = calibration is not None
     base = calibration or calibration_named(config.cluster.calibration)
     base = uncorrected(base)
-    setting = setting_of(config, base, processor=processor())
+    setting = setting_of(config, base, processor=processor(), system=system)
     measurements: list[Measurement] = []
     for text in named:
-        for measurement in _read(text, config, base):
+        for measurement in _read(text, setting, base, layout):
             if kind_of(measurement.setting) != kind_of(setting):
                 raise ConfigError(
                     f"--measured {text}: {measurement.name or 'it'} is of "
@@ -135,44 +143,70 @@ def measured_rows(named: list[str], calibration: Calibration) -> Corrected | Non
         return None
     base = uncorrected(calibration)
     corrections = corrected(
-        (measurement for text in named for measurement in _read(text, None, base)), base
+        (measurement for text in named for measurement in _read(text, None, base, None)), base
     )
     return Corrected(applied(base, corrections), tuple(corrections))
 
 
-def _read(text: str, config: Config | None, base: Calibration) -> Iterator[Measurement]:
-    """Yield the measurements that an argument names: a run's, rows', or typed ones."""
+def _read(
+    text: str, setting: Setting | None, base: Calibration, layout: Layout | None
+) -> Iterator[Measurement]:
+    """Yield the measurements that an argument names: a run's, rows', a log's, or typed ones."""
     if text.partition("=")[0] in _TYPED:
-        if config is None:
+        if setting is None:
             raise ConfigError(f"--measured {text}: a layout needs a model; name rows, or a run")
-        yield _typed(text, config, base)
+        yield _typed(text, setting)
     elif Path(text).is_dir():
         yield measurement_of(Path(text), base)
+    elif Path(text).is_file() and is_log(Path(text)):
+        if setting is None or layout is None:
+            raise ConfigError(
+                f"--measured {text}: a log needs the layout that it was of: "
+                f"'layout=shard8 zero3 mb1 log={text}'"
+            )
+        yield _of_log(Path(text), setting, layout)
     elif Path(text).is_file():
         yield from _of_rows(Path(text), base)
     else:
         raise ConfigError(
-            f"--measured {text}: neither a run folder, nor a file of rows, nor "
+            f"--measured {text}: neither a run folder, nor a file of rows, nor a log, nor "
             "'layout=shard8 zero3 mb1 step=13.9s memory=61GiB'"
         )
 
 
-def _typed(text: str, config: Config, base: Calibration) -> Measurement:
+def _typed(text: str, setting: Setting) -> Measurement:
     values = {
         match[1]: match[2].strip()
         for match in re.finditer(r"(\w+)=(.*?)(?=\s+\w+=|$)", text.replace(",", " "))
     }
-    if "layout" not in values or not values.keys() & {"step", "memory"}:
-        raise ConfigError(f"--measured {text}: it needs a layout, and step, memory or both")
+    if "layout" not in values or not values.keys() & {"step", "memory", "log"}:
+        raise ConfigError(f"--measured {text}: it needs a layout, and step, memory or a log")
     layout = Layout.parse(values["layout"])
-    setting = setting_of(config, base, processor=processor())
     check_legal(setting, layout)
+    if "log" in values:
+        return _of_log(Path(values["log"]), setting, layout)
     try:
         seconds = parse_seconds(values["step"]) if "step" in values else None
         peak_bytes = float(parse_bytes(values["memory"])) if "memory" in values else None
     except ValueError as error:
         raise ConfigError(f"--measured {text}: {error}") from None
     return Measurement(on_cluster(setting, layout), layout, seconds, peak_bytes, name=text)
+
+
+def _of_log(path: Path, setting: Setting, layout: Layout) -> Measurement:
+    """Return what a log of another trainer says of a step, and say which lines it is from."""
+    train = setting.train
+    log = read_log(path, LoggedRun(train.batch, train.seq_len, layout.world, layout.model_ranks))
+    for told in log.says:
+        say(f"measured: {told}", out=sys.stderr)
+    return Measurement(
+        on_cluster(setting, layout),
+        layout,
+        log.seconds,
+        log.bytes,
+        is_allocated=log.is_allocated,
+        name=str(path),
+    )
 
 
 def _of_rows(path: Path, base: Calibration) -> Iterator[Measurement]:

@@ -34,6 +34,22 @@ from meshwright.cli.questions import (
 )
 from meshwright.cli.scaling import compare_plans
 from meshwright.cli.serve import add_serve, frozen_page, serve_page
+from meshwright.cli.trainers import (
+    add_trainers,
+    check_trainers,
+    compared,
+    compared_json,
+    config_file,
+    file_json,
+    free_config,
+    priced,
+    print_compared,
+    print_file,
+    print_like,
+    print_trainer,
+    read_like,
+    trainer_of,
+)
 from meshwright.cost.calibration import read_calibration, shipped_calibration
 from meshwright.cost.price import Prediction, RankMemory, memories
 from meshwright.cost.profile import predicted_profile
@@ -44,6 +60,7 @@ from meshwright.layout import Layout, Machine, unsharded
 from meshwright.parallel.machine.processor import processor
 from meshwright.planner.advice import lost_by, warnings
 from meshwright.planner.command import training_command
+from meshwright.planner.for_trainer import plan_for, priced_as
 from meshwright.planner.pins import given, words
 from meshwright.planner.plan import (
     Plan,
@@ -106,6 +123,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT | RUN",
         help="what would fit instead of a layout, or a run's, that ran out of memory",
     )
+    add_trainers(parser)
     add_measured(parser, "RUN | FILE | layout=LAYOUT step=13.9s memory=61GiB")
     add_questions(parser)
     add_serve(parser)
@@ -120,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.serve:
         return serve_page(args, named)
+    if args.trainer is not None or args.like is not None:
+        return _for_trainer(args, named)
     config = read_config(args, None if run_folder is None else run_folder.config)
     calibration = read_calibration(args.calibration) if args.calibration else None
     lacks, shared, machine = None, 1.0, None
@@ -172,7 +192,58 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE if planned.best else EXIT_CHECK_FAILED
 
 
+def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
+    """Print a plan for another trainer, or what becomes of its config; 1 if no layout fits."""
+    like = read_like(args)
+    config = read_config(args) if like is None else like.config
+    trainer = trainer_of(args, like)
+    calibration = read_calibration(args.calibration) if args.calibration else None
+    measured = measured_for(
+        named,
+        config,
+        calibration,
+        os.environ,
+        keeps=not args.no_keep,
+        system="meshwright" if trainer is None else priced_as(trainer, config),
+        layout=None if like is None else like.layout,
+    )
+    if measured is not None:
+        calibration = measured.calibration
+        if not args.json:
+            measured.print()
+    started = time.perf_counter()
+    asked = config if like is None else free_config(like)
+    if trainer is None:
+        made = plan(asked, args.top, calibration, args.margin)
+    else:
+        made = plan_for(asked, trainer, args.top, calibration, args.margin)
+    seconds = time.perf_counter() - started
+    document = as_json(made)
+    if measured is not None:
+        document["measured"] = measured.document
+    if not args.json and like is not None:
+        print_like(like)
+    if like is not None and like.layout is not None:
+        found = compared(like, trainer, made, *priced(like, trainer, calibration))
+        document["like"] = compared_json(like, found)
+        if not args.json:
+            print_compared(found)
+            print()
+    file = None if trainer is None else config_file(args, trainer, made)
+    if trainer is not None:
+        document["for"] = file_json(trainer, file)
+    if args.json:
+        print_json(document)
+        return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+    if trainer is not None:
+        print_trainer(trainer, made)
+    _print_plan(made, seconds, None)
+    print_file(args, file)
+    return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+
+
 def _check(args: argparse.Namespace) -> None:
+    check_trainers(args)
     if args.top < 1:
         raise ConfigError(refusal(f"--top {args.top} must be at least 1", legal=[1]))
     if not 0 <= args.margin < 1:

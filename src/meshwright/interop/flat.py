@@ -1,24 +1,33 @@
-"""Files to flat keys: JSON, YAML and command lines."""
+"""Files to flat keys: JSON, YAML and TOML."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
 
 import yaml
 
 from meshwright import files
-from meshwright.errors import ConfigError, refusal
+from meshwright.errors import ConfigError
 from meshwright.parsing import check_size, parse_json
 
-System = Literal["deepspeed", "gpt-neox", "hf", "megatron"]
-SYSTEMS: tuple[System, ...] = ("deepspeed", "gpt-neox", "hf", "megatron")
-
-
-# GPT-NeoX's configs may be JSON too; these keys are none of DeepSpeed's
-_NEOX_KEYS = frozenset(("num_layers", "pipe_parallel_size", "vocab_file", "train_iters"))
+System = Literal[
+    "accelerate",
+    "axolotl",
+    "deepspeed",
+    "gpt-neox",
+    "hf",
+    "megatron",
+    "ms-swift",
+    "nemo",
+    "prime-rl",
+    "torchtitan",
+    "transformers",
+]
+SYSTEMS: Final[tuple[System, ...]] = get_args(System)
 
 
 _MOST_VALUES = 100_000
@@ -45,11 +54,13 @@ def read_text(path: Path) -> str:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the JSON or YAML mapping of a file; raises `ConfigError` where there is none."""
+    """Return the JSON, YAML or TOML mapping of a file; raises `ConfigError` where there is none."""
     text = read_text(path)
     try:
         if path.suffix == ".json":
             content = parse_json(text, lambda pairs: _once(path, pairs))
+        elif path.suffix == ".toml":
+            content = tomllib.loads(text)
         else:
             content = _read_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
@@ -80,24 +91,7 @@ def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _language(path: Path) -> str:
-    return "JSON" if path.suffix == ".json" else "YAML"
-
-
-def guess_system(path: Path) -> System:
-    """Return the system whose config a file seems to be; raises `ConfigError` where none is."""
-    if path.suffix == ".json":
-        content = read_mapping(path)
-        names = {name.replace("-", "_") for name in content}
-        if names & {"model_type", "architectures"}:
-            return "hf"
-        return "gpt-neox" if names & _NEOX_KEYS else "deepspeed"
-    if path.suffix in (".yml", ".yaml"):
-        return "gpt-neox"
-    if re.search(r"(?m)(^|\s)--[a-z][\w-]+", read_text(path)):
-        return "megatron"
-    rule = f"{path} is no config that is known by its name"
-    hint = "--from says which system's it is"
-    raise ConfigError(refusal(rule, legal=[f"--from {name}" for name in SYSTEMS], hint=hint))
+    return {".json": "JSON", ".toml": "TOML"}.get(path.suffix, "YAML")
 
 
 def flatten(content: Mapping[str, Any], *, dashes: bool = False) -> dict[str, Any]:

@@ -8,32 +8,51 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.errors import ConfigError
+from meshwright.interop.accelerate import read_accelerate
+from meshwright.interop.axolotl import read_axolotl
 from meshwright.interop.command_line import read_arguments
 from meshwright.interop.deepspeed import read_deepspeed
-from meshwright.interop.flat import (
-    System,
-    flatten,
-    guess_system,
-    merge,
-    read_mapping,
-    read_text,
-)
+from meshwright.interop.detect import detect_system, read_overrides
+from meshwright.interop.flat import System, flatten, merge, read_mapping, read_text
 from meshwright.interop.gpt_neox import read_gpt_neox
 from meshwright.interop.hugging_face import read_hugging_face
 from meshwright.interop.megatron import read_megatron
+from meshwright.interop.prime_rl import read_prime_rl
+from meshwright.interop.renamed import (
+    read_nemo,
+    read_swift,
+    spelled_as_megatron,
+    spelled_as_swift,
+)
 from meshwright.interop.report import Filled, KeyReport, Report
 from meshwright.interop.source import ImportSetting, ImportSource
 from meshwright.interop.table import load_table
+from meshwright.interop.torchtitan import read_torchtitan
+from meshwright.interop.trainer import read_trainer
 from meshwright.spec.dump import toml_value
 from meshwright.spec.loading import SECTIONS, read_given
 from meshwright.spec.resolve import Value, Values
 
 _READERS: Mapping[System, tuple[Callable[[ImportSource], None], tuple[str, ...]]] = {
+    "accelerate": (read_accelerate, ("accelerate",)),
+    "axolotl": (read_axolotl, ("axolotl",)),
     "deepspeed": (read_deepspeed, ("deepspeed",)),
     "gpt-neox": (read_gpt_neox, ("gpt_neox", "deepspeed")),
     "hf": (read_hugging_face, ("hf",)),
     "megatron": (read_megatron, ("megatron",)),
+    "ms-swift": (read_swift, ("ms_swift", "megatron", "transformers")),
+    "nemo": (read_nemo, ("nemo", "megatron")),
+    "prime-rl": (read_prime_rl, ("prime_rl",)),
+    "torchtitan": (read_torchtitan, ("torchtitan",)),
+    "transformers": (read_trainer, ("transformers",)),
 }
+# Systems whose keys are another's under other spellings.
+_SPELLINGS: Mapping[System, Callable[[Mapping[str, Any]], dict[str, str]]] = {
+    "nemo": spelled_as_megatron,
+    "ms-swift": spelled_as_swift,
+}
+# Those whose command lines are not Megatron-LM's, and have underscores.
+_UNDERSCORED: tuple[System, ...] = ("torchtitan", "transformers")
 _EXTRA = "deepspeed_extra_args."
 
 
@@ -62,31 +81,73 @@ def import_files(
     unsupported keys that may be left out ("all": every one). Raises `ConfigError` for files that
     cannot be read; what cannot be had is in the report.
     """
-    assignments = list(overrides)
-    stated, over = read_given(base), read_given(None, assignments)
-    known = system or guess_system(paths[0])
+    stated, over = read_given(base), read_given(None, list(overrides))
+    known = system or detect_system(paths[0])
     if known != "gpt-neox" and len(paths) > 1:
         raise ConfigError(f"{known} has one config file, but there are {len(paths)}")
     values, clashes = _read_all(paths, known)
     if not values:
         raise ConfigError(f"{paths[0]} has no keys")
-    reader, tables = _READERS[known]
-    base_values = _by_name(stated) | _by_name(over)
-    setting = ImportSetting(base_values, tuple(_by_name(over)), devices, is_fixed)
-    source = ImportSource(values, [load_table(name) for name in tables], setting)
-    reader(source)
-    for key, how in clashes.items():
-        row = source.tables[0].find(key)
-        source.contradict([key], f"{how}; keep one", [row.to] if row and row.to else [])
-    ordered = _ordered(source)
-    refused = [entry for entry in ordered if entry.refuses(accepted, setting.given)]
-    entries = tuple(
-        entry if entry in refused else _overridden(entry, _by_name(over)) for entry in ordered
+    setting = ImportSetting(
+        _by_name(stated) | _by_name(over), tuple(_by_name(over)), devices, is_fixed
     )
     files = tuple(path.name for path in paths)
-    report = Report(known, files, entries, tuple(source.filled), tuple(refused))
-    config_values = _compose(report, stated, over)
-    return Imported(replace(report, filled=tuple(_in_effect(report, config_values))), config_values)
+    keys = _Keys(known, files, values, clashes)
+    return _import_keys(keys, stated, over, setting, accepted)
+
+
+def import_values(
+    values: dict[str, Any],
+    system: System,
+    *,
+    base: Mapping[str, Any],
+    devices: int,
+    accepted: Sequence[str] = (),
+) -> Imported:
+    """Read the flat keys of a system's config, over values of ours by `section.key`."""
+    stated: dict[str, Values] = {name: {} for name in SECTIONS}
+    for key, value in base.items():
+        section, _, name = key.partition(".")
+        stated[section][name] = Value(value, "given")
+    setting = ImportSetting(dict(base), tuple(base), devices, is_fixed=True)
+    keys = _Keys(system, (f"{system}'s config",), values, {})
+    return _import_keys(keys, stated, {}, setting, accepted)
+
+
+class _Keys(NamedTuple):
+    """The flat keys of a system's files, and what the files give in two ways."""
+
+    system: System
+    files: tuple[str, ...]
+    values: dict[str, Any]
+    clashes: dict[str, str]
+
+
+def _import_keys(
+    keys: _Keys,
+    stated: Mapping[str, Values],
+    over: Mapping[str, Values],
+    setting: ImportSetting,
+    accepted: Sequence[str],
+) -> Imported:
+    """Give each key its verdict, and return what the config states."""
+    reader, tables = _READERS[keys.system]
+    spelling = _SPELLINGS[keys.system](keys.values) if keys.system in _SPELLINGS else {}
+    theirs = {spelling.get(key, key): key for key in keys.values}
+    values = {spelling.get(key, key): value for key, value in keys.values.items()}
+    source = ImportSource(values, [load_table(name) for name in tables], setting)
+    reader(source)
+    for key, how in keys.clashes.items():
+        row = source.tables[0].find(key)
+        source.contradict([key], f"{how}; keep one", [row.to] if row and row.to else [])
+    entries = [replace(entry, key=theirs.get(entry.key, entry.key)) for entry in _ordered(source)]
+    refused = [entry for entry in entries if entry.refuses(accepted, setting.given)]
+    settled = tuple(
+        entry if entry in refused else _overridden(entry, _by_name(over)) for entry in entries
+    )
+    report = Report(keys.system, keys.files, settled, tuple(source.filled), tuple(refused))
+    given = _compose(report, stated, over)
+    return Imported(replace(report, filled=tuple(_in_effect(report, given))), given)
 
 
 def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
@@ -123,10 +184,27 @@ def _ordered(source: ImportSource) -> tuple[Any, ...]:
 
 
 def _read_all(paths: Sequence[Path], system: System) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of all files, and how those differ that are given twice."""
+    """Return the keys of all files, and what the files or arguments give in two ways."""
+    if paths[0].suffix in (".json", ".yml", ".yaml", ".toml") and system != "megatron":
+        return merge({path.name: _read(path, system) for path in paths})
+    text, name = read_text(paths[0]), str(paths[0])
+    if system == "nemo":
+        return read_overrides(text), {}
+    values, clashes = read_arguments(text, name)
     if system == "megatron":
-        return read_arguments(read_text(paths[0]), str(paths[0]))
-    return merge({path.name: _read(path, system) for path in paths})
+        return values, clashes
+    values = {key: _switched(value) for key, value in values.items()}
+    if system not in _UNDERSCORED:
+        return values, clashes
+    return (
+        {key.replace("-", "_"): value for key, value in values.items()},
+        {key.replace("-", "_"): how for key, how in clashes.items()},
+    )
+
+
+def _switched(value: Any) -> Any:
+    """Return a switch that is written out on a command line as what it says."""
+    return {"True": True, "true": True, "False": False, "false": False}.get(str(value), value)
 
 
 def _read(path: Path, system: System) -> dict[str, Any]:

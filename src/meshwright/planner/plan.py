@@ -65,8 +65,8 @@ class Plan:
 
     @property
     def choices(self) -> list[Chosen]:
-        """The automatic choices of the best layout; empty where none fits."""
-        if self.best is None:
+        """The automatic choices of the best layout; empty where none fits, or others train it."""
+        if self.best is None or self.setting.system is not SYSTEMS["meshwright"]:
             return []
         return choices(self.config, self.setting, self.best.layout, self.compile)
 
@@ -111,8 +111,9 @@ def setting_of(
     local_devices: int = _LOCAL_DEVICES,
     processor: Processor | None = None,
     slower: float = 1.0,
+    system: str = "meshwright",
 ) -> Setting:
-    """Return the setting that prices a config's layouts.
+    """Return the setting that prices a config's layouts, as a system of `SYSTEMS` runs them.
 
     `processor` is this machine's, for the cluster "local". `slower` is the factor by which a device
     is slower than in the catalogue, for example if several ranks share a CPU. Raises `ConfigError`
@@ -130,7 +131,7 @@ def setting_of(
         config.train,
         config.optimizer,
         cluster,
-        SYSTEMS["meshwright"],
+        SYSTEMS[system],
         calibration,
         products_of(config.train, cluster.device),
         packed=config.data.packing == "documents",

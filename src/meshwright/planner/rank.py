@@ -28,6 +28,7 @@ from meshwright.planner.space import (
     Core,
     Pins,
     Schedule,
+    admits,
     as_fixed,
     cores,
     obeys,
@@ -143,13 +144,15 @@ class Search:
         moving = [
             core._replace(layout=core.layout.model_copy(update=update)) for core in everything
         ]
-        pinned = self.pins.get("offload")
+        is_free, pinned = "offload" not in self.pins, self.pins.get("offload")
         first: list[_Pass] = [(everything, ("none",)), (everything, ("optimizer", "params"))]
-        first = [search_pass for search_pass in first if pinned is None or pinned in search_pass[1]]
-        last: list[_Pass] = (
-            [] if pinned not in (None, "activations") else [(moving, ("activations",))]
-        )
-        return first, last
+        first = [
+            search_pass
+            for search_pass in first
+            if is_free or any(admits(pinned, offload) for offload in search_pass[1])
+        ]
+        moves = is_free or admits(pinned, "activations")
+        return first, [(moving, ("activations",))] if moves else []
 
     def _size_of(self, pass_cores: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
         """Return how many layouts some cores stand for: see `size_of`."""

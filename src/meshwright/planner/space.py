@@ -39,8 +39,8 @@ def admits(pinned: object, value: object) -> bool:
 
 
 def obeys(pins: Pins, layout: Layout, keys: Collection[str]) -> bool:
-    """Whether a layout has the keys that a user fixed."""
-    return all(getattr(layout, key) == pins[key] for key in keys if key in pins)
+    """Whether a layout has the keys that a user fixed, or one of the values that are allowed."""
+    return all(admits(pins[key], getattr(layout, key)) for key in keys if key in pins)
 
 
 class Core(NamedTuple):

@@ -1,0 +1,349 @@
+"""`plan --for` and `plan --like`: plans for other trainers, from and to their own configs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from meshwright.cli.common import add_accept, read_words, say, say_command
+from meshwright.cli.imports import summary
+from meshwright.cost.calibration import Calibration
+from meshwright.cost.catalogue import resolve_cluster
+from meshwright.cost.price import Prediction, RankMemory, memories
+from meshwright.errors import ConfigError, refusal
+from meshwright.files import write_atomic
+from meshwright.interop.export.source import PlanSource
+from meshwright.interop.export.writing import Written, keys_of, layout_of, written
+from meshwright.interop.importing import Imported, import_files, refusal_text
+from meshwright.interop.report import KeyReport, Report
+from meshwright.interop.trainers import TRAINERS, Trainer, trainer_named
+from meshwright.layout import Layout
+from meshwright.planner.for_trainer import freed, priced_as
+from meshwright.planner.plan import Plan, check_legal, explain, prediction_json, setting_of
+from meshwright.runtime.machines.machine import detect
+from meshwright.spec.loading import KEYS, Config, build_config, read_given
+from meshwright.spec.resolve import Values
+from meshwright.units import format_bytes, format_seconds
+
+# Questions that `plan` answers for layouts of Meshwright alone.
+_OWN: Final = (
+    *("explain", "after_oom", "devices", "fewest", "largest_batch", "longest_context"),
+    *("fine_tune", "cheapest", "html", "serve", "save"),
+)
+# Sections of a config that a layout and its memory follow from.
+_PLANNED: Final = ("model", "layout", "cluster", "lora")
+_PLANNED_KEYS: Final = frozenset(
+    {
+        *("train.batch", "train.seq_len", "train.precision", "train.fp8", "train.compile"),
+        *("train.reduce_dtype", "train.async_tp", "train.expert_capacity", "optimizer.name"),
+    }
+)
+_OUR_KEY: Final = re.compile(rf"\b(?:{'|'.join(KEYS)})\.[a-z_]+")
+# Another layout has to be faster by so much to be worth a change: predictions are not exact.
+_WORTH: Final = 0.02
+
+
+class Like(NamedTuple):
+    """Another trainer's config: its verdicts, the config that it means, and its layout."""
+
+    path: Path
+    report: Report
+    config: Config
+    layout: Layout | None
+
+
+def add_trainers(parser: argparse.ArgumentParser) -> None:
+    """Add `--for`, `--like` and what goes with them."""
+    parser.add_argument(
+        "--for", dest="trainer", choices=TRAINERS, help="plan for another trainer, as its config"
+    )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="FILE",
+        help="another trainer's config: whether it fits, and what would be faster",
+    )
+    parser.add_argument(
+        "--save-config", type=Path, metavar="FILE", help="write the trainer's config here"
+    )
+    add_accept(parser)
+
+
+def check_trainers(args: argparse.Namespace) -> None:
+    """Refuse flags that do not go with a plan for another trainer."""
+    if args.trainer is None and args.like is None:
+        if args.save_config is not None:
+            legal = [f"--for {name}" for name in TRAINERS]
+            rule = "--save-config writes another trainer's config; it needs its name"
+            raise ConfigError(refusal(rule, legal=legal[:3]))
+        return
+    for name in _OWN:
+        if getattr(args, name, None):
+            flag = f"--{name.replace('_', '-')}"
+            beside = "--for" if args.trainer else "--like"
+            raise ConfigError(f"{flag} is answered for layouts of Meshwright; leave {beside} out")
+
+
+def read_like(args: argparse.Namespace) -> Like | None:
+    """Return the config that `--like` names, with the overrides of the command line over it."""
+    if args.like is None:
+        return None
+    base, overrides = read_words(args)
+    devices, is_fixed = _devices(base, overrides)
+    accepted = [key for key in args.accept.split(",") if key]
+    path = args.like
+    if path.is_dir():
+        path = path / "config.json"
+    imported = import_files(
+        [path],
+        base=base,
+        overrides=overrides,
+        devices=devices,
+        is_fixed=is_fixed,
+        accepted=accepted,
+    )
+    refused = [entry for entry in imported.report.refused if _is_planned(entry)]
+    if refused:
+        report = imported.report
+        text = refusal_text(_with_refused(report, refused))
+        raise ConfigError(text)
+    config = build_config({name: dict(values) for name, values in imported.given.items()})
+    layout = None if imported.report.system == "hf" else _layout(imported, config)
+    return Like(path, imported.report, config, layout)
+
+
+def _with_refused(report: Report, refused: list[KeyReport]) -> Report:
+    return Report(report.system, report.files, report.entries, report.filled, tuple(refused))
+
+
+def _is_planned(entry: KeyReport) -> bool:
+    """Whether layout and memory may depend on a key: on the keys of ours that it sets or names."""
+    targets = [*entry.to, *entry.settled_by, *_OUR_KEY.findall(entry.note)]
+    return not targets or any(
+        target.partition(".")[0] in _PLANNED or target in _PLANNED_KEYS for target in targets
+    )
+
+
+def _devices(base: Path | None, overrides: list[str]) -> tuple[int, bool]:
+    """Return the devices of the cluster that was given, and whether their number was."""
+    cluster = [word for word in overrides if word.startswith("cluster.")]
+    stated = read_given(base, cluster)
+    only: dict[str, Values] = {name: {} for name in stated}
+    only["cluster"] = stated["cluster"]
+    spec = build_config(only).cluster
+    if spec.preset == "local":
+        return detect(spec, os.environ).devices * spec.nodes, "devices_per_node" in stated[
+            "cluster"
+        ]
+    is_fixed = bool(stated["cluster"].keys() & {"nodes", "devices_per_node"})
+    return resolve_cluster(spec, 1).devices, is_fixed
+
+
+def _layout(imported: Imported, config: Config) -> Layout:
+    spec = config.cluster
+    local = spec.devices_per_node or detect(spec, os.environ).devices
+    return layout_of(imported, resolve_cluster(spec, local).devices)
+
+
+def trainer_of(args: argparse.Namespace, like: Like | None) -> Trainer | None:
+    """Return the trainer to plan for: the one of `--for`, else that of the file, if it can be."""
+    name = args.trainer or (like.report.system if like is not None else None)
+    return trainer_named(name) if name in TRAINERS else None
+
+
+def source_of(made: Plan, layout: Layout) -> PlanSource:
+    """Return what a plan's config file is made from."""
+    cluster = made.setting.cluster
+    per_node = min(cluster.per_node, cluster.devices)
+    return PlanSource(made.config, layout, cluster.devices // per_node, per_node)
+
+
+def config_file(args: argparse.Namespace, trainer: Trainer, made: Plan) -> Written | None:
+    """Return the best layout as the trainer's config, written where it is asked for."""
+    if made.best is None:
+        return None
+    name = str(args.save_config or f"plan{trainer.suffix}")
+    file = written(trainer, source_of(made, made.best.layout), name)
+    if args.save_config is not None:
+        write_atomic(args.save_config, file.text.encode())
+    return file
+
+
+def file_json(trainer: Trainer, file: Written | None) -> dict[str, Any]:
+    """Return a trainer and its config file as JSON."""
+    return {
+        "trainer": trainer.name,
+        "version": trainer.version,
+        "priced_as": trainer.priced_as,
+        "priced_why": trainer.priced_why,
+        "config": None if file is None else dict(file.keys),
+        "text": None if file is None else file.text,
+        "notes": [] if file is None else file.notes,
+        "command": None if file is None else file.command,
+    }
+
+
+def print_trainer(trainer: Trainer, made: Plan) -> None:
+    """Print whose plan follows, for which version, and as what it is priced."""
+    say(f"for {trainer.package} {trainer.version}: {trainer.file}")
+    system = made.setting.system.name
+    why = f": {trainer.priced_why}" if trainer.priced_why else ""
+    say(f"note: priced as {system}{why}")
+
+
+def print_file(args: argparse.Namespace, file: Written | None) -> None:
+    """Print the config, or where it was written, and the command that starts it."""
+    if file is None:
+        return
+    for note in file.notes:
+        say(f"note: {note}")
+    if args.save_config is None:
+        print()
+        print(file.text, end="")
+        print("\nto train the best, with --save-config FILE:")
+    else:
+        print(f"\nwritten to {args.save_config}; to train:")
+    say_command(file.command)
+
+
+class LikeComparison(NamedTuple):
+    """What becomes of another trainer's layout: its price, and the changes to the best one."""
+
+    theirs: Prediction
+    over: list[RankMemory]
+    faster: Prediction | None
+    changes: list[str]
+
+
+def priced(
+    like: Like, trainer: Trainer | None, calibration: Calibration | None
+) -> tuple[Prediction, list[RankMemory]]:
+    """Return the price of the layout that a file gives, and the pipeline ranks it does not fit."""
+    assert like.layout is not None
+    system = "meshwright" if trainer is None else priced_as(trainer, like.config)
+    setting = setting_of(like.config, calibration, system=system)
+    check_legal(setting, like.layout)
+    theirs = explain(setting, like.layout)
+    return theirs, [held for held in memories(setting, like.layout) if not held.fits]
+
+
+def compared(
+    like: Like, trainer: Trainer | None, made: Plan, theirs: Prediction, over: list[RankMemory]
+) -> LikeComparison:
+    """Return what would be faster than a file's layout, and the keys to change, in its words."""
+    best = made.best
+    if best is None or best.layout == theirs.layout:
+        return LikeComparison(theirs, over, None, [])
+    if theirs.memory.fits and best.time.total > (1 - _WORTH) * theirs.time.total:
+        return LikeComparison(theirs, over, None, [])
+    changes = _changes(like, trainer, made, theirs.layout, best.layout)
+    return LikeComparison(theirs, over, best, changes)
+
+
+def _changes(
+    like: Like, trainer: Trainer | None, made: Plan, before: Layout, after: Layout
+) -> list[str]:
+    """Return each changed key with both values, under the trainer's name of it."""
+    if trainer is not None and like.report.system == trainer.name:
+        try:
+            first = keys_of(trainer, source_of(made, before))
+            second = keys_of(trainer, source_of(made, after))
+        except ConfigError:  # what one of them cannot say has no key there
+            pass
+        else:
+            return _changed(first, second)
+    theirs = {to: entry.key for entry in like.report.entries for to in entry.to}
+    first, second = before.model_dump(), after.model_dump()
+    names = {key: theirs.get(f"layout.{key}", f"layout.{key}") for key in first}
+    return _changed(
+        {names[key]: value for key, value in first.items()},
+        {names[key]: value for key, value in second.items()},
+    )
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}: {_word(before.get(key))} -> {_word(after.get(key))}"
+        for key in (*before, *(key for key in after if key not in before))
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "(left out)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def print_like(like: Like) -> None:
+    """Print what was taken of each key of the file."""
+    report = like.report
+    say(summary(report))
+    planned = [entry for entry in report.entries if any(_is_target(key) for key in entry.to)]
+    free = [entry for entry in report.entries if not entry.to and entry.verdict == "ignored"]
+    say(
+        f"{len(planned)} keys give model, layout, batch or cluster; {len(free)} have no effect on "
+        "layout and memory"
+    )
+    origin = like.config.origins.get("layout.microbatch", "default")
+    if like.layout is not None and (origin == "default" or origin.startswith("derived")):
+        micro = like.layout.microbatch
+        say(f"note: the file says no microbatch: layout.microbatch = {micro} is assumed")
+    for entry in report.entries:
+        if entry.verdict == "unsupported" and _is_planned(entry):
+            say(f"note: not planned: {entry.key} = {_word(entry.value)}: {entry.note}")
+
+
+def _is_target(key: str) -> bool:
+    return key.partition(".")[0] in _PLANNED or key in _PLANNED_KEYS
+
+
+def print_compared(found: LikeComparison) -> None:
+    """Print whether a file's layout fits, on which rank it does not and why, and what is faster."""
+    theirs = found.theirs
+    time = format_seconds(theirs.time.total)
+    label = theirs.layout.label
+    if not found.over:
+        held = theirs.memory
+        say(
+            f"as given: {label} fits, {format_bytes(held.total)} of {format_bytes(held.limit)} on "
+            f"pipeline rank {held.rank}; {time} a step, MFU {theirs.mfu:.1%}"
+        )
+    for held in found.over:
+        parts = sorted(held.by_category().items(), key=lambda one: -one[1])[:3]
+        told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        say(
+            f"as given: {label} does not fit on pipeline rank {held.rank}: "
+            f"{format_bytes(held.total)} of {format_bytes(held.limit)}; most of it {told}"
+        )
+    if found.faster is None:
+        say("nothing is faster by more than 2%" if not found.over else "nothing else fits")
+        return
+    share = theirs.time.total / found.faster.time.total
+    verb = "fits" if found.over else "is faster"
+    say(
+        f"what {verb}: {found.faster.layout.label}, {format_seconds(found.faster.time.total)} a "
+        f"step" + ("" if found.over else f", {share:.2f} x the speed")
+    )
+    for change in found.changes:
+        say(change, "  ")
+
+
+def compared_json(like: Like, found: LikeComparison) -> dict[str, Any]:
+    """Return a comparison as JSON."""
+    return {
+        "file": like.report.as_json(),
+        "as_given": prediction_json(found.theirs),
+        "over": [{"rank": held.rank, "bytes": round(held.total)} for held in found.over],
+        "faster": None if found.faster is None else prediction_json(found.faster),
+        "changes": found.changes,
+    }
+
+
+def free_config(like: Like) -> Config:
+    """Return the file's config with every key of the layout left to the planner."""
+    return freed(like.config)

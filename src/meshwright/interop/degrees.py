@@ -1,0 +1,121 @@
+"""What trainers on PyTorch share: degrees, shards of FSDP, the batch of data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from meshwright.interop.source import ImportSource
+
+REPLICAS, SHARDS = "layout.dp_replicate", "layout.dp_shard"
+_MODEL_RANKS = ("layout.pp", "layout.cp", "layout.tp")
+
+
+def read_degrees(source: ImportSource, names: Mapping[str, str]) -> None:
+    """Take the degrees of a file: its keys, and the keys of the layout that they set."""
+    for key, to in names.items():
+        if source.get(key) in (0, -1):
+            source.honour(key, note="off" if source.get(key) == 0 else "what is left")
+            continue
+        size = source.whole(key)
+        if size is not None:
+            source.honour(key, {to: size})
+
+
+def degree(source: ImportSource, key: str) -> int:
+    """Return a degree of the layout so far; 1 where nothing says it."""
+    return int(source.target(key) or 1)
+
+
+def fill_shards(source: ImportSource, key: str, *, is_sharded: bool = True) -> None:
+    """Set the data-parallel degree that a file leaves to the number of devices.
+
+    `key` is the file's key of it, which numbers that contradict each other are told of. What is
+    left shards with FSDP, and replicates without.
+    """
+    if any(SHARDS in entry.to for entry in source.entries.values()):
+        return
+    rest = SHARDS if is_sharded else REPLICAS
+    if not is_sharded and source.target(REPLICAS) is not None:
+        return
+    others = 1 if rest == REPLICAS else degree(source, REPLICAS)
+    for name in _MODEL_RANKS:
+        others *= degree(source, name)
+    devices = source.setting.devices
+    if devices % others:
+        if not source.setting.is_fixed:
+            source.imply(rest, 1, "the devices here are fewer than the file's degrees")
+            return
+        told = " x ".join(f"{name} {degree(source, name)}" for name in (*_MODEL_RANKS, REPLICAS))
+        nearest = max(1, round(devices / others)) * others
+        why = f"{told} = {others} ranks do not divide {devices} devices; nearest: {nearest} devices"
+        source.contradict([key], why, [rest])
+        return
+    source.imply(rest, devices // others, f"what {devices} devices leave")
+
+
+def imply_sharding(source: ImportSource, *, reshards: bool, why: str) -> None:
+    """Set the ZeRO stage of FSDP: 3 where weights are freed after the forward, else 2.
+
+    Without ranks to shard over there is nothing to shard.
+    """
+    ranks = degree(source, SHARDS) * degree(source, "layout.cp")
+    source.imply("layout.zero", (3 if reshards else 2) if ranks > 1 else 0, why)
+
+
+def read_precision(source: ImportSource, keys: Mapping[str, str], default: str | None) -> None:
+    """Take switches such as bf16 and fp16; at most one may be on."""
+    on = [key for key in keys if str(source.get(key)).lower() == "true"]
+    if len({keys[key] for key in on}) > 1:
+        source.contradict(on, f"{' and '.join(on)} are both true; keep one", ["train.precision"])
+    for key in keys:
+        if key in on:
+            source.honour(key, {"train.precision": keys[key]})
+        elif source.get(key) is False:
+            source.honour(key, note="off")
+    is_auto = any(source.values.get(key) == "auto" for key in keys)
+    if not on and default is not None and not is_auto:
+        source.fill("train.precision", default, "the trainer's default")
+
+
+class LocalBatch(NamedTuple):
+    """What a trainer calls the sequences of a rank's microbatch, and its default of them.
+
+    `accumulation` is the key of how many microbatches a step has, `total` that of the global batch;
+    None where the trainer has no such key.
+    """
+
+    micro: str
+    default: int
+    accumulation: str | None = None
+    total: str | None = None
+
+
+def data_ranks(source: ImportSource) -> int:
+    """Return how many ranks read different sequences, as the file or the devices say it."""
+    return degree(source, REPLICAS) * degree(source, SHARDS)
+
+
+def read_local_batch(source: ImportSource, names: LocalBatch) -> None:
+    """Take microbatch, accumulation and global batch; numbers that contradict are reported."""
+    ranks = data_ranks(source)
+    micro = source.whole(names.micro) or names.default
+    steps = source.whole(names.accumulation) if names.accumulation else None
+    total = source.whole(names.total) if names.total else None
+    local = micro * (steps or 1)
+    if total is not None and (total != local * ranks if steps else total % (local * ranks)):
+        nearest = max(1, round(total / (local * ranks))) * local * ranks
+        told = f"{names.micro} = {micro}" + (f" x {names.accumulation} = {steps}" if steps else "")
+        why = f"{names.total} = {total} is not {told} x {ranks} data-parallel ranks; nearest: "
+        source.contradict([str(names.total)], f"{why}{names.total} = {nearest}", ["train.batch"])
+        return
+    batch = local * ranks if total is None else total
+    note = f"{batch // (micro * ranks)} x {micro} x {ranks} data-parallel ranks = {batch}"
+    both = {"layout.microbatch": micro, "train.batch": batch}
+    source.translate(names.micro, both, note)
+    for key in (names.accumulation, names.total):
+        if key is not None:
+            source.translate(key, {"train.batch": batch}, note)
+    if names.micro not in source.values:
+        source.imply("layout.microbatch", micro, f"the trainer's default of {names.micro}")
+        source.imply("train.batch", batch, note)

@@ -1,0 +1,1 @@
+"""A plan as the config file of another trainer. Never imports torch."""

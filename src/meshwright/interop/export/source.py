@@ -1,0 +1,102 @@
+"""`PlanSource`: what a written config is made from, and the keys that every trainer has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from meshwright.errors import ConfigError
+from meshwright.interop.names import ModelNames, names_of
+from meshwright.layout import Layout
+from meshwright.spec.loading import Config
+
+# Keys that steer Meshwright's own loop, or its predictions: no other trainer needs them.
+OWN_KEYS: Final = frozenset(
+    {
+        *("train.log_every", "train.eval_every", "train.eval_batches", "train.stop_after_evals"),
+        *("train.check_every", "train.nonfinite", "train.matmul", "train.engine"),
+        *("train.imbalance", "train.routing", "train.loss_scale", "optimizer.schedule_steps"),
+    }
+)
+# Sections whose keys a written config has, or is refused.
+_WRITTEN: Final = ("train", "optimizer", "lora")
+_UNSAID: Final = ("default", "plan")
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """A config with the layout that was planned for it, on so many nodes and devices of each."""
+
+    config: Config
+    layout: Layout
+    nodes: int
+    per_node: int
+
+    @property
+    def names(self) -> ModelNames:
+        """What others call the model; empty where they have no name of it."""
+        return names_of(self.config.model.preset)
+
+    @property
+    def devices(self) -> int:
+        """All devices."""
+        return self.nodes * self.per_node
+
+    @property
+    def accumulation(self) -> int:
+        """The microbatches of a data-parallel rank in a step."""
+        return self.layout.microbatches(self.config.train.batch)
+
+    def is_stated(self, key: str) -> bool:
+        """Whether a config key was given in a file or on the command line."""
+        origin = self.config.origins.get(key, "default")
+        return origin not in _UNSAID and not origin.startswith("derived")
+
+    def stated(self) -> list[str]:
+        """Return the keys on training that were given."""
+        return [
+            key
+            for key in self.config.origins
+            if key.partition(".")[0] in _WRITTEN and self.is_stated(key)
+        ]
+
+    def value(self, key: str) -> Any:
+        """Return the value of a config key such as `train.batch`."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self.config, section), name)
+
+    def given(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the values that were given, under another trainer's names.
+
+        `names` has their key for each of ours.
+        """
+        return {theirs: self.value(ours) for ours, theirs in names.items() if self.is_stated(ours)}
+
+    def hub_name(self) -> str:
+        """Return the model's folder, or its repository; raises `ConfigError` where it has none."""
+        model = self.config.model
+        name = model.init_from or (self.names.hub[0] if self.names.hub else None)
+        if name is None:
+            raise ConfigError(
+                "the model has no name of the Hugging Face hub, and its sizes cannot be said in "
+                "this config; nearest: model.init_from with the model's folder"
+            )
+        return str(name)
+
+    def check_named_model(self) -> None:
+        """Refuse sizes that were given beside the model's name, which the name does not say."""
+        allowed = ("model.preset", "model.init_from", "model.context")
+        extra = [
+            key
+            for key in self.config.origins
+            if key.startswith("model.") and key not in allowed and self._is_size(key)
+        ]
+        if extra:
+            told = ", ".join(f"{key} = {self.value(key)!r}" for key in extra)
+            raise ConfigError(f"the model is said by its name, which does not say {told}")
+
+    def _is_size(self, key: str) -> bool:
+        origin = self.config.origins[key]
+        names = ("default", "derived", "preset", "model.preset", "init_from", "import")
+        return not origin.startswith(names) and origin != f"preset {self.config.model.preset}"

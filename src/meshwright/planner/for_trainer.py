@@ -1,0 +1,93 @@
+"""Plans within what another training system can do, priced as that system."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from meshwright.cost.calibration import Calibration
+from meshwright.cost.price import Prediction
+from meshwright.cost.setting import Setting
+from meshwright.errors import ConfigError
+from meshwright.interop.trainers import Trainer
+from meshwright.layout import Layout
+from meshwright.planner.pins import given, words
+from meshwright.planner.plan import Plan, setting_of
+from meshwright.planner.prices import KnownPrices
+from meshwright.planner.rank import MARGIN, Found, Search
+from meshwright.spec.loading import Config
+from meshwright.spec.training import LayoutSection
+
+# Systems of the calibration that are another's, compiled.
+_COMPILED: Final[Mapping[str, str]] = {"torchtitan": "torchtitan-compile"}
+
+
+def priced_as(trainer: Trainer, config: Config) -> str:
+    """Return the system of `cost/systems.py` as which a trainer's steps are priced."""
+    if config.train.compile is True:
+        return _COMPILED.get(trainer.priced_as, trainer.priced_as)
+    return trainer.priced_as
+
+
+def plan_for(
+    config: Config,
+    trainer: Trainer,
+    top: int = 10,
+    calibration: Calibration | None = None,
+    margin: float = MARGIN,
+) -> Plan:
+    """Return the ranked layouts that a trainer can run, best first; doesn't import torch.
+
+    Layout keys that the config sets keep their values. Raises `ConfigError` where the trainer can
+    run none of the legal layouts.
+    """
+    setting = setting_of(config, calibration, system=priced_as(trainer, config))
+    fixed, layers = given(config), config.model.n_layers
+    spaces = trainer.pins(layers, fixed)
+    prices, devices = KnownPrices(), setting.cluster.devices
+    found = [
+        Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top) for pins in spaces
+    ]
+    merged = _merged(setting, found, top)
+    if not merged.considered:
+        wanted = f" with {words(fixed)}" if fixed else ""
+        raise ConfigError(
+            f"{trainer.name} {trainer.version} has no legal layout of {devices} devices{wanted} "
+            f"and train.batch = {config.train.batch}; it has {_spaces(trainer)}"
+        )
+    return Plan(config, setting, merged, margin)
+
+
+def _spaces(trainer: Trainer) -> str:
+    return "; or ".join(space.why for space in trainer.spaces)
+
+
+def _merged(setting: Setting, found: Sequence[Found], top: int) -> Found:
+    """Return the results of several searches as one: the best of all, fastest first."""
+    ranked: dict[Layout, Prediction] = {}
+    reasons: Counter[str] = Counter()
+    for one in found:
+        reasons.update(one.reasons)
+        ranked.update({prediction.layout: prediction for prediction in one.ranked})
+    ordered = sorted(ranked.values(), key=lambda one: one.time.total)[:top]
+    nearest = min(
+        (one for one in found if one.unfit is not None),
+        key=lambda one: one.unfit.total if one.unfit is not None else 0.0,
+        default=None,
+    )
+    return Found(
+        setting,
+        tuple(ordered),
+        sum(one.considered for one in found),
+        dict(reasons.most_common()),
+        None if ordered or nearest is None else nearest.unfit,
+        None if ordered or nearest is None else nearest.unfit_layout,
+    )
+
+
+def freed(config: Config) -> Config:
+    """Return a config whose layout nobody has fixed."""
+    layout = {key: "default" for key in config.origins if key.startswith("layout.")}
+    origins = {**config.origins, **layout}
+    return config.model_copy(update={"layout": LayoutSection(), "origins": origins})
