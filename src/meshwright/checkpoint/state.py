@@ -46,17 +46,24 @@ class Leaf(NamedTuple):
     """A tensor of a step: its name, the tensor and its region of the whole.
 
     The optimizer knows it as `tensor`. `is_mine`: of the ranks that hold it, this one writes it.
+    The last `padding` rows of a shard are zero, and are not stored.
     """
 
     name: str
     tensor: Tensor
     region: Region
     is_mine: bool
+    padding: int = 0
 
     @property
     def shard(self) -> Tensor:
         """This rank's shard of it, as a plain tensor that shares its memory."""
-        return local_shard(self.tensor.detach())
+        return self.stored(self.tensor.detach())
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """Return what is stored of this rank's shard of a tensor that lies as this one does."""
+        shard = local_shard(tensor)
+        return shard[: len(shard) - self.padding] if self.padding else shard
 
 
 # What the optimizer keeps of a parameter, by key: a number, or None for a tensor of its shape.
@@ -83,7 +90,7 @@ def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
         found.weights.append(Chunk(leaf.name, offsets, leaf.shard))
         for key, value in optimizer.state.get(leaf.tensor, {}).items():
             if isinstance(value, Tensor) and not _is_scalar(value):
-                chunk = Chunk(f"{key}.{leaf.name}", offsets, local_shard(value))
+                chunk = Chunk(f"{key}.{leaf.name}", offsets, leaf.stored(value))
                 found.optimizer.append(chunk)
     return found
 
@@ -121,8 +128,8 @@ def fill_state(
             state[key] = torch.tensor(value, dtype=torch.float32, device=scalars_on)
             continue
         found = stored.read(f"{key}.{leaf.name}", leaf.region)
-        state[key] = torch.empty_like(leaf.tensor, dtype=found.dtype, requires_grad=False)
-        local_shard(state[key]).copy_(found)
+        state[key] = torch.zeros_like(leaf.tensor, dtype=found.dtype, requires_grad=False)
+        leaf.stored(state[key]).copy_(found)
     if state:
         optimizer.state[leaf.tensor] = state
 
@@ -148,7 +155,9 @@ def _leaf(parallel: Parallel, held: HeldParameter, tensor: Tensor) -> Leaf:
     layout, at = parallel.program.layout, parallel.groups.at
     number = list(parallel.program.shardings).index(held.name)
     is_mine = held.copies > 0 and is_turn(number, layout, at, held.sharding)
-    return Leaf(held.name, tensor, region_of(held, parallel), is_mine)
+    region = region_of(held, parallel)
+    padding = len(held.shard) - (region[0][1] - region[0][0])
+    return Leaf(held.name, tensor, region, is_mine, padding)
 
 
 def _buffers(parallel: Parallel) -> list[Leaf]:

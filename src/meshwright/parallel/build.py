@@ -341,13 +341,13 @@ def fill(parallel: Parallel, source: Source) -> None:
     for held in parallel.held:
         region = region_of(held, parallel)
         parallel.recorder.beat()
-        held.fill(source(held.name, held.sharding.part.shape, region), dtype)
+        held.fill(source(held.name, held.sharding.part.real_shape, region), dtype)
 
 
 def region_of(held: HeldParameter, parallel: Parallel) -> Region:
-    """Return the position of this rank's shard of a parameter in the whole tensor."""
+    """Return the position of this rank's shard of a parameter, without padding, in the whole."""
     at = parallel.groups.at
-    return held.sharding.region(at["tp"], data_rank(parallel.program.layout, at))
+    return held.sharding.real_region(at["tp"], data_rank(parallel.program.layout, at))
 
 
 def cut(full: Tensor, region: Sequence[tuple[int, int]]) -> Tensor:

@@ -52,7 +52,7 @@ def on_stages(
 def on_rank_0(
     parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors of the model in its order, on the host of rank 0.
+    """Yield the whole tensors of the model in its order, without padding, on the host of rank 0.
 
     A collective: every rank must iterate; the others yield nothing. One tensor is whole at a time.
     """
@@ -71,12 +71,13 @@ def on_rank_0(
         whole = None
         if owner == at["pp"]:
             whole = whole_of(tensor_of(mine[name]), sharding, parallel)
+            whole = whole[: sharding.part.real_shape[0]]
         if not in_first_column:
             continue
         if at["pp"] == 0:
             if whole is None:
                 whole = torch.empty(
-                    sharding.part.shape, dtype=torch.float32, device=parallel.device
+                    sharding.part.real_shape, dtype=torch.float32, device=parallel.device
                 )
                 dist.recv(whole, pp.ranks[owner], pp.group)
             yield name, whole.cpu().contiguous()

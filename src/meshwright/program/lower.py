@@ -18,7 +18,7 @@ from meshwright.program.schedule import (
 from meshwright.program.shards import Sharding, shard
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, padded
 from meshwright.spec.parts import names_by_layer, parts
 from meshwright.spec.training import TrainSpec
 
@@ -143,6 +143,10 @@ def _tables(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> t
 
 
 def lower(model: ModelSpec, train: TrainSpec, layout: Layout, target: Target = _ANY) -> Program:
-    """Return the program of a legal layout for a target: by default CPUs."""
+    """Return the program of a legal layout for a target: by default CPUs.
+
+    Its model's vocabulary is padded where tp needs it.
+    """
+    model = padded(model, layout.tp)
     stages = split_stages(model, layout.stages, train.seq_len)
     return Program(model, train, layout, stages, target)

@@ -18,7 +18,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.kept import why_not_proven
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import NF4_BLOCK
-from meshwright.spec.model import LayerSpec, ModelSpec
+from meshwright.spec.model import OF_PADDING, VOCAB_MULTIPLE, LayerSpec, ModelSpec, padded
 from meshwright.spec.rotary import RopeScaling
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.units import round_up
@@ -39,6 +39,9 @@ _WINDOW: Final = BLOCK + 9
 _CHUNK: Final = BLOCK + 8
 _CONTEXT: Final = 2048
 _DIM: Final = 64
+# Entries of a vocabulary: as they are, and where rows of padding come after them.
+_VOCAB: Final = 128
+_PADDED_VOCAB: Final = 127
 # One whose root no half precision holds, for models that scale by it.
 _ROOTED_DIM: Final = 96
 _ROOTED_DIM_OF_BLOCKS: Final = 192
@@ -210,7 +213,7 @@ def _small_model(
     sizes: dict[str, Any] = {
         "preset": None,
         "init_from": None,
-        "vocab_size": round_up(128, layout.tp),
+        **_small_vocabulary(model, layout),
         "context": _CONTEXT,
         "dim": dim,
         "n_layers": layers,
@@ -228,6 +231,14 @@ def _small_model(
         scale = model.attention_scale * math.sqrt(model.head_dim / head_dim)
         sizes["attention_scale"] = scale
     return ModelSpec.model_validate_json(model.model_copy(update=sizes).model_dump_json())
+
+
+def _small_vocabulary(model: ModelSpec, layout: Layout) -> dict[str, Any]:
+    """Return the sizes of a small vocabulary, which is padded if the model's is."""
+    is_padded = padded(model, layout.tp).vocab_rows > model.vocab_size
+    size = _PADDED_VOCAB if is_padded else round_up(_VOCAB, layout.tp)
+    multiple = model.pad_vocab_to_multiple_of
+    return {"vocab_size": size, OF_PADDING: multiple and (VOCAB_MULTIPLE if is_padded else None)}
 
 
 def _small_dim(model: ModelSpec, block: int) -> int:

@@ -14,6 +14,7 @@ from meshwright.data import Dataset, StreamedDataset
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.program.events import Events, ending
 from meshwright.spec.loading import KEYS, Config, load_config
+from meshwright.spec.model import OF_PADDING
 from meshwright.spec.parts import parts
 from meshwright.training.run_folder import Job, RunFolder, read_job, resumed_folder
 
@@ -68,7 +69,7 @@ def _check_shapes(before: Config, now: Config, told: str) -> None:
 
     `told` says how the models differ.
     """
-    old, new = ({part.name: part.shape for part in parts(one.model)} for one in (before, now))
+    old, new = ({part.name: part.real_shape for part in parts(one.model)} for one in (before, now))
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             was, is_now = (list(shapes.get(name, ())) or "missing" for shapes in (old, new))
@@ -81,7 +82,7 @@ def _changed_model(before: Config, now: Config) -> Iterator[str]:
     for section in ("model", "lora"):
         old, new = (getattr(one, section).model_dump() for one in (before, now))
         for key in KEYS[section]:
-            if old[key] != new[key]:
+            if key != OF_PADDING and old[key] != new[key]:
                 yield f"{section}.{key} was {old[key]}, is {new[key]}"
 
 
