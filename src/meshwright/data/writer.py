@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from meshwright.data.corpora import Files, Skip, Source, SourcePart
-from meshwright.data.encoders import Encoder, Encoding
+from meshwright.data.encoders import Encoder, Encoding, worded
 from meshwright.data.seal import file_record, seal
 from meshwright.data.store import (
     FORMAT,
@@ -49,7 +49,6 @@ POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the wo
 BATCH_CHARS = MIB
 SKIPPED = "skipped.txt"  # files and rows without text, a line each
 NOTES = "notes.txt"  # what of conversations is not read or trained, a line each
-MOST_NOTES = 12
 Say = Callable[[str], None]
 
 
@@ -166,8 +165,7 @@ def _notes(tasks: Sequence[_Task]) -> list[str]:
     for task in tasks:
         with reading(task.record_path):
             counts.update(parse_json(task.record_path.read_bytes()).get("notes", {}))
-    most = [f"{line} ({counted(count, 'conversation')})" for line, count in counts.most_common()]
-    return [*most[:MOST_NOTES], *([f"{len(most) - MOST_NOTES} more"] if most[MOST_NOTES:] else [])]
+    return worded(counts)
 
 
 def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:

@@ -380,9 +380,9 @@ def _read_vocabulary(source: ImportSource) -> None:
         source.miss(key, why)
         return
     multiple = (source.whole(key) or 128) * (source.whole("model_parallel_size") or 1)
-    padding = {f"model.{OF_PADDING}": multiple}
+    padding = {f"model.{OF_PADDING}": multiple} if size % multiple else {}
     source.translate(key, padding, "for each rank of tp")
     if "hidden_size" in source.values:
         source.fill("model.vocab_size", size, f"the size of {name}")
-        if key not in source.values:
+        if padding and key not in source.values:
             source.fill(f"model.{OF_PADDING}", multiple, "GPT-NeoX pads the vocabulary")

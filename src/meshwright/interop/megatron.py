@@ -228,7 +228,7 @@ def _read_data(source: ImportSource) -> None:
     if size is not None:
         multiple = source.whole("make-vocab-size-divisible-by") or 128
         multiple *= source.whole("tensor-model-parallel-size") or 1
-        padding = {f"model.{OF_PADDING}": multiple}
+        padding = {f"model.{OF_PADDING}": multiple} if size % multiple else {}
         source.translate("vocab-size", {"model.vocab_size": size})
         source.translate("make-vocab-size-divisible-by", padding, "for each rank of tp")
         for key, value in {"model.vocab_size": size, **padding}.items():

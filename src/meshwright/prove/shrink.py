@@ -75,13 +75,15 @@ def shrink(
     """
     microbatches = layout.microbatches(train.batch)
     is_uneven = model.n_layers % layout.stages > 0
+    pads = padded(model, layout.tp).vocab_rows > model.vocab_size
     cases = []
     for degrees in _degrees(layout):
         small = _with_policies(layout, degrees)
         small_train = _small_train(model, train, small, microbatches)
         scaling = partial(_small_scaling, model, train, small_train)
         kinds = _small_kinds(model, train, small_train)
-        small_model = _small_model(model, small, scaling, kinds, is_uneven=is_uneven)
+        flags = {"is_uneven": is_uneven, "pads": pads}
+        small_model = _small_model(model, small, scaling, kinds, **flags)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
         own = _small_optimizer(optimizer, train.steps)
@@ -192,6 +194,7 @@ def _small_model(
     kinds: tuple[LayerSpec, ...],
     *,
     is_uneven: bool,
+    pads: bool,
 ) -> ModelSpec:
     """Return a small model with the family and flags of a given one, which the layout divides."""
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
@@ -213,7 +216,7 @@ def _small_model(
     sizes: dict[str, Any] = {
         "preset": None,
         "init_from": None,
-        **_small_vocabulary(model, layout),
+        **_small_vocabulary(model, layout, pads=pads),
         "context": _CONTEXT,
         "dim": dim,
         "n_layers": layers,
@@ -233,12 +236,12 @@ def _small_model(
     return ModelSpec.model_validate_json(model.model_copy(update=sizes).model_dump_json())
 
 
-def _small_vocabulary(model: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Return the sizes of a small vocabulary, which is padded if the model's is."""
-    is_padded = padded(model, layout.tp).vocab_rows > model.vocab_size
-    size = _PADDED_VOCAB if is_padded else round_up(_VOCAB, layout.tp)
-    multiple = model.pad_vocab_to_multiple_of
-    return {"vocab_size": size, OF_PADDING: multiple and (VOCAB_MULTIPLE if is_padded else None)}
+def _small_vocabulary(model: ModelSpec, layout: Layout, *, pads: bool) -> dict[str, Any]:
+    """Return the sizes of a small vocabulary, with padding after it or without."""
+    if not pads:
+        return {"vocab_size": round_up(_VOCAB, layout.tp), OF_PADDING: None}
+    multiple = VOCAB_MULTIPLE if model.pad_vocab_to_multiple_of else None
+    return {"vocab_size": _PADDED_VOCAB, OF_PADDING: multiple}
 
 
 def _small_dim(model: ModelSpec, block: int) -> int:
