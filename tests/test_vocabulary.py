@@ -169,7 +169,14 @@ def test_a_plan_is_of_the_same_program_whether_the_padding_is_said():
 def run(tmp_path_factory):
     """A run on two ranks of tp with an odd vocabulary."""
     folder = tmp_path_factory.mktemp("odd")
-    words = [*TINY, "model.vocab_size=263", "layout.tp=2", "train.steps=2", "checkpoint.every=2"]
+    words = [
+        *TINY,
+        "model.n_kv_heads=2",
+        "model.vocab_size=263",
+        "layout.tp=2",
+        "train.steps=2",
+        "checkpoint.every=2",
+    ]
     config = load_config(None, [*words, f"log.dir={folder}", "layout.dp_replicate=1"])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
