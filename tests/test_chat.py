@@ -311,7 +311,7 @@ def test_a_stream_tells_which_fields_are_not_used_as_a_store_does(tmp_path, toke
     file = tmp_path / "scored.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     said = []
-    open_data(spec_of(str(file)), tmp_path / "store", say=said.append)
+    open_data(spec_of(str(file)), tmp_path / "store", progress=said.append)
     (stored,) = [line for line in said if "'score'" in line]
     streamed = open_data(spec_of(f"hf:{file}", streaming=True, shuffle_buffer=10), tmp_path)
     (told,) = [line for line in streamed.check(TrainSpec(seq_len=256)) if "'score'" in line]

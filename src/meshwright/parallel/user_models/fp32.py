@@ -20,7 +20,7 @@ def kept_in_fp32(model: nn.Module, precision: Precision) -> list[nn.Module]:
 
     Raises `ConfigError` if such a module has other weights, too: FSDP2 casts a module as a whole.
     """
-    names = set(_kept_names(model, precision))
+    names = dict.fromkeys(_kept_names(model, precision))
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     found = []
     for owner in owners:
@@ -30,7 +30,7 @@ def kept_in_fp32(model: nn.Module, precision: Precision) -> list[nn.Module]:
         at = f"{owner}." if owner else ""
         others = [name for name, _ in module.named_parameters(prefix=owner) if name not in names]
         if others:
-            kept = sorted(name for name in names if name.startswith(at))[0]
+            kept = next(name for name in names if name.startswith(at))
             rule = f"the model keeps {kept} in fp32, and {others[0]} of the same module is not"
             raise ConfigError(
                 refusal(f"{rule} (train.precision = {precision})", legal=["train.precision = fp32"])
