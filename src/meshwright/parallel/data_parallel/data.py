@@ -106,29 +106,40 @@ def distribute_data(
 
     turns: list[list[Any]] = []  # blocks, each with what it takes up after itself
     for block in blocks:
-        turns.append([block])
-        experts = getattr(getattr(block, "mlp", None), "experts", None)
-        if of_experts is not None and isinstance(experts, nn.Module):
-            wrap(experts, of_experts)
-            turns[-1].append(experts)
-        for module in block.modules():
-            if module in in_fp32 and module is not block:
-                wrap(module, mesh)
-                turns[-1].append(module)
+        inner = dict(_units_of(block, mesh, of_experts, in_fp32))
+        for unit, on in inner.items():
+            wrap(unit, on)
         wrap(block, mesh)
-    for module in in_fp32:
-        if not isinstance(module, FSDPModule):
-            wrap(module, mesh)
-    for end in (embed, head):
-        if end is not None:
-            wrap(end, mesh)
+        turns.append([block, *inner])
+    for unit in (*in_fp32, embed, head):
+        if unit is not None and not isinstance(unit, FSDPModule):  # it is in no block
+            wrap(unit, mesh)
     wrap(model, mesh)
     _begin_together(turns)
+    _sum_gradients(model)
+    _prefetch(model, embed, head, turns)
+
+
+def _sum_gradients(model: nn.Module) -> None:
     for managed in wrapped(model):
         # A divide factor needs PREMUL_SUM, which gloo lacks.
         managed.set_force_sum_reduction_for_comms(True)
         managed.set_gradient_divide_factor(1.0)
-    _prefetch(model, embed, head, turns)
+
+
+def _units_of(
+    block: nn.Module,
+    mesh: DeviceMesh,
+    of_experts: DeviceMesh | None,
+    in_fp32: Collection[nn.Module],
+) -> Iterator[tuple[nn.Module, DeviceMesh]]:
+    """Yield the units within a block, and the mesh of each."""
+    experts = getattr(getattr(block, "mlp", None), "experts", None)
+    if of_experts is not None and isinstance(experts, nn.Module):
+        yield experts, of_experts
+    for module in block.modules():
+        if module in in_fp32 and module is not block:
+            yield module, mesh
 
 
 def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]]) -> None:
