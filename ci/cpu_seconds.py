@@ -66,7 +66,8 @@ class _Times:
         self.last_s = now_s
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += dict(report.user_properties).get(PROPERTY, 0.0)
+        properties: dict[str, Any] = dict(report.user_properties)
+        self.seconds[report.nodeid] += float(properties.get(PROPERTY, 0.0))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -304,6 +304,22 @@ def test_the_config_keeps_conversations_apart():
         load_config(None, ["data.chat_template=a.jinja"])
 
 
+def test_a_stream_tells_which_fields_are_not_used_as_a_store_does(tmp_path, tokenizer):
+    pytest.importorskip("datasets")
+    lines = (CHAT / "conversations.jsonl").read_text().splitlines()
+    rows = [{**json.loads(line), "score": number} for number, line in enumerate(lines)]
+    file = tmp_path / "scored.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = []
+    open_data(spec_of(str(file)), tmp_path / "store", progress=said.append)
+    (stored,) = [line for line in said if "'score'" in line]
+    streamed = open_data(spec_of(f"hf:{file}", streaming=True, shuffle_buffer=10), tmp_path)
+    (told,) = [line for line in streamed.check(TrainSpec(seq_len=256)) if "'score'" in line]
+    what = "note: the field 'score' is not used ("
+    assert what in stored
+    assert told == f"{what}10 of the first 10 conversations of the stream)"
+
+
 def test_streams_read_the_same_conversations(tmp_path, tokenizer):
     pytest.importorskip("datasets")
     source = f"hf:{CHAT / 'conversations.jsonl'}"

@@ -114,6 +114,39 @@ def test_answers_in_loops_of_other_forms(tokenizer):
         assert trained(tokenizer, source, ASKED, SAID, ASKED, SAID) == "yo<|im_end|>yo<|im_end|>"
 
 
+# As DeepSeek-V3's: the first call of all begins the answer, each later one a line.
+CALLS_IN_LINES = """{% set ns = namespace(is_first=false) %}{% for m in messages %}
+{%- if m.role == 'user' %}<|im_start|>{{ m.content }}{% endif %}
+{%- if m.role == 'assistant' and 'tool_calls' in m %}{% for c in m.tool_calls %}
+{%- if not ns.is_first %}{{ '<|im_start|>a:' + m.content + '<calls>' + c.function.arguments }}
+{%- set ns.is_first = true %}{% else %}{{ '\n' + c.function.arguments }}{% endif %}{% endfor %}
+{{- '</calls><|im_end|>' }}{% endif %}
+{%- if m.role == 'assistant' and 'tool_calls' not in m %}
+{{- '' if loop.previtem.role == 'tool' else '<|im_start|>a:' }}{{ m.content + '<|im_end|>' }}
+{%- endif %}{% if m.role == 'tool' %}{{ '<out>' + m.content + '</out>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>a:<think>{% endif %}"""
+
+
+def calling(content, *values):
+    calls = [{"function": {"name": "f", "arguments": {"k": value}}} for value in values]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def test_several_calls_of_an_answer_are_trained_and_a_content_that_is_not_written_is_refused(
+    tokenizer,
+):
+    results = [{"role": "tool", "content": "r"}] * 2
+    told = 'hm<calls>{"k": 1}\n{"k": 2}</calls><|im_end|>'
+    first = calling("hm", 1, 2)
+    assert trained(tokenizer, CALLS_IN_LINES, ASKED, first) == told
+    found = trained(tokenizer, CALLS_IN_LINES, ASKED, first, *results, SAID)
+    assert found == f"{told}yo<|im_end|>"
+    again = trained(tokenizer, CALLS_IN_LINES, ASKED, first, *results, calling("", 3, 4), SAID)
+    assert again == f'{told}\n{{"k": 3}}\n{{"k": 4}}</calls><|im_end|>yo<|im_end|>'
+    with pytest.raises(ValueError, match="does not write the content of turn 5"):
+        trained(tokenizer, CALLS_IN_LINES, ASKED, first, *results, calling("so", 3), SAID)
+
+
 def outcome_of(templates, count, formats=("jsonl", "parquet")):
     pytest.importorskip("pyarrow")
     outcome = compare(templates, count, 1, formats)

@@ -265,7 +265,7 @@ def test_megatron(tmp_path):
     config = config_of(imported(tmp_path, ARGS, "run.sh"))
     model, layout = config.model, config.layout
     assert (model.family, model.n_kv_heads, model.ffn_dim) == ("llama", 2, 96)
-    assert model.vocab_size == 512  # 300 in multiples of 128 x tp 2
+    assert (model.vocab_size, model.pad_vocab_to_multiple_of) == (300, 256)  # 128 x tp 2
     assert (layout.tp, layout.zero, layout.dp_shard) == (2, 1, 2)
     assert (config.train.batch, layout.microbatch, config.train.steps) == (16, 2, 100)
     assert (config.optimizer.warmup_steps, config.optimizer.schedule) == (10, "linear")

@@ -38,7 +38,7 @@ def test_gpt_neox_pads_the_vocabulary(tmp_path):
     content = NEOX.replace("{", '{"tokenizer_type": "GPT2BPETokenizer",', 1)
     config = config_of(imported(tmp_path, content, "a.yml", devices=4, is_fixed=True))
     assert config.data.tokenizer == "gpt2"
-    assert config.model.vocab_size == 50432  # 50257 in multiples of 128 x 2
+    assert (config.model.vocab_size, config.model.vocab_rows) == (50257, 50432)  # by 128 x 2
 
 
 def test_gpt_neox_llama_sizes(tmp_path):

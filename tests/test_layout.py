@@ -113,11 +113,6 @@ BROKEN = [
         ["layout.ep = 2"],
     ),
     (
-        {"layout.tp": 4, "model.vocab_size": 258},
-        "layout.tp = 4 must divide model.vocab_size = 258",
-        ["model.vocab_size = 260", "layout.tp = 2"],
-    ),
-    (
         {"layout.pp": 4, "layout.virtual_stages": 3, "layout.schedule": "looped_bfs"},
         "layout.pp = 4 x layout.virtual_stages = 3 gives 12 stages, but model.n_layers = 8",
         ["layout.virtual_stages = 2", "layout.pp = 2"],

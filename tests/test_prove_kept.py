@@ -131,6 +131,7 @@ CHANGES = {
         ("model.family=neox", "model.rotary_pct=0.5"),
         ("model.family=neox", "model.rotary_pct=0.25"),
     ),
+    "model.pad_vocab_to_multiple_of": ((), ("model.pad_vocab_to_multiple_of=512",)),
     "model.norm_eps": ((), ("model.norm_eps=1e-6",)),
     "model.tie_embeddings": ((), ("model.tie_embeddings=true",)),
     "model.attention_bias": ((), ("model.attention_bias=true",)),

@@ -51,7 +51,7 @@ LAYOUTS = {
 }
 LABELS = list(LAYOUTS)
 MODEL = model_spec(
-    dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=70, ffn_dim=44, tie_embeddings=True
+    dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=71, ffn_dim=44, tie_embeddings=True
 )
 TRAIN = TrainSpec(batch=12, seq_len=16, seed=3)
 ADAM = OptimizerSpec(warmup_steps=0, schedule="constant")

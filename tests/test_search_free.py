@@ -39,7 +39,7 @@ def random_setting(random):
         n_heads=heads,
         n_kv_heads=random.choice((2, 4)),
         ffn_dim=heads * random.choice((128, 256)),
-        vocab_size=random.choice((1024, 32000)),
+        vocab_size=random.choice((1024, 1021, 32000)),
         context=4096,
         **mixture,
     )

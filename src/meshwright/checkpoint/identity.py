@@ -13,6 +13,7 @@ from typing import Any, Final
 from meshwright.checkpoint.commit import digest_of
 from meshwright.errors import CheckpointError, ConfigError, refusal
 from meshwright.spec.loading import Config
+from meshwright.spec.model import unpadded
 
 # Each is a part of a run's identity, and what --allow-changed takes.
 PARTS: Final = (
@@ -33,7 +34,7 @@ PARTS: Final = (
 
 def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
     """Return the parts that identify a run; `data` is the data set's own identity."""
-    model, train = config.model.identity(), config.train
+    model, train = unpadded(config.model).identity(), config.train
     del model["init_from"]
     return {
         "model": digest_of([json.dumps(model, sort_keys=True)]),

@@ -47,17 +47,24 @@ class Leaf(NamedTuple):
     """A tensor of a step: its name, the tensor and its region of the whole.
 
     The optimizer knows it as `tensor`. `is_mine`: of the ranks that hold it, this one writes it.
+    The last `padding` rows of a shard are zero, and are not stored.
     """
 
     name: str
     tensor: Tensor
     region: Region
     is_mine: bool
+    padding: int = 0
 
     @property
     def shard(self) -> Tensor:
         """This rank's shard of it, as a plain tensor that shares its memory."""
-        return local_shard(self.tensor.detach())
+        return self.stored(self.tensor.detach())
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """Return what is stored of this rank's shard of a tensor that lies as this one does."""
+        shard = local_shard(tensor)
+        return shard[: len(shard) - self.padding] if self.padding else shard
 
 
 # What the optimizer keeps of a parameter, by key: a number, or None for a tensor of its shape.
@@ -84,7 +91,7 @@ def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
         rank_chunks.weights.append(Chunk(leaf.name, offsets, leaf.shard))
         for key, value in optimizer.state.get(leaf.tensor, {}).items():
             if isinstance(value, Tensor) and not _is_scalar(value):
-                chunk = Chunk(f"{key}.{leaf.name}", offsets, local_shard(value))
+                chunk = Chunk(f"{key}.{leaf.name}", offsets, leaf.stored(value))
                 rank_chunks.optimizer.append(chunk)
     return rank_chunks
 
@@ -129,8 +136,8 @@ def fill_state(
             state[key] = torch.tensor(value, dtype=torch.float32, device=scalars_on)
             continue
         saved = stored.read(f"{key}.{leaf.name}", leaf.region)
-        state[key] = torch.empty_like(leaf.tensor, dtype=saved.dtype, requires_grad=False)
-        local_shard(state[key]).copy_(saved)
+        state[key] = torch.zeros_like(leaf.tensor, dtype=saved.dtype, requires_grad=False)
+        leaf.stored(state[key]).copy_(saved)
     if state:
         optimizer.state[leaf.tensor] = state
 
@@ -156,7 +163,9 @@ def _leaf(parallel: Parallel, parameter: HeldParameter, tensor: Tensor) -> Leaf:
     layout, coordinates = parallel.program.layout, parallel.groups.at
     number = list(parallel.program.shardings).index(parameter.name)
     is_mine = parameter.copies > 0 and is_turn(number, layout, coordinates, parameter.sharding)
-    return Leaf(parameter.name, tensor, region_of(parameter, parallel), is_mine)
+    region = region_of(parameter, parallel)
+    padding = len(parameter.shard) - (region[0][1] - region[0][0])
+    return Leaf(parameter.name, tensor, region, is_mine, padding)
 
 
 def _buffers(parallel: Parallel) -> list[Leaf]:

@@ -20,7 +20,7 @@ from meshwright.models import Transformer, build_model
 from meshwright.models.hf import hf_source, load_hf
 from meshwright.parsing import foreign
 from meshwright.program.shards import whole
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import OF_PADDING, ModelSpec, unpadded
 from meshwright.spec.stored import SPEC, find_step, stored_spec
 
 
@@ -54,7 +54,7 @@ def write_weights(
 
 def spec_text(spec: ModelSpec) -> str:
     """Return the architecture as the text of `model.json`."""
-    return spec.model_dump_json(indent=1, exclude={"init_from"}) + "\n"
+    return spec.model_dump_json(indent=1, exclude={"init_from", OF_PADDING}) + "\n"
 
 
 def load_model(folder: str | Path) -> Transformer:
@@ -85,7 +85,7 @@ def weights_from(folder: Path, spec: ModelSpec) -> Any:
     """
     step = find_step(folder)
     if step is None:
-        return hf_source(folder, spec)
+        return hf_source(folder, unpadded(spec))
     verify(step)
     return merged(StoredSource(step), stored_spec(step)[0])
 

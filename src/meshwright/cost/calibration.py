@@ -15,7 +15,7 @@ from typing import Any, Final
 from meshwright.errors import ConfigError
 from meshwright.files import read_text
 from meshwright.parsing import parse_toml
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import OF_PADDING, ModelSpec
 
 # Constants with such a part in their name are divided by.
 _RATES: Final = frozenset(
@@ -121,7 +121,8 @@ def parse_calibration(text: str) -> Calibration:
 
 def blocks_of(model: ModelSpec, seq_len: int) -> str:
     """Return a fingerprint of what determines the speed of a model's blocks, not their number."""
-    fields = model.model_dump(mode="json", exclude={"n_layers", "vocab_size", "tie_embeddings"})
+    others = {"n_layers", "vocab_size", OF_PADDING, "tie_embeddings"}
+    fields = model.model_dump(mode="json", exclude=others)
     return hashlib.sha256(json.dumps([fields, seq_len], sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -11,7 +11,7 @@ from meshwright.layout import Layout
 from meshwright.program.float8 import gathered_element, gathers_float8
 from meshwright.program.shards import shard
 from meshwright.program.sizes import ELEMENT_BYTES
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, padded
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part, parts
 
@@ -60,6 +60,7 @@ def weights(
     Of experts those of one of `ep` ranks. `of` what is trained, or kept in four bits, alone. With
     `rounded`, they are counted as gathered: two elements in float8 are as one in bf16.
     """
+    model = padded(model, tp)
     layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep, etp=etp)
     if shard_ranks == 1:
         layout = Layout(tp=tp, dp_replicate=layout.expert_data, ep=ep, etp=etp)

@@ -192,7 +192,7 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
         assumed.append("two MLP matrices priced as three of 2/3 the width")
     fields: dict[str, Any] = {
         "family": "llama" if is_llama else "neox",
-        "vocab_size": round_up(vocab, tp if system.name == OURS else _VOCAB_MULTIPLE * tp),
+        "vocab_size": vocab if system.name == OURS else round_up(vocab, _VOCAB_MULTIPLE * tp),
         "dim": hidden,
         "n_layers": row["layers"],
         "n_heads": heads,

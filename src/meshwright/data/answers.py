@@ -104,6 +104,8 @@ def _without_prompt(
     if any(match.end() == shared for match in special.finditer(written)):
         return shared
     content = text_of(conversation.messages[number]).strip()
+    if visible(conversation.messages[number]) not in written:
+        raise ValueError(f"the chat template does not write the content of turn {number + 1}")
     if content and not written.lstrip().startswith(content):
         raise ValueError(
             "the chat template has no prompt for an answer (add_generation_prompt) and writes "

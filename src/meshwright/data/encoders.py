@@ -24,6 +24,7 @@ from meshwright.errors import DataError
 from meshwright.files import sha256_bytes
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat
+from meshwright.units import counted
 
 # Turns by which it is found out how a template ends the assistant's: an answer, a call of a tool.
 _ASKED: Final = {"role": "user", "content": "a"}
@@ -33,6 +34,7 @@ _PROBES: Final = (
     (_ASKED, {"role": ASSISTANT, "content": "b"}),
     (_ASKED, {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}),
 )
+MOST_NOTES: Final = 12
 NO_END: Final = (
     "the chat template ends answers without a special token: the model learns no end of a turn, "
     "and will not stop. Name a template that writes one with data.chat_template"
@@ -230,6 +232,15 @@ class ChatEncoder:
 
 
 Encoder = TextEncoder | ChatEncoder
+
+
+def worded(notes: Mapping[str, int], of: str = "") -> list[str]:
+    """Return notes as lines, each with its number of conversations `of` some, commonest first."""
+    most = [
+        f"{line} ({f'{count} {of}' if of else counted(count, 'conversation')})"
+        for line, count in Counter(notes).most_common()
+    ]
+    return [*most[:MOST_NOTES], *([f"{len(most) - MOST_NOTES} more"] if most[MOST_NOTES:] else [])]
 
 
 @dataclass(frozen=True)

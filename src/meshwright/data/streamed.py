@@ -12,7 +12,7 @@ from typing import Final, Literal
 import numpy as np
 
 from meshwright.data.corpora import HuggingFace
-from meshwright.data.encoders import Encoded, Encoder, Encoding
+from meshwright.data.encoders import Encoded, Encoder, Encoding, worded
 from meshwright.data.sampler import Sampler
 from meshwright.data.slots import StreamSampler
 from meshwright.data.stream import Documents, Place
@@ -22,6 +22,7 @@ from meshwright.data.whole import WholeSampler
 from meshwright.errors import DataError
 from meshwright.files import sha256_bytes
 from meshwright.spec.training import DataSpec, TrainSpec
+from meshwright.units import counted
 
 HELD_AT_ONCE: Final = 64  # documents
 
@@ -84,18 +85,25 @@ class StreamedDataset:
     def check(self, train: TrainSpec) -> list[str]:
         """Read the first documents; DataError if training or evaluation has none.
 
-        Returns what truncation takes of the first conversations: of the others it does not show
-        before they are read. Whether what is held out is enough shows only when it is read, too.
+        Returns what truncation takes of the first conversations, and what of them is not read or
+        trained: of the others it does not show before they are read. Whether what is held out is
+        enough shows only when it is read, too.
         """
         _, texts = next(self.documents.blocks(Place()))
         if train.eval_every and not self.documents.held_every:
             raise DataError("the validation split has 0 tokens (data.validation = 0)")
-        first = self._truncated(texts, train.seq_len) if self.spec.format == "chat" else {}
-        if not first.get("cut"):
+        if self.spec.format != "chat":
             return []
+        some = self.encoder.encode(texts[:HELD_AT_ONCE])
+        first = self._truncated(some, train.seq_len)
+        of = f"of the first {counted(len(some.lengths), 'conversation')} of the stream"
+        notes = [f"note: {line}" for line in worded(some.notes, of)]
+        if not first["cut"]:
+            return notes
         return [
+            *notes,
             f"train: {first['cut']} of the first {first['read']} conversations of the stream are "
-            f"cut to train.seq_len = {train.seq_len}; {first['tokens_cut']:,} tokens are cut off"
+            f"cut to train.seq_len = {train.seq_len}; {first['tokens_cut']:,} tokens are cut off",
         ]
 
     def truncation(self, seq_len: int) -> dict[str, int]:
@@ -105,13 +113,13 @@ class StreamedDataset:
         """
         if self.spec.format != "chat":
             return {}
-        return self._truncated(next(self.documents.blocks(Place()))[1], seq_len)
+        texts = next(self.documents.blocks(Place()))[1]
+        return self._truncated(self.encoder.encode(texts[:HELD_AT_ONCE]), seq_len)
 
-    def _truncated(self, texts: list[str], seq_len: int) -> dict[str, int]:
-        sample = texts[:HELD_AT_ONCE]
-        over = np.maximum(np.asarray(self.encoder.encode(sample).lengths) - (seq_len + 1), 0)
+    def _truncated(self, encoded: Encoded, seq_len: int) -> dict[str, int]:
+        over = np.maximum(np.asarray(encoded.lengths) - (seq_len + 1), 0)
         cut = int((over > 0).sum())
-        return {"read": len(sample), "cut": cut, "tokens_cut": int(over.sum())}
+        return {"read": len(encoded.lengths), "cut": cut, "tokens_cut": int(over.sum())}
 
     def _read_held(self, tokens: int) -> TokenView:
         parts: list[Encoded] = []

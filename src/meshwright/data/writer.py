@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from meshwright.data.corpora import Files, Skip, Source, SourcePart
-from meshwright.data.encoders import Encoder, Encoding
+from meshwright.data.encoders import Encoder, Encoding, worded
 from meshwright.data.seal import file_record, seal
 from meshwright.data.store import (
     FORMAT,
@@ -50,7 +50,6 @@ POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the wo
 BATCH_CHARS = MIB
 SKIPPED = "skipped.txt"  # files and rows without text, a line each
 NOTES = "notes.txt"  # what of conversations is not read or trained, a line each
-MOST_NOTES = 12
 Say = Callable[[str], None]
 
 
@@ -167,11 +166,7 @@ def _notes(tasks: Sequence[_Task]) -> list[str]:
     for task in tasks:
         with reading(task.record_path):
             counts.update(parse_json(read_bytes(task.record_path)).get("notes", {}))
-    lines = [f"{line} ({counted(count, 'conversation')})" for line, count in counts.most_common()]
-    return [
-        *lines[:MOST_NOTES],
-        *([f"{len(lines) - MOST_NOTES} more"] if lines[MOST_NOTES:] else []),
-    ]
+    return worded(counts)
 
 
 def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:

@@ -21,7 +21,7 @@ from meshwright.interop.documents import read_split
 from meshwright.interop.family import ForeignModel, take_family
 from meshwright.interop.source import ImportSource
 from meshwright.spec.families.layers import StoredLayer
-from meshwright.spec.model import MOST_LAYERS
+from meshwright.spec.model import MOST_LAYERS, OF_PADDING
 from meshwright.spec.resolve import BUILTIN_VOCAB, tokenizer_json_size
 from meshwright.units import round_up
 
@@ -384,8 +384,9 @@ def _read_vocabulary(source: ImportSource) -> None:
         source.miss(key, reason)
         return
     multiple = (source.whole(key) or 128) * (source.whole("model_parallel_size") or 1)
-    padded = round_up(size, multiple)
-    note = f"{size} of {name} in multiples of {multiple}"
-    source.translate(key, {"model.vocab_size": padded}, note)
-    if key not in source.values and "hidden_size" in source.values:
-        source.fill("model.vocab_size", padded, note)
+    padding = {f"model.{OF_PADDING}": multiple} if size % multiple else {}
+    source.translate(key, padding, "for each rank of tp")
+    if "hidden_size" in source.values:
+        source.fill("model.vocab_size", size, f"the size of {name}")
+        if padding and key not in source.values:
+            source.fill(f"model.{OF_PADDING}", multiple, "GPT-NeoX pads the vocabulary")

@@ -10,6 +10,7 @@ from meshwright.interop.table import KeyRow
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.hf_rotary import FULL, SLIDING
+from meshwright.spec.model import OF_PADDING
 
 # Where each key lands; what has no own place is a condition that the model meets.
 _TARGETS = {
@@ -102,7 +103,7 @@ def _fields(source: ImportSource, config: dict[str, Any]) -> dict[str, Any]:
             spec = spec_from_hf(config)
             family = FAMILIES[spec.family]
             implied = {*family.features, *family.derived}  # need not be said
-            return spec.model_dump(exclude={"preset", "init_from", *implied})
+            return spec.model_dump(exclude={"preset", "init_from", OF_PADDING, *implied})
         except ConfigError as error:
             named = next((key for key in config if str(error).startswith(f"{key} ")), None)
             is_final = named is None or named in _NEEDED

@@ -13,8 +13,8 @@ from meshwright.interop.documents import read_split
 from meshwright.interop.megatron_experts import read_experts
 from meshwright.interop.megatron_model import read_model
 from meshwright.interop.source import ImportSource
+from meshwright.spec.model import OF_PADDING
 from meshwright.spec.resolve import BUILTIN_VOCAB
-from meshwright.units import round_up
 
 BATCH = Names("global-batch-size", "micro-batch-size", "(accumulation)")
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -234,8 +234,9 @@ def _read_data(source: ImportSource) -> None:
     if size is not None:
         multiple = source.whole("make-vocab-size-divisible-by") or 128
         multiple *= source.whole("tensor-model-parallel-size") or 1
-        padded, note = round_up(size, multiple), f"{size} in multiples of {multiple}"
-        for name in ("vocab-size", "make-vocab-size-divisible-by"):
-            source.translate(name, {"model.vocab_size": padded}, note)
-        if source.target("model.vocab_size") is None:
-            source.fill("model.vocab_size", padded, note)
+        padding = {f"model.{OF_PADDING}": multiple} if size % multiple else {}
+        source.translate("vocab-size", {"model.vocab_size": size})
+        source.translate("make-vocab-size-divisible-by", padding, "for each rank of tp")
+        for key, value in {"model.vocab_size": size, **padding}.items():
+            if source.target(key) is None:
+                source.fill(key, value, "Megatron-LM pads the vocabulary")

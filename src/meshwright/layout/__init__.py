@@ -2,7 +2,7 @@
 
 from meshwright.layout.layout import Layout
 from meshwright.layout.mesh import AXES, Mesh
-from meshwright.layout.resolve import Machine, resolve_layout
+from meshwright.layout.resolve import Machine, resolve_layout, with_padding
 from meshwright.layout.rules import broken, nearest_legal
 from meshwright.layout.unused import left_over, unsharded
 
@@ -16,4 +16,5 @@ __all__ = [
     "nearest_legal",
     "resolve_layout",
     "unsharded",
+    "with_padding",
 ]

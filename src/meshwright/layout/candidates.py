@@ -50,12 +50,6 @@ def _seq_lens(model: ModelSpec, train: TrainSpec, layout: Layout) -> Iterable[in
     return _multiples(train.seq_len, cp, 2 * cp, cp * tp, cp * math.lcm(2, tp))
 
 
-def _vocab_sizes(model: ModelSpec, train: TrainSpec, layout: Layout) -> Iterable[int]:
-    """Return the padded vocabularies: never smaller, since the tokenizer needs its entries."""
-    size, tp = model.vocab_size, layout.tp
-    return (-(-size // unit) * unit for unit in (tp, math.lcm(tp, 64)))
-
-
 NUMBERS: Mapping[str, Callable[[ModelSpec, TrainSpec, Layout], Iterable[int]]] = {
     "layout.tp": lambda model, train, layout: divisors(_tensor_sizes(model)),
     "layout.cp": lambda model, train, layout: divisors(train.seq_len),
@@ -74,7 +68,6 @@ NUMBERS: Mapping[str, Callable[[ModelSpec, TrainSpec, Layout], Iterable[int]]] =
     "layout.microbatch": lambda model, train, layout: divisors(max(train.batch // layout.dp, 1)),
     "train.batch": _batches,
     "train.seq_len": _seq_lens,
-    "model.vocab_size": _vocab_sizes,
 }
 
 # The values to try for keys whose values are not numbers, or for which only the default is legal.

@@ -12,6 +12,7 @@ from meshwright.layout.mesh import AXES
 from meshwright.layout.rules import broken, nearest_legal
 from meshwright.layout.schedules import microbatch_rule
 from meshwright.spec.loading import Config
+from meshwright.spec.model import OF_PADDING, padded
 from meshwright.spec.training import TrainSpec
 
 # Tokens of a microbatch on a rank where none is asked for. On a CPU few are a little faster and
@@ -43,6 +44,15 @@ _MOST_MICROBATCHES: Final = 2**16  # each has entries in the table of actions
 
 
 _DATA_DEGREES = ("dp_replicate", "dp_shard")
+
+
+def with_padding(config: Config, layout: Layout) -> Config:
+    """Return a config that says to what multiple the layout has the vocabulary padded."""
+    model = padded(config.model, layout.tp)
+    if model is config.model:
+        return config
+    origins = {**config.origins, f"model.{OF_PADDING}": f"derived: layout.tp = {layout.tp}"}
+    return config.model_copy(update={"model": model, "origins": origins})
 
 
 def resolve_layout(config: Config, machine: Machine) -> Layout:

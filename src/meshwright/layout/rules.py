@@ -222,7 +222,6 @@ RULES = (
     *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("n_heads", "n_kv_heads", "ffn_dim")),
     Rule(_expert_width, ("layout.tp", "layout.etp")),
     Rule(_cut_over_tp("shared_ffn_dim"), ("layout.tp",)),
-    Rule(_cut_over_tp("vocab_size"), ("model.vocab_size", "layout.tp")),
     Rule(_experts, ("layout.ep", "layout.sp", "layout.etp")),
     Rule(_stages, ("layout.virtual_stages", "layout.pp")),
     Rule(_virtual_stages, ("layout.virtual_stages", "layout.pp")),

@@ -40,15 +40,15 @@ class Transformer(nn.Module):
         self.spec = spec
         self.rope = Rope(spec, max_seq_len)
         # Given its weight, it draws none: a normal draw on meta imports torch's compiler (0.9 s).
-        weight = torch.empty(spec.vocab_size, spec.dim)
-        self.embed = nn.Embedding(spec.vocab_size, spec.dim, _weight=weight)
+        weight = torch.empty(spec.vocab_rows, spec.dim)
+        self.embed = nn.Embedding(spec.vocab_rows, spec.dim, _weight=weight)
         self.embed_drop = Dropout(spec.dropout, site=0)
         names = [str(layer) for layer in range(spec.n_layers)]
         self.layers = nn.ModuleDict({name: Block(spec, self.rope, name) for name in names})
         self.norm = norm(spec)
         self.head = None
         if not spec.tie_embeddings:
-            self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+            self.head = nn.Linear(spec.dim, spec.vocab_rows, bias=False)
         self.mask_of: MaskOf = causal_mask
         if spec.lora is not None:
             freeze(self)
@@ -163,11 +163,12 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., vocab]` of hidden states `[..., dim]` after the final norm."""
-        return softcapped(F.linear(hidden, self.head_weight), self.spec.logits_softcap)
+        logits = F.linear(hidden, self.head_weight)[..., : self.spec.vocab_size]
+        return softcapped(logits, self.spec.logits_softcap)
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix `[vocab, dim]` of the head: its own, or the embedding's where tied."""
+        """The matrix `[vocab, dim]` of the head, padded: its own, or the embedding's where tied."""
         if self.head is not None:
             return self.head.weight
         if self.norm is None or self.embed is None:

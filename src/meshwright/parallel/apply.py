@@ -111,6 +111,7 @@ class Parallel:
                 at_once=self.loss_rows,
                 fuses=self.fuses_loss,
                 cap=self.program.model.logits_softcap,
+                vocab=self.program.model.vocab_size,
                 unit=head_unit(self.modules[stage]),
             )
         out: Tensor = self.modules[stage](

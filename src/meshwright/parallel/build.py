@@ -345,13 +345,14 @@ def fill(parallel: Parallel, source: Source) -> None:
     for param in parallel.held:
         region = region_of(param, parallel)
         parallel.recorder.beat()
-        param.fill(source(param.name, param.sharding.part.shape, region), dtype)
+        param.fill(source(param.name, param.sharding.part.real_shape, region), dtype)
 
 
 def region_of(param: HeldParameter, parallel: Parallel) -> Region:
-    """Return the position of this rank's shard of a parameter in the whole tensor."""
+    """Return the position of this rank's shard of a parameter, without padding, in the whole."""
     coordinates = parallel.groups.at
-    return param.sharding.region(coordinates["tp"], data_rank(parallel.program.layout, coordinates))
+    data = data_rank(parallel.program.layout, coordinates)
+    return param.sharding.real_region(coordinates["tp"], data)
 
 
 def cut(full: Tensor, region: Sequence[tuple[int, int]]) -> Tensor:

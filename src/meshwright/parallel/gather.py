@@ -52,7 +52,7 @@ def on_stages(
 def on_rank_0(
     parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors of the model in its order, on the host of rank 0.
+    """Yield the whole tensors of the model in its order, without padding, on the host of rank 0.
 
     A collective: every rank must iterate; the others yield nothing. One tensor is whole at a time.
     """
@@ -73,11 +73,14 @@ def on_rank_0(
         full = None
         if owner == coordinates["pp"]:
             full = whole_of(tensor_of(by_name[name]), sharding, parallel)
+            full = full[: sharding.part.real_shape[0]]
         if not in_first_column:
             continue
         if coordinates["pp"] == 0:
             if full is None:
-                full = torch.empty(sharding.part.shape, dtype=torch.float32, device=parallel.device)
+                full = torch.empty(
+                    sharding.part.real_shape, dtype=torch.float32, device=parallel.device
+                )
                 dist.recv(full, pp.ranks[owner], pp.group)
             yield name, full.cpu().contiguous()
         elif full is not None:

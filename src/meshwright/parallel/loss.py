@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from meshwright.parallel.data_parallel.data import HeadUnit
 from meshwright.parallel.tensor_parallel.deferred import local
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion, begin_gather
 from meshwright.parallel.transport.groups import Link
+
+# The logit of padding: its exponential is zero. A rank may have nothing else, so it is finite.
+_NEVER: Final = torch.finfo(torch.float32).min
 
 
 def loss_sum(
@@ -35,6 +38,7 @@ def loss_sum(
     fuses: bool = False,
     cap: float | None = None,
     unit: HeadUnit | None = None,
+    vocab: int | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
 
@@ -43,12 +47,22 @@ def loss_sum(
     `ignore` don't count. Logits of `at_once` tokens exist together. If gradients are recorded, the
     value is NaN until the backward fills it in. `fuses` compiles loss and gradient, which may need
     no other rank. `cap` is the soft cap of logits. A `unit` holds the weights instead of `weight`,
-    and receives their gradient.
+    and receives their gradient. Rows of the weight after the first `vocab` of all are padding: they
+    take no part in the loss.
     """
     if torch.is_grad_enabled():
         local_weight = None if unit is not None else local(weight)
         out: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-            hidden, local_weight, targets.flatten(), ignore, tp_region, at_once, fuses, cap, unit
+            hidden,
+            local_weight,
+            targets.flatten(),
+            ignore,
+            tp_region,
+            at_once,
+            fuses,
+            cap,
+            unit,
+            vocab,
         )
         return out
     local_weight = local(weight if unit is None else unit.gather())
@@ -56,7 +70,12 @@ def loss_sum(
     total = inputs.new_zeros((), dtype=torch.float32)
     for rows in _chunks(len(inputs), at_once):
         total += soften(
-            inputs[rows] @ local_weight.t(), targets.flatten()[rows], ignore, tp_region.link, cap
+            inputs[rows] @ local_weight.t(),
+            targets.flatten()[rows],
+            ignore,
+            tp_region.link,
+            cap,
+            vocab,
         ).loss
     return total
 
@@ -74,11 +93,12 @@ class _Loss(torch.autograd.Function):
         fuses: bool,
         cap: float | None,
         unit: HeadUnit | None,
+        vocab: int | None,
     ) -> Tensor:
         value = hidden.new_full((), float("nan"), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, targets, value)
         ctx.ignore, ctx.tp_region, ctx.at_once, ctx.fuses = ignore, tp_region, at_once, fuses
-        ctx.cap, ctx.unit = cap, unit
+        ctx.cap, ctx.unit, ctx.vocab = cap, unit, vocab
         return value
 
     @staticmethod
@@ -98,11 +118,15 @@ class _Loss(torch.autograd.Function):
         for rows in _chunks(len(inputs), ctx.at_once):
             if ctx.fuses:
                 logits = inputs[rows] @ weight.t()
-                loss, logits_grad = _fused()(logits, targets[rows], ctx.ignore, grad, ctx.cap)
+                loss, logits_grad = _fused()(
+                    logits, targets[rows], ctx.ignore, grad, ctx.cap, ctx.vocab
+                )
                 del logits
             else:
                 logits = inputs[rows] @ weight.t()
-                softmax = soften(logits, targets[rows], ctx.ignore, tp_region.link, ctx.cap)
+                softmax = soften(
+                    logits, targets[rows], ctx.ignore, tp_region.link, ctx.cap, ctx.vocab
+                )
                 del logits
                 loss, logits_grad = softmax.loss, softmax.gradient(grad, weight.dtype)
                 del softmax
@@ -125,7 +149,7 @@ class _Loss(torch.autograd.Function):
             del weight
             unit.leave(total)
             total = None
-        return sent(), total, None, None, None, None, None, None, None
+        return sent(), total, None, None, None, None, None, None, None, None
 
 
 class Softmax(NamedTuple):
@@ -154,13 +178,18 @@ class Softmax(NamedTuple):
 
 
 def soften(
-    logits: Tensor, targets: Tensor, ignore: int, link: Link, cap: float | None = None
+    logits: Tensor,
+    targets: Tensor,
+    ignore: int,
+    link: Link,
+    cap: float | None = None,
+    vocab: int | None = None,
 ) -> Softmax:
     """Return loss and softmax of logits `[rows, vocab / ranks]`, in their memory if it is fp32.
 
-    targets int64 `[rows]` have global ids. With a sharded vocabulary, one message sends three
-    numbers per row: the largest logit, the sum of exponentials and the target's logit.
-    arXiv:1909.08053, section 3.
+    Logits after the first `vocab` of all ranks are padding, and have no probability. targets int64
+    `[rows]` have global ids. With a sharded vocabulary, one message sends three numbers per row:
+    the largest logit, the sum of exponentials and the target's logit. arXiv:1909.08053, section 3.
     """
     local_targets, counted = targets - link.rank * logits.shape[-1], targets != ignore
     inside = (local_targets >= 0) & (local_targets < logits.shape[-1]) & counted
@@ -170,6 +199,8 @@ def soften(
         shares = wide.div_(cap).tanh_()
         slopes = torch.addcmul(shares.new_ones(()), shares, shares, value=-1)
         wide = shares.mul_(cap)
+    if vocab is not None:
+        _leave_out(wide, vocab - link.rank * wide.shape[-1])
     picked = wide.gather(-1, local_targets[:, None])[:, 0].masked_fill_(~inside, 0)
     top = wide.amax(-1)
     exponentials = wide.sub_(top[:, None]).exp_()
@@ -187,7 +218,12 @@ def soften(
 
 
 def loss_and_gradient(
-    logits: Tensor, targets: Tensor, ignore: int, grad: Tensor, cap: float | None = None
+    logits: Tensor,
+    targets: Tensor,
+    ignore: int,
+    grad: Tensor,
+    cap: float | None = None,
+    vocab: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of whole logits `[rows, vocab]`, and the gradient in their dtype.
 
@@ -196,9 +232,12 @@ def loss_and_gradient(
     """
     counted = targets != ignore
     classes = targets.masked_fill(~counted, 0)[:, None]
-    wide = softcapped(logits.float(), cap)
-    top = wide.amax(-1, keepdim=True)
-    exponentials = (wide - top).exp()
+    wide = real = softcapped(logits.float(), cap)
+    if vocab is not None and vocab < logits.shape[-1]:
+        is_padding = torch.arange(logits.shape[-1], device=logits.device) >= vocab
+        real = wide.masked_fill(is_padding, _NEVER)
+    top = real.amax(-1, keepdim=True)
+    exponentials = (real - top).exp()
     total = exponentials.sum(-1, keepdim=True)
     loss = ((total.log() + (top - wide.gather(-1, classes)))[:, 0] * counted).sum()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == classes
@@ -207,6 +246,12 @@ def loss_and_gradient(
     if cap is not None:
         gradient = gradient * (1 - (wide / cap) ** 2)
     return loss, gradient.to(logits.dtype)
+
+
+def _leave_out(logits: Tensor, real: int) -> None:
+    """Give all but the first `real` logits of each row no probability, in place."""
+    if real < logits.shape[-1]:
+        logits[:, max(real, 0) :] = _NEVER
 
 
 @cache

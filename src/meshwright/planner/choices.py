@@ -11,6 +11,8 @@ from meshwright.cost.setting import Setting
 from meshwright.layout import Layout
 from meshwright.planner.compiling import CompileChoice
 from meshwright.spec.loading import Config
+from meshwright.spec.model import OF_PADDING
+from meshwright.spec.words import vocabulary_padding
 from meshwright.units import format_bytes
 
 
@@ -37,6 +39,7 @@ def choices(
         Chosen("blocks", f"{blocks}: {compiled.reason}", setting.compile_gain, "train.compile"),
         None if config.cluster.memory else _allocator(setting),
         _microbatch(setting, layout.microbatch),
+        _vocabulary(setting, layout),
         _channels(setting) if layout.tp > 1 else None,
         _routing(setting, layout) if layout.ep > 1 else None,
     ]
@@ -82,6 +85,11 @@ def _microbatch(setting: Setting, count: int) -> Chosen | None:
     text = f"{count} rows, {gain:.2f} x the speed of blocks with {smallest}, as measured; fastest "
     text += f"are {best} of {', '.join(map(str, sorted(seconds_by_size)))} (layout.microbatch)"
     return Chosen("microbatch", text, gain, "layout.microbatch")
+
+
+def _vocabulary(setting: Setting, layout: Layout) -> Chosen | None:
+    text = vocabulary_padding(setting.model, layout.tp)
+    return None if text is None else Chosen("vocabulary", text, None, f"model.{OF_PADDING}")
 
 
 def _routing(setting: Setting, layout: Layout) -> Chosen | None:

@@ -36,6 +36,7 @@ from meshwright.planner.removed import RemovedAxis, removed_axes
 from meshwright.program.target import Processor
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
+from meshwright.spec.model import padded
 from meshwright.spec.training import LayoutSection, TrainSpec
 from meshwright.units import format_bytes
 
@@ -223,7 +224,7 @@ def planned(
 def digest(config: Config, layout: Layout) -> str:
     """Return a fingerprint of a program's inputs: model, batch, precision, layout."""
     train = config.train.model_dump(mode="json", include={"batch", "seq_len", "precision"})
-    inputs = [config.model.identity(), train, layout.model_dump(mode="json")]
+    inputs = [padded(config.model, layout.tp).identity(), train, layout.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Axes that a rule takes out of a search altogether, such as tp by an odd vocabulary."""
+"""Axes that a rule takes out of a search altogether, such as tp by an odd number of heads."""
 
 from __future__ import annotations
 

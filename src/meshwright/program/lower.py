@@ -19,7 +19,7 @@ from meshwright.program.schedule import (
 from meshwright.program.shards import Sharding, shard
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, padded
 from meshwright.spec.optimizers import UpdateRule
 from meshwright.spec.parts import names_by_layer, parts
 from meshwright.spec.training import OptimizerSpec, TrainSpec
@@ -156,6 +156,10 @@ def lower(
     layout: Layout,
     target: Target = _ANY,
 ) -> Program:
-    """Return the program of a legal layout for a target: by default CPUs."""
+    """Return the program of a legal layout for a target: by default CPUs.
+
+    Its model's vocabulary is padded where tp needs it.
+    """
+    model = padded(model, layout.tp)
     stages = split_stages(model, layout.stages, train.seq_len)
     return Program(model, train, optimizer, layout, stages, target)

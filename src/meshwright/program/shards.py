@@ -90,6 +90,12 @@ class Sharding:
             found[cut.dim] = (start + cut.start, start + cut.stop)
         return tuple(found)
 
+    def real_region(self, tp_rank: int, data_rank: int) -> Region:
+        """Return the position of a rank's shard without padding, which ends it."""
+        (start, stop), *others = self.region(tp_rank, data_rank)
+        rows = self.part.real_shape[0]
+        return ((min(start, rows), min(stop, rows)), *others)
+
     def shape(self, tp_rank: int, data_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard."""
         return tuple(stop - start for start, stop in self.region(tp_rank, data_rank))

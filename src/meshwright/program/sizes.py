@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
             kv_heads=model.n_kv_heads // layout.tp,
             head_dim=model.core_dim,
             ffn=model.ffn_dim // layout.tp,
-            vocab=model.vocab_size // layout.tp,
+            vocab=model.vocab_rows // layout.tp,
             element=ELEMENT_BYTES[program.train.precision],
             pairs=pairs,
             routed=routed,

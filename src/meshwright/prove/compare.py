@@ -118,7 +118,8 @@ class Expected(NamedTuple):
     ) -> tuple[float, float]:
         """Return the error of a tensor, or a part of it, and its tolerance, relative to its size.
 
-        The error is infinite if there is no tensor, or one with a NaN.
+        The error is infinite if there is no tensor, or one with a NaN. Rows beyond the exact ones
+        are padding, which must be zero.
         """
         exact = part(self.exact[name]).double()
         size = exact.norm().item()
@@ -129,6 +130,8 @@ class Expected(NamedTuple):
         bound = max(margin * noise, LEAST * 2.0**-24 * size, 1e-300)
         if self.added_to is not None:  # an update that vanishes may be one rounding of a weight
             bound = max(bound, 2.0**-24 * part(self.added_to[name]).double().norm().item())
+        if found is not None and exact.dim() and not found[len(exact) :].any():
+            found = found[: len(exact)]
         if found is None or found.shape != exact.shape:
             return (math.inf if exact.numel() else 0.0), 1.0
         distance = (found.to("cpu", torch.float64) - exact).norm().item()

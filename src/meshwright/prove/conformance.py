@@ -145,7 +145,7 @@ def _first_differences(program: Program, parallel: Parallel) -> Iterator[str]:
     spec, seed = program.model, program.train.seed
     source = seeded(spec, seed)
     for held in parallel.held:
-        shape, region = held.sharding.part.shape, region_of(held, parallel)
+        shape, region = held.sharding.part.real_shape, region_of(held, parallel)
         whole = init_parameter(held.name, shape, spec, seed)
         own = whole[tuple(slice(*along) for along in region)]
         if not torch.equal(source(held.name, shape, region), own):

@@ -16,7 +16,7 @@ from typing import Any, Final
 from meshwright.program.attention import BLOCK, ScoreBounds, by_blocks
 from meshwright.prove.case import Case
 from meshwright.spec.loading import Config
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, padded
 
 Property = Callable[[Case], bool]
 # More bits than this, and bf16 rounds a factor.
@@ -107,6 +107,9 @@ PROPERTIES: Final[Mapping[str, Property]] = {
         )
     ),
     "experts that may be full": _is_full,
+    "rows of padding after the vocabulary": (
+        lambda c: padded(c.model, c.layout.tp).vocab_rows > c.model.vocab_size
+    ),
     "several heads of keys on each rank": lambda c: _heads_of_rank(c) > 1,
     "queries that share keys": lambda c: c.model.n_heads > c.model.n_kv_heads,
     "heads that rotate in part": lambda c: 0 < c.model.rotary_dim < c.model.head_dim,

@@ -31,8 +31,9 @@ _MULTIPLIED: Final = {
     "logits_divisor": 1.5,
 }
 _BIASED: Final = {"attention_bias": True, "mlp_bias": True}
-# Sizes that sharding does not divide: the ranks' shards differ, and the last ones may be empty.
-_ODD: Final = {"dim": 60, "ffn_dim": 144, "vocab_size": 144}
+# Sizes that sharding does not divide: the ranks' shards differ, and the last ones may be empty. The
+# vocabulary is padded for tp, and the last of eight ranks have nothing but padding.
+_ODD: Final = {"dim": 60, "ffn_dim": 144, "vocab_size": 143}
 # Windows that end in the middle of a rank's share, and tight caps.
 _CAPPED: Final = {
     "layer_pattern": [{"window": 7}, {}],

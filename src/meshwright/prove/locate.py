@@ -101,8 +101,10 @@ def _wrong_weight(search: _Search) -> Divergence | None:
     source = telling(search.program.model, search.program.train.seed)
     dtype, wrong = DTYPES[search.program.train.precision], []
     for held in search.build().held:
-        shape = held.sharding.part.shape
+        shape = held.sharding.part.real_shape
         part, found = _part(source(held.name, shape, whole(shape)), held, search), held.shard.cpu()
+        if rows := len(found) - len(part):  # padding
+            part = torch.cat([part, part.new_zeros(rows, *part.shape[1:])])
         if held.sharding.part.four_bits:
             part, found = in_four_bits(part.to(dtype)), held.weights(dtype)
         part = part.to(found.dtype)
@@ -117,7 +119,7 @@ def _wrong_weight(search: _Search) -> Divergence | None:
 
 def _part(full: Tensor, held: HeldParameter, search: _Search) -> Tensor:
     at = search.groups.at
-    region = held.sharding.region(at["tp"], data_rank(search.program.layout, at))
+    region = held.sharding.real_region(at["tp"], data_rank(search.program.layout, at))
     return cut(full, region)
 
 

@@ -77,7 +77,6 @@ def _tensor(world: int) -> Iterator[Case]:
     yield _case(f"{rule}n_heads = {heads}", label, n_heads=heads, n_kv_heads=heads)
     yield _case(f"{rule}n_kv_heads = {world // 2}", label, n_kv_heads=world // 2)
     yield _case(f"{rule}ffn_dim = 129", label, ffn_dim=129)
-    yield _case(f"{rule}vocab_size = 129", label, vocab_size=129)
     for key in ("expert_ffn_dim", "shared_ffn_dim"):
         mixture: dict[str, Any] = {"family": "qwen2_moe", "experts": 4, "top_k": 2, key: 129}
         yield _case(f"{rule}{key} = 129", label, **mixture)

@@ -18,7 +18,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.kept import why_not_proven
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import NF4_BLOCK
-from meshwright.spec.model import LayerSpec, ModelSpec
+from meshwright.spec.model import OF_PADDING, VOCAB_MULTIPLE, LayerSpec, ModelSpec, padded
 from meshwright.spec.rotary import RopeScaling
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.units import round_up
@@ -39,6 +39,9 @@ _WINDOW: Final = BLOCK + 9
 _CHUNK: Final = BLOCK + 8
 _CONTEXT: Final = 2048
 _DIM: Final = 64
+# Entries of a vocabulary: as they are, and where rows of padding come after them.
+_VOCAB: Final = 128
+_PADDED_VOCAB: Final = 127
 # One whose root no half precision holds, for models that scale by it.
 _ROOTED_DIM: Final = 96
 _ROOTED_DIM_OF_BLOCKS: Final = 192
@@ -72,13 +75,15 @@ def shrink(
     """
     microbatches = layout.microbatches(train.batch)
     is_uneven = model.n_layers % layout.stages > 0
+    pads = padded(model, layout.tp).vocab_rows > model.vocab_size
     cases = []
     for degrees in _degrees(layout):
         small = _with_policies(layout, degrees)
         small_train = _small_train(model, train, small, microbatches)
         scaling = partial(_small_scaling, model, train, small_train)
         kinds = _small_kinds(model, train, small_train)
-        small_model = _small_model(model, small, scaling, kinds, is_uneven=is_uneven)
+        flags = {"is_uneven": is_uneven, "pads": pads}
+        small_model = _small_model(model, small, scaling, kinds, **flags)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
         own = _small_optimizer(optimizer, train.steps)
@@ -189,6 +194,7 @@ def _small_model(
     kinds: tuple[LayerSpec, ...],
     *,
     is_uneven: bool,
+    pads: bool,
 ) -> ModelSpec:
     """Return a small model with the family and flags of a given one, which the layout divides."""
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
@@ -210,7 +216,7 @@ def _small_model(
     sizes: dict[str, Any] = {
         "preset": None,
         "init_from": None,
-        "vocab_size": round_up(128, layout.tp),
+        **_small_vocabulary(model, layout, pads=pads),
         "context": _CONTEXT,
         "dim": dim,
         "n_layers": layers,
@@ -228,6 +234,14 @@ def _small_model(
         scale = model.attention_scale * math.sqrt(model.head_dim / head_dim)
         sizes["attention_scale"] = scale
     return ModelSpec.model_validate_json(model.model_copy(update=sizes).model_dump_json())
+
+
+def _small_vocabulary(model: ModelSpec, layout: Layout, *, pads: bool) -> dict[str, Any]:
+    """Return the sizes of a small vocabulary, with padding after it or without."""
+    if not pads:
+        return {"vocab_size": round_up(_VOCAB, layout.tp), OF_PADDING: None}
+    multiple = VOCAB_MULTIPLE if model.pad_vocab_to_multiple_of else None
+    return {"vocab_size": _PADDED_VOCAB, OF_PADDING: multiple}
 
 
 def _small_dim(model: ModelSpec, block: int) -> int:

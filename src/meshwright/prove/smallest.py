@@ -50,6 +50,7 @@ _PLAIN_MODEL: Final = {
     "head_dim": 8,
     "ffn_dim": 128,
     "vocab_size": 128,
+    "pad_vocab_to_multiple_of": None,
 }
 # Of the case itself: what is compared.
 _PLAIN_CASE: Final = {

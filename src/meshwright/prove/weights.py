@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.models.init import norm_adds_one, parameter_seed
 from meshwright.parallel.build import Source, cut
 from meshwright.program.shards import Region
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, unpadded
 from meshwright.spec.parts import buffers, parts
 
 # Approximate standard deviation of attention scores: some keys count ten times as much as others.
@@ -75,7 +75,8 @@ def telling(spec: ModelSpec, seed: int) -> Source:
 
 def whole_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Return all of these weights, whole, by name in the order of the model."""
-    return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in parts(spec)}
+    every = parts(unpadded(spec))
+    return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in every}
 
 
 def whole_buffers(spec: ModelSpec, seed: int) -> dict[str, Tensor]:

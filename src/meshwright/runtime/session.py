@@ -22,7 +22,7 @@ from meshwright.errors import (
     StoppedOnRequest,
     refusal,
 )
-from meshwright.layout import Machine, left_over, resolve_layout
+from meshwright.layout import Machine, left_over, resolve_layout, with_padding
 from meshwright.lines import GOES_ON, fitted
 from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.parsing import parse_json
@@ -165,6 +165,7 @@ def prepare_job(
     config = settled(config, machine, lacks)
     layout = resolve_layout(config, machine)
     allow_open_files(layout)
+    config = with_padding(config, layout)
     check_compiler(config.train, lacks)
     check_extras(config)
     check_engine(config, layout, resumes=resume is not None)

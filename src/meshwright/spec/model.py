@@ -22,10 +22,15 @@ from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import FEATURES, LATER, NEWEST
 from meshwright.spec.lora import BlockKinds, Lora, adapted, check_targets
 from meshwright.spec.rotary import RopeScaling, RotaryBase
+from meshwright.units import round_up
 
 # Far above what anybody trains.
 MOST_LAYERS: Final = 2048
 MOST_EXPERTS: Final = 4096
+# Rows of the embedding and the head are added up to a multiple of this, which kernels take faster.
+VOCAB_MULTIPLE: Final = 64
+# What checkpoints, exports and the identity of a run leave out.
+OF_PADDING: Final = "pad_vocab_to_multiple_of"
 
 
 def _known_family(name: str) -> str:
@@ -116,6 +121,10 @@ class ModelSpec(Spec):
     Its value has `v_head_dim`. With `rope_interleave`, rotated pairs are adjacent, otherwise half
     of the rotated dims apart.
 
+    With `pad_vocab_to_multiple_of`, the embedding and the head have rows after the vocabulary's, up
+    to a multiple of it. These rows are zero and stay zero, and have no logits. None: only where
+    tensor parallelism needs them (`padded`).
+
     With `lora`, of the section of that name, linear layers have adapters, and only these are
     trained.
     """
@@ -123,6 +132,7 @@ class ModelSpec(Spec):
     preset: str | None = None
     family: Family = "llama"
     vocab_size: int = Field(gt=0, le=LARGEST)
+    pad_vocab_to_multiple_of: int | None = Field(default=None, gt=0, le=LARGEST)
     dim: int = Field(gt=0, le=LARGEST)
     n_layers: int = Field(gt=0, le=MOST_LAYERS)
     n_heads: int = Field(gt=0, le=LARGEST)
@@ -193,6 +203,11 @@ class ModelSpec(Spec):
     def drops(self) -> bool:
         """Whether training drops anything."""
         return self.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head: the vocabulary and its padding."""
+        return round_up(self.vocab_size, self.pad_vocab_to_multiple_of or 1)
 
     @property
     def rotary_dim(self) -> int:
@@ -297,6 +312,8 @@ class ModelSpec(Spec):
         """Return the model's identity as JSON, without fields that its family fixes."""
         implied = LATER & FAMILIES[self.family].features.keys()
         unused = {key for key in NEWEST if getattr(self, key) == FEATURES[key]}
+        if self.pad_vocab_to_multiple_of is None:
+            unused.add(OF_PADDING)
         return self.model_dump(mode="json", exclude={*implied, *unused})
 
     @model_validator(mode="before")
@@ -405,3 +422,27 @@ class ModelSpec(Spec):
             rule = f"model.head_dim = {self.head_dim} must be model.qk_nope_head_dim = "
             rule += f"{self.qk_nope_head_dim} + model.qk_rope_head_dim = {self.qk_rope_head_dim}"
             raise ValueError(refusal(rule, legal=[total]))
+
+
+def padded(spec: ModelSpec, tp: int) -> ModelSpec:
+    """Return a model whose rows of the embedding and of the head `tp` ranks share equally.
+
+    Where the config doesn't say to what multiple its vocabulary is padded, it is padded only if it
+    has to be.
+    """
+    multiple = spec.pad_vocab_to_multiple_of
+    if multiple is None:
+        return spec if spec.vocab_size % tp == 0 else _with_padding(spec, VOCAB_MULTIPLE, tp)
+    return spec if multiple % tp == 0 else _with_padding(spec, multiple, tp)
+
+
+@lru_cache(maxsize=256)
+def _with_padding(spec: ModelSpec, multiple: int, tp: int) -> ModelSpec:
+    return spec.model_copy(update={OF_PADDING: math.lcm(multiple, tp)})
+
+
+def unpadded(spec: ModelSpec) -> ModelSpec:
+    """Return the model as it is stored and exported: without rows after its vocabulary."""
+    if spec.pad_vocab_to_multiple_of is None:
+        return spec
+    return spec.model_copy(update={OF_PADDING: None})

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import LINEAR, matrices
-from meshwright.spec.model import LayerSpec, ModelSpec
+from meshwright.spec.model import LayerSpec, ModelSpec, unpadded
 
 Side = tuple[int, str]
 """One side of a matrix: its size and its logical axis."""
@@ -28,7 +28,7 @@ class Part:
     """One parameter: its global name, its shape and the logical axis of each dim.
 
     What is not `trained` has no gradient and nothing that follows from one. With `four_bits` it is
-    kept in NF4.
+    kept in NF4. The last `padding` rows are zero and stay zero: nothing stores them.
     """
 
     name: str
@@ -36,6 +36,12 @@ class Part:
     axes: tuple[str, ...]
     trained: bool = True
     four_bits: bool = False
+    padding: int = 0
+
+    @property
+    def real_shape(self) -> tuple[int, ...]:
+        """Its shape without padding, as it is stored."""
+        return (self.shape[0] - self.padding, *self.shape[1:])
 
     @property
     def numel(self) -> int:
@@ -70,12 +76,12 @@ class Part:
 @lru_cache(maxsize=64)
 def parts(spec: ModelSpec) -> tuple[Part, ...]:
     """Return the parameters of the model in the order of the module's `named_parameters`."""
-    parameters = [Part("embed.weight", (spec.vocab_size, spec.dim), ("vocab", "dim"))]
+    parameters = [_of_vocabulary(spec, "embed.weight")]
     for layer in range(spec.n_layers):
         parameters += _block(spec, spec.layer(layer), f"layers.{layer}")
     parameters += _norm(spec, "norm")
     if not spec.tie_embeddings:
-        parameters.append(Part("head.weight", (spec.vocab_size, spec.dim), ("vocab", "dim")))
+        parameters.append(_of_vocabulary(spec, "head.weight"))
     if spec.lora is None:
         return tuple(parameters)
     return tuple(replace(part, trained=part.is_adapter) for part in parameters)
@@ -90,6 +96,11 @@ def names_by_layer(spec: ModelSpec) -> Mapping[int | None, tuple[str, ...]]:
         layer = int(suffix.partition(".")[0]) if prefix == "layers" else None
         by_layer.setdefault(layer, []).append(part.name)
     return {layer: tuple(names) for layer, names in by_layer.items()}
+
+
+def _of_vocabulary(spec: ModelSpec, name: str) -> Part:
+    shape, padding = (spec.vocab_rows, spec.dim), spec.vocab_rows - spec.vocab_size
+    return Part(name, shape, ("vocab", "dim"), padding=padding)
 
 
 def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
@@ -237,15 +248,15 @@ def kept_in_fp32(spec: ModelSpec) -> frozenset[str]:
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Return the number of parameters, a tied matrix counted once."""
-    return sum(part.numel for part in parts(spec))
+    """Return the number of parameters without padding, a tied matrix counted once."""
+    return sum(part.numel for part in parts(unpadded(spec)))
 
 
 def active_parameter_count(spec: ModelSpec) -> int:
     """Return the number of parameters that a token uses: of experts its `top_k`."""
-    return sum(part.active(spec) for part in parts(spec))
+    return sum(part.active(spec) for part in parts(unpadded(spec)))
 
 
 def trained_parameter_count(spec: ModelSpec) -> int:
     """Return the number of trained parameters: with adapters, only these."""
-    return sum(part.numel for part in parts(spec) if part.trained)
+    return sum(part.numel for part in parts(unpadded(spec)) if part.trained)

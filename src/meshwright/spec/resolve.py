@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.kinds import shown
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import VOCAB_MULTIPLE, ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.stored import read_object, stored_spec
 from meshwright.units import round_up
 
-VOCAB_MULTIPLE = 64
 # What is decided by the loss on the held-out split, by section and key.
 _BY_HELD_OUT = (("train", "stop_after_evals"), ("checkpoint", "keep_best"))
 BUILTIN_VOCAB = {"bytes": 257, "gpt2": 50257}

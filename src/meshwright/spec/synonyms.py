@@ -53,6 +53,9 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "model.ffn_dim": ("intermediate_size", "ffn_hidden_size", "hidden_dim"),
     "model.experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "model.top_k": ("num_experts_per_tok", "moe_router_topk"),
+    "model.pad_vocab_to_multiple_of": (
+        *("make_vocab_size_divisible_by", "padding_multiple", "resize_token_embeddings_to_32x"),
+    ),
     "model.init_from": (
         *("hf", "pretrained", "model_name", "model_name_or_path"),
         "pretrained_model_name_or_path",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, padded
 
 # What a reader of a plan should know of the program that is to train it.
 HAS_RUN: Final = (
@@ -18,6 +18,18 @@ def busy(load: float, cores: int) -> str | None:
     if load <= cores / 2:
         return None
     return f"{load:.1f} on {cores} cores; other processes take time from the ranks"
+
+
+def vocabulary_padding(model: ModelSpec, tp: int) -> str | None:
+    """Return what is added to the vocabulary on so many ranks of tp, if anything is."""
+    model = padded(model, tp)
+    rows, size = model.vocab_rows, model.vocab_size
+    if rows == size:
+        return None
+    return (
+        f"{size:,} entries padded to {rows:,} rows, a multiple of {model.pad_vocab_to_multiple_of} "
+        "(model.pad_vocab_to_multiple_of); padding is never predicted, saved or exported"
+    )
 
 
 def beyond_context(seq_len: int, model: ModelSpec) -> str | None:

@@ -26,6 +26,7 @@ from meshwright.parallel.batch import Batch
 from meshwright.parallel.kernels.recompute import recompute
 from meshwright.parallel.transport.world import World
 from meshwright.spec.learning_rate import learning_rate
+from meshwright.spec.model import unpadded
 from meshwright.spec.parts import parts
 from meshwright.training.events import Emit
 from meshwright.training.interruptible import Interruptible
@@ -101,7 +102,8 @@ def train(
 def open_engine(job: Job, world: World) -> Any:
     """Return DeepSpeed's engine over our model, with our own initial weights."""
     config, layout = job.config, job.layout
-    model = build_model(config.model, "cpu", config.train.seq_len)
+    spec = unpadded(config.model)
+    model = build_model(spec, "cpu", config.train.seq_len)
     source = weights_source(job, world)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -111,7 +113,7 @@ def open_engine(job: Job, world: World) -> Any:
         recompute(block, layout.recompute)
     model.to(world.device)
     model.init_tables(world.device)
-    optimizer = build_optimizer(list(model.parameters()), parts(config.model), config.optimizer)
+    optimizer = build_optimizer(list(model.parameters()), parts(spec), config.optimizer)
     is_bf16 = config.train.precision == "bf16"
     settings = {
         "train_micro_batch_size_per_gpu": layout.microbatch,

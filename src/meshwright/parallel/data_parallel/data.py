@@ -7,10 +7,10 @@ ranks keep weights whole and sum gradients themselves, `Replicas` replaces FSDP2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise, zip_longest
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from meshwright.program.shards import cuts_frozen, data_rank
 from meshwright.spec.training import TrainSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Weights and inputs as they are.
+_FP32: Final = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def mixed_precision(train: TrainSpec) -> MixedPrecisionPolicy:
@@ -69,23 +72,26 @@ def distribute_data(
     embed: nn.Module | None = None,
     head: nn.Module | None = None,
     keeps_frozen: bool = False,
+    in_fp32: Collection[nn.Module] = (),
 ) -> None:
     """Replicate or shard a model over data: its ends, each block, and then the rest.
 
     `replicas` and `shards` name the axes of the mesh, and of the experts' mesh where experts are
     divided over ranks. A separate `embed` unit is gathered only for its forward. The loss gathers a
     `head`, see `HeadUnit`, which is prefetched for the backward. With `keeps_frozen`, untrained
-    weights have the dtype of products, and may stay whole. Gradients are summed, not averaged: the
-    loss is already divided by the global number of target tokens, which stays right for uneven
+    weights have the dtype of products, and may stay whole. The modules `in_fp32` compute in fp32
+    whatever the products' dtype is, each in a unit of its own. Gradients are summed, not averaged:
+    the loss is already divided by the global number of target tokens, which stays right for uneven
     batches.
     """
     if not needs_wrapping(layout, train):
         return
-    policy = mixed_precision(train)
+    usual = mixed_precision(train)
     pins = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pins) if layout.offload == "params" else OffloadPolicy()
 
     def wrap(module: nn.Module, mesh: DeviceMesh) -> None:
+        policy = _FP32 if module in in_fp32 else usual
         if layout.zero == 0:
             replicate(module, mesh=mesh[replicas], mp_policy=policy)
             return
@@ -100,22 +106,40 @@ def distribute_data(
 
     turns: list[list[Any]] = []  # blocks, each with what it takes up after itself
     for block in blocks:
-        turns.append([block])
-        experts = getattr(getattr(block, "mlp", None), "experts", None)
-        if of_experts is not None and isinstance(experts, nn.Module):
-            wrap(experts, of_experts)
-            turns[-1].append(experts)
+        inner = dict(_units_of(block, mesh, of_experts, in_fp32))
+        for unit, on in inner.items():
+            wrap(unit, on)
         wrap(block, mesh)
-    for end in (embed, head):
-        if end is not None:
-            wrap(end, mesh)
+        turns.append([block, *inner])
+    for module in (*in_fp32, embed, head):
+        if module is not None and not isinstance(module, FSDPModule):  # it is in no block
+            wrap(module, mesh)
     wrap(model, mesh)
     _begin_together(turns)
+    _sum_gradients(model)
+    _prefetch(model, embed, head, turns)
+
+
+def _sum_gradients(model: nn.Module) -> None:
     for managed in wrapped(model):
         # A divide factor needs PREMUL_SUM, which gloo lacks.
         managed.set_force_sum_reduction_for_comms(True)
         managed.set_gradient_divide_factor(1.0)
-    _prefetch(model, embed, head, turns)
+
+
+def _units_of(
+    block: nn.Module,
+    mesh: DeviceMesh,
+    of_experts: DeviceMesh | None,
+    in_fp32: Collection[nn.Module],
+) -> Iterator[tuple[nn.Module, DeviceMesh]]:
+    """Yield the units within a block, and the mesh of each."""
+    experts = getattr(getattr(block, "mlp", None), "experts", None)
+    if of_experts is not None and isinstance(experts, nn.Module):
+        yield experts, of_experts
+    for module in block.modules():
+        if module in in_fp32 and module is not block:
+            yield module, mesh
 
 
 def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]]) -> None:

@@ -40,11 +40,15 @@ class HeldParameter(NamedTuple):
         return local_shard(self.parameter.detach())
 
     def fill(self, weights: Tensor, dtype: torch.dtype) -> None:
-        """Copy weights into the shard; NF4 is quantised from the weights rounded to `dtype`."""
+        """Copy weights into the shard; NF4 is quantised from the weights rounded to `dtype`.
+
+        Rows that `weights` don't have are padding.
+        """
         shard = self.shard
         if self.sharding.part.four_bits:
             weights = quantise(weights.to(shard.device, dtype))
-        shard.copy_(weights)
+        shard[: len(weights)].copy_(weights)
+        shard[len(weights) :].zero_()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return the shard: the run's own, or one in four bits as a copy in `dtype` on the host."""

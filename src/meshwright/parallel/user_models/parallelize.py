@@ -26,6 +26,7 @@ from meshwright.parallel.tensor_parallel.deferred import Deferral
 from meshwright.parallel.tensor_parallel.tensor import ColumnLinear, RowLinear, VocabEmbedding
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
 from meshwright.parallel.transport.groups import Link
+from meshwright.parallel.user_models.fp32 import kept_in_fp32
 from meshwright.parallel.user_models.own_attention import OwnAttention
 from meshwright.parallel.user_models.own_check import check_first
 from meshwright.parallel.user_models.parts import GradientAgreement, PartFollower
@@ -57,7 +58,8 @@ def parallelize(
     `mesh` is the result of `make_mesh`. Every rank passes the same weights. `plan` names linear and
     embedding layers by pattern (`*` is a number or a name) and how to shard them: "column", "row",
     "vocab" (rows of an embedding) or "column_gathered" (whole outputs, such as logits); by default,
-    a transformers model provides its own plan. `train` sets the precision. Gradients are summed
+    a transformers model provides its own plan. `train` sets the precision; weights that a
+    transformers model keeps in fp32 stay so. Gradients are summed
     over data: divide the loss by the global number of targets. The model's code must derive the
     number of heads from the size of the projections. If a whole weight is used with one rank's
     features, such as a norm of each head's queries, its gradient is summed over all tp ranks. Under
@@ -85,7 +87,9 @@ def parallelize(
     for block in blocks:
         recompute(block, layout.recompute, draws=True)
     train = train or TrainSpec()
-    distribute_data(model, blocks, layout, train, parameters, "dp_replicate", "dp_shard")
+    in_fp32 = kept_in_fp32(model, train.precision)
+    axes = "dp_replicate", "dp_shard"
+    distribute_data(model, blocks, layout, train, parameters, *axes, in_fp32=in_fp32)
     if attention is not None:
         check_first(model, attention, layout, cp)
     return model

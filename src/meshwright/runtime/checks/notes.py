@@ -15,7 +15,7 @@ from meshwright.runtime.machines.accelerators import find_gpus, unused_note
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import stored_tokenizer
-from meshwright.spec.words import beyond_context
+from meshwright.spec.words import beyond_context, vocabulary_padding
 from meshwright.training.run_folder import Job
 
 # What a resumed run may change of how it trains: keys of the schedule, and others by section.
@@ -112,6 +112,8 @@ def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
         yield from resume_notes(job)
     else:
         yield from config_notes(config)
+    if (padding := vocabulary_padding(config.model, layout.tp)) is not None:
+        yield f"vocabulary: {padding}"
     chosen = config.origins["train.compile"].removeprefix("auto: ")
     if chosen != config.origins["train.compile"]:
         blocks = "compiled" if config.train.is_compiled else "not compiled"

@@ -14,6 +14,7 @@ from meshwright.data import Dataset, StreamedDataset
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.program.events import Events, ending
 from meshwright.spec.loading import KEYS, Config, load_config
+from meshwright.spec.model import OF_PADDING
 from meshwright.spec.parts import parts
 from meshwright.training.run_folder import Job, RunFolder, read_job, resumed_folder
 
@@ -69,7 +70,7 @@ def _check_shapes(before: Config, current: Config, changes: str) -> None:
     `changes` says how the models differ.
     """
     old, new = (
-        {part.name: part.shape for part in parts(config.model)} for config in (before, current)
+        {part.name: part.real_shape for part in parts(config.model)} for config in (before, current)
     )
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
@@ -83,7 +84,7 @@ def _changed_model(before: Config, current: Config) -> Iterator[str]:
     for section in ("model", "lora"):
         old, new = (getattr(config, section).model_dump() for config in (before, current))
         for key in KEYS[section]:
-            if old[key] != new[key]:
+            if key != OF_PADDING and old[key] != new[key]:
                 yield f"{section}.{key} was {old[key]}, is {new[key]}"
 
 
