@@ -29,6 +29,8 @@ StepQuantity = Literal["weights", "loss", "gradient", "norm", "update"]
 Convention = Literal["mean", "sum"]
 # Losses of different microbatches that agree to so many digits: nothing trains.
 _FLAT: Final = 1e-7
+# Replays with and without rounding may differ by this share of the gradient.
+_REPEATABLE: Final = 0.3
 # A norm is named by a hypothesis that it meets this closely.
 _NORM_NEAR: Final = 1e-3
 
@@ -147,7 +149,13 @@ def _dead(observed: Sequence[ObservedStep], replayed: Sequence[ReplayedStep]) ->
         math.sqrt(sum(_off(rounded[name], first.summed(name)) ** 2 for name in names))
         for rounded in first.rounded
     ]
-    if size <= max(noise, default=0.0) or size == 0:
+    if 0 < _REPEATABLE * size < max(noise, default=0.0):
+        return (
+            "two replays of the same rows differ by "
+            f"{max(noise) / size:.1g} of the gradient: the model draws random numbers (dropout?) "
+            "or decides by a hair, so nothing can be compared"
+        )
+    if size == 0:
         return "all gradients are zero in one process, too: a dead model agrees with anything"
     losses = [exact for step in replayed for exact, _ in step.losses]
     if len(losses) > 1 and max(losses) - min(losses) <= _FLAT * abs(max(losses)):

@@ -1,0 +1,28 @@
+"""`watch` on torch's engines: right loops agree, and seeded faults are named."""
+
+import pytest
+
+from meshwright.prove.trainers.watch import watch
+from ranks import on_ranks
+from trainer_loops import build, sum_of_head_norms, train
+
+
+def watched_run(world, engine, folder, head_norms=sum_of_head_norms, **options):
+    """Return the lines and the verdict of a watched loop, on rank 0."""
+    lines = []
+    model, data_ranks, data_rank = build(engine, head_norms=head_norms)
+    reference = Tiny if engine.startswith("tp") else None
+    with watch(model, folder=folder, say=lines.append, reference=reference) as watched:
+        train(model, data_ranks, data_rank, **options)
+    return lines, None if watched.verdict is None else watched.verdict.as_dict()
+
+
+ENGINES = {"ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4, "tp": 2, "tp_fsdp2": 4}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_right_loops_agree(engine, tmp_path):
+    lines, found = on_ranks(ENGINES[engine], watched_run, engine=engine, folder=tmp_path)[0]
+    print("\n".join(lines))
+    assert found["passed"], found
+    assert found["compared"] > 50
