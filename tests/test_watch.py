@@ -4,7 +4,8 @@ import pytest
 
 from meshwright.prove.trainers.watch import watch
 from ranks import on_ranks
-from trainer_loops import build, sum_of_head_norms, train
+from seeded_trainers import SEEDS, run_seed
+from trainer_loops import Tiny, build, sum_of_head_norms, train
 
 
 def watched_run(world, engine, folder, head_norms=sum_of_head_norms, **options):
@@ -26,3 +27,19 @@ def test_right_loops_agree(engine, tmp_path):
     print("\n".join(lines))
     assert found["passed"], found
     assert found["compared"] > 50
+
+
+def test_seeded_faults_are_named(tmp_path):
+    """At least 28 of 30 get the kind that they are of, and none passes."""
+    named, wrong = 0, {}
+    for number, (name, seed) in enumerate(SEEDS.items()):
+        found = on_ranks(seed.ranks, run_seed, name=name, folder=tmp_path / str(number))[0]
+        kinds = [fault["kind"] for fault in found["faults"]]
+        if kinds[:1] == [seed.kind]:
+            named += 1
+        else:
+            wrong[name] = (seed.kind, found["refused"], [f["sentence"] for f in found["faults"]])
+        assert not found["passed"], name
+    assert len(SEEDS) >= 30
+    assert named >= 28 / 30 * len(SEEDS), wrong
+    print(f"{named} of {len(SEEDS)}", wrong)

@@ -146,11 +146,11 @@ class Namer:
             if rest > left:
                 continue
             if guess.is_scaled:
-                axes, how = _factor(ratio, self.axes, self._microbatches)
+                axes, how = factor_of(ratio, self.axes, self._microbatches)
                 return NamedFault("scaled", how, ranks, axes, ratio)
             if abs(ratio - 1) <= max(_NEAR, left):
                 return NamedFault(guess.kind, guess.how, ranks, guess.axes)
-            axes, how = _factor(ratio, self.axes, self._microbatches)
+            axes, how = factor_of(ratio, self.axes, self._microbatches)
             return NamedFault(guess.kind, f"{guess.how}, and {how}", ranks, guess.axes, ratio)
         exact = self.replayed.summed(tensor) * self.scale
         ratio, rest = _fitted(value, exact)
@@ -249,10 +249,10 @@ def _sum_over(
     return NamedFault("missing sum", f"{how} large", ranks, (axis.name,), ratio)
 
 
-def _factor(
+def factor_of(
     ratio: float, axes: Sequence[MeshAxis], microbatches: int
 ) -> tuple[tuple[str, ...], str]:
-    """Return the axes whose sizes' product a ratio is, and the sentence's end."""
+    """Return the axes whose sizes' product a ratio is, and the end of a sentence about it."""
     sizes = {axis.name: axis.size for axis in axes_and_products(axes)}
     if microbatches > 1:
         sizes["the number of microbatches"] = microbatches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
+from meshwright.prove.trainers.faults import factor_of
 from meshwright.prove.trainers.gather import SEQUENCE_AXES, assembled
-from meshwright.prove.trainers.judge import RunVerdict, judge
-from meshwright.prove.trainers.normalization import convention_text
+from meshwright.prove.trainers.judge import RunVerdict, StepFault, judge
+from meshwright.prove.trainers.normalization import TargetWeights, convention_text
 from meshwright.prove.trainers.observed import (
     GatheredTensor,
     MeshAxis,
@@ -73,13 +75,30 @@ def _compared(
         )
     observed = [_observed(step) for step in whole]
     verdict = judge(observed, replay.steps, facts.axes, replay.order)
-    scale = (
-        1.0 if verdict.convention == "sum" else 1 / len({r.data_rank for r in data_rows(steps[0])})
-    )
-    first = len(data_rows(steps[0]))
-    notes.append(convention_text(replay.weighting[:first], scale))
+    rows = data_rows(steps[0])
+    scale = 1.0 if verdict.convention == "sum" else 1 / len({row.data_rank for row in rows})
+    weighting = replay.weighting[: len(rows)]
+    notes.append(convention_text(weighting, scale))
     _note_rows(facts, steps[0], notes)
-    return verdict
+    fault = _wrong_divisor(weighting, scale, facts.axes)
+    if fault is None or verdict.refused is not None:
+        return verdict
+    return replace(verdict, faults=(fault, *verdict.faults))
+
+
+def _wrong_divisor(
+    weighting: Sequence[TargetWeights], scale: float, axes: Sequence[MeshAxis]
+) -> StepFault | None:
+    """Return the fault of a mean whose weights add up to a product of axes, or its inverse."""
+    if not weighting or not all(one.targets for one in weighting):
+        return None
+    total = sum(one.total for one in weighting) * scale
+    microbatches = len({one.microbatch for one in weighting})
+    names, how = factor_of(total, axes, microbatches)
+    if not names or abs(total - 1) < 1e-3:
+        return None
+    sentence = f"the whole gradient, as a mean over the targets, {how}"
+    return StepFault("loss", "scaled", sentence, 1, axes=names, ratio=total, error=abs(total - 1))
 
 
 def _refuse(facts: RunFacts, steps: Sequence[LoadedStep]) -> None:

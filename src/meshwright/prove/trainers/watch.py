@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.errors import ConfigError
 from meshwright.prove.trainers.gather import ModelReader, everyones
+from meshwright.prove.trainers.judge import RunVerdict
 from meshwright.prove.trainers.recording import (
     RecordedMicrobatch,
     RecordedStep,
@@ -35,7 +36,12 @@ from meshwright.prove.trainers.trial_of_run import RunFacts, compare_run
 from meshwright.prove.trainers.twin import no_dropout
 from meshwright.units import format_bytes
 
-_CLIPPERS: Final = ("clip_grad_norm_", "clip_grad_norm")
+# Where functions are that clip: (parameters, max_norm, ...), or with the norm as third argument.
+_CLIPPERS: Final = (
+    ("torch.nn.utils.clip_grad", "clip_grad_norm_"),
+    ("torch.nn.utils.clip_grad", "clip_grads_with_norm_"),
+    ("meshwright.parallel.user_models.parallelize", "clip_grad_norm"),
+)
 _SETTINGS: Final = (bool, int, float, str, type(None), tuple, list)
 
 
@@ -53,26 +59,27 @@ class TrainerWatch:
         steps: int = 2,
         reference: Callable[[], nn.Module] | None = None,
         say: Callable[[str], None] = print,
+        at_end: Callable[[TrainerWatch], None] = lambda watched: None,
     ) -> None:
         if steps < 1:
             raise ConfigError(f"steps = {steps} must be 1 or more")
         self._model, self._folder, self._steps = model, folder, steps
-        self._reference, self._say = reference, say
+        self._reference, self._say, self._at_end = reference, say, at_end
         self._reader = ModelReader(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._step, self._done = RecordedStep(), 0
-        self._clip_depth, self._problem = 0, ""
+        self._clip_depth = 0
         self._compute_dtype: torch.dtype | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._has_state = False
+        self._has_state, self._is_open = False, True
         self._stack = contextlib.ExitStack()
         self.verdict: TrainerVerdict | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether it still records."""
-        return self._done < self._steps and not self._problem
+        return self._done < self._steps and self._is_open
 
     def start(self) -> None:
         """Install the hooks, and say how much memory the recording takes."""
@@ -104,8 +111,24 @@ class TrainerWatch:
             undo.enter_context(_around_deepspeed(model, self._engine_steps))
 
     def stop(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks; without the steps that were asked for, the verdict is a refusal."""
+        if self.is_on:
+            self._give_up(f"the optimizer took {self._done} of {self._steps} steps")
         self._stack.close()
+
+    def _give_up(self, reason: str) -> None:
+        """End the recording with a refusal."""
+        self._is_open = False
+        if self._rank == 0:
+            refused = RunVerdict((), reason, "mean", 0, 0.0)
+            self._conclude(TrainerVerdict(refused, self._world, (), self._done, ()))
+
+    def _conclude(self, verdict: TrainerVerdict) -> None:
+        self.verdict = verdict
+        self._folder.mkdir(parents=True, exist_ok=True)
+        verdict.write(self._folder)
+        for line in verdict.lines():
+            self._say(line)
 
     def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._records_forward():
@@ -116,7 +139,7 @@ class TrainerWatch:
         try:
             inputs = [encode(list(args), tensors, "args"), encode(dict(kwargs), tensors, "kwargs")]
         except ConfigError as error:
-            self._problem = str(error)
+            self._give_up(str(error))
             return
         self._step.microbatches.append(RecordedMicrobatch({"tuple": inputs}, tensors))
 
@@ -182,6 +205,10 @@ class TrainerWatch:
     def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._step.gradients is None:
             self._step.gradients = self._reader.gradients()
+        if self._reader.is_deepspeed and not any(
+            gradient is not None for gradient in self._step.gradients.values()
+        ):
+            self._give_up("DeepSpeed shows no gradients of this configuration")
         if optimizer is not None:
             if self._optimizer is None:
                 self._optimizer = optimizer
@@ -227,6 +254,8 @@ class TrainerWatch:
             return step()
         self._before_update(None)
         found = step()
+        if not self.is_on:
+            return found
         norm = engine.get_global_grad_norm()
         limit = engine.gradient_clipping()
         if norm is not None and limit:
@@ -242,11 +271,9 @@ class TrainerWatch:
             if self._has_state or kind is None or not kind.__module__.startswith("torch.optim"):
                 kind = None
             facts = RunFacts(self._folder, self._world, self._done, axes, self._compute_dtype, kind)
-            self.verdict = compare_run(facts, self._reader.model, self._reference)
-            self.verdict.write(self._folder)
-            for line in self.verdict.lines():
-                self._say(line)
+            self._conclude(compare_run(facts, self._reader.model, self._reference))
         everyones(None)
+        self._at_end(self)
 
 
 @contextlib.contextmanager
@@ -289,21 +316,25 @@ def watch(
 @contextlib.contextmanager
 def _around_clipping(around: Callable[[Callable[[], Any], float], Any]) -> Iterator[None]:
     """Call `around(clip, max_norm)` in place of torch's clipping, wherever it was imported."""
-    from torch.nn.utils import clip_grad
-
-    originals = {name: getattr(clip_grad, name) for name in _CLIPPERS if hasattr(clip_grad, name)}
+    homes = [(sys.modules.get(home), name) for home, name in _CLIPPERS]
+    originals = [getattr(home, name) for home, name in homes if hasattr(home, name)]
     changed: list[tuple[Any, str, Any]] = []
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            return around(lambda: original(parameters, max_norm, *args, **kwargs), max_norm)
+            def proceed() -> Any:
+                norm = original(parameters, max_norm, *args, **kwargs)
+                return norm if original.__name__ != "clip_grads_with_norm_" else args[0]
+
+            return around(proceed, max_norm)
 
         return clip
 
-    for original in originals.values():
+    for original in originals:
         ours = wrapped(original)
         for module in list(sys.modules.values()):
-            for name in [n for n, v in list(vars(module).items()) if v is original]:
+            names = list(getattr(module, "__dict__", {}).items())
+            for name in [name for name, value in names if value is original]:
                 changed.append((module, name, original))
                 setattr(module, name, ours)
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
