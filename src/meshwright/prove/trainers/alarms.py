@@ -6,7 +6,7 @@ for each parameter, in one collective for each checked step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.prove.trainers.gather import ModelReader, everyones
 
@@ -43,7 +44,8 @@ class ReplicaAlarms:
         self, model: nn.Module, *, every: int = 1, say: Callable[[str], None] = print
     ) -> None:
         self._reader, self._every, self._say = ModelReader(model), every, say
-        self._steps, self._handle = 0, None
+        self._steps = 0
+        self._handle: RemovableHandle | None = None
         self.alarms = list[str]()
 
     def start(self) -> None:
@@ -113,7 +115,7 @@ def _print_of(gradient: Tensor | None) -> _Print | None:
         return None
     place: tuple[Any, ...] = ()
     if isinstance(gradient, DTensor):
-        where = gradient.device_mesh.get_coordinate() or []
+        where: Sequence[int] = gradient.device_mesh.get_coordinate() or ()
         pairs = zip(where, gradient.placements, strict=True)
         place = tuple(at for at, placement in pairs if not placement.is_replicate())
         gradient = gradient._local_tensor

@@ -18,11 +18,11 @@ def attach(
     steps: int = 2,
     reference: Callable[[], nn.Module] | None = None,
     say: Callable[[str], None] = print,
-    at_end: Callable[[TrainerWatch], None] = lambda watched: None,
+    at_end: Callable[[TrainerWatch], None] | None = None,
 ) -> Callable[[], None]:
     """Watch the first model that is called to be trained; return what undoes it.
 
-    `at_end` is called on every rank after the comparison.
+    `at_end` is called on every rank after the comparison, in place of printing the verdict.
     """
     original = nn.Module.__call__
     begun = list[TrainerWatch]()
@@ -89,6 +89,8 @@ class WatchCallback:
 
     def _keep(self, watched: TrainerWatch) -> None:
         self.verdict = watched.verdict
+        for line in () if self.verdict is None else self.verdict.lines():
+            self._say(line)
 
     def __getattr__(self, name: str) -> Any:
         """Do nothing at the trainer's other events."""

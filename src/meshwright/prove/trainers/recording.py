@@ -118,6 +118,7 @@ def write_step(
 ) -> None:
     """Write this rank's part of a step; a collective."""
     tensors, holders = dict[str, Tensor](), dict[str, dict[str, list[list[int]]]]()
+    kinds: dict[str, Mapping[str, Tensor | None]]
     kinds = {"weights": step.weights, "gradients": step.gradients or {}, "after": step.after}
     for kind, values in kinds.items():
         holders[kind] = {}

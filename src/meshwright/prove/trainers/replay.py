@@ -136,7 +136,7 @@ class Replayer:
         args, kwargs = decode(row.record.inputs, row.record.tensors)
         dtype = torch.float64 if is_exact else self._precision.weights
         args, kwargs = (tree_map(lambda x: _cast(x, dtype), value) for value in (args, kwargs))
-        with self._autocast(is_exact), _NoCollectives():
+        with self._autocast(is_exact), _NoCollectives():  # type: ignore[no-untyped-call]
             outputs = tree_flatten(twin(*args, **kwargs))[0]
         received, tensors, values = [], [], {}
         for place, gradient in row.record.gradients.items():
@@ -156,7 +156,7 @@ class Replayer:
         is_first = is_exact and len(logits) > 0
         if is_first:
             logits[0].retain_grad()
-        with _NoCollectives():
+        with _NoCollectives():  # type: ignore[no-untyped-call]
             torch.autograd.backward(tensors, received)
         if is_first:
             self._weighting.append(target_weights(logits[0], row.data_rank, row.microbatch))
@@ -186,7 +186,7 @@ class Replayer:
             module.register_forward_pre_hook(use)
 
 
-class _NoCollectives(TorchDispatchMode):
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses communication, for which a replay in one process would wait forever."""
 
     def __torch_dispatch__(

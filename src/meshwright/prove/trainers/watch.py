@@ -48,7 +48,8 @@ _SETTINGS: Final = (bool, int, float, str, type(None), tuple, list)
 class TrainerWatch:
     """Records `steps` steps of a training loop into `folder`, then compares them.
 
-    `verdict` is None until then; only rank 0 has it. `say` receives lines of text on rank 0.
+    `verdict` is None until then; only rank 0 has it. `say` receives lines of text on rank 0: those
+    of the verdict, too, unless `at_end` takes care of it, which every rank calls.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class TrainerWatch:
         steps: int = 2,
         reference: Callable[[], nn.Module] | None = None,
         say: Callable[[str], None] = print,
-        at_end: Callable[[TrainerWatch], None] = lambda watched: None,
+        at_end: Callable[[TrainerWatch], None] | None = None,
     ) -> None:
         if steps < 1:
             raise ConfigError(f"steps = {steps} must be 1 or more")
@@ -122,12 +123,14 @@ class TrainerWatch:
         if self._rank == 0:
             refused = RunVerdict((), reason, "mean", 0, 0.0)
             self._conclude(TrainerVerdict(refused, self._world, (), self._done, ()))
+        if self._at_end is not None:
+            self._at_end(self)
 
     def _conclude(self, verdict: TrainerVerdict) -> None:
         self.verdict = verdict
         self._folder.mkdir(parents=True, exist_ok=True)
         verdict.write(self._folder)
-        for line in verdict.lines():
+        for line in verdict.lines() if self._at_end is None else ():
             self._say(line)
 
     def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -162,7 +165,7 @@ class TrainerWatch:
         return tree_unflatten(leaves, form)
 
     def _records_forward(self) -> bool:
-        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        in_backward = torch._C._current_graph_task_id() != -1
         return self.is_on and torch.is_grad_enabled() and self._model.training and not in_backward
 
     def _note_dtype(self, module: nn.Module, args: Any) -> None:
@@ -273,7 +276,8 @@ class TrainerWatch:
             facts = RunFacts(self._folder, self._world, self._done, axes, self._compute_dtype, kind)
             self._conclude(compare_run(facts, self._reader.model, self._reference))
         everyones(None)
-        self._at_end(self)
+        if self._at_end is not None:
+            self._at_end(self)
 
 
 @contextlib.contextmanager
