@@ -1,5 +1,9 @@
 """Other systems compared with one process: where they are right, and faults that were public."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from benchmarks.other_trainers import page, read, run_cases
 from benchmarks.other_trainers_cases import case
@@ -53,6 +57,16 @@ def test_public_faults_that_are_put_back_are_named(tmp_path):
         assert fault["kind"] == kind, row
         is_router = "gate.weight" in fault["tensors"][0]
         assert is_router if kind == "missing sum" else "experts" in fault["tensors"][0]
+
+
+@pytest.mark.parametrize(("family", "code"), [("llama", 0), ("qwen3", 1)])
+def test_the_example_of_the_trainer_with_tp(family, code):
+    example = Path(__file__).parents[1] / "examples" / "hf_trainer.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = [*launcher, "--standalone", str(example), family, "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) == code, done.stdout + done.stderr
+    assert ("PASS" if not code else "summed over tp again at each microbatch") in done.stdout
 
 
 def test_deepspeed_agrees(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,11 +28,9 @@ trainer_loops.train(model, dist.get_world_size(), dist.get_rank(), steps=1000)
 """
 
 
-def prove(tmp_path, monkeypatch, capsys, *words):
-    from pathlib import Path
-
+def prove(tmp_path, monkeypatch, capsys, *words, source=SCRIPT):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -56,6 +55,14 @@ def test_a_wrong_script_fails_with_a_file_for_an_issue_tracker(tmp_path, monkeyp
     issue = (tmp_path / "steps" / "issue.md").read_text()
     assert "an average over dp is missing" in issue
     assert "torch" in issue
+
+
+@pytest.mark.execs
+def test_the_example_of_a_loop_on_fsdp2_is_right(tmp_path, monkeypatch, capsys):
+    example = Path(__file__).parents[1] / "examples" / "fsdp2_loop.py"
+    code, found = prove(tmp_path, monkeypatch, capsys, source=example.read_text())
+    assert (code, found["passed"], found["axes"]) == (0, True, {"shard": 2}), found
+    assert found["notes"][0] == "each of the 256 targets of a step has the same weight"
 
 
 def test_a_command_that_trains_nothing_has_no_verdict(tmp_path, capsys):

@@ -19,12 +19,20 @@ def watched_run(world, engine, folder, head_norms=sum_of_head_norms, **options):
 
 
 ENGINES = {"ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4, "tp": 2, "tp_fsdp2": 4}
+HEALTHY = [
+    (engine, microbatches, optimizer, clip)
+    for engine in ENGINES
+    for microbatches, clip in ((1, 0.1), (2, 1.0), (3, None))
+    for optimizer in ("AdamW", "SGD")
+]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_right_loops_agree(engine, tmp_path):
-    lines, found = on_ranks(ENGINES[engine], watched_run, engine=engine, folder=tmp_path)[0]
-    print("\n".join(lines))
+@pytest.mark.often(6)
+@pytest.mark.parametrize(("engine", "microbatches", "optimizer", "clip"), HEALTHY)
+def test_right_loops_agree(engine, microbatches, optimizer, clip, tmp_path):
+    options = {"microbatches": microbatches, "optimizer": optimizer, "clip": clip}
+    world = ENGINES[engine]
+    _, found = on_ranks(world, watched_run, engine=engine, folder=tmp_path, **options)[0]
     assert found["passed"], found
     assert found["compared"] > 50
 

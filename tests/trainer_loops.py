@@ -147,11 +147,12 @@ def loss_of(logits, targets, count):
 
 
 def train(
-    model, data_ranks, data_rank, *, microbatches=2, steps=2, optimizer=None, clip=1.0,
-    before_step=lambda model: None, weigh=None,
+    model, data_ranks, data_rank, *, microbatches=2, steps=2, optimizer="AdamW", clip=1.0,
+    before_step=lambda model: None,
 ):  # fmt: skip
     """Take some steps; the loss is the mean over all targets of the global batch."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    kind = getattr(torch.optim, optimizer)
+    optimizer = kind(model.parameters(), lr=1e-2, foreach=False)
     for step in range(steps):
         places = [(m, d) for m in range(microbatches) for d in range(data_ranks)]
         count = sum(int((rows(step, m, d)[1] != -100).sum()) for m, d in places)

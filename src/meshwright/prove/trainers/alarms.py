@@ -1,7 +1,7 @@
 """Alarms without a reference: what must hold in any step of any trainer.
 
-Copies that should be equal have the same sum with fixed weights. So ranks exchange a few numbers
-for each parameter, in one collective for each checked step.
+Copies that should be equal have the same sum with fixed weights. So ranks exchange two numbers for
+each parameter, in one collective for each checked step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from meshwright.prove.trainers.gather import ModelReader, everyones
 # Copies whose sums differ by more than this share of their size differ by more than rounding.
 _APART: Final = {torch.float32: 1e-4, torch.float64: 1e-8}
 _APART_IN_HALF: Final = 3e-2
+_ABSENT: Final = -1.0  # the norm of a gradient that is not there
 
 
-class _Print(NamedTuple):
-    """A gradient's place in its mesh, its norm, and its sum with fixed weights."""
+class GradientPrint(NamedTuple):
+    """A local gradient's place in its mesh, its norm, and its sum with fixed weights."""
 
-    place: tuple[Any, ...]
+    place: tuple[int, ...]
     norm: float
     sum: float
     tolerance: float
@@ -37,7 +38,7 @@ class ReplicaAlarms:
     """Checks the gradients of every `every`-th step before its update.
 
     `alarms` has what was said, on every rank: gradients that should be equal and differ, parameters
-    that no rank has a gradient of, gradients that are all zero or not finite.
+    that no rank has a gradient of, gradients that are all zero or not finite. Each is said once.
     """
 
     def __init__(
@@ -45,11 +46,22 @@ class ReplicaAlarms:
     ) -> None:
         self._reader, self._every, self._say = ModelReader(model), every, say
         self._steps = 0
+        self._parameters = list[nn.Parameter]()
+        self._known = list[list[tuple[str, tuple[int, ...], float]]]()
         self._handle: RemovableHandle | None = None
         self.alarms = list[str]()
 
     def start(self) -> None:
-        """Check before each update from now on."""
+        """Check before each update from now on; a collective."""
+        parameters = self._reader.parameters()
+        self._parameters = list(parameters.values())
+        known = []
+        for name, parameter in parameters.items():
+            place = _place(parameter)
+            if self._reader.is_unlabelled_shard(parameter):  # no rank has a copy that is known
+                place = (*place, dist.get_rank())
+            known.append((name, place, _tolerance(parameter)))
+        self._known = everyones(known)
         self._handle = register_optimizer_step_pre_hook(self._check)
 
     def stop(self) -> None:
@@ -62,34 +74,51 @@ class ReplicaAlarms:
         self._steps += 1
         if (self._steps - 1) % self._every:
             return
-        parameters = self._reader.parameters()
-        prints = {name: _print_of(p.grad) for name, p in parameters.items()}
-        for alarm in found_alarms(everyones(prints)):
+        for alarm in found_alarms(self._exchanged()):
             if alarm not in self.alarms:
                 self.alarms.append(alarm)
                 if not dist.is_initialized() or dist.get_rank() == 0:
                     self._say(f"step {self._steps}: {alarm}")
 
+    def _exchanged(self) -> list[dict[str, GradientPrint | None]]:
+        """Return all ranks' numbers, by rank and name; a collective."""
+        device = self._parameters[0].device
+        most = max(map(len, self._known))
+        mine = torch.full((most, 2), _ABSENT, device=device)
+        for row, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                mine[row] = _numbers(parameter.grad)
+        numbers = [mine]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            numbers = [torch.empty_like(mine) for _ in self._known]
+            dist.all_gather(numbers, mine)
+        found = []
+        for known, values in zip(self._known, torch.stack(numbers).tolist(), strict=True):
+            prints = dict[str, GradientPrint | None]()
+            for (name, place, tolerance), (norm, total) in zip(known, values, strict=False):
+                is_there = norm != _ABSENT
+                prints[name] = GradientPrint(place, norm, total, tolerance) if is_there else None
+            found.append(prints)
+        return found
 
-def found_alarms(by_rank: list[Mapping[str, _Print | None]]) -> list[str]:
+
+def found_alarms(by_rank: Sequence[Mapping[str, GradientPrint | None]]) -> list[str]:
     """Return what is wrong with the gradients of all ranks."""
     names = list(dict.fromkeys(name for prints in by_rank for name in prints))
-    absent, apart, infinite = list[str](), list[str](), list[str]()
-    total = 0.0
+    absent, apart, infinite, total = list[str](), list[str](), list[str](), 0.0
     for name in names:
         prints = [prints.get(name) for prints in by_rank]
-        there = [found for found in prints if found is not None]
+        there = [each for each in prints if each is not None]
+        total += sum(each.norm for each in there)
         if not there:
             absent.append(name)
-            continue
-        total += sum(found.norm for found in there)
-        if not all(found.norm < float("inf") for found in there):
+        elif not all(each.norm < float("inf") for each in there):
             infinite.append(name)
-        elif any(_differ(a, b) for a, b in pairwise(there)):
+        elif any(_differ(a, b) for a, b in pairwise(sorted(there))):
             apart.append(name)
-    alarms = []
     if names and len(absent) == len(names):
         return ["no parameter has a gradient"]
+    alarms = []
     if infinite:
         alarms.append(f"the gradient of {_shown(infinite)} is not finite")
     if apart:
@@ -104,28 +133,36 @@ def found_alarms(by_rank: list[Mapping[str, _Print | None]]) -> list[str]:
     return alarms
 
 
-def _differ(a: _Print, b: _Print) -> bool:
+def _differ(a: GradientPrint, b: GradientPrint) -> bool:
     size = max(a.norm, b.norm)
     return a.place == b.place and abs(a.sum - b.sum) > max(a.tolerance, b.tolerance) * size
 
 
-def _print_of(gradient: Tensor | None) -> _Print | None:
-    """Return a local gradient's numbers; the place is that of its shard on the sharding axes."""
-    if gradient is None:
-        return None
-    place: tuple[Any, ...] = ()
-    if isinstance(gradient, DTensor):
-        where: Sequence[int] = gradient.device_mesh.get_coordinate() or ()
-        pairs = zip(where, gradient.placements, strict=True)
-        place = tuple(at for at, placement in pairs if not placement.is_replicate())
-        gradient = gradient._local_tensor
-    flat = gradient.detach().flatten()
-    numbers = torch.linspace(1.0, 2.0, max(flat.numel(), 1), device=flat.device)[: flat.numel()]
-    norm, total = torch.stack([flat.float().norm(), flat.float() @ numbers]).tolist()
-    return _Print(
-        (*place, tuple(gradient.shape)), norm, total, _APART.get(gradient.dtype, _APART_IN_HALF)
-    )
+def _place(parameter: Tensor) -> tuple[int, ...]:
+    """Return a rank's coordinates on the axes that shard a parameter, and the local sizes.
+
+    Plain tensors of one size are copies.
+    """
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape)
+    where: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
+    pairs = zip(where, parameter.placements, strict=True)
+    shards = [at for at, placement in pairs if not placement.is_replicate()]
+    return (*shards, *parameter._local_tensor.shape)
 
 
-def _shown(names: list[str]) -> str:
+def _tolerance(parameter: Tensor) -> float:
+    return _APART.get(parameter.dtype, _APART_IN_HALF)
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """Return a local gradient's norm, and its sum with weights from 1 to 2 over the root of n."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    flat = local.detach().flatten().float()
+    count = max(flat.numel(), 1)
+    weights = torch.linspace(1.0, 2.0, count, device=flat.device)[: flat.numel()]
+    return torch.stack([flat.norm(), flat @ weights / count**0.5])
+
+
+def _shown(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

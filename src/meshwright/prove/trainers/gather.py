@@ -81,6 +81,12 @@ class ModelReader:
             if parameter.requires_grad
         }
 
+    def is_unlabelled_shard(self, parameter: Tensor) -> bool:
+        """Whether a plain tensor is one rank's part: FSDP1's, Megatron's, or AutoTP's."""
+        is_marked = bool(getattr(parameter, "tensor_model_parallel", False))
+        is_zero3 = hasattr(parameter, "ds_id")
+        return self._is_fsdp1 or is_marked or is_zero3
+
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights on the host, one at a time; a collective."""

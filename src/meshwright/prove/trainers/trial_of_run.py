@@ -181,7 +181,8 @@ def _note_rows(facts: RunFacts, step: LoadedStep, notes: list[str]) -> None:
     data_ranks = len({row.data_rank for row in data_rows(step)})
     places = len(data_rows(step)) // data_ranks
     notes.append(
-        f"{data_ranks} of {facts.world} ranks read rows of their own, {places} microbatches a step"
+        f"the {facts.world} ranks read the rows of {data_ranks} data ranks, "
+        f"{places} microbatches a step"
     )
     data_axes = {"dp", "shard", "replicate", "fsdp", "dp_shard", "dp_replicate"}
     known = {axis.name for axis in facts.axes} - {"all ranks"}
