@@ -6,6 +6,7 @@ each parameter, in one collective for each checked step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
+from meshwright.prove.trainers.clipping import around_clipping, number_of
 from meshwright.prove.trainers.gather import ModelReader, everyones
 
 # Copies whose sums differ by more than this share of their size differ by more than rounding.
@@ -38,7 +39,8 @@ class ReplicaAlarms:
     """Checks the gradients of every `every`-th step before its update.
 
     `alarms` has what was said, on every rank: gradients that should be equal and differ, parameters
-    that no rank has a gradient of, gradients that are all zero or not finite. Each is said once.
+    that no rank has a gradient of, gradients that are all zero or not finite, ranks that clip by
+    different norms. Each is said once.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class ReplicaAlarms:
         self._steps = 0
         self._parameters = list[nn.Parameter]()
         self._known = list[list[tuple[str, tuple[int, ...], float]]]()
-        self._handle: RemovableHandle | None = None
+        self._norm, self._norms = _ABSENT, list[float]()
+        self._stack = contextlib.ExitStack()
         self.alarms = list[str]()
 
     def start(self) -> None:
@@ -62,19 +65,27 @@ class ReplicaAlarms:
                 place = (*place, dist.get_rank())
             known.append((name, place, _tolerance(parameter)))
         self._known = everyones(known)
-        self._handle = register_optimizer_step_pre_hook(self._check)
+        self._stack.callback(register_optimizer_step_pre_hook(self._check).remove)
+        self._stack.enter_context(around_clipping(self._clips))
 
     def stop(self) -> None:
         """Check no more."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._stack.close()
+
+    def _clips(self, clip: Callable[[], Any], max_norm: float) -> Any:
+        norm = clip()
+        self._norm = number_of(norm)
+        return norm
 
     @torch.no_grad()
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
         if (self._steps - 1) % self._every:
             return
-        for alarm in found_alarms(self._exchanged()):
+        alarms = found_alarms(self._exchanged())
+        if max(self._norms) - min(self._norms) > 1e-4 * abs(max(self._norms)):
+            alarms.append("the ranks clip by different norms")
+        for alarm in alarms:
             if alarm not in self.alarms:
                 self.alarms.append(alarm)
                 if not dist.is_initialized() or dist.get_rank() == 0:
@@ -83,8 +94,9 @@ class ReplicaAlarms:
     def _exchanged(self) -> list[dict[str, GradientPrint | None]]:
         """Return all ranks' numbers, by rank and name; a collective."""
         device = self._parameters[0].device
-        most = max(map(len, self._known))
+        most = max(map(len, self._known)) + 1
         mine = torch.full((most, 2), _ABSENT, device=device)
+        mine[-1, 0], self._norm = self._norm, _ABSENT
         for row, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 mine[row] = _numbers(parameter.grad)
@@ -92,12 +104,13 @@ class ReplicaAlarms:
         if dist.is_initialized() and dist.get_world_size() > 1:
             numbers = [torch.empty_like(mine) for _ in self._known]
             dist.all_gather(numbers, mine)
-        found = []
+        found, self._norms = [], []
         for known, values in zip(self._known, torch.stack(numbers).tolist(), strict=True):
             prints = dict[str, GradientPrint | None]()
             for (name, place, tolerance), (norm, total) in zip(known, values, strict=False):
                 is_there = norm != _ABSENT
                 prints[name] = GradientPrint(place, norm, total, tolerance) if is_there else None
+            self._norms.append(values[-1][0])
             found.append(prints)
         return found
 

@@ -7,7 +7,6 @@ step, the hooks are removed, and rank 0 replays the steps while the others wait.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,6 +21,8 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.errors import ConfigError
+from meshwright.prove.trainers.alarms import ReplicaAlarms
+from meshwright.prove.trainers.clipping import around_clipping, full, number_of
 from meshwright.prove.trainers.gather import ModelReader, everyones
 from meshwright.prove.trainers.judge import RunVerdict
 from meshwright.prove.trainers.recording import (
@@ -36,12 +37,6 @@ from meshwright.prove.trainers.trial_of_run import RunFacts, compare_run
 from meshwright.prove.trainers.twin import no_dropout
 from meshwright.units import format_bytes
 
-# Where functions are that clip: (parameters, max_norm, ...), or with the norm as third argument.
-_CLIPPERS: Final = (
-    ("torch.nn.utils.clip_grad", "clip_grad_norm_"),
-    ("torch.nn.utils.clip_grad", "clip_grads_with_norm_"),
-    ("meshwright.parallel.user_models.parallelize", "clip_grad_norm"),
-)
 _SETTINGS: Final = (bool, int, float, str, type(None), tuple, list)
 
 
@@ -107,7 +102,7 @@ class TrainerWatch:
         leaf = next((m for m in model.modules() if _is_leaf(m)), None)
         if leaf is not None:
             undo.callback(leaf.register_forward_pre_hook(self._note_dtype).remove)
-        undo.enter_context(_around_clipping(self._clips))
+        undo.enter_context(around_clipping(self._clips))
         if self._reader.is_deepspeed:
             undo.enter_context(_around_deepspeed(model, self._engine_steps))
 
@@ -155,7 +150,7 @@ class TrainerWatch:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
                 copied = leaf.clone()  # a view would forbid operations in place
-                microbatch.values[place] = summary_of(_plain(leaf))
+                microbatch.values[place] = summary_of(full(leaf))
 
                 def receive(gradient: Tensor, place: int = place) -> None:
                     microbatch.gradients[place] = gradient.detach()
@@ -188,7 +183,7 @@ class TrainerWatch:
             norm = clip()
         finally:
             self._clip_depth -= 1
-        self._step.norm, self._step.max_norm = _number(norm), float(max_norm)
+        self._step.norm, self._step.max_norm = number_of(norm), float(max_norm)
         return norm
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -262,7 +257,7 @@ class TrainerWatch:
         norm = engine.get_global_grad_norm()
         limit = engine.gradient_clipping()
         if norm is not None and limit:
-            self._step.norm, self._step.max_norm = _number(norm), float(limit)
+            self._step.norm, self._step.max_norm = number_of(norm), float(limit)
         self._after_update()
         return found
 
@@ -305,8 +300,6 @@ def watch(
     `ConfigError` for a number of steps below 1.
     """
     if check == "replicas":
-        from meshwright.prove.trainers.alarms import ReplicaAlarms
-
         watched: Any = ReplicaAlarms(model, say=say)
     else:
         watched = TrainerWatch(model, Path(folder), steps=steps, reference=reference, say=say)
@@ -315,46 +308,6 @@ def watch(
         yield watched
     finally:
         watched.stop()
-
-
-@contextlib.contextmanager
-def _around_clipping(around: Callable[[Callable[[], Any], float], Any]) -> Iterator[None]:
-    """Call `around(clip, max_norm)` in place of torch's clipping, wherever it was imported."""
-    homes = [(sys.modules.get(home), name) for home, name in _CLIPPERS]
-    originals = [getattr(home, name) for home, name in homes if hasattr(home, name)]
-    changed: list[tuple[Any, str, Any]] = []
-
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            def proceed() -> Any:
-                norm = original(parameters, max_norm, *args, **kwargs)
-                return norm if original.__name__ != "clip_grads_with_norm_" else args[0]
-
-            return around(proceed, max_norm)
-
-        return clip
-
-    for original in originals:
-        ours = wrapped(original)
-        for module in list(sys.modules.values()):
-            names = list(getattr(module, "__dict__", {}).items())
-            for name in [name for name, value in names if value is original]:
-                changed.append((module, name, original))
-                setattr(module, name, ours)
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if fsdp is not None:
-        method = fsdp.FullyShardedDataParallel.clip_grad_norm_
-
-        def clip_fsdp(self: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            return around(lambda: method(self, max_norm, *args, **kwargs), max_norm)
-
-        changed.append((fsdp.FullyShardedDataParallel, "clip_grad_norm_", method))
-        fsdp.FullyShardedDataParallel.clip_grad_norm_ = clip_fsdp
-    try:
-        yield
-    finally:
-        for module, name, original in changed:
-            setattr(module, name, original)
 
 
 @contextlib.contextmanager
@@ -372,15 +325,6 @@ def _around_deepspeed(
 
 def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None and bool(module._parameters)
-
-
-def _plain(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
-
-
-def _number(value: Any) -> float:
-    return float(_plain(value)) if isinstance(value, Tensor) else float(value)
 
 
 def _setting(value: Any) -> Any:
