@@ -113,8 +113,9 @@ def build(engine, model=None, head_norms=sum_of_head_norms):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh), world, rank
-    if engine == "hsdp":
+    if engine.startswith("hsdp"):
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh if engine == "hsdp" else mesh["shard"]
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh), world, rank
