@@ -64,7 +64,7 @@ def main() -> None:
             logits = model(ids[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / MICROBATCHES
             loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:

@@ -42,11 +42,13 @@ def prove_command(args: argparse.Namespace, out: TextIO) -> int:
     except OSError as error:
         raise ConfigError(f"{args.program[0]} cannot be run: {error.strerror}") from error
     if not (folder / VERDICT).is_file():
-        say_line(
+        reason = (
             f"no verdict: the command ended with exit code {code.returncode} before it had trained "
-            f"{steps} steps of a torch model",
-            out,
+            f"{steps} steps of a torch model"
         )
+        say_line(reason, out)
+        if args.json:
+            print_json({"passed": False, "refused": reason, "command": args.program, "faults": []})
         return EXIT_RANK_FAILED
     found = json.loads((folder / VERDICT).read_text())
     for line in verdict_lines(found):
