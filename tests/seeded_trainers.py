@@ -120,15 +120,6 @@ def summing(state, bucket):
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def no_divisor(text):
-    def change(model):
-        for name, module in model.named_modules():
-            if name == text:
-                module.set_gradient_divide_factor(1.0)
-
-    return change
-
-
 def summed_again(model, mesh):
     """Sum the accumulated gradient over tp after each microbatch."""
     group = mesh.get_group()
@@ -238,7 +229,10 @@ SEEDS = {
     "ddp: never synchronized": Seed("ddp", 2, "missing average", change=never_synchronized),
     "ddp: one parameter ignored": Seed("ddp", 2, "missing average", options={"ignored": "head"}),
     "ddp: layers ignored": Seed("ddp", 2, "missing average", options={"ignored": "layers.0"}),
-    "ddp: sums": Seed("ddp", 2, "scaled", change=lambda m: m.register_comm_hook(None, summing)),
+    # A bucket has the sums of earlier microbatches: they are summed again, and not averaged.
+    "ddp: sums": Seed(
+        "ddp", 2, "summed again", change=lambda m: m.register_comm_hook(None, summing)
+    ),
     "ddp: zeroed between": Seed("ddp", 2, "microbatch lost", change=zeroed_between),
     "ddp: head zeroed": Seed("ddp", 2, "microbatch lost", change=zeroes("head")),
     "ddp: head doubled": Seed("ddp", 2, "scaled", options=scaling("head", 2)),
@@ -253,14 +247,14 @@ SEEDS = {
     "ddp: start apart": Seed("ddp", 2, "replicas differ", change=start_apart),
     "ddp: divisor twice": Seed("ddp", 2, "scaled", patch=weighed(0.5)),
     "fsdp1: doubled": Seed("fsdp1", 2, "scaled", options=scaling("embed", 2)),
-    "fsdp2: a divisor": Seed("fsdp2", 2, "scaled", change=no_divisor("layers.1")),
+    "fsdp2: a divisor": Seed("fsdp2", 2, "scaled", options=scaling("layers.1", 2)),
     "fsdp2: all divisors": Seed("fsdp2", 2, "scaled", patch=weighed(2.0)),
     "fsdp2: no gradient": Seed("fsdp2", 2, "no gradient", options=without("down.bias")),
     "fsdp2: doubled": Seed("fsdp2", 2, "scaled", options=scaling("attention.q.", 2)),
     "fsdp2: local norms": Seed("fsdp2", 2, "clips differ", patch=lambda: clipping(local_norm)),
     "fsdp2: decayed": Seed("fsdp2", 2, "wrong update", patch=lambda: updating(decayed_again)),
     "hsdp: replicas apart": Seed("hsdp without replicas", 4, "missing average"),
-    "hsdp: a divisor": Seed("hsdp", 4, "scaled", change=no_divisor("layers.0")),
+    "hsdp: a divisor": Seed("hsdp", 4, "scaled", options=scaling("layers.0", 0.5)),
     "tp: partial norms": Seed("tp", 2, "missing sum", head_norms=None),
     "tp: summed again": Seed("tp", 2, "summed again", head_norms=summed_again),
     "tp: averaged": Seed("tp", 2, "scaled", head_norms=averaged),

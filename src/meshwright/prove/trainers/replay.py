@@ -256,7 +256,9 @@ def _updates(
 ) -> list[dict[str, Tensor]]:
     """Return the updates of each step; in the run's own dtype without one."""
     weights = _first_copies(steps[0].weights)
-    parameters = {name: nn.Parameter(w.to(dtype or w.dtype)) for name, w in weights.items()}
+    parameters = {
+        name: nn.Parameter(w.to(dtype or w.dtype, copy=True)) for name, w in weights.items()
+    }
     groups = [
         {**group["settings"], "params": [parameters[n] for n in group["names"] if n in parameters]}
         for group in steps[0].groups
