@@ -12,7 +12,7 @@ from torch import Tensor
 # Where functions are that clip: (parameters, max_norm, ...), or with the norm as third argument.
 _CLIPPERS: Final = (
     ("torch.nn.utils.clip_grad", "clip_grad_norm_"),
-    ("torch.nn.utils.clip_grad", "clip_grads_with_norm_"),
+    ("torch.nn.utils", "clip_grads_with_norm_"),
     ("meshwright.parallel.user_models.parallelize", "clip_grad_norm"),
 )
 
@@ -28,7 +28,8 @@ def around_clipping(around: Callable[[Callable[[], Any], float], Any]) -> Iterat
         def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             def proceed() -> Any:
                 norm = original(parameters, max_norm, *args, **kwargs)
-                return norm if original.__name__ != "clip_grads_with_norm_" else args[0]
+                has_norm = original.__name__.endswith("clip_grads_with_norm_")
+                return [*args, *kwargs.values()][0] if has_norm else norm
 
             return around(proceed, max_norm)
 

@@ -92,6 +92,8 @@ def _of_config(model: Any) -> nn.Module:
             setattr(config, name, None)
     kind: Any = _plain_class(type(model))
     generator = torch.get_rng_state()
+    if getattr(config, "_experts_implementation", None) is not None:
+        config._experts_implementation = "eager"  # grouped products have no fp64
     twin: nn.Module = kind._from_config(
         config, attn_implementation=getattr(config, "_attn_implementation", None)
     )
