@@ -55,6 +55,7 @@ EXTRAS: Final = {
         5,
         ("meshwright[fp8]", "bitsandbytes", "triton"),
     ),
+    "other-trainers": Extra(("tests/test_other_trainers.py",), 6, ("accelerate", "deepspeed")),
     "lm-eval": Extra(("tests/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")),
     "peft": Extra(
         (

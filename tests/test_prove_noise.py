@@ -8,7 +8,7 @@ import torch
 from meshwright.layout import Layout
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.compare import Expected
+from meshwright.prove.expected import Expected
 from meshwright.prove.matrix import matrix
 from meshwright.prove.optimizer import comparable
 from meshwright.prove.oracle import _Model

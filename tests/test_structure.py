@@ -49,7 +49,7 @@ PACKAGES = {
     ],
     "runtime": [
         *("machines", "supervise", "pricing", "checks", "ranks", "measure", "proofs", "jobs"),
-        "peers",
+        *("peers", "startup"),
     ],
 }
 TORCH_FREE_ROOMS = [

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         positions,
     )
     from meshwright.planner.plan import plan
+    from meshwright.prove.trainers.attach import WatchCallback
+    from meshwright.prove.trainers.watch import watch
     from meshwright.runtime.session import train
     from meshwright.spec.loading import Config, load_config
 
@@ -28,6 +30,7 @@ __all__ = [
     "Checkpoints",
     "Config",
     "Layout",
+    "WatchCallback",
     "__version__",
     "clip_grad_norm",
     "load_config",
@@ -37,6 +40,7 @@ __all__ = [
     "plan",
     "positions",
     "train",
+    "watch",
 ]
 
 _HOMES = {
@@ -51,6 +55,8 @@ _HOMES = {
     "plan": "meshwright.planner.plan",
     "positions": "meshwright.parallel.user_models.parallelize",
     "train": "meshwright.runtime.session",
+    "watch": "meshwright.prove.trainers.watch",
+    "WatchCallback": "meshwright.prove.trainers.attach",
 }
 
 

@@ -118,7 +118,9 @@ def _run(arguments: Sequence[str]) -> int:
             module = cast(Command, importlib.import_module(f"meshwright.cli.{name}"))
             module.configure(command)
             command.set_defaults(module=module)
+    arguments, program = _with_program(arguments)
     args, unparsed = parser.parse_known_args(arguments)
+    args.program = program
     if unparsed:
         # argparse takes overrides from one place only; people add them at the end, after options.
         if not hasattr(args, "words") or any(argument.startswith("-") for argument in unparsed):
@@ -129,6 +131,14 @@ def _run(arguments: Sequence[str]) -> int:
     if any("\0" in argument for argument in arguments):  # from Python: a shell's words have none
         parser.error("an argument has a NUL character, which no file's name may have")
     return cast(Command, args.module).run(args)
+
+
+def _with_program(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """Return the words of a command, and those of the program that `prove --` runs."""
+    if words[:1] != ["prove"] or "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], list(words[at + 1 :])
 
 
 def _complain(command: str, text: str) -> None:

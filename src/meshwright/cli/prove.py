@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from meshwright.cli.common import print_json, read_config, say_line
 from meshwright.cli.prove_arguments import configure, refuse_mixed
+from meshwright.cli.prove_trainer import prove_command
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
 from meshwright.program.lower import lower
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     refusals: list[Refusal] = []
     extra: dict[str, Any] = {}
     refuse_mixed(args)
+    if args.program:
+        return prove_command(args, out)
     if args.matrix:
         cases, refusals = _of_table(args, out)
     elif args.random is not None:

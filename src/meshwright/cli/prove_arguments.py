@@ -22,6 +22,7 @@ examples:
   meshwright prove --matrix --minutes 5                   as many of the table as 5 minutes allow
   meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
   meshwright prove run.toml layout.pp=2 --resume          is a resumed run the same run?
+  meshwright prove -- torchrun --nproc-per-node 2 train.py    are any trainer's gradients right?
 
 exit codes: 0 all verdicts are good, 1 one is not, 2 refused
 """
@@ -83,11 +84,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where the ranks compute; one device is a CPU in any case (default: cpu)",
     )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="of COMMAND, the first N (default: 2)"
+    )
+    parser.add_argument("--folder", metavar="DIR", help="of the recording of COMMAND's steps")
     add_json(parser)
 
 
 def refuse_mixed(args: argparse.Namespace) -> None:
     """Refuse arguments that do not go together, before anything is started."""
+    if args.program:
+        others = (args.matrix, args.random, args.case, args.minutes, args.check_order, args.resume)
+        if any(others) or args.words:
+            raise ConfigError("before -- COMMAND go --steps, --folder and --json alone")
+        return
+    if args.steps is not None or args.folder is not None:
+        raise ConfigError("--steps and --folder need a command: prove --steps 3 -- torchrun ...")
     source = "--matrix" if args.matrix else "--random" if args.random is not None else None
     if args.case is not None:
         source = "--case"

@@ -1,16 +1,12 @@
-"""The error of a layout, and its tolerance.
+"""The tensors of a layout compared with one device's, and the tolerances of its numbers.
 
-A tensor is compared with an exact one by their distance (the root of the summed squares). The
-possible size of rounding errors is measured: the reference does all rounding of a layout, on one
-device, and its own distance from the exact tensor is the noise, the largest of a few samples. A
-layout rounds equally often in another order, so its distance is another sample of that noise.
-`MARGIN` allows for chance, and for rounding that only a layout has: partial sums of ranks.
+`expected.py` has what a tensor may be off by.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +25,7 @@ from meshwright.parallel.transport.groups import Groups
 from meshwright.parallel.transport.world import World
 from meshwright.program.lower import Program, lower
 from meshwright.prove.case import Case
+from meshwright.prove.expected import MARGIN, Expected
 from meshwright.prove.weights import logits_std, telling
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
@@ -40,20 +37,6 @@ T = TypeVar("T")
 UNIT_ROUNDOFFS: Final = {
     precision: torch.finfo(dtype).eps / 2 for precision, dtype in DTYPES.items()
 }
-# Largest distance of a tensor over that of one device, which makes the same roundings. A factor of
-# 3 is for chance: tensors with few elements and sums that cancel vary most. A factor of 2 is for
-# kernels that round more or less often, as those of fp32 products do.
-MARGIN: Final = 6.0
-# A tensor's distance may always be so many fp32 roundings of all of its values.
-LEAST: Final = 32.0
-# The margin of a tensor that vanishes except for rounding, such as the gradient of a key's bias
-# without rotary dims: what is left of terms that cancel depends on how a kernel groups them.
-# Layouts reached 13 times one device's noise.
-VANISHING: Final = 36.0
-# A tensor of at most `FEW` elements has few roundings, and those of a bias are correlated: two
-# samples differed by a factor of 8.
-FEW: Final = 64
-FEW_MARGIN: Final = 3 * MARGIN
 # So many standard deviations are allowed for a number with many independent roundings.
 DEVIATIONS: Final = 4.0
 # Standard deviation of one rounding error over its largest, for values of any size.
@@ -101,42 +84,6 @@ class Difference(NamedTuple):
         """The error divided by its bound; infinite if it is not a number."""
         found = self.error / self.bound
         return found if found == found else math.inf
-
-
-class Expected(NamedTuple):
-    """Whole tensors by name: exact ones, and samples of one device with rounding.
-
-    If the tensors are updates, `added_to` has the fp32 weights that they are added to.
-    """
-
-    exact: Mapping[str, Tensor]
-    rounded: Sequence[Mapping[str, Tensor]]
-    added_to: Mapping[str, Tensor] | None = None
-
-    def difference(
-        self, name: str, found: Tensor | None, part: Callable[[Tensor], Tensor] = lambda x: x
-    ) -> tuple[float, float]:
-        """Return the error of a tensor, or a part of it, and its tolerance, relative to its size.
-
-        The error is infinite if there is no tensor, or one with a NaN. Rows beyond the exact ones
-        are padding, which must be zero.
-        """
-        exact = part(self.exact[name]).double()
-        size = exact.norm().item()
-        noise = max((part(of[name]).double() - exact).norm().item() for of in self.rounded)
-        margin = FEW_MARGIN if exact.numel() <= FEW else MARGIN
-        if noise >= size:
-            margin = VANISHING
-        bound = max(margin * noise, LEAST * 2.0**-24 * size, 1e-300)
-        if self.added_to is not None:  # an update that vanishes may be one rounding of a weight
-            bound = max(bound, 2.0**-24 * part(self.added_to[name]).double().norm().item())
-        if found is not None and exact.dim() and not found[len(exact) :].any():
-            found = found[: len(exact)]
-        if found is None or found.shape != exact.shape:
-            return (math.inf if exact.numel() else 0.0), 1.0
-        distance = (found.to("cpu", torch.float64) - exact).norm().item()
-        over = max(size, bound)  # of what vanishes but for noise, the noise
-        return (distance if distance == distance else math.inf) / over, bound / over
 
 
 class Compared(NamedTuple):

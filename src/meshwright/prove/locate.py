@@ -35,7 +35,6 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
     Difference,
-    Expected,
     Fault,
     build_small,
     everyones,
@@ -43,6 +42,7 @@ from meshwright.prove.compare import (
     mine,
     program_of,
 )
+from meshwright.prove.expected import Expected
 from meshwright.prove.four_bits import in_four_bits
 from meshwright.prove.reference import (
     run_gradients,

@@ -18,10 +18,8 @@ from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
-    MARGIN,
     Compared,
     Difference,
-    Expected,
     Fault,
     compare,
     everyones,
@@ -29,6 +27,7 @@ from meshwright.prove.compare import (
     loss_tolerance,
     norm_tolerance,
 )
+from meshwright.prove.expected import MARGIN, Expected
 from meshwright.prove.locate import locate
 from meshwright.prove.reference import Reference, shared_reference
 from meshwright.prove.trial import StepNumbers, Trial

@@ -1,0 +1,118 @@
+"""Compare the steps of other systems with one process, and write a table of what they do.
+
+Run as `python -m benchmarks.other_trainers --page docs/others.md` with transformers, accelerate and
+DeepSpeed installed; `--only TEXT` for the systems or families whose name has a text, `--out FILE`
+for the rows as JSON lines. A file with rows is continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.other_trainers_cases import cases
+
+WORKER = Path(__file__).with_name("other_trainers_worker.py")
+TIMEOUT_S = 300
+HEAD = """\
+# Other systems
+
+Two steps of a small random model on ranks of CPU processes (gloo, fp32), compared with the same
+microbatches in one process by [`prove`](guides/is-my-training-right.md). "Wrong" names the faults
+that were found. A layout that is right here is right for this model and these two steps, no more.
+Faults of GPU kernels don't show.
+
+`python -m benchmarks.other_trainers --page docs/others.md` writes this table; `--only TEXT` repeats
+some of its rows.
+
+"""
+
+
+def run_cases(some: Sequence[dict[str, Any]], ranks: int, out: Path) -> None:
+    """Run cases in one set of processes, and what remains of them in new ones after a crash."""
+    rest = list(some)
+    while rest:
+        before = len(read(out))
+        with tempfile.TemporaryDirectory() as folder:
+            asked = Path(folder) / "cases.json"
+            asked.write_text(json.dumps(rest))
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            words = ["--nproc-per-node", str(ranks), str(WORKER), str(asked), str(out)]
+            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([*launcher, *words], env=environ, timeout=TIMEOUT_S, check=False)
+        done = len(read(out)) - before
+        if done < len(rest):
+            with out.open("a") as file:
+                row = {**rest[done], "crashed": "the processes ended, or hung"}
+                file.write(json.dumps(row) + "\n")
+            done += 1
+        rest = rest[done:]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """Return what a row says, in a cell."""
+    if "crashed" in row:
+        return f"raises: {row['crashed'].splitlines()[0][:110]}"
+    verdict = row.get("verdict")
+    if verdict is None:
+        return "no verdict"
+    if verdict["refused"]:
+        return f"not compared: {verdict['refused'][:110]}"
+    if verdict["passed"]:
+        return f"right ({verdict['compared']} numbers)"
+    return "wrong: " + "; ".join(f"{f['kind']}: {f['sentence']}" for f in verdict["faults"][:2])
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table."""
+    lines = [HEAD, "| system | model | layout | microbatches | outcome |", "|---|---|---|---|---|"]
+    for row in rows:
+        system = row["system"]
+        number = version("meshwright" if system == "meshwright" else system)
+        layout = ", ".join(f"{key}={value}" for key, value in row["layout"].items())
+        cells = (f"{system} {number}", row["family"], layout, row["microbatches"], outcome(row))
+        lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the cases that are asked for, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path, default=Path("build/other-trainers.jsonl"))
+    parser.add_argument("--page", type=Path)
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    asked = [case for case in cases() if args.only in f"{case['system']} {case['family']}"]
+    keys = ("system", "family", "layout", "microbatches")
+    done = [{key: row[key] for key in keys} for row in read(args.out)]
+    left = [case for case in asked if {key: case[key] for key in keys} not in done]
+    kinds = dict.fromkeys((case["system"], case["ranks"]) for case in left)
+    for system, ranks in kinds:
+        some = [case for case in left if (case["system"], case["ranks"]) == (system, ranks)]
+        # AutoTP leaves state behind: each of its cases gets processes of its own.
+        alone = [case for case in some if "autotp_size" in case["layout"]]
+        run_cases([case for case in some if case not in alone], ranks, args.out)
+        for case in alone:
+            run_cases([case], ranks, args.out)
+    if args.page is not None:
+        args.page.write_text(page(read(args.out)))
+
+
+if __name__ == "__main__":
+    main()

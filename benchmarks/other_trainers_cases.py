@@ -1,0 +1,47 @@
+"""What is compared of other systems: families, layouts and microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DENSE = (
+    *("llama", "llama, tied", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "olmo3", "phi3"),
+    *("smollm3", "exaone4", "cohere2", "apertus"),
+)
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "glm4_moe", "dots1")
+
+
+def case(
+    system: str, family: str, layout: dict[str, Any], microbatches: int = 2, ranks: int = 2
+) -> dict[str, Any]:
+    """Return a case of the worker."""
+    return {
+        "system": system,
+        "family": family,
+        "layout": layout,
+        "microbatches": microbatches,
+        "ranks": ranks,
+    }
+
+
+def cases() -> list[dict[str, Any]]:
+    """Return all cases of the table."""
+    found = []
+    for family in (*DENSE, *MIXTURES):
+        for microbatches in (1, 2):
+            found.append(case("transformers", family, {"tp_size": 2}, microbatches))
+        found.append(case("transformers", family, {"fsdp_size": 2}))
+    for family in MIXTURES:
+        found.append(case("transformers", family, {"fsdp_size": 2, "ep_size": 2}))
+    for family in ("llama", "qwen3", "mixtral"):
+        found.append(case("transformers", family, {"fsdp_size": 2, "tp_size": 2}, ranks=4))
+    for stage in (0, 1, 2, 3):
+        for microbatches in (1, 2):
+            found.append(case("deepspeed", "llama", {"stage": stage}, microbatches))
+    for family in ("llama", "qwen3", "gemma3", "mixtral"):
+        found.append(case("deepspeed", family, {"autotp_size": 2}, 1))
+    for family in ("llama", "llama, tied", "qwen2", "qwen3", "gemma3", "olmo3"):
+        found.append(case("meshwright", family, {"tp": 2}))
+    for layout in ({"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}):
+        found.append(case("meshwright", "llama", layout))
+    return found

@@ -1,0 +1,316 @@
+"""Steps of other systems on some ranks, each compared with one process.
+
+Run by `benchmarks.other_trainers` under torchrun: `other_trainers_worker.py CASES.json OUT.jsonl`.
+A case is {"system", "family", "layout", "microbatches", "fault"}; a fault is one that was public,
+put back by a patch.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import transformers  # noqa: E402
+
+import meshwright as mw  # noqa: E402
+
+VOCAB, LENGTH, ROWS = 96, 16, 8
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEADS = {"head_dim": 8}
+EXPERTS = {"num_experts_per_tok": 2}
+WINDOW = {"sliding_window": 8}
+FAMILIES = {
+    "llama": ("LlamaConfig", HEADS),
+    "llama, tied": ("LlamaConfig", {**HEADS, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", HEADS),
+    "gemma2": ("Gemma2Config", {**HEADS, **WINDOW, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", {**HEADS, **WINDOW, "query_pre_attn_scalar": 8}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {}),
+    "phi3": ("Phi3Config", {}),
+    "smollm3": ("SmolLM3Config", {}),
+    "exaone4": ("Exaone4Config", {**HEADS, **WINDOW}),
+    "cohere2": ("Cohere2Config", WINDOW),
+    "apertus": ("ApertusConfig", {}),
+    "mixtral": ("MixtralConfig", {**HEADS, **EXPERTS, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**HEADS, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeConfig", {**EXPERTS, "num_experts": 4}),
+    "gpt_oss": ("GptOssConfig", {**HEADS, **EXPERTS, **WINDOW, "num_local_experts": 4}),
+    "granitemoe": ("GraniteMoeConfig", {**EXPERTS, "num_local_experts": 4}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            **(HEADS | EXPERTS),
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "dots1": (
+        "Dots1Config",
+        {
+            **(HEADS | EXPERTS),
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+
+def folder_of(family, root):
+    """Return the folder of a small random model, written by rank 0 where it is missing."""
+    folder = root / family.replace(", ", "-")
+    if dist.get_rank() == 0 and not folder.exists():
+        kind, more = FAMILIES[family]
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, kind)(**{**SIZES, **more}), dtype=torch.float32
+        )
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                noise = torch.randn(p.shape, generator=generator)
+                size = 0.5 if "gate.weight" in name or "router" in name else 0.15
+                p.copy_(p + 0.1 * noise if p.dim() == 1 else size * noise)
+        model.save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def batch_of(step):
+    """Return a step's rows: unequal numbers of targets, some padding."""
+    generator = torch.Generator().manual_seed(7 + step)
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    for row in range(ROWS):
+        labels[row, : 1 + (row * 3) % 11] = -100
+    mask[1, 12:], mask[6, 9:] = 0, 0
+    labels[mask == 0] = -100
+    return ids, labels, mask
+
+
+def steps_of(model, take_step, data_ranks, data_rank, microbatches, backward=None):
+    """Take two steps of a loop whose loss is a mean over the targets of the global batch."""
+    for step in range(2):
+        ids, labels, mask = batch_of(step)
+        count = int((labels[:, 1:] != -100).sum())
+        rows = torch.arange(data_rank, ROWS, data_ranks)
+        for some in rows.chunk(microbatches):
+            out = model(
+                input_ids=ids[some],
+                attention_mask=mask[some],
+                labels=labels[some],
+                num_items_in_batch=count,
+                use_cache=False,
+            )
+            loss = out.loss * data_ranks
+            loss.backward() if backward is None else backward(loss * microbatches)
+            if backward is not None:
+                take_step()
+        if backward is None:
+            take_step()
+
+
+def run_transformers(case, path, folder):
+    """Train two steps by transformers' DistributedConfig."""
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(**case["layout"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, distributed_config=config, dtype=torch.float32
+    ).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def take_step():
+        transformers.Trainer._mixed_mesh_grad_norm(None, model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    data_rank = dist.get_rank() // config.tp_size % config.dp_size
+    with mw.watch(model, folder=folder, say=lambda line: None) as watched:
+        steps_of(model, take_step, config.dp_size, data_rank, case["microbatches"])
+    return watched.verdict
+
+
+def run_meshwright(case, path, folder):
+    """Train two steps of the same models by `mw.parallelize`."""
+    layout = mw.Layout(**case["layout"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    mw.parallelize(model, layout, mw.make_mesh(layout))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def take_step():
+        mw.clip_grad_norm(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with mw.watch(model, folder=folder, say=lambda line: None) as watched:
+        data_ranks = layout.dp
+        data_rank = layout.mesh.data_rank(dist.get_rank())
+        microbatches = case["microbatches"]
+        for step in range(2):
+            ids, labels, mask = batch_of(step)
+            count = int((labels[:, 1:] != -100).sum())
+            for some in torch.arange(data_rank, ROWS, data_ranks).chunk(microbatches):
+                model(
+                    input_ids=ids[some],
+                    attention_mask=mask[some],
+                    labels=labels[some],
+                    num_items_in_batch=count,
+                    use_cache=False,
+                ).loss.backward()
+            take_step()
+    return watched.verdict
+
+
+def run_deepspeed(case, path, folder):
+    """Train two steps by DeepSpeed's ZeRO or AutoTP."""
+    import deepspeed
+
+    layout, microbatches = case["layout"], case["microbatches"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    tp = layout.get("autotp_size", 1)
+    data_ranks = dist.get_world_size() // tp
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS // data_ranks // microbatches,
+        "gradient_accumulation_steps": microbatches,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": layout.get("stage", 0)},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    if tp > 1:
+        config["tensor_parallel"] = {"autotp_size": tp}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def unsharded():
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    with mw.watch(engine, folder=folder, reference=unsharded, say=lambda line: None) as watched:
+        data_rank = dist.get_rank() // tp
+        steps_of(engine, engine.step, data_ranks, data_rank, microbatches, engine.backward)
+    engine.destroy()
+    return watched.verdict
+
+
+def put_back(fault):
+    """Return a context in which a public fault of transformers is there again."""
+    import transformers.distributed.expert_parallel as ep
+    import transformers.distributed.tensor_parallel as tp
+    from torch.distributed.fsdp import FSDPModule
+
+    stack = contextlib.ExitStack()
+
+    def patch(owner, name, value):
+        original = getattr(owner, name)
+        setattr(owner, name, value)
+        stack.callback(setattr, owner, name, original)
+        return original
+
+    def without_sum(module, is_left_out):
+        """Leave out the sums over ranks of some activations' gradients."""
+        real = module._AllReduceBackward
+
+        class Some:
+            @staticmethod
+            def apply(x, group):
+                return x if is_left_out(x) else real.apply(x, group)
+
+        patch(module, "_AllReduceBackward", Some)
+
+    if fault == "transformers#48205":
+        without_sum(ep, lambda x: not (x.dim() == 2 and x.shape[-1] > 4))
+    elif fault == "torchtitan#2387":
+        without_sum(tp, lambda x: x.shape[-1] <= 4)
+    elif fault == "pytorch#160285":
+        patch(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+    return stack
+
+
+SYSTEMS = {
+    "transformers": run_transformers,
+    "deepspeed": run_deepspeed,
+    "meshwright": run_meshwright,
+}
+
+
+def run(case, root):
+    """Return a case's row: right, wrong (which, how), refused or crashed."""
+    row = dict(case)
+    try:
+        path = folder_of(case["family"], root)
+        with put_back(case.get("fault")), tempfile.TemporaryDirectory() as folder:
+            folders = [folder]
+            dist.broadcast_object_list(folders, 0)
+            verdict = SYSTEMS[case["system"]](case, path, Path(folders[0]))
+            dist.barrier()
+        if verdict is not None:
+            row["verdict"] = verdict.as_dict()
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        row["crashed"] = f"{type(error).__name__}: {str(error)[:300]} ({place})"
+    return row
+
+
+def main():
+    """Run the cases of a file, and append a line for each."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    if any(case["system"] == "deepspeed" for case in cases):
+        import logging
+
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        deepspeed.init_distributed(dist_backend="gloo")
+    else:
+        dist.init_process_group("gloo")
+    roots = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(roots, 0)
+    for case in cases:
+        rows = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, run(case, Path(roots[0])))
+        if dist.get_rank() == 0:
+            crashed = next((row for row in rows if "crashed" in row), rows[0])
+            with out.open("a") as file:
+                file.write(json.dumps(crashed) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

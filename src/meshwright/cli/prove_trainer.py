@@ -1,0 +1,75 @@
+"""`meshwright prove -- COMMAND`: any trainer's first steps compared with one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TextIO
+
+from meshwright.cli.common import print_json, say_line
+from meshwright.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_DONE,
+    EXIT_RANK_FAILED,
+    EXIT_REFUSED,
+    ConfigError,
+)
+from meshwright.prove.trainers.report import ISSUE, VERDICT, verdict_lines
+from meshwright.runtime import startup
+
+FOLDER = "meshwright-watch"
+
+
+def prove_command(args: argparse.Namespace, out: TextIO) -> int:
+    """Run a command with every Python in it watched, print the verdict, return the exit code."""
+    folder = Path(args.folder or FOLDER).absolute()
+    steps = 2 if args.steps is None else args.steps
+    if steps < 1:
+        raise ConfigError(f"--steps {steps} must be 1 or more")
+    if folder.exists():
+        if any(folder.iterdir()) and not any(folder.glob("step-*")):
+            raise ConfigError(f"{folder} is not empty, and no recording: choose another --folder")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    try:
+        stdout = 2 if args.json else None  # one document alone is on ours
+        environ = _environ(folder, steps)
+        code = subprocess.run(args.program, env=environ, stdout=stdout, check=False)
+    except OSError as error:
+        raise ConfigError(f"{args.program[0]} cannot be run: {error.strerror}") from error
+    if not (folder / VERDICT).is_file():
+        reason = (
+            f"no verdict: the command ended with exit code {code.returncode} before it had trained "
+            f"{steps} steps of a torch model"
+        )
+        say_line(reason, out)
+        if args.json:
+            print_json({"passed": False, "refused": reason, "command": args.program, "faults": []})
+        return EXIT_RANK_FAILED
+    found = json.loads((folder / VERDICT).read_text())
+    for line in verdict_lines(found):
+        say_line(line, out)
+    if (folder / ISSUE).is_file():
+        say_line(f"for an issue tracker: {folder / ISSUE}", out)
+    if args.json:
+        print_json({**found, "command": args.program, "folder": str(folder)})
+    if found["refused"] is not None:
+        return EXIT_REFUSED
+    return EXIT_DONE if found["passed"] else EXIT_CHECK_FAILED
+
+
+def _environ(folder: Path, steps: int) -> dict[str, str]:
+    """Return the environment in which Python starts with the hook, and finds this package."""
+    package = Path(startup.__file__).parents[2]
+    paths = [str(Path(startup.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    if "site-packages" not in package.parts:  # a checkout
+        paths.append(str(package.parent))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        startup.ORDER: json.dumps({"folder": str(folder), "steps": steps}),
+    }

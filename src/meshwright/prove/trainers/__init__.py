@@ -1,0 +1,1 @@
+"""Compares the steps of any trainer, on many ranks, with one process."""

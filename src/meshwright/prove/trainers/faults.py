@@ -1,0 +1,302 @@
+"""Names the fault of one wrong tensor: which simple mistake makes exactly these values.
+
+A hypothesis is a combination of the reference's contributions (by microbatch and data rank), or of
+the ranks' copies. It is the fault's name if what is left is rounding. A ratio of norms alone would
+mislead: a partial gradient has any ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.prove.trainers.observed import (
+    Contribution,
+    GatheredTensor,
+    MeshAxis,
+    ReplayedStep,
+    axes_and_products,
+)
+
+FaultKind = Literal[
+    "no gradient",
+    "not finite",
+    "missing sum",
+    "missing average",
+    "scaled",
+    "summed again",
+    "microbatch lost",
+    "data rank lost",
+    "local token count",
+    "replicas differ",
+    "wrong",
+]
+# A hypothesis leaves at most this share of the tensor, or so many times the tensor's tolerance.
+_LEFT: Final = 1e-4
+_SLACK: Final = 4.0
+# A ratio within this of a product of axes is that product.
+_NEAR: Final = 2e-3
+
+
+@dataclass(frozen=True)
+class NamedFault:
+    """What is wrong with a tensor.
+
+    `axes` are the mesh axes that the fault is of, `ratio` the factor that remains, and `ranks`
+    those whose copy is wrong. `how` completes the sentence "the gradient of X ...".
+    """
+
+    kind: FaultKind
+    how: str
+    ranks: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
+    ratio: float | None = None
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether a hypothesis matches up to rounding."""
+        return self.kind not in ("wrong", "replicas differ")
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """What faults of one cause share."""
+        ratio = None if self.ratio is None else round(self.ratio, 2)
+        return self.kind, self.axes, ratio
+
+
+class _Hypothesis(NamedTuple):
+    """A fault's kind, the weight of each contribution, and the sentence's end."""
+
+    kind: FaultKind
+    weights: tuple[float, ...]
+    how: str
+    axes: tuple[str, ...] = ()
+    is_scaled: bool = False
+
+
+@dataclass(frozen=True)
+class Namer:
+    """Names the faults of tensors of one step; `scale` turns the contributions' sum into exact.
+
+    `bound` of a tensor is its tolerance, relative to its size.
+    """
+
+    axes: Sequence[MeshAxis]
+    replayed: ReplayedStep
+    scale: float
+
+    def name(self, tensor: str, gathered: GatheredTensor, bound: float) -> NamedFault:
+        """Return the fault of a gradient that differs from the reference."""
+        by_rank = gathered.by_rank()
+        absent = [rank for rank, value in by_rank.items() if value is None]
+        if absent:
+            return NamedFault("no gradient", "is missing", tuple(absent))
+        values = {rank: value.double() for rank, value in by_rank.items() if value is not None}
+        infinite = [rank for rank, value in values.items() if not value.isfinite().all()]
+        if infinite:
+            return NamedFault("not finite", "is not finite", tuple(infinite))
+        exact = self.replayed.summed(tensor) * self.scale
+        left = max(_LEFT, _SLACK * bound)
+        wrong = tuple(r for r, v in values.items() if _distance(v, exact) > bound)
+        if any(value.shape != exact.shape for value in values.values()):
+            return NamedFault("wrong", f"has another shape than {tuple(exact.shape)}", wrong)
+        if _spread(values) > 2 * bound:
+            return self._of_unequal(tensor, gathered, values, exact, wrong, left)
+        return self._of_equal(tensor, values[wrong[0]], wrong, left)
+
+    def _of_unequal(
+        self,
+        tensor: str,
+        gathered: GatheredTensor,
+        values: Mapping[int, Tensor],
+        exact: Tensor,
+        wrong: tuple[int, ...],
+        left: float,
+    ) -> NamedFault:
+        """Name a fault of copies that should be equal: by their sum over an axis, or by rank."""
+        whole = [axis for axis in self.axes if axis.name not in gathered.sharded_over]
+        for axis in axes_and_products(whole):
+            found = _sum_over(axis, values, exact, left)
+            if found is not None:
+                return found
+        right = [rank for rank in values if rank not in wrong]
+        by_rank = f"differs between ranks {_listed(sorted(values))}"
+        if right:
+            by_rank += f": right on {_listed(right)}, wrong on {_listed(wrong)}"
+        named = [self._of_equal(tensor, values[rank], (rank,), left) for rank in wrong]
+        if len({fault.likeness for fault in named}) == 1 and named[0].is_explained:
+            first = named[0]
+            how = f"{first.how} on ranks {_listed(wrong)} alone" if right else first.how
+            return NamedFault(first.kind, how, wrong, first.axes, first.ratio)
+        each = [f"on rank {f.ranks[0]} {f.how}" for f in named if f.is_explained]
+        how = "; ".join([by_rank, *each[:4]])
+        return NamedFault("replicas differ", how, wrong)
+
+    def _of_equal(
+        self, tensor: str, value: Tensor, ranks: tuple[int, ...], left: float
+    ) -> NamedFault:
+        """Name the fault of one value by the combination of contributions that it is."""
+        for guess in self._hypotheses():
+            pattern = self.replayed.summed(tensor, guess.weights) * self.scale
+            ratio, rest = _fitted(value, pattern)
+            if rest > left:
+                continue
+            if guess.is_scaled:
+                axes, how = factor_of(ratio, self.axes, self._microbatches)
+                return NamedFault("scaled", how, ranks, axes, ratio)
+            if abs(ratio - 1) <= max(_NEAR, left):
+                return NamedFault(guess.kind, guess.how, ranks, guess.axes)
+            axes, how = factor_of(ratio, self.axes, self._microbatches)
+            return NamedFault(guess.kind, f"{guess.how}, and {how}", ranks, guess.axes, ratio)
+        exact = self.replayed.summed(tensor) * self.scale
+        ratio, rest = _fitted(value, exact)
+        if rest < 1:
+            how = f"is {ratio:.4g} times the reference and a rest of {rest:.2g} of its size"
+        else:
+            how = "has nothing of the reference"
+        return NamedFault("wrong", how, ranks)
+
+    @property
+    def _microbatches(self) -> int:
+        return len({part.microbatch for part in self.replayed.contributions})
+
+    def _hypotheses(self) -> Iterator[_Hypothesis]:
+        """Yield what may have happened to the contributions, the simplest first."""
+        parts = self.replayed.contributions
+        places = sorted({part.microbatch for part in parts})
+        data_ranks = sorted({part.data_rank for part in parts})
+        yield _Hypothesis("scaled", (1.0,) * len(parts), "", is_scaled=True)
+        if len(places) > 1:
+            yield from self._summed_again(places)
+            for place in places:
+                weights = tuple(float(part.microbatch != place) for part in parts)
+                yield _Hypothesis("microbatch lost", weights, f"lacks microbatch {place}")
+            for place in places[:: len(places) - 1] if len(places) > 2 else ():
+                weights = tuple(float(part.microbatch == place) for part in parts)
+                how = f"is that of microbatch {place} alone"
+                yield _Hypothesis("microbatch lost", weights, how)
+        if len(data_ranks) > 1:
+            for rank in data_ranks:
+                weights = tuple(float(part.data_rank != rank) for part in parts)
+                yield _Hypothesis("data rank lost", weights, f"lacks the rows of data rank {rank}")
+            for rank in data_ranks if len(data_ranks) > 2 else ():
+                weights = tuple(float(part.data_rank == rank) for part in parts)
+                how = f"is that of data rank {rank}'s rows alone"
+                yield _Hypothesis("data rank lost", weights, how)
+        yield from self._local_counts()
+
+    def _summed_again(self, places: Sequence[int]) -> Iterator[_Hypothesis]:
+        """Yield the power series of sums that each microbatch repeats, over each axis."""
+        last = places[-1]
+        for axis in axes_and_products(self.axes):
+            for factor, verb in ((axis.size, "summed"), (1 / axis.size, "averaged")):
+                powers = {place: factor ** (last - place) for place in places}
+                weights = tuple(powers[part.microbatch] for part in self.replayed.contributions)
+                terms = " + ".join(_term(powers[place], place) for place in places)
+                how = f"is {verb} over {axis.name} again at each microbatch: {terms}"
+                yield _Hypothesis("summed again", weights, how, (axis.name,))
+
+    def _local_counts(self) -> Iterator[_Hypothesis]:
+        """Yield means over local numbers of targets, in place of the global number."""
+        parts = self.replayed.contributions
+        if not all(part.targets for part in parts):
+            return
+        total = sum(part.targets for part in parts)
+        keys: dict[str, Callable[[Contribution], object]] = {
+            "each microbatch of each data rank": lambda p: (p.microbatch, p.data_rank),
+            "each data rank": lambda p: p.data_rank,
+            "each microbatch": lambda p: p.microbatch,
+        }
+        for of, key in keys.items():
+            counts = dict.fromkeys(map(key, parts), 0)
+            for part in parts:
+                counts[key(part)] += part.targets
+            if len(set(counts.values())) == 1:
+                continue
+            weights = tuple(total / len(counts) / counts[key(part)] for part in parts)
+            how = f"is a mean over the targets of {of}, not over those of the global batch"
+            yield _Hypothesis("local token count", weights, how)
+
+
+def _sum_over(
+    axis: MeshAxis, values: Mapping[int, Tensor], exact: Tensor, left: float
+) -> NamedFault | None:
+    """Return the fault that copies have whose sum over an axis is the reference, or a multiple."""
+    ratios = []
+    for group in axis.groups:
+        some = [values[rank] for rank in group if rank in values]
+        if len(some) != len(group):
+            return None
+        ratio, rest = _fitted(sum(some[1:], some[0]), exact)
+        if rest > left or abs(ratio) < left:
+            return None
+        ratios.append(ratio)
+    near = max(_NEAR, left)
+    if max(ratios) - min(ratios) > near * max(ratios):
+        return None
+    ranks, ratio = tuple(sorted(values)), ratios[0]
+    if abs(ratio - 1) <= near:
+        how = f"is each rank's part alone: a sum over {axis.name} is missing"
+        return NamedFault("missing sum", how, ranks, (axis.name,))
+    if abs(ratio / axis.size - 1) <= near:
+        how = f"is each rank's own: an average over {axis.name} is missing"
+        return NamedFault("missing average", how, ranks, (axis.name,))
+    how = f"is each rank's part alone: a sum over {axis.name} is missing, {ratio:.4g} times too"
+    return NamedFault("missing sum", f"{how} large", ranks, (axis.name,), ratio)
+
+
+def factor_of(
+    ratio: float, axes: Sequence[MeshAxis], microbatches: int
+) -> tuple[tuple[str, ...], str]:
+    """Return the axes whose sizes' product a ratio is, and the end of a sentence about it."""
+    sizes = {axis.name: axis.size for axis in axes_and_products(axes)}
+    if microbatches > 1:
+        sizes["the number of microbatches"] = microbatches
+        products = {f"{name} x microbatches": k * microbatches for name, k in sizes.items()}
+        products.pop("the number of microbatches x microbatches")
+        sizes |= products
+    for inverse in (False, True):
+        wanted = 1 / ratio if inverse and ratio else ratio
+        names = tuple(name for name, k in sizes.items() if abs(wanted / k - 1) <= _NEAR)
+        if names:
+            amount = f"{wanted:.4g} times too {'small' if inverse else 'large'}"
+            return names, f"is {amount}, the size of {' or of '.join(names)}"
+    return (), f"is {ratio:.4g} times the reference"
+
+
+def _fitted(value: Tensor, pattern: Tensor) -> tuple[float, float]:
+    """Return the best multiple of a pattern, and what it leaves as a share of the value."""
+    size, square = value.norm().item(), pattern.square().sum().item()
+    if not size or not square:
+        return 0.0, 1.0
+    ratio = (value * pattern).sum().item() / square
+    return ratio, (value - ratio * pattern).norm().item() / size
+
+
+def _distance(value: Tensor, exact: Tensor) -> float:
+    if value.shape != exact.shape:
+        return float("inf")
+    return float((value - exact).norm() / exact.norm().clamp(min=1e-300))
+
+
+def _spread(values: Mapping[int, Tensor]) -> float:
+    """Return the largest distance of a copy from the first, relative to the largest."""
+    first, *others = values.values()
+    size = max(value.norm().item() for value in values.values())
+    far = max((torch.dist(value, first).item() for value in others), default=0.0)
+    return float(far / max(size, 1e-300))
+
+
+def _term(power: float, place: int) -> str:
+    return f"g{place}" if power == 1 else f"{power:.4g} g{place}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Return ranks as "0, 1, 2", the middle of many left out."""
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"

@@ -1,0 +1,251 @@
+"""Reads whole parameters and gradients from any engine's model, and the axes of its meshes.
+
+`full_tensor()` of a DTensor communicates over the axes that shard it, and believes the label
+"Replicate" on the others. So every rank calls it and keeps its own result: ranks that should hold
+the same can then be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.prove.trainers.observed import GatheredTensor, MeshAxis, RankCopy
+
+# What wrappers put before or between the parts of a parameter's name.
+_WRAPPERS: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+# Axes whose ranks read different parts of the same rows.
+SEQUENCE_AXES: Final = {"cp", "context", "context_parallel", "sequence", "ulysses", "sp"}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of DDP, FSDP1, torch.compile or an engine."""
+    while True:
+        for name in ("module", *_WRAPPERS):
+            inner = model._modules.get(name)
+            is_wrapper = name != "module" or isinstance(model, DistributedDataParallel)
+            if inner is not None and (is_wrapper or hasattr(model, "optimizer")):
+                model = inner
+                break
+        else:
+            return model
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor on the host, as this rank sees it; a collective if sharded."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu().clone()
+
+
+def sharding_axes(tensor: Tensor) -> tuple[str, ...]:
+    """Return the names of the mesh axes that shard a tensor; none if it is a plain one."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = _axis_names(tensor.device_mesh)
+    return tuple(
+        name
+        for name, placement in zip(names, tensor.placements, strict=True)
+        if not placement.is_replicate() and not placement.is_partial()
+    )
+
+
+class ModelReader:
+    """Reads a model's parameters by name, whichever engine holds them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root, self.model = model, unwrapped(model)
+        self._is_fsdp1 = any(_is_fsdp1(module) for module in model.modules())
+        self.is_deepspeed = type(model).__module__.startswith("deepspeed")
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters by their clean names."""
+        return {
+            clean_name(name): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def is_unlabelled_shard(self, parameter: Tensor) -> bool:
+        """Whether a plain tensor is one rank's part: FSDP1's, Megatron's, or AutoTP's."""
+        is_marked = bool(getattr(parameter, "tensor_model_parallel", False))
+        is_zero3 = hasattr(parameter, "ds_id")
+        return self._is_fsdp1 or is_marked or is_zero3
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """Return the whole weights on the host, one at a time; a collective."""
+        with self._summoned(gradients=False):
+            found = {}
+            for name, parameter in self.parameters().items():
+                found[name] = whole(_of_deepspeed(parameter, "safe_get_full_fp32_param"))
+            return found
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the whole gradients on the host, None where there is none; a collective."""
+        with self._summoned(gradients=True):
+            found = dict[str, Tensor | None]()
+            for name, parameter in self.parameters().items():
+                gradient = _gradient(parameter)
+                found[name] = None if gradient is None else whole(gradient)
+            return found
+
+    def sharded_over(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the axes that shard each parameter."""
+        return {name: sharding_axes(tensor) for name, tensor in self.parameters().items()}
+
+    @contextmanager
+    def _summoned(self, gradients: bool) -> Iterator[None]:
+        if not self._is_fsdp1:
+            yield
+            return
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        with FullyShardedDataParallel.summon_full_params(
+            self.root, writeback=False, with_grads=gradients
+        ):
+            yield
+
+    def axes(self) -> list[MeshAxis]:
+        """Return the axes of all meshes and groups of the model, by all ranks; a collective."""
+        mine = dict[str, tuple[int, ...]]()
+        for parameter in self.parameters().values():
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                for dim, name in enumerate(_axis_names(mesh)):
+                    mine.setdefault(name, tuple(dist.get_process_group_ranks(mesh.get_group(dim))))
+        for module in self.root.modules():
+            for name, group in _groups(module).items():
+                mine.setdefault(name, tuple(dist.get_process_group_ranks(group)))
+        return assembled_axes(everyones(mine))
+
+
+def assembled_axes(by_rank: Sequence[Mapping[str, tuple[int, ...]]]) -> list[MeshAxis]:
+    """Return the axes of a run from each rank's own groups; all ranks together are the last."""
+    names = list(dict.fromkeys(name for mine in by_rank for name in mine))
+    axes = list[MeshAxis]()
+    for name in names:
+        groups = {tuple(sorted(mine[name])) for mine in by_rank if name in mine}
+        if len({len(group) for group in groups}) == 1:
+            axes.append(MeshAxis(name, tuple(sorted(groups))))
+    everyone = tuple(range(len(by_rank)))
+    if all(axis.groups != (everyone,) for axis in axes):
+        axes.append(MeshAxis("all ranks", (everyone,)))
+    return [axis for axis in axes if axis.size > 1]
+
+
+def shared_copies(tensors: Mapping[str, Tensor | None]) -> dict[str, dict[str, list[int]]]:
+    """Return the ranks of each distinct value of each tensor, by its digest; a collective.
+
+    "none" is the digest where a rank has no tensor.
+    """
+    found = dict[str, dict[str, list[int]]]()
+    for rank, digests in enumerate(everyones({n: digest(t) for n, t in tensors.items()})):
+        for name, value in digests.items():
+            found.setdefault(name, {}).setdefault(value, []).append(rank)
+    return found
+
+
+def digest(tensor: Tensor | None) -> str:
+    """Return a hash of a tensor's shape, dtype and bits."""
+    if tensor is None:
+        return "none"
+    head = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(head + bits.numpy().tobytes()).hexdigest()
+
+
+def everyones(value: Any) -> list[Any]:
+    """Return the value of every rank, by rank; a collective where there are several."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def assembled(
+    gathered: GatheredTensor, shape: torch.Size, axes: Sequence[MeshAxis]
+) -> GatheredTensor | None:
+    """Return the whole tensor of shards without a label, None if it is not sure what they are.
+
+    The shape says which dim is sharded. The axis must be the only one of that size, unless one is
+    named "tp": other axes of a mesh shard by other means.
+    """
+    by_rank = gathered.by_rank()
+    values = {rank: value for rank, value in by_rank.items() if value is not None}
+    if all(value.shape == shape for value in values.values()):
+        return gathered
+    local = next(iter(values.values())).shape
+    dims = [d for d in range(len(shape)) if len(local) == len(shape) and local[d] != shape[d]]
+    if len(values) != len(by_rank) or len(dims) != 1 or len({v.shape for v in values.values()}) > 1:
+        return None
+    fitting = [axis for axis in axes if axis.size * local[dims[0]] == shape[dims[0]]]
+    fitting = [axis for axis in fitting if axis.name == "tp"] or fitting
+    if len(fitting) != 1:
+        return None
+    copies = tuple(
+        RankCopy(group, torch.cat([values[rank] for rank in group], dims[0]))
+        for group in fitting[0].groups
+    )
+    return GatheredTensor(copies, (*gathered.sharded_over, fitting[0].name))
+
+
+def _axis_names(mesh: Any) -> tuple[str, ...]:
+    if mesh.mesh_dim_names is not None:
+        return tuple(mesh.mesh_dim_names)
+    return ("shard",) if mesh.ndim == 1 else tuple(f"axis {dim}" for dim in range(mesh.ndim))
+
+
+def _groups(module: nn.Module) -> dict[str, Any]:
+    """Return the process groups of a module that wraps others."""
+    if isinstance(module, DistributedDataParallel):
+        return {"dp": module.process_group}
+    if _is_fsdp1(module):
+        replicas = getattr(module, "_inter_node_pg", None)
+        return {"shard": module.process_group} | ({"replicate": replicas} if replicas else {})
+    if type(module).__module__.startswith("deepspeed") and hasattr(module, "data_parallel_group"):
+        return {"dp": module.data_parallel_group}
+    return {}
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def _of_deepspeed(parameter: nn.Parameter, read: str) -> Tensor:
+    """Return what one of DeepSpeed's functions reads of a parameter that its ZeRO holds."""
+    if not hasattr(parameter, "_hp_mapping") and not hasattr(parameter, "ds_id"):
+        return parameter
+    from deepspeed import utils
+
+    found = getattr(utils, read)(parameter)
+    return parameter if found is None else found
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return a parameter's gradient: its own, Megatron's `main_grad`, or DeepSpeed's."""
+    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_grad
+
+        found: Tensor | None = safe_get_full_grad(parameter)
+        return found
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if parameter.grad is not None else main

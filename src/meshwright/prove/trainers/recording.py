@@ -1,0 +1,205 @@
+"""What each rank records of a step, and the files in which rank 0 finds all ranks' records.
+
+A folder has `step-N/rank-R.safetensors` and `.json`. A whole tensor that several ranks have with
+the same bits is written by the first of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import ConfigError
+from meshwright.prove.trainers.gather import digest, shared_copies
+from meshwright.prove.trainers.observed import GatheredTensor, RankCopy
+
+_PLAIN: Final = (bool, int, float, str, type(None))
+
+
+@dataclass
+class RecordedMicrobatch:
+    """The inputs of a forward, its outputs, and the gradients that the outputs received.
+
+    `inputs` is JSON with the keys of `tensors` in the places of tensors. Outputs are numbered;
+    `values` has a number for each: a scalar itself, of other tensors a sum with fixed weights.
+    """
+
+    inputs: Any
+    tensors: dict[str, Tensor]
+    values: dict[int, float] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """A digest of the inputs: ranks of one model have the same."""
+        texts = [json.dumps(self.inputs, sort_keys=True)]
+        texts += [f"{name} {digest(tensor)}" for name, tensor in sorted(self.tensors.items())]
+        return " ".join(texts)
+
+
+@dataclass
+class RecordedStep:
+    """One rank's record of a step; `norm` and `max_norm` are None if it did not clip."""
+
+    microbatches: list[RecordedMicrobatch] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] | None = None
+    after: dict[str, Tensor] = field(default_factory=dict)
+    norm: float | None = None
+    max_norm: float | None = None
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class LoadedStep:
+    """A step of all ranks; `microbatches` by rank."""
+
+    microbatches: list[list[RecordedMicrobatch]]
+    weights: dict[str, GatheredTensor]
+    gradients: dict[str, GatheredTensor]
+    after: dict[str, GatheredTensor]
+    norms: dict[int, float]
+    max_norm: float | None
+    groups: list[dict[str, Any]]
+
+
+def encode(value: Any, tensors: dict[str, Tensor], path: str = "input") -> Any:
+    """Return nested values as JSON, with their tensors put aside; raises `ConfigError`."""
+    if isinstance(value, Tensor):
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        tensors[path] = value.detach().cpu().clone()
+        return {"tensor": path}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {"dict": {str(k): encode(v, tensors, f"{path}.{k}") for k, v in value.items()}}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [encode(v, tensors, f"{path}.{n}") for n, v in enumerate(value)]}
+    raise ConfigError(
+        f"{path} of the model is a {type(value).__name__}, which cannot be recorded; only tensors, "
+        "numbers, texts, lists and dicts can"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return what `encode` made JSON of."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "dict":
+        return {k: decode(v, tensors) for k, v in inner.items()}
+    made = [decode(v, tensors) for v in inner]
+    return made if kind == "list" else tuple(made)
+
+
+def summary_of(output: Tensor) -> float:
+    """Return a scalar output, or a number that depends on each element of another."""
+    flat = output.detach().flatten().double()
+    if flat.numel() == 1:
+        return float(flat)
+    places = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device)
+    return float((flat + flat.norm() * flat.numel() ** -0.5 * torch.cos(places)).norm())
+
+
+def write_step(
+    folder: Path, number: int, step: RecordedStep, sharded: Mapping[str, tuple[str, ...]], rank: int
+) -> None:
+    """Write this rank's part of a step; a collective."""
+    tensors, holders = dict[str, Tensor](), dict[str, dict[str, list[list[int]]]]()
+    kinds: dict[str, Mapping[str, Tensor | None]]
+    kinds = {"weights": step.weights, "gradients": step.gradients or {}, "after": step.after}
+    for kind, values in kinds.items():
+        holders[kind] = {}
+        for name, by_digest in shared_copies(values).items():
+            groups = list(by_digest.values())
+            holders[kind][name] = groups
+            value = values.get(name)
+            if value is not None and any(group[0] == rank for group in groups):
+                tensors[f"{kind}|{name}"] = value.contiguous()
+    microbatches = []
+    for place, microbatch in enumerate(step.microbatches):
+        for name, tensor in microbatch.tensors.items():
+            tensors[f"inputs|{place}|{name}"] = tensor.contiguous().clone()
+        for output, gradient in microbatch.gradients.items():
+            full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            tensors[f"outputs|{place}|{output}"] = full.detach().cpu().contiguous().clone()
+        microbatches.append({"inputs": microbatch.inputs, "values": microbatch.values})
+    facts = {
+        "microbatches": microbatches,
+        "holders": holders,
+        "sharded": sharded,
+        "norm": step.norm,
+        "max_norm": step.max_norm,
+        "groups": step.groups,
+    }
+    place_of_step = folder / f"step-{number}"
+    place_of_step.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, place_of_step / f"rank-{rank}.safetensors")
+    (place_of_step / f"rank-{rank}.json").write_text(json.dumps(facts))
+
+
+def load_step(folder: Path, number: int, ranks: int) -> LoadedStep:
+    """Return a step that all ranks have written."""
+    place = folder / f"step-{number}"
+    tensors = [load_file(place / f"rank-{rank}.safetensors") for rank in range(ranks)]
+    facts = [json.loads((place / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    gathered = {
+        kind: _gathered(kind, facts[0]["holders"][kind], tensors, facts[0]["sharded"])
+        for kind in ("weights", "gradients", "after")
+    }
+    norms = {rank: one["norm"] for rank, one in enumerate(facts) if one["norm"] is not None}
+    return LoadedStep(
+        [_microbatches(facts[rank], tensors[rank]) for rank in range(ranks)],
+        gathered["weights"],
+        gathered["gradients"],
+        gathered["after"],
+        norms,
+        facts[0]["max_norm"],
+        facts[0]["groups"],
+    )
+
+
+def _gathered(
+    kind: str,
+    holders: Mapping[str, Sequence[Sequence[int]]],
+    tensors: Sequence[Mapping[str, Tensor]],
+    sharded: Mapping[str, Sequence[str]],
+) -> dict[str, GatheredTensor]:
+    return {
+        name: GatheredTensor(
+            tuple(
+                RankCopy(tuple(ranks), tensors[ranks[0]].get(f"{kind}|{name}")) for ranks in groups
+            ),
+            tuple(sharded.get(name, ())),
+        )
+        for name, groups in holders.items()
+    }
+
+
+def _microbatches(facts: Any, tensors: Mapping[str, Tensor]) -> list[RecordedMicrobatch]:
+    found = []
+    for place, one in enumerate(facts["microbatches"]):
+        parts: dict[str, dict[str, Tensor]] = {
+            kind: {
+                key.split("|", 2)[2]: tensor
+                for key, tensor in tensors.items()
+                if key.startswith(f"{kind}|{place}|")
+            }
+            for kind in ("inputs", "outputs")
+        }
+        values = {int(k): v for k, v in one["values"].items()}
+        gradients = {int(k): v for k, v in parts["outputs"].items()}
+        found.append(RecordedMicrobatch(one["inputs"], parts["inputs"], values, gradients))
+    return found

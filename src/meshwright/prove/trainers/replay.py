@@ -1,0 +1,293 @@
+"""Replays recorded steps in one process, on the unsharded model, from the run's own weights.
+
+Each microbatch of each data rank is computed once, and its outputs receive the gradients that the
+run's outputs received. So whatever loss the run has is that of the reference, and each contribution
+to a gradient is known by itself. One replay is in fp64; others have the run's rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from meshwright.errors import ConfigError
+from meshwright.prove.expected import MARGIN, Expected
+from meshwright.prove.trainers.normalization import TargetWeights, target_weights
+from meshwright.prove.trainers.observed import Contribution, GatheredTensor, ReplayedStep
+from meshwright.prove.trainers.recording import (
+    LoadedStep,
+    RecordedMicrobatch,
+    decode,
+    summary_of,
+)
+from meshwright.prove.trainers.twin import fill, named
+
+# Samples with the run's rounding: of the weights, and of weights that are perturbed by a rounding.
+_SAMPLES: Final = 3
+# A perturbed sample changes one weight of so many.
+_PERTURBED: Final = 16
+# A loss may differ by so many roundings of fp32, however small the measured noise is.
+_LEAST_OF_LOSS: Final = 16
+
+
+class Precision(NamedTuple):
+    """The dtype of a run's weights, and that in which it computes."""
+
+    weights: torch.dtype
+    compute: torch.dtype
+
+
+class DataRow(NamedTuple):
+    """A microbatch of a data rank, and the record of the first rank that computed it."""
+
+    data_rank: int
+    microbatch: int
+    record: RecordedMicrobatch
+
+
+@dataclass
+class Replay:
+    """What the replay of all steps found."""
+
+    steps: list[ReplayedStep]
+    order: list[str]
+    weighting: list[TargetWeights]
+
+
+def data_rows(step: LoadedStep) -> list[DataRow]:
+    """Return the microbatches of a step without the copies of model-parallel ranks.
+
+    Ranks with the same inputs in every microbatch are one data rank.
+    """
+    ranks = dict[tuple[str, ...], int]()
+    for rank, microbatches in enumerate(step.microbatches):
+        ranks.setdefault(tuple(microbatch.key for microbatch in microbatches), rank)
+    firsts = list(ranks.values())
+    return [
+        DataRow(data_rank, place, microbatch)
+        for data_rank, rank in enumerate(firsts)
+        for place, microbatch in enumerate(step.microbatches[rank])
+    ]
+
+
+class Replayer:
+    """Replays the steps of a run on twins, which `make` returns."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        precision: Precision,
+    ) -> None:
+        self._make, self._precision = make, precision
+        self._order = list[str]()
+        self._weighting = list[TargetWeights]()
+
+    def run(self, steps: Sequence[LoadedStep]) -> Replay:
+        """Return the replay of some steps; raises `ConfigError` if the twin cannot compute them."""
+        exact = list(self._sample(steps, None))
+        rounded = [list(self._sample(steps, seed)) for seed in range(_SAMPLES)]
+        replayed = []
+        for number in range(len(steps)):
+            some = [sample[number] for sample in rounded]
+            replayed.append(
+                ReplayedStep(
+                    exact[number].contributions,
+                    [one.total for one in some],
+                    None,
+                    _losses(exact[number].losses, [one.losses for one in some]),
+                )
+            )
+        return Replay(replayed, self._order, self._weighting)
+
+    def _sample(self, steps: Sequence[LoadedStep], seed: int | None) -> Iterator[_SampleStep]:
+        """Yield the steps of one replay: in fp64 without a seed, else with the run's rounding."""
+        twin = self._make()
+        is_exact = seed is None
+        generator = torch.Generator().manual_seed(seed or 0)
+        for step in steps:
+            start = _first_copies(step.weights)
+            if seed:
+                start = {n: _perturbed(w, generator) for n, w in start.items()}
+            dtype = torch.float64 if is_exact else self._precision.weights
+            fill(twin, start, dtype)
+            if not self._order:
+                self._watch_order(twin)
+            rows = data_rows(step)
+            parts, losses = [], list[float]()
+            for row in rows:
+                gradients, values = self._contribution(twin, row, is_exact)
+                parts.append(Contribution(row.data_rank, row.microbatch, gradients))
+                losses.append(next(iter(values.values())))
+            total = _summed([part.gradients for part in parts])
+            yield _SampleStep(parts if is_exact else [], total, losses)
+
+    def _contribution(
+        self, twin: nn.Module, row: DataRow, is_exact: bool
+    ) -> tuple[dict[str, Tensor], dict[int, float]]:
+        """Return the gradients of one microbatch, and the numbers of its outputs."""
+        twin.zero_grad(set_to_none=True)
+        args, kwargs = decode(row.record.inputs, row.record.tensors)
+        dtype = torch.float64 if is_exact else self._precision.weights
+        args, kwargs = (tree_map(lambda x: _cast(x, dtype), value) for value in (args, kwargs))
+        with self._autocast(is_exact), _NoCollectives():  # type: ignore[no-untyped-call]
+            outputs = tree_flatten(twin(*args, **kwargs))[0]
+        received, tensors, values = [], [], {}
+        for place, gradient in row.record.gradients.items():
+            if place >= len(outputs) or not isinstance(outputs[place], Tensor):
+                raise ConfigError("the unsharded model returns other outputs than the run's")
+            output = outputs[place]
+            if output.shape != gradient.shape:
+                raise ConfigError(
+                    f"output {place} of the run has the shape {tuple(gradient.shape)}, of the "
+                    f"unsharded model {tuple(output.shape)}: outputs that ranks share out, as a "
+                    "vocabulary-parallel loss or context parallelism do, cannot be replayed"
+                )
+            tensors.append(output)
+            received.append(gradient.to(output.dtype))
+            values[place] = summary_of(output)
+        logits = [x for x in outputs if isinstance(x, Tensor) and x.dim() >= 2 and x.requires_grad]
+        is_first = is_exact and len(logits) > 0
+        if is_first:
+            logits[0].retain_grad()
+        with _NoCollectives():  # type: ignore[no-untyped-call]
+            torch.autograd.backward(tensors, received)
+        if is_first:
+            self._weighting.append(target_weights(logits[0], row.data_rank, row.microbatch))
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for name, p in named(twin).items()
+            if p.requires_grad
+        }
+        return gradients, values
+
+    def _autocast(self, is_exact: bool) -> AbstractContextManager[Any]:
+        if is_exact or self._precision.compute == self._precision.weights:
+            return nullcontext()
+        return torch.autocast("cpu", self._precision.compute)
+
+    def _watch_order(self, twin: nn.Module) -> None:
+        """Note the parameters in the order in which the forward first uses their modules."""
+        names = {id(parameter): name for name, parameter in named(twin).items()}
+
+        def use(module: nn.Module, args: Any) -> None:
+            for parameter in module.parameters(recurse=False):
+                name = names.get(id(parameter))
+                if name is not None and name not in self._order:
+                    self._order.append(name)
+
+        for module in twin.modules():
+            module.register_forward_pre_hook(use)
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses communication, for which a replay in one process would wait forever."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise ConfigError(
+                "the model's own modules communicate, so a copy of them is no unsharded model; "
+                "pass reference=, a function that returns the model before it is sharded"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _SampleStep(NamedTuple):
+    contributions: list[Contribution]
+    total: dict[str, Tensor]
+    losses: list[float]
+
+
+def _losses(
+    exact: Sequence[float], rounded: Sequence[Sequence[float]]
+) -> list[tuple[float, float]]:
+    """Return each number of a microbatch, and its relative tolerance."""
+    found = []
+    for place, value in enumerate(exact):
+        size = max(abs(value), 1e-12)
+        noise = max(abs(sample[place] - value) for sample in rounded) / size
+        found.append((value, MARGIN * noise + _LEAST_OF_LOSS * 2.0**-24))
+    return found
+
+
+def _summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return sums of gradients, in their own dtype: a run's rounding is in them."""
+    total = {name: tensor.clone() for name, tensor in parts[0].items()}
+    for part in parts[1:]:
+        for name, tensor in part.items():
+            total[name] += tensor
+    return total
+
+
+def _perturbed(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Return weights of which some are changed by one rounding."""
+    if not weight.is_floating_point():
+        return weight
+    chosen = torch.randint(_PERTURBED, weight.shape, generator=generator) == 0
+    return torch.where(chosen, weight * (1 + torch.finfo(weight.dtype).eps), weight)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
+
+
+def replay_updates(
+    steps: Sequence[LoadedStep], kind: type[torch.optim.Optimizer]
+) -> list[Expected]:
+    """Return what the optimizer adds to the weights, given the run's own gradients and norms."""
+    exact, rounded = _updates(steps, kind, torch.float64), _updates(steps, kind, None)
+    found = []
+    for step, some, others in zip(steps, exact, rounded, strict=True):
+        found.append(Expected(some, [others], _first_copies(step.weights)))
+    return found
+
+
+def _updates(
+    steps: Sequence[LoadedStep], kind: type[torch.optim.Optimizer], dtype: torch.dtype | None
+) -> list[dict[str, Tensor]]:
+    """Return the updates of each step; in the run's own dtype without one."""
+    weights = _first_copies(steps[0].weights)
+    parameters = {
+        name: nn.Parameter(w.to(dtype or w.dtype, copy=True)) for name, w in weights.items()
+    }
+    groups = [
+        {**group["settings"], "params": [parameters[n] for n in group["names"] if n in parameters]}
+        for group in steps[0].groups
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = kind(groups, **{k: v for k, v in groups[0].items() if k == "lr"})
+    found = []
+    for step in steps:
+        settings = [group["settings"] for group in step.groups if group["names"]]
+        for group, values in zip(optimizer.param_groups, settings, strict=False):
+            group.update(values)
+        clip = 1.0
+        if step.max_norm is not None and step.norms:
+            clip = min(1.0, step.max_norm / (min(step.norms.values()) + 1e-6))
+        gradients, before = _first_copies(step.gradients), _first_copies(step.weights)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(before[name])
+                gradient = gradients.get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype) * clip
+        optimizer.step()
+        found.append(
+            {n: p.detach().double() - before[n].double() for n, p in parameters.items()}
+            if dtype is None
+            else {n: p.detach() - before[n].to(dtype) for n, p in parameters.items()}
+        )
+    return found
+
+
+def _first_copies(tensors: Mapping[str, GatheredTensor]) -> dict[str, Tensor]:
+    values = {name: gathered.copies[0].value for name, gathered in tensors.items()}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,123 @@
+"""The verdict on a trainer's run: as lines, as JSON, and as a file for an issue tracker."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.prove.trainers.judge import RunVerdict
+from meshwright.prove.trainers.observed import MeshAxis
+
+VERDICT: Final = "verdict.json"
+ISSUE: Final = "issue.md"
+# Packages whose versions decide what a run computes.
+_PACKAGES: Final = (
+    *("torch", "transformers", "accelerate", "deepspeed", "trl", "torchtitan"),
+    "megatron-core",
+)
+_SHOWN: Final = 8
+
+
+@dataclass(frozen=True)
+class TrainerVerdict:
+    """A verdict with what it is about; `notes` say what was found and what was not compared."""
+
+    verdict: RunVerdict
+    world: int
+    axes: tuple[MeshAxis, ...]
+    steps: int
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that was compared agrees."""
+        return self.verdict.passed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            **self.verdict.as_dict(),
+            "world": self.world,
+            "axes": {axis.name: axis.size for axis in self.axes},
+            "steps": self.steps,
+            "notes": list(self.notes),
+            "versions": versions(),
+        }
+
+    def lines(self) -> list[str]:
+        """Return it as lines of text."""
+        return verdict_lines(self.as_dict())
+
+    def write(self, folder: Path) -> None:
+        """Write `verdict.json`, and `issue.md` if there is a fault."""
+        found = self.as_dict()
+        (folder / VERDICT).write_text(json.dumps(found, indent=1) + "\n")
+        if self.verdict.faults:
+            (folder / ISSUE).write_text(issue_text(found))
+
+
+def verdict_lines(found: dict[str, Any]) -> list[str]:
+    """Return the lines of a verdict that `as_dict` or a file has."""
+    layout = ", ".join(f"{name} = {size}" for name, size in found["axes"].items()) or "one rank"
+    head = f"{found['world']} ranks ({layout}), {found['steps']} steps"
+    notes = [f"  {note}" for note in found["notes"]]
+    if found["refused"] is not None:
+        return [f"REFUSED {head}: {found['refused']}", *notes]
+    if not found["faults"]:
+        worst = found["worst_share_of_tolerance"]
+        text = f"PASS {head}: {found['compared']} tensors and numbers are those of one process"
+        return [f"{text}; the largest error is {worst:.0%} of its tolerance", *notes]
+    lines = [f"FAIL {head}: {len(found['faults'])} faults"]
+    for fault in found["faults"][:_SHOWN]:
+        lines.append(f"  [{fault['kind']}] step {fault['step']}: {fault['sentence']}")
+        lines.append(
+            f"     off by {_short(fault['error'])}, tolerated {_short(fault['tolerance'])}"
+        )
+    if len(found["faults"]) > _SHOWN:
+        lines.append(f"  and {len(found['faults']) - _SHOWN} more in {VERDICT}")
+    return lines + notes
+
+
+def issue_text(found: dict[str, Any]) -> str:
+    """Return Markdown for an issue tracker: what is wrong, where, with which versions."""
+    layout = ", ".join(f"{name} = {size}" for name, size in found["axes"].items())
+    packages = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    lines = [
+        "## Gradients differ from those of one process",
+        "",
+        f"{found['world']} ranks ({layout}); {packages}.",
+        "The same microbatches, replayed in one process on the unsharded model from the same "
+        "weights, give other values:",
+        "",
+    ]
+    for fault in found["faults"]:
+        lines.append(f"- **{fault['kind']}** (step {fault['step']}): {fault['sentence']}.")
+        ranks = ", ".join(map(str, fault["ranks"]))
+        lines.append(
+            f"  Relative error {_short(fault['error'])}, measured rounding allows "
+            f"{_short(fault['tolerance'])}." + (f" Ranks: {ranks}." if ranks else "")
+        )
+        if len(fault["tensors"]) > 2:
+            lines += ["", "  Parameters:", *(f"  - `{name}`" for name in fault["tensors"]), ""]
+    lines += ["", *(f"- {note}" for note in found["notes"]), ""]
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a run uses, and Python's."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        if name == "torch" or name.replace("-", ".") in sys.modules or name in sys.modules:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                continue
+    return found
+
+
+def _short(number: Any) -> str:
+    return f"{float(number):.2g}"

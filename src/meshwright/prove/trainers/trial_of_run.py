@@ -1,0 +1,193 @@
+"""From a folder of recorded steps to a verdict: loads, assembles shards, replays, judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ConfigError
+from meshwright.prove.trainers.faults import factor_of
+from meshwright.prove.trainers.gather import SEQUENCE_AXES, assembled
+from meshwright.prove.trainers.judge import RunVerdict, StepFault, judge
+from meshwright.prove.trainers.normalization import TargetWeights, convention_text
+from meshwright.prove.trainers.observed import (
+    GatheredTensor,
+    MeshAxis,
+    ObservedStep,
+    RankCopy,
+)
+from meshwright.prove.trainers.recording import LoadedStep, load_step
+from meshwright.prove.trainers.replay import Precision, Replayer, data_rows, replay_updates
+from meshwright.prove.trainers.report import TrainerVerdict
+from meshwright.prove.trainers.twin import make_twin, named
+
+
+class RunFacts(NamedTuple):
+    """What is known of a recorded run; `optimizer` is None if its updates cannot be replayed."""
+
+    folder: Path
+    world: int
+    steps: int
+    axes: Sequence[MeshAxis]
+    compute_dtype: torch.dtype | None
+    optimizer: type[torch.optim.Optimizer] | None
+
+
+def compare_run(
+    facts: RunFacts, model: nn.Module, reference: Callable[[], nn.Module] | None
+) -> TrainerVerdict:
+    """Return the verdict on a recorded run; `model` is the run's, for its class and config."""
+    notes = list[str]()
+    try:
+        verdict = _compared(facts, model, reference, notes)
+    except ConfigError as error:
+        verdict = RunVerdict((), str(error), "mean", 0, 0.0)
+    except Exception as error:  # of the model's own code; the other ranks are waiting
+        reason = f"the unsharded model cannot replay the steps ({type(error).__name__}: {error})"
+        verdict = RunVerdict((), f"{reason}; pass reference=", "mean", 0, 0.0)
+    return TrainerVerdict(verdict, facts.world, tuple(facts.axes), facts.steps, tuple(notes))
+
+
+def _compared(
+    facts: RunFacts,
+    model: nn.Module,
+    reference: Callable[[], nn.Module] | None,
+    notes: list[str],
+) -> RunVerdict:
+    steps = [load_step(facts.folder, n + 1, facts.world) for n in range(facts.steps)]
+    _refuse(facts, steps)
+    shapes = _shapes(model, steps[0], reference)
+    whole = [_whole(step, shapes, facts.axes, notes) for step in steps]
+    weights = _values(whole[0].weights)
+    dtype = next(iter(weights.values())).dtype
+    precision = Precision(dtype, facts.compute_dtype or dtype)
+    replay = Replayer(lambda: make_twin(model, weights, reference), precision).run(whole)
+    if facts.optimizer is not None and all(step.groups for step in whole):
+        updates = replay_updates(whole, facts.optimizer)
+        pairs = zip(replay.steps, updates, strict=True)
+        replay.steps = [step._replace(updates=expected) for step, expected in pairs]
+    else:
+        notes.append(
+            "updates are compared between ranks only: the optimizer is not one of torch.optim that "
+            "begins with these steps"
+        )
+    observed = [_observed(step) for step in whole]
+    verdict = judge(observed, replay.steps, facts.axes, replay.order)
+    rows = data_rows(steps[0])
+    scale = 1.0 if verdict.convention == "sum" else 1 / len({row.data_rank for row in rows})
+    weighting = replay.weighting[: len(rows)]
+    notes.append(convention_text(weighting, scale))
+    _note_rows(facts, steps[0], notes)
+    fault = _wrong_divisor(weighting, scale, facts.axes)
+    if fault is None or verdict.refused is not None:
+        return verdict
+    return replace(verdict, faults=(fault, *verdict.faults))
+
+
+def _wrong_divisor(
+    weighting: Sequence[TargetWeights], scale: float, axes: Sequence[MeshAxis]
+) -> StepFault | None:
+    """Return the fault of a mean whose weights add up to a product of axes, or its inverse."""
+    if not weighting or not all(one.targets for one in weighting):
+        return None
+    total = sum(one.total for one in weighting) * scale
+    microbatches = len({one.microbatch for one in weighting})
+    names, how = factor_of(total, axes, microbatches)
+    if not names or abs(total - 1) < 1e-3:
+        return None
+    sentence = f"the whole gradient, as a mean over the targets, {how}"
+    return StepFault("loss", "scaled", sentence, 1, axes=names, ratio=total, error=abs(total - 1))
+
+
+def _refuse(facts: RunFacts, steps: Sequence[LoadedStep]) -> None:
+    """Refuse what cannot be replayed for sure."""
+    for axis in facts.axes:
+        if axis.name in SEQUENCE_AXES and len(data_rows(steps[0])) > 0:
+            raise ConfigError(
+                f"the ranks of {axis.name} share out the positions of a sequence, and what each "
+                "reads cannot be put together without knowing how"
+            )
+    counts = {len(microbatches) for step in steps for microbatches in step.microbatches}
+    if 0 in counts or any(len({len(m) for m in step.microbatches}) > 1 for step in steps):
+        raise ConfigError(
+            "not every rank calls the model and gets a gradient for its outputs (a pipeline, or "
+            "a loss that is computed elsewhere): nothing can be replayed"
+        )
+
+
+def _shapes(
+    model: nn.Module, step: LoadedStep, reference: Callable[[], nn.Module] | None
+) -> dict[str, torch.Size]:
+    """Return the whole shape of each parameter: those of the unsharded model if it can be made."""
+    values = _values(step.weights)
+    if reference is not None:
+        return {name: p.shape for name, p in named(reference()).items()}
+    try:
+        twin = make_twin(model, values)
+    except (ConfigError, RuntimeError):
+        return {name: value.shape for name, value in values.items()}
+    return {name: p.shape for name, p in named(twin).items()}
+
+
+def _whole(
+    step: LoadedStep,
+    shapes: Mapping[str, torch.Size],
+    axes: Sequence[MeshAxis],
+    notes: list[str],
+) -> LoadedStep:
+    """Return a step whose shards without labels are put together; names what is left out."""
+    kinds = dict[str, dict[str, GatheredTensor]]()
+    for kind in ("weights", "gradients", "after"):
+        kinds[kind] = {}
+        for name, gathered in getattr(step, kind).items():
+            shape = shapes.get(name)
+            found = gathered if shape is None else assembled(gathered, shape, axes)
+            if found is None:
+                note = f"not compared: {name}, whose shards fit together in no sure way"
+                notes += [note] if note not in notes else []
+                if kind == "weights":
+                    raise ConfigError(f"{note}; pass reference= and a layout with one such axis")
+                continue
+            kinds[kind][name] = found
+    return LoadedStep(
+        step.microbatches, kinds["weights"], kinds["gradients"], kinds["after"], step.norms,
+        step.max_norm, step.groups,
+    )  # fmt: skip
+
+
+def _observed(step: LoadedStep) -> ObservedStep:
+    updates = dict[str, GatheredTensor]()
+    for name, after in step.after.items():
+        before = step.weights[name].by_rank()
+        copies = []
+        for copy in after.copies:
+            start = before[copy.ranks[0]]
+            if copy.value is not None and start is not None:
+                copies.append(RankCopy(copy.ranks, copy.value.double() - start.double()))
+        updates[name] = GatheredTensor(tuple(copies), after.sharded_over)
+    losses = [next(iter(row.record.values.values())) for row in data_rows(step)]
+    return ObservedStep(step.weights, step.gradients, updates, step.norms, losses)
+
+
+def _values(tensors: Mapping[str, GatheredTensor]) -> dict[str, Tensor]:
+    values = {name: gathered.copies[0].value for name, gathered in tensors.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _note_rows(facts: RunFacts, step: LoadedStep, notes: list[str]) -> None:
+    """Say how many ranks read rows of their own; data-parallel ranks all should."""
+    data_ranks = len({row.data_rank for row in data_rows(step)})
+    places = len(data_rows(step)) // data_ranks
+    notes.append(
+        f"the {facts.world} ranks read the rows of {data_ranks} data ranks, "
+        f"{places} microbatches a step"
+    )
+    data_axes = {"dp", "shard", "replicate", "fsdp", "dp_shard", "dp_replicate"}
+    known = {axis.name for axis in facts.axes} - {"all ranks"}
+    if data_ranks < facts.world and known and known <= data_axes:
+        notes.append("ranks of data parallelism read the same rows: the sampler is not distributed")

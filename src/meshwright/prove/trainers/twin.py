@@ -1,0 +1,191 @@
+"""Makes the unsharded twin of a model: the same class and modules, whole weights, one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import ConfigError
+from meshwright.prove.trainers.gather import clean_name
+
+# Of a module, hooks of engines and of Python: a twin has none.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def make_twin(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    reference: Callable[[], nn.Module] | None = None,
+) -> nn.Module:
+    """Return an unsharded model with some whole weights, from `reference` if it is given.
+
+    Models of transformers are made from their config; others are copied module by module, without
+    the hooks of engines. Raises `ConfigError` if its parameters are not those of `weights`.
+    """
+    if reference is not None:
+        twin = reference()
+    elif _is_of_transformers(model):
+        twin = _of_config(model)
+        _copy_buffers(model, twin)
+    else:
+        twin = _copied(model, weights, {})
+    twin = twin.to("cpu")
+    _check_names(twin, weights)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    without_dropout(twin)
+    return twin.train()
+
+
+def fill(twin: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Give a twin some weights and a dtype."""
+    twin.to(dtype)
+    with torch.no_grad():
+        for name, parameter in named(twin).items():
+            if name in weights:
+                parameter.copy_(weights[name])
+
+
+def named(twin: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a twin's parameters by clean name."""
+    return {clean_name(name): parameter for name, parameter in twin.named_parameters()}
+
+
+def _check_names(twin: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    parameters = named(twin)
+    missing = [name for name in weights if name not in parameters]
+    if missing:
+        raise ConfigError(
+            f"the unsharded model has no {missing[0]} ({len(missing)} of {len(weights)} trained "
+            "parameters are missing); pass reference=, a function that returns the model before "
+            "it is sharded"
+        )
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return hasattr(model, "config") and hasattr(type(model), "_from_config")
+
+
+def _of_config(model: Any) -> nn.Module:
+    """Return a model of transformers that its config describes."""
+    config = copy.deepcopy(model.config)
+    for name in ("distributed_config", "tp_size", "device_mesh"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, None)
+    kind: Any = _plain_class(type(model))
+    generator = torch.get_rng_state()
+    if getattr(config, "_experts_implementation", None) is not None:
+        config._experts_implementation = "eager"  # grouped products have no fp64
+    twin: nn.Module = kind._from_config(
+        config, attn_implementation=getattr(config, "_attn_implementation", None)
+    )
+    torch.set_rng_state(generator)
+    return twin
+
+
+def _plain_class(kind: type) -> type:
+    """Return the class that FSDP2 has derived its own from, or the class itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+
+
+def _copy_buffers(model: nn.Module, twin: nn.Module) -> None:
+    buffers = dict(model.named_buffers())
+    with torch.no_grad():
+        for name, buffer in twin.named_buffers():
+            value = buffers.get(name)
+            if value is not None and value.shape == buffer.shape:
+                buffer.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def _copied(
+    module: nn.Module, weights: Mapping[str, Tensor], copies: dict[int, Any], prefix: str = ""
+) -> nn.Module:
+    """Return a copy of a module and those inside of it, with whole weights and no hooks."""
+    if id(module) in copies:
+        twin: nn.Module = copies[id(module)]
+        return twin
+    kind: Any = _plain_class(type(module))
+    twin = kind.__new__(kind)
+    copies[id(module)] = twin
+    state = {k: v for k, v in module.__dict__.items() if k not in ("forward", "_original_forward")}
+    twin.__dict__.update(state)
+    for name in _HOOKS:
+        if name in state:
+            twin.__dict__[name] = type(state[name])()
+    twin.__dict__["_parameters"], twin.__dict__["_modules"] = {}, {}
+    twin.__dict__["_buffers"] = {n: _copy_of(b) for n, b in module._buffers.items()}
+    for name, parameter in module._parameters.items():
+        twin._parameters[name] = _whole_parameter(parameter, weights, prefix + name, copies)
+    for name, inner in module._modules.items():
+        path = f"{prefix}{name}."
+        twin._modules[name] = None if inner is None else _copied(inner, weights, copies, path)
+    return twin
+
+
+def _copy_of(buffer: Tensor | None) -> Tensor | None:
+    if buffer is None:
+        return None
+    return (buffer.full_tensor() if isinstance(buffer, DTensor) else buffer).detach().cpu().clone()
+
+
+def _whole_parameter(
+    parameter: nn.Parameter | None, weights: Mapping[str, Tensor], name: str, copies: dict[int, Any]
+) -> nn.Parameter | None:
+    """Return a parameter with the whole weights, the same one for a tied parameter."""
+    if parameter is None:
+        return None
+    if id(parameter) not in copies:
+        value = weights.get(clean_name(name))
+        value = parameter.detach().cpu() if value is None else value
+        copies[id(parameter)] = nn.Parameter(value.clone(), parameter.requires_grad)
+    made: nn.Parameter = copies[id(parameter)]
+    return made
+
+
+def without_dropout(model: nn.Module) -> list[str]:
+    """Set every probability of dropout to zero; return the names of the modules that had one."""
+    changed = []
+    for name, module in model.named_modules():
+        keys = [key for key in vars(module) if "dropout" in key or key == "drop_prob"]
+        if "Dropout" in type(module).__name__:
+            keys.append("p")
+        for key in keys:
+            value = getattr(module, key, None)
+            if isinstance(value, float) and value > 0:
+                setattr(module, key, 0.0)
+                changed.append(name)
+    return changed
+
+
+@contextmanager
+def no_dropout(model: nn.Module) -> Iterator[list[str]]:
+    """Switch dropout off for a while."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    changed = without_dropout(model)
+    try:
+        yield changed
+    finally:
+        for module, state in before if changed else ():
+            for key, value in state.items():
+                if isinstance(value, float) and vars(module).get(key) == 0.0:
+                    setattr(module, key, value)

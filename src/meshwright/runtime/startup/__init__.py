@@ -1,0 +1,6 @@
+"""The folder that `meshwright prove -- COMMAND` puts on PYTHONPATH: see `sitecustomize.py`."""
+
+from typing import Final
+
+# The environment variable with the folder and the number of steps, as JSON.
+ORDER: Final = "MESHWRIGHT_WATCH"

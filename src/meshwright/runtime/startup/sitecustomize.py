@@ -1,0 +1,68 @@
+"""Runs in every Python that `meshwright prove -- COMMAND` starts: watches what torch trains there.
+
+Nothing happens before a program imports torch; then the first model that it trains is watched.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# As in the package, which is only imported if torch is.
+ORDER = "MESHWRIGHT_WATCH"
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Attaches as soon as torch has been imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _attach()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _attach() -> None:
+    from meshwright.prove.trainers.attach import attach
+
+    order = json.loads(os.environ[ORDER])
+    attach(Path(order["folder"]), steps=order["steps"], at_end=_end)
+
+
+def _end(watched: Any) -> None:
+    """End the program: the rest of its training is not what was asked for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _run_next() -> None:
+    """Run the `sitecustomize` that this one hides, if there is one."""
+    here = Path(__file__).parent.resolve()
+    rest = [path for path in sys.path if Path(path or ".").resolve() != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+_run_next()
+if ORDER in os.environ:
+    sys.meta_path.insert(0, _AfterTorch())
