@@ -42,10 +42,11 @@ from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.files import write_atomic
 from meshwright.layout import Layout, Machine, unsharded
 from meshwright.parallel.machine.processor import processor
-from meshwright.planner.advice import lost_by, warnings
+from meshwright.planner.advice import warnings
 from meshwright.planner.command import training_command
 from meshwright.planner.pins import given, words
 from meshwright.planner.plan import (
+    COLUMNS,
     Plan,
     as_json,
     check_legal,
@@ -66,6 +67,7 @@ from meshwright.runtime.pricing.planned import on_machine, slower
 from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count, trained_parameter_count
+from meshwright.spec.words import unnamed_inputs
 from meshwright.training.run_folder import RunFolder, other_name, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -156,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     )
     seconds = time.perf_counter() - started
     command = training_command(args.words, made, other_name(config))
-    document = {**as_json(made), "command": command}
+    document = {**as_json(made), "command": command, "notes": unnamed_inputs(made.config)}
     if measured is not None:
         document["measured"] = measured.document
     more = answers(args, made)
@@ -167,7 +169,10 @@ def run(args: argparse.Namespace) -> int:
         _print_plan(made, seconds, machine)
         print_answers(more)
         if command is not None:
-            print("\nto train the best:")
+            print()
+            for text in unnamed_inputs(made.config):
+                say(f"note: {text}")
+            print("to train the best:")
             say_command(command)
     return EXIT_DONE if made.best else EXIT_CHECK_FAILED
 
@@ -306,19 +311,10 @@ def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
 
 def _table(made: Plan) -> Table:
     # Where two columns wrap, rich cuts the words of one of them. So labels are wrapped here.
-    rows = table("layout", "memory", "step", "tokens/s", "MFU", "why not", wraps=("why not",))
+    rows = table(*COLUMNS, wraps=("why not",))
     width = LONGEST_WORD if Console().width < _WIDE else _WIDE
-    best = made.best
-    assert best is not None
-    for one in made.found.ranked:
-        rows.add_row(
-            textwrap.fill(one.layout.label, width, break_on_hyphens=False),
-            format_bytes(one.memory.total),
-            format_seconds(one.time.total),
-            format_count(one.tokens_per_s),
-            f"{one.mfu:.1%}",
-            "best" if one is best else lost_by(one, best),
-        )
+    for label, *cells in made.rows():
+        rows.add_row(textwrap.fill(label, width, break_on_hyphens=False), *cells)
     return rows
 
 

@@ -40,6 +40,8 @@ def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: 
     if config is None:
         sections = {**_without_none(saved["config"]), "layout": layout}
     found = load_config(config, overrides, plan=sections)
+    if config is None:
+        found = _as_unnamed(found, saved.get("unnamed", []))
     values = found.layout.model_dump(exclude={"auto"})
     now = Layout(**{key: value for key, value in values.items() if value is not None})
     if digest(found, now) != saved["digest"]:
@@ -52,6 +54,12 @@ def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: 
     if found.train.compile == "auto" and isinstance(compiles, bool):
         found = decided(found, CompileChoice(compiles, f"as {plan} has it"))
     return found
+
+
+def _as_unnamed(config: Config, keys: Iterable[str]) -> Config:
+    """Return a plan's config with the origin "default" for keys that nobody has named so far."""
+    unnamed = {key: "default" for key in keys if config.origins.get(key) == "plan"}
+    return config.model_copy(update={"origins": {**config.origins, **unnamed}})
 
 
 def read_plan(plan: Path, needed: str) -> dict[str, Any]:

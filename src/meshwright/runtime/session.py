@@ -8,8 +8,8 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -26,7 +26,6 @@ from meshwright.layout import Machine, left_over, resolve_layout
 from meshwright.lines import GOES_ON, fitted
 from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.parsing import parse_json
-from meshwright.program.events import Events
 from meshwright.report.run import write_report
 from meshwright.runtime.checks.notes import run_notes
 from meshwright.runtime.checks.resuming import Resume, resumed, resumed_folder_with_steps
@@ -48,6 +47,7 @@ from meshwright.runtime.pricing.planned import predicted, settled
 from meshwright.runtime.ranks.fault import Fault
 from meshwright.runtime.ranks.local import LocalRun
 from meshwright.runtime.ranks.rank_environ import gpu_environ
+from meshwright.runtime.run import Run
 from meshwright.runtime.supervise.elastic import forget, recorded, restarted, tell
 from meshwright.runtime.supervise.lock import RunLock
 from meshwright.runtime.supervise.signals import StopSignals
@@ -76,20 +76,6 @@ _NO_SECRET: Final = (
     "the ranks have no secret, so whoever reaches their store can join them: set MESHWRIGHT_SECRET "
     "on all nodes, as the jobs of `meshwright launch` do"
 )
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run and its folder; `exit_code` is the documented one."""
-
-    folder: Path
-    exit_code: int
-
-    def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the events of the run, or those of one kind; skips damaged lines."""
-        for event in Events.read(RunFolder(self.folder).events):
-            if kind is None or event["event"] == kind:
-                yield event
 
 
 def train(

@@ -46,6 +46,17 @@ class Config(Spec):
     lora: LoraSection
     origins: dict[str, str] = Field(default_factory=dict, exclude=True, repr=False)
 
+    def __repr__(self) -> str:
+        """Return the values that are not the defaults; `model_dump()` has all."""
+        given = [
+            f"{key}={getattr(getattr(self, key.partition('.')[0]), key.partition('.')[2])!r}"
+            for key, origin in self.origins.items()
+            if origin != "default"
+        ]
+        return f"Config({', '.join(given)})"
+
+    __str__ = __repr__
+
 
 SECTIONS: Mapping[str, type[Spec]] = {
     name: field.annotation
@@ -97,37 +108,63 @@ T = TypeVar("T", bound=Spec)
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Iterable[str] = (), *, plan: Sections | None = None
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    plan: Sections | None = None,
 ) -> Config:
-    """Return the config of a TOML file with overrides `section.key=value` (or aliases).
+    """Return the config of a TOML file or a dict, with overrides.
 
-    Without a path, the built-in defaults apply. The values of a `plan`, by section, come between
-    the file and the overrides, with the origin "plan". Raises `ConfigError` naming the key, the
-    value, its origin, the rule, and the nearest legal value.
+    A dict holds sections, `{"model": {"dim": 64}}`, or keys, `{"model.dim": 64}`. Overrides are
+    such a dict, or texts `section.key=value`; both may use the aliases. Without a source, the
+    built-in defaults apply. The values of a `plan`, by section, come between the source and the
+    overrides, with the origin "plan". Raises `ConfigError` naming the key, the value, its origin,
+    the rule, and the nearest legal value.
     """
-    return build_config(read_given(path, overrides, plan=plan))
+    return build_config(read_given(source, overrides, plan=plan))
 
 
 def read_given(
-    path: str | Path | None = None, overrides: Iterable[str] = (), *, plan: Sections | None = None
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    plan: Sections | None = None,
 ) -> dict[str, Values]:
-    """Return the values of a TOML file, a plan and overrides (later ones win), with origins.
+    """Return the values of a source, a plan and overrides (later ones win), with origins.
 
     Raises `ConfigError` for unreadable files and unknown keys.
     """
     given: dict[str, Values] = {name: {} for name in SECTIONS}
-    if path is not None:
-        _merge(given, _read_toml(Path(path)))
-    _merge(
-        given,
-        [
-            (section, key, Value(value, "plan"))
-            for section, values in (plan or {}).items()
-            for key, value in values.items()
-        ],
-    )
-    _merge(given, _read_overrides(overrides))
+    if isinstance(source, Mapping):
+        _merge(given, _read_mapping(source, "config"))
+    elif source is not None:
+        _merge(given, _read_toml(Path(source)))
+    _merge(given, _read_mapping(plan or {}, "plan"))
+    if isinstance(overrides, Mapping):
+        _merge(given, _read_mapping(overrides, "override"))
+    elif isinstance(overrides, str):
+        raise ConfigError(f"overrides = {overrides!r} must be a list of texts, or a dict")
+    else:
+        _merge(given, _read_overrides(overrides))
     return given
+
+
+def _read_mapping(values: Mapping[str, Any], origin: str) -> list[tuple[str, str, Value]]:
+    """Return the values of a dict of sections, of keys with their section, or of both."""
+    found = []
+    for name, value in values.items():
+        if not isinstance(value, Mapping) or "." in name:
+            found.append(_read_key(name, _plain(value), origin))
+        elif name not in SECTIONS:
+            _check_known(name, "", origin)
+        else:
+            found += [(name, key, Value(_plain(inner), origin)) for key, inner in value.items()]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of Python as TOML would have it: a path is a text."""
+    return str(value) if isinstance(value, Path) else value
 
 
 def build_config(given: dict[str, Values]) -> Config:
@@ -326,19 +363,23 @@ def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
         name, equals, written = text.partition("=")
         if not equals or not name:
             raise ConfigError(f"override {text!r} is not of the form section.key=value")
-        value, origin = _parse(written), f"override {text}"
-        if "." not in name:
-            if name not in ALIASES:
-                every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
-                legal = [k for k in every if k.split(".")[1] == name]
-                own, why = instead_of(name)
-                if not (legal := legal or own) and not why:
-                    legal = nearest(name, ALIASES) or nearest(name, every, 2)
-                raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=why))
-            name, value = _expand(name, value, origin)
-        section, key = name.split(".", 1)
-        found.append((section, key, Value(value, origin)))
+        found.append(_read_key(name, _parse(written), f"override {text}"))
     return found
+
+
+def _read_key(name: str, value: Any, origin: str) -> tuple[str, str, Value]:
+    """Return the section, the key and the value of `section.key` or an alias."""
+    if "." not in name:
+        if name not in ALIASES:
+            every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
+            legal = [k for k in every if k.split(".")[1] == name]
+            own, why = instead_of(name)
+            if not (legal := legal or own) and not why:
+                legal = nearest(name, ALIASES) or nearest(name, every, 2)
+            raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=why))
+        name, value = _expand(name, value, origin)
+    section, key = name.split(".", 1)
+    return section, key, Value(value, origin)
 
 
 def _expand(name: str, value: Any, origin: str) -> tuple[str, Any]:

@@ -15,7 +15,7 @@ from meshwright.runtime.machines.accelerators import find_gpus, unused_note
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import stored_tokenizer
-from meshwright.spec.words import beyond_context
+from meshwright.spec.words import beyond_context, unnamed_inputs
 from meshwright.training.run_folder import Job
 
 # What a resumed run may change of how it trains: keys of the schedule, and others by section.
@@ -28,6 +28,7 @@ _OF_STEPS = {
 
 def config_notes(config: Config) -> Iterator[str]:
     """Yield notes on a config that apply on any machine."""
+    yield from unnamed_inputs(config)
     rate, where = config.optimizer.lr, config.origins.get("optimizer.lr", "")
     if where.startswith("derived"):
         yield f"optimizer.lr = {rate:g}, {where}"

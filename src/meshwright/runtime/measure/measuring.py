@@ -15,6 +15,7 @@ from meshwright.errors import ConfigError, RankFailed
 from meshwright.layout import Machine, resolve_layout
 from meshwright.lines import fitted
 from meshwright.prove.case import Case
+from meshwright.runtime.machines.accelerators import torch_build
 from meshwright.runtime.pricing.measured import (
     CALIBRATION,
     Kept,
@@ -65,6 +66,9 @@ def _measured(
     try:
         case = _case(config, machine)
     except ConfigError:  # which the command itself refuses
+        return None
+    if torch_build() is None:
+        say(f"note: this CPU is not measured, which needs PyTorch: {_WITHOUT}")
         return None
     path = _place(machine, environ, config.train.precision)
     if path is None:
