@@ -168,13 +168,19 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         _print_plan(made, seconds, machine)
         print_answers(more)
-        if command is not None:
-            print()
-            for text in unnamed_inputs(made.config):
-                say(f"note: {text}")
-            print("to train the best:")
-            say_command(command)
+        _print_command(command, unnamed_inputs(made.config))
     return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+
+
+def _print_command(command: str | None, notes: list[str]) -> None:
+    """Print the command that trains the best layout, if any, below what it leaves unnamed."""
+    if command is None:
+        return
+    print()
+    for text in notes:
+        say(f"note: {text}")
+    print("to train the best:")
+    say_command(command)
 
 
 def _check(args: argparse.Namespace) -> None:

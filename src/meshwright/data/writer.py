@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from meshwright.data.corpora import Files, Skip, Source, SourcePart
 from meshwright.data.encoders import Encoder, Encoding
+from meshwright.data.formats import END_OF_TEXT
 from meshwright.data.seal import file_record, seal
 from meshwright.data.store import (
     FORMAT,
@@ -126,6 +127,12 @@ def prepare(
         for source in sources:
             if say is not None and isinstance(source, Files) and (left := source.left_out()):
                 say(f"left out {_some(left)}")
+            if say is not None and isinstance(source, Files) and (cut := source.split_by_default()):
+                more = f" and {counted(len(cut) - 1, 'other file')}" if len(cut) > 1 else ""
+                say(
+                    f"note: {cut[0].name}{more} split into documents at {END_OF_TEXT}; "
+                    "data.separator='' makes a file one document"
+                )
         job = _job(fingerprints, loaded.digest, shard_bytes)
         tasks = [
             _Task(number, pieces, out, encoding, loaded.digest, job, bool(passes))

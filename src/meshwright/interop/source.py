@@ -279,7 +279,11 @@ class ImportSource:
             self.honour(key, {row.to: new})
 
     def _unknown(self, key: str, value: Any) -> None:
-        known = [name for table in self.tables for name in table.rows if "*" not in name]
+        rows = [name for table in self.tables for name in table.rows]
+        if value == {} and any(name.startswith(f"{key}.") for name in rows):
+            self.ignore(key, "an empty section")
+            return
+        known = [name for name in rows if "*" not in name]
         close = nearest(key, known)
         hint = f"; nearest known: {close[0]}" if close else ""
         why = f"unknown to {self.tables[0].name} as Meshwright knows it{hint}"

@@ -26,7 +26,9 @@ from meshwright.runtime.checks.start import (
     check_extras,
     check_limit,
     check_memory,
+    check_room,
     check_tokenizer,
+    nearest_folder,
 )
 from meshwright.runtime.machines.accelerators import check_build, find_gpus, torch_build
 from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
@@ -37,7 +39,7 @@ from meshwright.runtime.pricing.planned import setting_on, settled
 from meshwright.runtime.session import cache_folder
 from meshwright.runtime.supervise.supervisor import LOOPBACK, listen_on_loopback
 from meshwright.spec.loading import Config
-from meshwright.spec.parts import parameter_count, trained_parameter_count
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.training import ClusterSpec
 from meshwright.spec.words import busy
 from meshwright.units import counted, format_bytes, format_count
@@ -72,7 +74,7 @@ def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Findi
     yield _looked_at("port", lambda: _port(None))
     writable = _looked_at("log.dir", lambda: _folder(log_dir))
     yield writable
-    yield from examine_system(_nearest(log_dir) if writable.state == "ok" else Path.cwd())
+    yield from examine_system(nearest_folder(log_dir) if writable.state == "ok" else Path.cwd())
 
 
 def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -99,7 +101,7 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
         yield _looked_at("cluster.port", lambda: _port(config.cluster.port))
     own = config.checkpoint.dir
     root = Path(config.log.dir if own is None else own)
-    yield _looked_at("checkpoints", lambda: _room(config, root))
+    yield _looked_at("checkpoints", lambda: check_room(config, root, for_all=True))
     for text in config_notes(config):
         yield Finding("config", text, "note")
     if layout is not None:
@@ -166,14 +168,9 @@ def _port(port: int | None) -> str:
     return f"{address}:{found} can be listened on"
 
 
-def _nearest(path: Path) -> Path:
-    """Return the nearest folder on a path that is there."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-
-
 def _folder(path: Path) -> str:
     """Try in the nearest folder that is there what a run needs of it: files, and locks on them."""
-    there = _nearest(path)
+    there = nearest_folder(path)
     with tempfile.TemporaryFile(dir=there) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     usage = shutil.disk_usage(there)
@@ -212,25 +209,6 @@ def _trackers(config: Config) -> str:
     check_extras(config)
     wanted = [name for name in ("tensorboard", "wandb", "trackio") if getattr(config.log, name)]
     return ", ".join(wanted) or "none"
-
-
-def _room(config: Config, root: Path) -> str:
-    """Compare what the steps of a run take with what the disk has."""
-    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
-    trained = trained_parameter_count(config.model)
-    one = 4 * (parameter_count(config.model) + trained * states)
-    # The newest is there before the oldest goes.
-    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
-    needed = one * kept
-    there = _nearest(root)
-    free = shutil.disk_usage(there).free
-    text = (
-        f"{kept} steps of {format_bytes(one)} need {format_bytes(needed)}; "
-        f"{format_bytes(free)} are free"
-    )
-    if needed > free:
-        raise MeshwrightError(f"{text}; checkpoint.dir or log.dir sets where")
-    return text
 
 
 def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:

@@ -15,6 +15,7 @@ from typing import Any, Final, TextIO
 
 from meshwright.checkpoint.commit import LOCK, steps
 from meshwright.data import open_data
+from meshwright.data.dataset import check_sources
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -34,6 +35,7 @@ from meshwright.runtime.checks.start import (
     check_extras,
     check_limit,
     check_memory,
+    check_room,
     check_tokenizer,
 )
 from meshwright.runtime.machines.accelerators import find_gpus
@@ -141,23 +143,20 @@ def prepare_job(
     """
     machine = detect(config.cluster, environ, at)
     check_device(config, machine, environ)
-    check_tokenizer(config)
     before = None if resume is None else resumed_folder_with_steps(config, resume)
+    folder = before or choose_folder(config, datetime.datetime.now())
+    cache, lacks = cache_folder(config, environ), lacks_compiler(machine.device, environ)
+    _check_inputs(config, machine, folder, cache, lacks)
     config = measured_first(config, environ)  # takes seconds: cheap checks come first
-    lacks = lacks_compiler(machine.device, environ)
     if before is not None:
         config = compiled_as(config, before)
     config = settled(config, machine, lacks)
     layout = resolve_layout(config, machine)
     check_compiler(config.train, lacks)
-    check_extras(config)
     check_engine(config, layout, resumes=resume is not None)
-    check_fp8(config, machine.device)
     check_async_tp(config, layout, machine.device, find_gpus(environ))
     check_memory(config, layout, machine)
     check_limit(config, layout, machine)
-    folder = before or choose_folder(config, datetime.datetime.now())
-    cache = cache_folder(config, environ)
     say = _progress_to(sys.stderr)
     dataset = open_data(config.data, cache, vocab_size=config.model.vocab_size, progress=say)
     for line in dataset.check(config.train):
@@ -166,12 +165,24 @@ def prepare_job(
     file = None if found.file is None else str(found.file)
     record = RunTokenizer(found.name, found.eos_token, file, found.bos_ids)
     job = Job(config, layout, machine, cache, folder, record, run=secrets.token_hex(8))
-    if config.checkpoint.dir is not None:  # its own folder is in that of the run
-        check_writable("checkpoint folder", job.checkpoints, "checkpoint.dir")
     if resume is not None:
         return resumed(job, dataset, resume)
     _refuse_steps(job)
     return job
+
+
+def _check_inputs(
+    config: Config, machine: Machine, folder: RunFolder, cache: Path, lacks: str | None
+) -> None:
+    """Refuse what needs no measurement and no data read: files, packages, room for the steps."""
+    check_tokenizer(config)
+    check_extras(config)
+    check_fp8(config, machine.device)
+    check_compiler(config.train, lacks)
+    check_sources(config.data, cache, config.model.vocab_size)
+    if config.checkpoint.dir is not None:  # its own folder is in that of the run
+        check_writable("checkpoint folder", folder.steps_of(config), "checkpoint.dir")
+    check_room(config, folder.steps_of(config))
 
 
 def _refuse_steps(job: Job) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
-from meshwright.parsing import parse_toml, printable
+from meshwright.parsing import parse_json, parse_toml, printable
 from meshwright.spec.base import Spec
 from meshwright.spec.catalogue import LOCAL, check_device, check_link
 from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
@@ -103,6 +103,15 @@ _LONGEST_NAME: Final = 255
 _LONGEST_TEXT: Final = 3500
 _NO_TEXT: Final = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 
+# Values that follow from other keys where they are left out. A run's own config has all values:
+# with a new value of another key they are derived again.
+_FOLLOWS: Final[Mapping[str, tuple[str, ...]]] = {
+    "optimizer.warmup_steps": ("train.steps", "optimizer.schedule_steps"),
+    "cluster.hang": ("cluster.timeout",),
+}
+_DERIVED: Final = ("derived", "default")
+PROVENANCE: Final = "provenance.json"  # beside the config of a run: where its values came from
+
 Sections = Mapping[str, Mapping[str, Any]]
 T = TypeVar("T", bound=Spec)
 
@@ -139,6 +148,8 @@ def read_given(
         _merge(given, _read_mapping(source, "config"))
     elif source is not None:
         _merge(given, _read_toml(Path(source)))
+        _mark_derived(given, Path(source).with_name(PROVENANCE))
+    stored = {name: dict(values) for name, values in given.items()}
     _merge(given, _read_mapping(plan or {}, "plan"))
     if isinstance(overrides, Mapping):
         _merge(given, _read_mapping(overrides, "override"))
@@ -146,7 +157,35 @@ def read_given(
         raise ConfigError(f"overrides = {overrides!r} must be a list of texts, or a dict")
     else:
         _merge(given, _read_overrides(overrides))
+    _drop_derived(given, stored)
     return given
+
+
+def _mark_derived(given: dict[str, Values], provenance: Path) -> None:
+    """Give the values of a run that were derived their origin again, if the run states it."""
+    try:
+        origins = parse_json(provenance.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no run's, or a damaged one
+        return
+    for name in _FOLLOWS if isinstance(origins, Mapping) else ():
+        section, key = name.split(".")
+        origin = origins.get(name)
+        if key in given[section] and isinstance(origin, str) and origin.startswith(_DERIVED):
+            given[section][key] = given[section][key]._replace(origin=origin)
+
+
+def _drop_derived(given: dict[str, Values], stored: Mapping[str, Values]) -> None:
+    """Drop derived values of a run for whose other keys there are new values; see `_FOLLOWS`."""
+
+    def value_of(values: Mapping[str, Values], name: str) -> Any:
+        section, key = name.split(".")
+        return values[section].get(key, Value(None, "")).value
+
+    for name, others in _FOLLOWS.items():
+        section, key = name.split(".")
+        is_derived = given[section].get(key, Value(None, "")).origin.startswith(_DERIVED)
+        if is_derived and any(value_of(given, one) != value_of(stored, one) for one in others):
+            del given[section][key]
 
 
 def _read_mapping(values: Mapping[str, Any], origin: str) -> list[tuple[str, str, Value]]:
@@ -252,14 +291,21 @@ def _derive(given: dict[str, Values]) -> None:
         given["optimizer"]["lr"] = rate
     for key, value in default_training(model, given["cluster"], given["train"]).items():
         given["train"][key] = value
-    steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
     if "warmup_steps" not in given["optimizer"]:
-        warmup = min(100, steps // 10)
-        given["optimizer"]["warmup_steps"] = Value(warmup, "derived: train.steps / 10, at most 100")
+        given["optimizer"]["warmup_steps"] = _warmup(given)
     cluster = given["cluster"]
     timeout = cluster.get("timeout", Value(None, "")).value
     if isinstance(timeout, int | float) and "hang" not in cluster:
         cluster["hang"] = Value(timeout / 2, "derived: cluster.timeout / 2")
+
+
+def _warmup(given: Mapping[str, Values]) -> Value:
+    """Return the warm-up of a schedule: a tenth of its steps, at most 100."""
+    steps = given["optimizer"].get("schedule_steps", Value(None, "")).value
+    if steps is not None:
+        return Value(min(100, steps // 10), "derived: optimizer.schedule_steps / 10, at most 100")
+    steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
+    return Value(min(100, steps // 10), "derived: train.steps / 10, at most 100")
 
 
 def _derive_lora(values: Values) -> None:

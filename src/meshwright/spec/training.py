@@ -82,12 +82,12 @@ class DataSpec(Spec):
     `text_key` is the field of rows and of HF data sets. `on_error` is the reaction to a file or a
     row without text: "stop" ends the preparation, "skip" counts and names it. `cache` is the folder
     for prepared stores and downloads. `separator` ends a document inside a text file (two newlines:
-    blank lines); by default, it is `<|endoftext|>` if the file has it, otherwise a file is one
-    document. `eos` names the token of a tokenizer.json that ends a document; by default, it is
-    detected. `bos` says whether each text begins with the BOS token; by default, it does if the
-    tokenizer's files put one before every text. With `streaming`, an "hf:NAME" is read during
-    training, and nothing is stored; `shuffle_buffer` is then how many documents are shuffled at a
-    time. `format` "chat" reads rows as conversations and trains the assistant's turns;
+    blank lines, "": none, a file is one document); by default, it is `<|endoftext|>` if the first
+    MiB of the file has it. `eos` names the token of a tokenizer.json that ends a document; by
+    default, it is detected. `bos` says whether each text begins with the BOS token; by default, it
+    does if the tokenizer's files put one before every text. With `streaming`, an "hf:NAME" is read
+    during training, and nothing is stored; `shuffle_buffer` is then how many documents are shuffled
+    at a time. `format` "chat" reads rows as conversations and trains the assistant's turns;
     `chat_template` is a file with a template that replaces the tokenizer's own.
     """
 
@@ -101,7 +101,7 @@ class DataSpec(Spec):
     on_error: OnError = "stop"
     cache: str | None = None
     workers: int | None = Field(default=None, ge=1, le=1024)
-    separator: str | None = Field(default=None, min_length=1)
+    separator: str | None = None
     eos: str | None = None
     bos: bool | None = None
     streaming: bool = False

@@ -11,6 +11,7 @@ from meshwright.checkpoint.commit import steps
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout, Machine, left_over, unsharded
 from meshwright.program.target import takes_tf32
+from meshwright.runtime.checks.start import check_room
 from meshwright.runtime.machines.accelerators import find_gpus, unused_note
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config
@@ -110,6 +111,10 @@ def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
         yield from resume_notes(job)
     else:
         yield from config_notes(config)
+    try:
+        check_room(config, job.checkpoints, for_all=True)
+    except ConfigError as error:
+        yield str(error)
     chosen = config.origins["train.compile"].removeprefix("auto: ")
     if chosen != config.origins["train.compile"]:
         blocks = "compiled" if config.train.is_compiled else "not compiled"
@@ -140,7 +145,12 @@ def resume_notes(job: Job) -> Iterator[str]:
         done = int(steps(job.checkpoints)[-1].name.rpartition("-")[2])
     except (ConfigError, CheckpointError, IndexError, ValueError):
         return  # a run that is refused elsewhere
-    for text in (_schedule_note(before, job.config, done), _change_note(before, job.config, done)):
+    notes = (
+        _schedule_note(before, job.config, done),
+        schedule_note(job.config),
+        _change_note(before, job.config, done),
+    )
+    for text in notes:
         if text is not None:
             yield text
 
