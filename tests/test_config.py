@@ -80,7 +80,8 @@ REFUSALS = {
     "layout.dp_replicate=3": "train.batch = 16 must be a multiple of the data-parallel degree 3 "
     "(dp_replicate 3 x dp_shard 1); nearest legal: train.batch = 15, train.batch = 18 or "
     "layout.dp_replicate = 2",
-    "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4; nearest legal: layout.tp = 2",
+    "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4 and model.n_kv_heads = 2; "
+    "nearest legal: layout.tp = 2",
     "layout.pp=8": "layout.pp = 8 x layout.virtual_stages = 1 gives 8 stages, but "
     "model.n_layers = 6; nearest legal: layout.pp = 6",
     "layout.dp_shard=2": "layout.dp_shard = 2 requires layout.zero = 1, 2 or 3, but it is 0; "

@@ -29,12 +29,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="the prompt is a user's, written by the chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: what comes before the user")
+    add_sampling(parser)
+    add_json(parser)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add how tokens are drawn, and the tokenizer."""
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", help="'bytes', 'gpt2' or a tokenizer.json, if not the run's")
-    add_json(parser)
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """Return how the arguments of `add_sampling` have tokens drawn."""
+    return Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise ConfigError("--system is what a chat template writes before the user; add --chat")
     model = TextModel(Path(args.folder), args.tokenizer)
-    sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
+    sampling = sampling_of(args)
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         generation = model.answer([*system, {"role": "user", "content": args.prompt}], sampling)

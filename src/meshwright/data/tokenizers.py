@@ -19,6 +19,7 @@ from meshwright.data.patterns import check_patterns
 from meshwright.errors import DataError, either, nearest, refusal
 from meshwright.files import reading, sha256_bytes, writable_folder, write_atomic
 from meshwright.parsing import parse_json
+from meshwright.spec.resolve import lacks_tokenizer_json
 from meshwright.units import MIB
 
 BYTES_EOS = 256
@@ -242,6 +243,8 @@ def load_tokenizer(
         return TiktokenTokenizer()
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise DataError(lacks_tokenizer_json(path))
     if not file.is_file():
         known = nearest(name, ("bytes", "gpt2"))
         hint = 'Give "bytes", "gpt2", or the path of a tokenizer.json or of a folder that holds one'

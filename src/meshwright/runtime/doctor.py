@@ -20,6 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.lines import fitted
 from meshwright.parallel.machine.rendezvous import loopback_interface
+from meshwright.runtime.checks.epochs import with_epochs
 from meshwright.runtime.checks.notes import config_notes, layout_notes
 from meshwright.runtime.checks.start import (
     check_device,
@@ -186,6 +187,7 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
         vocab_size=config.model.vocab_size,
         progress=lambda text: print(fitted(text, sys.stderr), file=sys.stderr),
     )
+    config = with_epochs(config, dataset)
     dataset.check(config.train)
     if isinstance(dataset, StreamedDataset):
         return f"{config.data.sources[0]} can be read; how much it holds a stream does not tell"

@@ -28,6 +28,7 @@ from meshwright.lines import GOES_ON, fitted
 from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.parsing import parse_json
 from meshwright.report.run import write_report
+from meshwright.runtime.checks.epochs import fine_tuning_words, with_epochs
 from meshwright.runtime.checks.notes import run_notes
 from meshwright.runtime.checks.resuming import Resume, resumed, resumed_folder_with_steps
 from meshwright.runtime.checks.start import (
@@ -159,8 +160,10 @@ def prepare_job(
     check_limit(config, layout, machine)
     say = _progress_to(sys.stderr)
     dataset = open_data(config.data, cache, vocab_size=config.model.vocab_size, progress=say)
-    for line in dataset.check(config.train):
-        say(line)
+    config = with_epochs(config, dataset)
+    for line in [*dataset.check(config.train), fine_tuning_words(config, dataset)]:
+        if line is not None:
+            say(line)
     found = dataset.tokenizer
     file = None if found.file is None else str(found.file)
     record = RunTokenizer(found.name, found.eos_token, file, found.bos_ids)

@@ -12,13 +12,14 @@ from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.parsing import parse_json, parse_toml, printable
-from meshwright.spec.base import Spec
-from meshwright.spec.catalogue import LOCAL, check_device, check_link
+from meshwright.spec.base import LARGEST, Spec
+from meshwright.spec.catalogue import LOCAL, check_device, check_link, full_device_name
 from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
 from meshwright.spec.kinds import is_of_kind, kind_of, shown
 from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.peft import read_adapter_config
+from meshwright.spec.presets import preset_of
 from meshwright.spec.resolve import Value, Values, check_held_out, resolve_model
 from meshwright.spec.synonyms import instead_of
 from meshwright.spec.training import (
@@ -84,7 +85,16 @@ class _Alias(NamedTuple):
     values: Mapping[str, Any] | None = None
 
 
-_ZERO_OF_STRATEGY = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
+# By torch's and Accelerate's names, and by the short ones of tutorials.
+_ZERO_OF_STRATEGY = {
+    "NO_SHARD": 0,
+    "SHARD_GRAD_OP": 2,
+    "FULL_SHARD": 3,
+    "no": 0,
+    "none": 0,
+    "grad_op": 2,
+    "full": 3,
+}
 ALIASES: Mapping[str, _Alias] = {
     "embed_dim": _Alias("model.dim"),
     "n_heads": _Alias("model.n_heads"),
@@ -96,6 +106,17 @@ ALIASES: Mapping[str, _Alias] = {
     "shard_strategy": _Alias("layout.zero", _ZERO_OF_STRATEGY),
     "zero_opt": _Alias("layout.zero"),
 }
+# The alias of a model's name or folder.
+_MODEL: Final = "model"
+# Values that are asked for, and the keys that have them.
+_ELSEWHERE: Final[Mapping[tuple[str, object], str]] = {
+    ("train.precision", "fp8"): "train.fp8=true beside train.precision=bf16",
+    ("train.precision", "float8"): "train.fp8=true beside train.precision=bf16",
+    ("train.precision", "bfloat16"): "train.precision=bf16",
+    ("train.precision", "float16"): "train.precision=fp16",
+    ("train.precision", "float32"): "train.precision=fp32",
+}
+_WITH_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 
 
 # Linux allows 255 bytes of a name and 4,095 of a path; folders of a run go below some of these.
@@ -106,6 +127,7 @@ _NO_TEXT: Final = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 # Values that follow from other keys where they are left out. A run's own config has all values:
 # with a new value of another key they are derived again.
 _FOLLOWS: Final[Mapping[str, tuple[str, ...]]] = {
+    "train.steps": ("train.epochs",),
     "optimizer.warmup_steps": ("train.steps", "optimizer.schedule_steps"),
     "cluster.hang": ("cluster.timeout",),
 }
@@ -208,10 +230,16 @@ def _plain(value: Any) -> Any:
 
 def build_config(given: dict[str, Values]) -> Config:
     """Return the complete config of the given values by section; derives missing ones."""
+    if (device := given["cluster"].get("preset")) is not None:
+        given["cluster"]["preset"] = device._replace(value=full_device_name(device.value))
+    preset = given["model"].get("preset", Value(None, ""))
+    if isinstance(preset.value, str) and (name := preset_of(preset.value)) is not None:
+        given["model"]["preset"] = preset._replace(value=name)
     for name, spec in SECTIONS.items():
         _check_texts(name, given[name])
         _check_types(name, spec, given[name])
     _check_cluster(given["cluster"])
+    _settle_length(given["train"])
     check_held_out(given)
     _derive(given)
     sections: dict[str, Spec] = {}
@@ -269,6 +297,26 @@ def _check_cluster(values: Values) -> None:
         check_link(link, f" ({links.origin})")
 
 
+def _settle_length(train: Values) -> None:
+    """Keep one of steps and epochs: what an override gives; refuse both from one place."""
+    epochs, steps = train.get("epochs"), train.get("steps")
+    if epochs is None or epochs.value is None or steps is None:
+        return
+    if steps.origin.startswith((*_DERIVED, "plan")):  # what a start has made of epochs
+        return
+    is_new = [value.origin.startswith("override") for value in (epochs, steps)]
+    if is_new[0] == is_new[1]:
+        both = f"train.epochs = {epochs.value:g} ({epochs.origin}) and "
+        both += f"train.steps = {steps.value} ({steps.origin}) both say how long to train"
+        raise ConfigError(refusal(both, legal=["one of them"]))
+    del train["steps" if is_new[0] else "epochs"]
+
+
+def default_warmup(steps: int) -> int:
+    """Return the warm-up of a schedule of so many steps: a tenth, at most 100."""
+    return min(100, steps // 10)
+
+
 def _derive(given: dict[str, Values]) -> None:
     """Fill what follows from other keys: packing, tokenizer, model's sizes, rate, warm-up, hang."""
     data = given["data"]
@@ -300,12 +348,12 @@ def _derive(given: dict[str, Values]) -> None:
 
 
 def _warmup(given: Mapping[str, Values]) -> Value:
-    """Return the warm-up of a schedule: a tenth of its steps, at most 100."""
+    """Return the warm-up of a schedule that states none."""
     steps = given["optimizer"].get("schedule_steps", Value(None, "")).value
     if steps is not None:
-        return Value(min(100, steps // 10), "derived: optimizer.schedule_steps / 10, at most 100")
+        return Value(default_warmup(steps), "derived: optimizer.schedule_steps / 10, at most 100")
     steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
-    return Value(min(100, steps // 10), "derived: train.steps / 10, at most 100")
+    return Value(default_warmup(steps), "derived: train.steps / 10, at most 100")
 
 
 def _derive_lora(values: Values) -> None:
@@ -415,6 +463,8 @@ def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
 
 def _read_key(name: str, value: Any, origin: str) -> tuple[str, str, Value]:
     """Return the section, the key and the value of `section.key` or an alias."""
+    if name == _MODEL and isinstance(value, str):
+        name = "model.init_from" if Path(value).is_dir() else "model.preset"
     if "." not in name:
         if name not in ALIASES:
             every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
@@ -422,6 +472,8 @@ def _read_key(name: str, value: Any, origin: str) -> tuple[str, str, Value]:
             own, why = instead_of(name)
             if not (legal := legal or own) and not why:
                 legal = nearest(name, ALIASES) or nearest(name, every, 2)
+            if len(legal) == 1:
+                legal = [_ELSEWHERE.get((legal[0], value), legal[0])]
             raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=why))
         name, value = _expand(name, value, origin)
     section, key = name.split(".", 1)
@@ -460,7 +512,8 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     if given and is_of_kind(error):
         kind = kind_of(SECTIONS[section].model_fields[key].annotation)
         if kind != "a table" or len(error["loc"]) == 1:  # else it is a key inside
-            return f"{section}.{key} = {shown(given.value)}{where} must be {kind}"
+            what = f"{section}.{key} = {shown(given.value)}{where} must be {kind}"
+            return refusal(what, legal=_meant(f"{section}.{key}", given.value, kind))
     name = ".".join([section, *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{name} is missing"
@@ -473,6 +526,21 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
         "input should be", "must be"
     )
     return f"{name} = {shown(error['input'])}{where} {rule}"
+
+
+def _meant(name: str, value: Any, kind: str) -> list[str]:
+    """Return what a value of the wrong kind was probably meant to be, as overrides."""
+    if isinstance(value, str) and (name, value) in _ELSEWHERE:
+        return [_ELSEWHERE[name, value]]
+    if not kind.startswith("an integer"):
+        return []
+    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
+        return [f"{name}={int(value)}"]
+    unit = _WITH_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if unit is None:
+        return []
+    powers = (1024, 1000) if unit[2] in "kK" else (1024**2, 1000**2)
+    return [f"{name}={round(float(unit[1]) * power)}" for power in powers]
 
 
 def config_schema() -> dict[str, Any]:

@@ -163,6 +163,8 @@ class DataSpec(Spec):
 class TrainSpec(Spec):
     """The optimizer steps: how many, how large, in which precision.
 
+    With `epochs`, a start sets `steps` to as many as read the training data that often.
+
     `batch` is the global batch in sequences of `seq_len` tokens. `eval_every` = 0 means no
     evaluation; `eval_batches` is how many global batches of the held-out split each one reads.
     After `stop_after_evals` = n evaluations in a row that are no better than the best, a run ends;
@@ -190,6 +192,7 @@ class TrainSpec(Spec):
     """
 
     steps: int = Field(default=200, gt=0, le=LARGEST)
+    epochs: float | None = Field(default=None, gt=0)
     batch: int = Field(default=16, gt=0, le=LARGEST)
     seq_len: int = Field(default=256, gt=0, le=LARGEST)
     precision: Precision = "fp32"
