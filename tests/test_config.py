@@ -46,7 +46,7 @@ REFUSALS = {
     "train.steps=0": "train.steps = 0 (override train.steps=0) must be greater than 0",
     "optimizer.lr=nan": "optimizer.lr = nan (override optimizer.lr=nan) must be a finite number",
     "train.precision=fp8": "train.precision = 'fp8' (override train.precision=fp8) must be 'fp32', "
-    "'bf16' or 'fp16'",
+    "'bf16' or 'fp16'; nearest legal: train.fp8=true beside train.precision=bf16",
     "train.loss_scale=0": "train.loss_scale = 0 (override train.loss_scale=0) must be greater "
     "than 0",
     "model.family=[1]": "model.family = [1] (override model.family=[1]) must be a string",

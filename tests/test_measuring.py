@@ -138,10 +138,22 @@ def test_each_precision_is_measured_where_no_bench_has(start):
     assert len(start.asked) == 2
 
 
-def test_a_machine_that_is_busy_meanwhile_is_told_and_measured_again(tmp_path):
-    start = Start(tmp_path, had_core=0.45)
+def test_a_machine_that_is_busy_is_measured_again_once_it_is_quiet(tmp_path, monkeypatch):
+    start, known = Start(tmp_path, had_core=0.45), measuring.machine_of
+
+    def with_load(share):
+        def machine_of(config, environ):
+            machine = known(config, environ)
+            return machine._replace(load=share * machine.cores)
+
+        monkeypatch.setattr(measuring, "machine_of", machine_of)
+
+    with_load(2.0)
     assert peak_of(start()) == 1e11
     assert "Other processes used 55% of its cores" in start.said[1]
+    assert peak_of(start()) == 1e11  # not once more for the same
+    assert len(start.asked) == 1
+    with_load(0.0)
     start.had_core = 0.97
     assert peak_of(start()) == 2e11
     assert "Other processes" not in start.said[3]

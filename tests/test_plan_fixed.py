@@ -59,7 +59,7 @@ def test_what_is_fixed_is_said(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["layout.tp=3"], "model.n_heads = 32 and model.n_kv_heads = 8; nearest legal: layout.tp"),
+        (["layout.tp=3"], "layout.tp = 3 must divide model.n_heads = 32; nearest legal: layout.tp"),
         (["layout.tp=2", "layout.pp=3"], "6 ranks do not divide the cluster's 8 devices"),
         (["layout.dp_shard=16"], "16 ranks do not divide the cluster's 8 devices"),
         (["layout.zero=0", "layout.dp_shard=2"], "nearest legal: layout.zero = 1"),
@@ -67,10 +67,7 @@ def test_what_is_fixed_is_said(capsys):
         (["layout.pp=8", "layout.virtual_stages=5"], "40 stages, but model.n_layers = 32"),
         (["layout.tp=2", "--fewest"], "--fewest: its answer chooses the whole layout"),
         (["layout.zero=1", "--longest-context"], "the config fixes layout.zero = 1"),
-        (
-            ["--explain", "tp3 mb1"],
-            "model.n_heads = 32 and model.n_kv_heads = 8",
-        ),
+        (["--explain", "tp3 mb1"], "layout.tp = 3 must divide model.n_heads = 32; nearest legal"),
         (["--explain", "zero3 shard8 mb3"], "layout.microbatch = 3 must divide"),
     ],
 )

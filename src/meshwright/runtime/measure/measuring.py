@@ -28,6 +28,7 @@ from meshwright.runtime.pricing.measured import (
     source_of,
 )
 from meshwright.spec.loading import Config
+from meshwright.spec.words import busy
 from meshwright.units import format_seconds
 
 _WITHOUT: Final = f"predictions are by the shipped constants, as with {CALIBRATION}={SHIPPED}"
@@ -43,7 +44,7 @@ def measured_first(
 ) -> Config:
     """Return a config that is priced by this machine, measured now if not before.
 
-    Only CPUs are measured. `say` receives a line before and one after it, by default for stderr;
+    Only CPUs are measured, again if other processes took their cores meanwhile and no longer do. `say` receives a line before and one after it, by default for stderr;
     `measure` does it. If it fails or cannot be stored, the shipped constants apply. Raises
     `StoppedOnRequest` on SIGINT or SIGTERM.
     """
@@ -51,7 +52,7 @@ def measured_first(
     if left is None:
         return config
     found = find_kept(left, environ)
-    if found is None or not found.calibration.is_quiet:
+    if found is None or (not found.calibration.is_quiet and _is_quiet(left, environ)):
         found = _measured(left, environ, say or _to_stderr, measure or _on_ranks) or found
     return config if found is None else priced_by(config, found)
 
@@ -93,6 +94,12 @@ def _measured(
     return made
 
 
+def _is_quiet(config: Config, environ: Mapping[str, str]) -> bool:
+    """Whether a measurement that other processes disturbed would be better now."""
+    machine = machine_of(config, environ)
+    return busy(machine.load, machine.cores) is None
+
+
 def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path | None:
     """Return the file to keep it in, in a folder that is there; None where that can't be had."""
     try:
@@ -111,7 +118,7 @@ def _told(made: Kept, took: float) -> str:
     others = f"{1 - made.calibration.had_core:.0%}"
     return (
         f"{text}. Other processes used {others} of its cores, so predictions of messages use the "
-        "shipped constants, and the next start measures again"
+        "shipped constants, and the next start on a quiet machine measures again"
     )
 
 
