@@ -44,9 +44,10 @@ def measured_first(
 ) -> Config:
     """Return a config that is priced by this machine, measured now if not before.
 
-    Only CPUs are measured, again if other processes took their cores meanwhile and no longer do. `say` receives a line before and one after it, by default for stderr;
-    `measure` does it. If it fails or cannot be stored, the shipped constants apply. Raises
-    `StoppedOnRequest` on SIGINT or SIGTERM.
+    Only CPUs are measured, again if other processes took their cores meanwhile and no longer do.
+    `say` receives a line before and one after it, by default for stderr; `measure` does it. If it
+    fails or cannot be stored, the shipped constants apply. Raises `StoppedOnRequest` on SIGINT or
+    SIGTERM.
     """
     left = left_open(config, environ)
     if left is None:
