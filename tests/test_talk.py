@@ -17,9 +17,10 @@ from meshwright.evaluate.talk import Sampling, TextModel
 from meshwright.models import build_model, init_model
 from meshwright.runtime.checks.epochs import fine_tuning_words, samples_of_epoch
 from meshwright.runtime.session import prepare_job
+from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
 from meshwright.training.run_folder import create
-from runs import clean_environ
+from runs import TINY, clean_environ
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "chat" / "tokenizer"
 GREEDY = ["--temperature", "0", "--max-tokens", "5"]
@@ -101,8 +102,20 @@ def test_adapters_are_merged_into_the_model_that_they_name(tmp_path, monkeypatch
     assert "holds adapters of the model 'some/model', which is no folder here" in said
 
 
-def test_epochs_are_as_many_steps_as_read_the_data_so_often(config):
-    job = prepare_job(config("train.epochs=2.5"), clean_environ())
+@pytest.fixture
+def untimed(corpus, tmp_path):
+    """Make a config of the tiny model that does not say how long to train."""
+
+    def make(*overrides):
+        words = [word for word in TINY if not word.startswith("train.steps")]
+        where = [f"data.cache={tmp_path / 'cache'}", f"log.dir={tmp_path / 'runs'}"]
+        return load_config(None, [*words, f"data.source={corpus}", *where, *overrides])
+
+    return make
+
+
+def test_epochs_are_as_many_steps_as_read_the_data_so_often(untimed):
+    job = prepare_job(untimed("train.epochs=2.5"), clean_environ())
     data = open_data(job.config.data, job.cache)
     samples = samples_of_epoch(job.config, data)
     train = job.config.train
@@ -113,23 +126,25 @@ def test_epochs_are_as_many_steps_as_read_the_data_so_often(config):
     assert (again.train.steps, again.train.epochs) == (train.steps, 2.5)
     longer = load_config(job.folder.config, ["train.epochs=5"])
     assert longer.train.epochs == 5
-    shorter = load_config(job.folder.config, ["train.steps=3"])
-    assert (shorter.train.steps, shorter.train.epochs) == (3, None)
+    shorter = load_config(job.folder.config, ["train.steps=30"])
+    assert (shorter.train.steps, shorter.train.epochs) == (30, None)
+    assert shorter.optimizer.warmup_steps == 3
 
 
-def test_steps_and_epochs_at_once_are_refused_and_an_override_counts():
-    with pytest.raises(ConfigError, match="both say how long to train"):
-        load_config({"train": {"steps": 3, "epochs": 2.0}})
-    given = load_config({"train": {"steps": 3}}, {"train.epochs": 2.0})
-    assert given.train.epochs == 2
+def test_an_override_of_steps_takes_the_place_of_epochs(tmp_path):
+    both, file = load_config({"train": {"steps": 3, "epochs": 2.0}}), tmp_path / "run.toml"
+    file.write_text(to_toml(both))
+    assert load_config(file).train == both.train
     given = load_config({"train": {"epochs": 2.0}}, {"train.steps": 3})
     assert (given.train.steps, given.train.epochs) == (3, None)
+    with pytest.raises(ConfigError, match="both say how long to train"):
+        load_config(None, ["train.steps=3", "train.epochs=2"])
 
 
-def test_a_blend_has_no_epochs(config, corpus):
+def test_a_blend_has_no_epochs(untimed, corpus):
     blend = [f"data.source=['{corpus}', '{corpus}']", "data.weights=[0.5, 0.5]"]
     with pytest.raises(ConfigError, match="a blend of sources by weight has no epochs"):
-        prepare_job(config(*blend, "train.epochs=1"), clean_environ())
+        prepare_job(untimed(*blend, "train.epochs=1"), clean_environ())
 
 
 def test_a_fine_tuning_run_says_what_it_trains_and_how_often_it_reads_its_data(config, capsys):

@@ -298,18 +298,20 @@ def _check_cluster(values: Values) -> None:
 
 
 def _settle_length(train: Values) -> None:
-    """Keep one of steps and epochs: what an override gives; refuse both from one place."""
+    """Let an override of the steps take the place of epochs; refuse overrides of both.
+
+    A run's config has both, as a start sets the steps that the epochs are.
+    """
     epochs, steps = train.get("epochs"), train.get("steps")
     if epochs is None or epochs.value is None or steps is None:
         return
-    if steps.origin.startswith((*_DERIVED, "plan")):  # what a start has made of epochs
+    if not steps.origin.startswith("override"):
         return
-    is_new = [value.origin.startswith("override") for value in (epochs, steps)]
-    if is_new[0] == is_new[1]:
+    if epochs.origin.startswith("override"):
         both = f"train.epochs = {epochs.value:g} ({epochs.origin}) and "
         both += f"train.steps = {steps.value} ({steps.origin}) both say how long to train"
         raise ConfigError(refusal(both, legal=["one of them"]))
-    del train["steps" if is_new[0] else "epochs"]
+    del train["epochs"]
 
 
 def default_warmup(steps: int) -> int:
