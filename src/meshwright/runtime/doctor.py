@@ -22,14 +22,13 @@ from meshwright.lines import fitted
 from meshwright.parallel.machine.rendezvous import loopback_interface
 from meshwright.runtime.checks.epochs import with_epochs
 from meshwright.runtime.checks.notes import config_notes, layout_notes
+from meshwright.runtime.checks.room import check_room, nearest_folder
 from meshwright.runtime.checks.start import (
     check_device,
     check_extras,
     check_limit,
     check_memory,
-    check_room,
     check_tokenizer,
-    nearest_folder,
 )
 from meshwright.runtime.machines.accelerators import check_build, find_gpus, torch_build
 from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler

@@ -31,12 +31,12 @@ from meshwright.report.run import write_report
 from meshwright.runtime.checks.epochs import fine_tuning_words, with_epochs
 from meshwright.runtime.checks.notes import run_notes
 from meshwright.runtime.checks.resuming import Resume, resumed, resumed_folder_with_steps
+from meshwright.runtime.checks.room import check_room
 from meshwright.runtime.checks.start import (
     check_device,
     check_extras,
     check_limit,
     check_memory,
-    check_room,
     check_tokenizer,
 )
 from meshwright.runtime.machines.accelerators import find_gpus

@@ -11,7 +11,7 @@ from meshwright.checkpoint.commit import steps
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout, Machine, left_over, unsharded
 from meshwright.program.target import takes_tf32
-from meshwright.runtime.checks.start import check_room
+from meshwright.runtime.checks.room import check_room
 from meshwright.runtime.machines.accelerators import find_gpus, unused_note
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -21,7 +20,6 @@ from meshwright.runtime.machines.accelerators import (
 from meshwright.runtime.machines.machine import gpu_name, memory_of_machine
 from meshwright.runtime.pricing.planned import setting_on
 from meshwright.spec.loading import Config
-from meshwright.spec.parts import parameter_count, trained_parameter_count
 from meshwright.units import MIB, format_bytes
 
 # What ranks hold between steps.
@@ -133,29 +131,3 @@ def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
         rule = f"the layout {layout.label} does not fit: {text}; {told.format(format_bytes(room))}"
         raise ConfigError(refusal(rule, hint=hint))
     return text
-
-
-def check_room(config: Config, root: Path, *, for_all: bool = False) -> str:
-    """Return what the steps of a run take of the disk of `root`, and what is free there.
-
-    Raises `ConfigError` if a single step does not fit, and `for_all` if all that are kept don't.
-    """
-    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
-    trained = trained_parameter_count(config.model)
-    step = 4 * (parameter_count(config.model) + trained * states)
-    # The newest is there before the oldest goes.
-    count = config.checkpoint.keep + config.checkpoint.keep_best + 1
-    free = shutil.disk_usage(nearest_folder(root)).free
-    text = (
-        f"{count} steps of {format_bytes(step)} need {format_bytes(step * count)}; "
-        f"{format_bytes(free)} are free"
-    )
-    if free < (step * count if for_all else step):
-        hint = "checkpoint.dir or log.dir sets where"
-        raise ConfigError(refusal(f"{root} has no room for the run's steps: {text}", hint=hint))
-    return text
-
-
-def nearest_folder(path: Path) -> Path:
-    """Return the nearest folder on a path that is there."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
