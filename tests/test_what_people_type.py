@@ -115,6 +115,8 @@ def test_aliases_of_tutorials_together_are_a_layout():
         (["--layout.tp", "2"], "a config's keys have no dashes: layout.tp=VALUE"),
         (["layout.tp", "2"], "a key and its value are one word; nearest legal: layout.tp=2"),
         (["layout.tp"], "nearest legal: layout.tp=VALUE"),
+        (["./layout.tp"], "config file layout.tp cannot be read"),
+        (["llama-3-8b", "qwen3-8b"], "one model at most, but there are 2: llama-3-8b qwen3-8b"),
         (["shard_strategy=hybrid"], "nearest legal: NO_SHARD, SHARD_GRAD_OP"),
     ],
 )

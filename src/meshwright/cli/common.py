@@ -62,11 +62,15 @@ def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
             overrides.insert(0, f"model.init_from={folder}")
             files.remove(path)
             break
-    for path in [path for path in files if not path.exists()]:
-        _refuse_two_words(str(path), args.words)
-        if preset_of(str(path)) is not None:  # a model by its name
-            overrides.insert(0, f"model.preset={path}")
-            files.remove(path)
+    models = []  # by their names
+    for word in (word for word in args.words if "=" not in word and not Path(word).exists()):
+        _refuse_two_words(word, args.words)
+        if preset_of(word) is not None:
+            models.append(word)
+            files.remove(Path(word))
+    if len(models) > 1:
+        raise ConfigError(f"one model at most, but there are {len(models)}: {' '.join(models)}")
+    overrides[:0] = [f"model.preset={name}" for name in models]
     if len(files) > 1:
         shown = " ".join(map(str, files))
         raise ConfigError(f"one config file at most, but there are {len(files)}: {shown}")
