@@ -35,8 +35,8 @@ class Sampling:
 class Generation:
     """A text that is being generated: iterate over its pieces, each of whole characters.
 
-    `ids` are the new tokens so far, without one that ended the answer to a message; `text` is what
-    all ids decode to.
+    `ids` are the new tokens so far, without one that ended the answer to a message, and `count` is
+    their number with it.
     """
 
     def __init__(
