@@ -13,6 +13,7 @@ the steps that another has saved.
 
 import argparse
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     device = join()
-    data = dist.get_world_size() // (args.tp * args.cp)
+    world, ranks = dist.get_world_size(), args.tp * args.cp
+    if world % ranks:
+        sys.exit(f"--tp {args.tp} --cp {args.cp}: {world} processes are no multiple of {ranks}")
+    data = world // ranks
     layout = mw.Layout(
         tp=args.tp,
         cp=args.cp,

@@ -46,7 +46,7 @@ REFUSALS = {
     "train.steps=0": "train.steps = 0 (override train.steps=0) must be greater than 0",
     "optimizer.lr=nan": "optimizer.lr = nan (override optimizer.lr=nan) must be a finite number",
     "train.precision=fp8": "train.precision = 'fp8' (override train.precision=fp8) must be 'fp32', "
-    "'bf16' or 'fp16'",
+    "'bf16' or 'fp16'; nearest legal: train.fp8=true beside train.precision=bf16",
     "train.loss_scale=0": "train.loss_scale = 0 (override train.loss_scale=0) must be greater "
     "than 0",
     "model.family=[1]": "model.family = [1] (override model.family=[1]) must be a string",
@@ -80,7 +80,8 @@ REFUSALS = {
     "layout.dp_replicate=3": "train.batch = 16 must be a multiple of the data-parallel degree 3 "
     "(dp_replicate 3 x dp_shard 1); nearest legal: train.batch = 15, train.batch = 18 or "
     "layout.dp_replicate = 2",
-    "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4; nearest legal: layout.tp = 2",
+    "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4 and model.n_kv_heads = 2; "
+    "nearest legal: layout.tp = 2",
     "layout.pp=8": "layout.pp = 8 x layout.virtual_stages = 1 gives 8 stages, but "
     "model.n_layers = 6; nearest legal: layout.pp = 6",
     "layout.dp_shard=2": "layout.dp_shard = 2 requires layout.zero = 1, 2 or 3, but it is 0; "

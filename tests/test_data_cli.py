@@ -45,7 +45,11 @@ def test_tables(corpus, tmp_path, capsys):
     shown = run(capsys, "prepare", store, "--source", corpus)
     assert "257 (bytes, document ends with 256)" in shown.out
     assert "0.02 held out" in shown.out
-    assert shown.err == ""  # no animation where there is no terminal
+    # No animation where there is no terminal
+    assert shown.err == (
+        "note: corpus.txt split into documents at <|endoftext|>; data.separator='' makes a file "
+        "one document\n"
+    )
     shown = run(capsys, "inspect", store)
     assert "nats per token" in shown.out
     assert "'once upon a time" in shown.out
@@ -63,6 +67,21 @@ def test_verify_fails_with_the_name_of_the_bad_file(corpus, tmp_path, capsys, fl
     out = run(capsys, "verify", str(store), *flags, code=1).out
     assert "tokens-00000.bin is damaged within bytes 0-" in out
     assert not flags or json.loads(out)["passed"] is False
+
+
+def test_a_file_that_is_split_by_default_is_named(tmp_path, capsys):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "one.txt").write_text("a text that says <|endoftext|> in its middle")
+    (texts / "two.txt").write_text("another <|endoftext|> here")
+    (texts / "plain.txt").write_text("one document")
+    prepared = run(capsys, "prepare", str(tmp_path / "a"), "--source", str(texts), "--json")
+    assert json.loads(prepared.out)["documents"] == 5
+    assert "note: one.txt and 1 other file split into documents at <|endoftext|>" in prepared.err
+    words = ("--source", str(texts), "--separator", "", "--json")
+    whole = run(capsys, "prepare", str(tmp_path / "b"), *words)
+    assert json.loads(whole.out)["documents"] == 3
+    assert "split into documents" not in whole.err
 
 
 def test_separator_and_text_key(tmp_path, capsys):

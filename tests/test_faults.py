@@ -132,6 +132,7 @@ def test_a_full_disk_says_so_with_path_and_bytes_on_every_rank(tmp_path, outcome
     assert said[0] == said[1]
     assert said[0].startswith(f"rank 1: {root}/.tmp-step-00000002-")
     assert "weights-00001.safetensors was not written: File too large, after 20000 of" in said[0]
+    assert "save elsewhere with checkpoint.dir=FOLDER, and resume the run" in said[0]
     assert {path.name for path in root.iterdir()} == {step_name(1), "latest"}
     verify(steps(root)[0])
 

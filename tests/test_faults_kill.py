@@ -28,8 +28,8 @@ def kill_and_compare(go, whole, fault, *overrides):
     restart = of(events, "restart")[0]
     assert re.match(
         rf"rank {rank} was killed by SIGKILL, possibly by the system because memory ran out "
-        rf"\(predicted \d+\.\d+ [KM]iB of tensors, measured \d+\.\d+ MiB at step "
-        rf"{int(step) - 1}\), in step {step}, {phase}",
+        rf"\(its process held \d+\.\d+ MiB and the ranks of this machine \d+\.\d+ [MG]iB of "
+        rf"\d+\.\d+ GiB at step {int(step) - 1}\), in step {step}, {phase}",
         restart["cause"],
     ), restart["cause"]
     assert restart["attempt"] == 1

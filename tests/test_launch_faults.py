@@ -6,8 +6,13 @@ import socket
 import pytest
 
 from meshwright.errors import ConfigError, DataError, RankFailed
-from meshwright.runtime.session import train
+from meshwright.runtime.session import prepare_job, train
+from meshwright.runtime.supervise import explain
+from meshwright.runtime.supervise.explain import memory_words
 from meshwright.runtime.supervise.supervisor import Timing, listen_on_loopback
+from meshwright.training.events import append_event
+from meshwright.training.run_folder import create
+from meshwright.units import GIB
 from runs import clean_environ, faulty_worker, rank_pids
 
 ONCE = ["layout.dp_replicate=2", "checkpoint.restarts=0"]
@@ -145,6 +150,21 @@ def test_a_killed_rank_is_named_with_its_signal(config, tmp_path):
         "rank 1 was killed by SIGKILL, possibly by the system because memory ran out"
     )
     assert rank_pids(tmp_path / "runs" / "run") == []
+
+
+def test_what_a_killed_rank_held_is_compared_with_the_memory_of_its_machine(config, monkeypatch):
+    job = prepare_job(config("layout.dp_replicate=2"), clean_environ())
+    create(job)
+    monkeypatch.setattr(explain, "memory_of_machine", lambda: (16 * GIB, GIB))
+    assert memory_words(job.folder, 1) == ""  # before the first step nothing is known
+    peaks = {"0": GIB, "1": 2 * GIB}
+    append_event(job.folder.events, {"event": "step", "step": 7, "peak_memory_bytes": peaks})
+    assert memory_words(job.folder, 1) == (
+        " (its process held 2.00 GiB and the ranks of this machine 3.00 GiB of 16.00 GiB at step 7)"
+    )
+    on_gpus = job.folder.plan.read_text().replace('"device": "cpu"', '"device": "cuda"')
+    job.folder.plan.write_text(on_gpus)
+    assert memory_words(job.folder, 1) == ""  # the host's memory is another
 
 
 def test_a_hung_rank_does_not_outlive_its_failed_peer(config, tmp_path):

@@ -199,7 +199,7 @@ def test_the_command_that_a_plan_ends_with_trains_its_best_layout(
 
 
 def test_a_plan_for_several_nodes_ends_with_a_job(capsys):
-    words = [*H100, "cluster.nodes=2"]
+    words = [*H100, "data.source=stdlib", "cluster.nodes=2"]
     made = plan(load_config(None, words), 1)
     command = training_command(words, made)
     assert command.startswith("meshwright launch torchrun model.dim=32 ")

@@ -14,7 +14,8 @@ from meshwright.models.hf import load_hf
 from meshwright.program.shards import whole
 from meshwright.prove.case import Case
 from meshwright.spec.loading import load_config
-from meshwright.spec.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from meshwright.spec.peft import ADAPTER_WEIGHTS
+from meshwright.spec.stored import ADAPTER_CONFIG
 from ranks import on_ranks
 from test_lora import MIXTURE, SHARED, model
 from test_lora_experts import APART, JOINT, LATENT, OF_LATENT, OSS

@@ -24,7 +24,8 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.prove.weights import telling_weight
 from meshwright.spec.loading import load_config
-from meshwright.spec.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from meshwright.spec.peft import ADAPTER_WEIGHTS
+from meshwright.spec.stored import ADAPTER_CONFIG
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer

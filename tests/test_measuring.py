@@ -1,6 +1,7 @@
 """What the first start on a machine measures of it; measurements are made up, but for one."""
 
 import datetime
+import importlib.util
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.cost.calibration import as_toml, parse_calibration, read_calibration
-from meshwright.errors import ConfigError, RankFailed, StoppedOnRequest
+from meshwright.errors import ConfigError, DataError, RankFailed, StoppedOnRequest
 from meshwright.layout import Layout
 from meshwright.planner.plan import setting_of
 from meshwright.prove.case import Case
@@ -137,10 +138,22 @@ def test_each_precision_is_measured_where_no_bench_has(start):
     assert len(start.asked) == 2
 
 
-def test_a_machine_that_is_busy_meanwhile_is_told_and_measured_again(tmp_path):
-    start = Start(tmp_path, had_core=0.45)
+def test_a_machine_that_is_busy_is_measured_again_once_it_is_quiet(tmp_path, monkeypatch):
+    start, known = Start(tmp_path, had_core=0.45), measuring.machine_of
+
+    def with_load(share):
+        def machine_of(config, environ):
+            machine = known(config, environ)
+            return machine._replace(load=share * machine.cores)
+
+        monkeypatch.setattr(measuring, "machine_of", machine_of)
+
+    with_load(2.0)
     assert peak_of(start()) == 1e11
     assert "Other processes used 55% of its cores" in start.said[1]
+    assert peak_of(start()) == 1e11  # not once more for the same
+    assert len(start.asked) == 1
+    with_load(0.0)
     start.had_core = 0.97
     assert peak_of(start()) == 2e11
     assert "Other processes" not in start.said[3]
@@ -283,12 +296,40 @@ def first_start(matmul, folder):
     return read_run(folder / "run")
 
 
-def test_what_takes_no_time_is_refused_before_the_machine_is_measured(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["log.wandb=p"], "wandb is not installed"),
+        (["data.source=nowhere.txt"], "nowhere.txt"),
+        (["model.vocab_size=100"], "model.vocab_size = 100 is smaller than the vocabulary of 257"),
+        (["train.compile=true"], "train.compile"),
+        (["log.name=taken"], "already holds a run"),
+        (["checkpoint.dir=/proc/nowhere"], "cannot be written"),
+        (["model.dim=65536", "model.n_layers=64"], "has no room for the run's steps"),
+    ],
+)
+def test_what_takes_no_time_is_refused_before_the_machine_is_measured(
+    config, overrides, told, tmp_path, monkeypatch
+):
+    def measured(config, environ):
+        raise AssertionError("measured first")
+
+    known = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else known(name)
+    )
+    monkeypatch.setattr(session, "lacks_compiler", lambda device, environ: "a C++ compiler")
+    monkeypatch.setattr(session, "measured_first", measured)
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "plan.json").touch()
+    with pytest.raises((ConfigError, DataError), match=told):
+        session.prepare_job(config(*overrides), clean_environ())
+
+
+def test_a_run_that_is_none_is_refused_before_the_machine_is_measured(tmp_path, monkeypatch):
     def measured(config, environ):
         raise AssertionError("measured first")
 
     monkeypatch.setattr(session, "measured_first", measured)
     with pytest.raises(ConfigError, match="not a run folder"):
         session.prepare_job(load_config(), clean_environ(), resume=Resume(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="tokenizer"):
-        session.prepare_job(load_config(overrides=["data.tokenizer=none.json"]), clean_environ())

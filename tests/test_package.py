@@ -1,6 +1,7 @@
 """The package: one version everywhere, planning without torch, a workflow that releases it."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,8 @@ import yaml
 from ci.release import ROOT, expected, newest, problems, version
 
 from meshwright.errors import EXIT_REFUSED
+from meshwright.runtime.pricing import measured
+from meshwright.runtime.pricing.measured import VARIABLE
 from meshwright.version import __version__
 from runs import TINY
 
@@ -22,6 +25,13 @@ class Hidden:
         if name.partition(".")[0] in ("torch", "safetensors"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Hidden())
+import importlib.metadata
+known = importlib.metadata.Distribution.from_name
+def from_name(name):
+    if name in ("torch", "safetensors"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+importlib.metadata.Distribution.from_name = from_name
 from meshwright.runtime.machines import accelerators
 accelerators.torch_build = lambda file=None: None
 from meshwright.cli import main
@@ -45,7 +55,7 @@ for words in json.loads(sys.argv[1]):
 H100 = [*TINY[:4], "model.n_kv_heads=2", "cluster.preset=h100-sxm"]
 
 
-def without_torch(commands, cwd):
+def without_torch(commands, cwd, environ=None):
     """Return the exit code of each command, and what it said of errors."""
     done = subprocess.run(
         [sys.executable, "-c", EACH, json.dumps(commands)],
@@ -53,6 +63,7 @@ def without_torch(commands, cwd):
         text=True,
         cwd=cwd,
         check=True,
+        env=environ,
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -62,10 +73,25 @@ def test_planning_needs_no_torch(tmp_path):
         ("plan", *H100, "--json"),
         ("config", "show"),
         ("predict", "--help"),
-        ("launch", "torchrun", *H100, "cluster.nodes=2"),
+        ("launch", "torchrun", *H100, "data.source=stdlib", "cluster.nodes=2"),
     ]
     found = without_torch(commands, tmp_path)
     assert [code for code, _ in found] == [0] * len(commands), found
+
+
+def test_a_plan_of_this_machine_needs_no_torch_and_says_what_it_rests_on(tmp_path):
+    here = ("plan", *TINY, "--top", "1")
+    commands = [here, (*here, "--html", "plan.html"), (*here, "--explain", "dp2 mb1"), here]
+    cache = tmp_path / "cache"
+    (cache / "meshwright" / measured._FOLDER).mkdir(
+        parents=True
+    )  # as another environment has left it
+    environ = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    for code, said in without_torch(commands, tmp_path, {**environ, "XDG_CACHE_HOME": str(cache)}):
+        assert code == 0, said
+        assert said.count("note:") == 1
+        assert "this CPU is not measured, which needs PyTorch" in said
+        assert "shipped constants" in said
 
 
 def test_what_computes_says_in_one_sentence_what_to_install(tmp_path):

@@ -58,7 +58,7 @@ def test_ranks_are_told_what_torchrun_would_tell_them():
 
 def test_the_job_is_a_command_that_runs_where_it_was_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = [*TINY, "cluster.devices_per_node=1", "layout.dp_replicate=2"]
+    words = [*TINY, "data.source=stdlib", "cluster.devices_per_node=1", "layout.dp_replicate=2"]
     assert main(["launch", "ray", *words, "--nodes", "2", "--cpus", "3", "--restarts", "1"]) == 0
     line = shlex.split(capsys.readouterr().out)
     assert line[:-1] == ["ray", "job", "submit", "--no-wait", "--", "sh", "-c"]
@@ -164,7 +164,7 @@ def test_ranks_end_with_the_actor_that_started_them(tmp_path):
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    words = [*TINY, "cluster.devices_per_node=1", "layout.dp_replicate=1"]
+    words = [*TINY, "data.source=stdlib", "cluster.devices_per_node=1", "layout.dp_replicate=1"]
     assert main(["launch", "ray", *words, "--submit"]) == 2
     assert "pip install 'meshwright[ray]'" in capsys.readouterr().err
 

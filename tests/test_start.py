@@ -268,12 +268,12 @@ def resumed(config, *overrides, before=()):
 def test_a_run_that_goes_on_for_longer_says_how_its_rate_changes(config):
     job = resumed(config, "train.steps=40")
     told = next(resume_notes(job))
-    then, now = (
-        learning_rate(at, steps, job.config.optimizer) for at, steps in ((10, 20), (11, 40))
-    )
+    then = learning_rate(10, 20, load_config(job.folder.config).optimizer)
+    now = learning_rate(11, 40, job.config.optimizer)
     assert told == (
-        f"train.steps was 20, is 40: the learning rate was {then:.2e} at step 10, and is "
-        f"{now:.2e} next. optimizer.schedule_steps=20 keeps the schedule"
+        "train.steps was 20, is 40, optimizer.warmup_steps was 2, is 4: the learning rate was "
+        f"{then:.2e} at step 10, and is {now:.2e} next. optimizer.schedule_steps=20 keeps the "
+        "schedule"
     )
     assert told in list(run_notes(job, clean_environ()))
 
@@ -291,6 +291,29 @@ def test_a_run_that_goes_on_for_longer_says_how_its_rate_changes(config):
 def test_only_what_changes_the_rate_is_said(config, overrides, said):
     told = next(resume_notes(resumed(config, *overrides)), None)
     assert told is None if said is None else told.startswith(said)
+
+
+def test_a_run_that_ends_sooner_derives_its_warm_up_again(config):
+    job = resumed(config, "train.steps=120", before=("train.steps=400",))
+    assert job.config.optimizer.warmup_steps == 12  # not the 40 of 400 steps
+    assert job.config.origins["optimizer.warmup_steps"].startswith("derived: train.steps")
+    assert "optimizer.warmup_steps was 40, is 12" in next(resume_notes(job))
+    again = replace(job, config=load_config(job.folder.config))
+    assert again.config.optimizer.warmup_steps == 40
+
+
+def test_a_warm_up_that_was_given_stays_and_is_said_not_to_fit(config):
+    given = ("train.steps=400", "optimizer.warmup_steps=40")
+    job = resumed(config, "train.steps=15", before=given)
+    assert job.config.optimizer.warmup_steps == 40
+    assert any("does not reach optimizer.lr" in told for told in resume_notes(job))
+
+
+def test_what_follows_from_a_time_limit_follows_from_a_new_one(config):
+    job = resumed(config, "cluster.timeout=60")
+    assert job.config.cluster.hang == 30
+    job = resumed(config, "cluster.timeout=60", before=("cluster.timeout=300", "log.name=other"))
+    assert job.config.cluster.hang == 30
 
 
 def test_a_constant_rate_goes_on_without_a_word(config):

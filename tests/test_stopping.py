@@ -21,7 +21,7 @@ from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
 from meshwright.runtime import certificate
-from meshwright.runtime.session import Run
+from meshwright.runtime.run import Run
 from meshwright.runtime.supervise import supervisor
 from meshwright.runtime.supervise.diagnosis import diagnose
 from meshwright.runtime.supervise.signals import StopSignals

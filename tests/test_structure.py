@@ -20,6 +20,7 @@ ORDER = [
     "errors",
     "parsing",
     "lines",
+    "tables",
     "files",
     "spec",
     "layout",

@@ -8,6 +8,8 @@ from meshwright.cli import main
 CONFIG = """
 [model]
 preset = "llama-3-8b"
+[data]
+source = "corpus"
 [train]
 batch = 64
 [layout]

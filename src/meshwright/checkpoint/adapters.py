@@ -22,7 +22,8 @@ from meshwright.parallel.build import Source
 from meshwright.program.shards import Region, whole
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parts
-from meshwright.spec.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
+from meshwright.spec.peft import ADAPTER_WEIGHTS, adapter_config
+from meshwright.spec.stored import ADAPTER_CONFIG
 
 _MATRICES: Final = (".lora_a", ".lora_b")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

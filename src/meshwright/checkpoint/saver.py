@@ -37,6 +37,7 @@ from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Chunks
 from meshwright.checkpoint.tensors import Chunk, write_chunks
 from meshwright.errors import CheckpointError
+from meshwright.files import FULL
 from meshwright.parallel.transport.world import World, exchange
 from meshwright.spec.stored import BEST
 
@@ -281,12 +282,23 @@ class Saver:
         try:
             answer = "=" + work()
         except (CheckpointError, OSError) as error:
-            answer = f"!{error}"
+            answer = f"!{error}{_more_room(error)}"
         everyone = exchange(answer, self.group)
         for rank, text in enumerate(everyone):
             if text.startswith("!"):
                 raise CheckpointError(f"rank {rank}: {text[1:]}")
         return [text[1:] for text in everyone]
+
+
+def _more_room(error: BaseException) -> str:
+    """Return what to do where a disk was full."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in FULL:
+        return ""
+    return (
+        ". The disk is full: free some space, or save elsewhere with checkpoint.dir=FOLDER, and "
+        "resume the run"
+    )
 
 
 def _bytes_of(files: Mapping[str, Mapping[str, Any]]) -> int:

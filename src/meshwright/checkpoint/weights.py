@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.adapters import merged
+from meshwright.checkpoint.adapters import AdapterSource, both, merged
 from meshwright.checkpoint.commit import begin, seal, step_name, verify
 from meshwright.checkpoint.restore import StoredSource
 from meshwright.checkpoint.state import WEIGHTS
@@ -18,10 +18,13 @@ from meshwright.checkpoint.tensors import Chunk, write_chunks
 from meshwright.errors import CheckpointError
 from meshwright.models import Transformer, build_model
 from meshwright.models.hf import hf_source, load_hf
+from meshwright.parallel.build import Source
 from meshwright.parsing import foreign
 from meshwright.program.shards import whole
+from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import OF_PADDING, ModelSpec, unpadded
-from meshwright.spec.stored import SPEC, find_step, stored_spec
+from meshwright.spec.peft import read_adapter_config
+from meshwright.spec.stored import SPEC, base_of_adapter, find_step, stored_spec
 
 
 def write_weights(
@@ -58,10 +61,11 @@ def spec_text(spec: ModelSpec) -> str:
 
 
 def load_model(folder: str | Path) -> Transformer:
-    """Return the model of a run folder, a step folder or a Hugging Face folder, in fp32.
+    """Return the model of a run, a step, a Hugging Face folder or a PEFT folder, in fp32.
 
-    `model(input_ids)` gives logits `[batch, seq, vocab]`. Every file is verified before it is
-    read. Raises `CheckpointError` naming what is missing or corrupt.
+    Adapters of a PEFT folder are merged into the base model that it names. `model(input_ids)`
+    gives logits `[batch, seq, vocab]`. Every file is verified before it is read. Raises
+    `CheckpointError` naming what is missing or corrupt.
     """
     path = Path(folder)
     step = find_step(path)
@@ -69,11 +73,14 @@ def load_model(folder: str | Path) -> Transformer:
         return _load_step(step)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
+    if (base := base_of_adapter(path)) is not None:
+        return _load_adapters(path, base)
     if (path / "config.json").is_file():
         return load_hf(path, dtype=torch.float32)
     raise CheckpointError(
-        f"{path} is neither a run with a checkpoint, nor a step folder, nor a Hugging Face folder "
-        "(no checkpoints/, manifest.json or config.json in it)"
+        f"{path} is neither a run with a checkpoint, nor a step folder, nor a Hugging Face folder, "
+        "nor one of adapters (no checkpoints/, manifest.json, config.json or adapter_config.json "
+        "in it)"
     )
 
 
@@ -90,6 +97,15 @@ def weights_from(folder: Path, spec: ModelSpec) -> Any:
     return merged(StoredSource(step), stored_spec(step)[0])
 
 
+def _load_adapters(folder: Path, base: Path) -> Transformer:
+    """Return a base model with a PEFT folder's adapters merged into its weights."""
+    plain = stored_spec(base)[0].model_copy(update={"lora": None})
+    lora = LoraSection(**read_adapter_config(folder)).adapters
+    spec = plain.model_copy(update={"lora": lora})
+    adapters = AdapterSource(folder, spec)
+    return _filled(plain, merged(both(weights_from(base, plain), adapters), spec))
+
+
 def _load_step(folder: Path) -> Transformer:
     verify(folder)
     spec, path = stored_spec(folder)
@@ -98,6 +114,12 @@ def _load_step(folder: Path) -> Transformer:
         model = build_model(spec, device="meta")
     for name, tensor in model.state_dict().items():  # before memory is taken for it
         source.check(name, tuple(tensor.shape))
+    return _filled(spec, source)
+
+
+def _filled(spec: ModelSpec, source: Source) -> Transformer:
+    """Return a model with the weights of a source."""
+    model = build_model(spec, device="meta")
     model.to_empty(device="cpu")
     model.init_tables(torch.device("cpu"))
     with torch.no_grad():

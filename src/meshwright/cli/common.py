@@ -7,19 +7,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, refusal
 from meshwright.files import read_text
 from meshwright.lines import GOES_ON, fitted, folded
 from meshwright.parsing import parse_json
 from meshwright.runtime.pricing.measured import as_measured_here
-from meshwright.spec.loading import Config, load_config
+from meshwright.spec.loading import KEYS, Config, load_config
+from meshwright.spec.presets import preset_of
 from meshwright.spec.stored import CONFIG, HF_CONFIG
 
 # Of a layout's label: "interleaved_zero_bubble".
@@ -62,12 +63,32 @@ def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
             overrides.insert(0, f"model.init_from={folder}")
             files.remove(path)
             break
+    models = []  # by their names
+    for word in (word for word in args.words if "=" not in word and not Path(word).exists()):
+        _refuse_two_words(word, args.words)
+        if preset_of(word) is not None:
+            models.append(word)
+            files.remove(Path(word))
+    if len(models) > 1:
+        raise ConfigError(f"one model at most, but there are {len(models)}: {' '.join(models)}")
+    overrides[:0] = [f"model.preset={name}" for name in models]
     if len(files) > 1:
         shown = " ".join(map(str, files))
         raise ConfigError(f"one config file at most, but there are {len(files)}: {shown}")
     if files and (files[0] / CONFIG).is_file():  # a run
         return files[0] / CONFIG, overrides
     return files[0] if files else None, overrides
+
+
+def _refuse_two_words(word: str, words: Sequence[str]) -> None:
+    """Refuse a key whose value is another word, as in `layout.tp 2`."""
+    section, _, key = word.partition(".")
+    if key not in KEYS.get(section, ()):
+        return
+    others = [other for other in words[words.index(word) + 1 :] if "=" not in other]
+    value = others[0] if others else "VALUE"
+    rule = f"{' '.join([word, *others[:1]])}: a key and its value are one word"
+    raise ConfigError(refusal(rule, legal=[f"{word}={value}"]))
 
 
 def say(text: str, indent: str = "", out: TextIO | None = None) -> None:

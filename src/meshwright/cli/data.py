@@ -159,7 +159,7 @@ def _positive(text: str) -> int:
 
 
 def _sources(args: argparse.Namespace, report: Report) -> list[Source]:
-    separator = args.separator.replace("\\n", "\n") if args.separator else None
+    separator = None if args.separator is None else args.separator.replace("\\n", "\n")
     form: DataFormat = getattr(args, "format", "text")
     packing: Literal["stream", "documents"] = "documents" if form == "chat" else "stream"
     spec = DataSpec(text_key=args.text_key, separator=separator, format=form, packing=packing)

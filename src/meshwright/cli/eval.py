@@ -19,7 +19,7 @@ from meshwright.data import load_tokenizer
 from meshwright.data.boundaries import ends_of
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.evaluate.perplexity import Perplexity, measure
-from meshwright.evaluate.text import Text, given, held_out, run_of
+from meshwright.evaluate.text import BATCH_TOKENS, Text, given, held_out, run_of, windows_of
 from meshwright.evaluate.windows import Conversations, Windows, check_windows
 from meshwright.models import Transformer
 from meshwright.runtime.session import cache_folder
@@ -39,8 +39,6 @@ examples:
 """
 # Without another word: rows as long as those of the run, or this.
 SEQ_LEN = 2048
-# Tokens of a batch: enough to fill the device, few enough for its memory.
-BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 SAY_EVERY_S = 10.0
 
 
@@ -107,7 +105,7 @@ def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device:
     seq_len = args.seq_len if args.seq_len is not None else text.seq_len
     context = spec.context - len(text.begin)
     seq_len = min(context, SEQ_LEN) if seq_len is None else seq_len
-    windows = _windows(args, text, seq_len, context)
+    windows = windows_of(text, seq_len, context, args.stride, args.packing)
     row_count = min(len(windows), args.limit or len(windows))
     if row_count == 0:
         raise ConfigError(f"{text.name} has {len(text.view)} tokens: there is none to predict")
@@ -126,20 +124,6 @@ def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device:
     else:
         _print(facts)
     return EXIT_DONE
-
-
-def _windows(
-    args: argparse.Namespace, text: Text, seq_len: int, context: int
-) -> Windows | Conversations:
-    stride = args.stride if args.stride is not None else seq_len
-    check_windows(seq_len, stride, context)
-    if text.form == "text":
-        packing = args.packing or text.packing
-        return Windows(text.view, seq_len, stride, packing, text.seed, text.begin)
-    if stride != seq_len or args.packing == "stream":
-        rule = "--stride and --packing stream cut texts, and conversations are read whole"
-        raise ConfigError(refusal(rule, legal=["no such option"]))
-    return Conversations(text.view, seq_len, text.seed)
 
 
 def _tasks(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str) -> int:

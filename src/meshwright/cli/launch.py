@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from meshwright.cli.common import add_config_arguments, read_words
+from meshwright.cli.common import add_config_arguments, read_words, say_line
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.files import read_text, write_atomic
 from meshwright.layout import Machine, left_over, resolve_layout
@@ -18,6 +19,7 @@ from meshwright.runtime.jobs.on_ray import ray_job
 from meshwright.runtime.jobs.on_ray import submit as submit_to_ray
 from meshwright.runtime.jobs.slurm import slurm, submit
 from meshwright.spec.loading import Config, load_config
+from meshwright.spec.words import is_default_corpus, unnamed_inputs
 
 _KUBERNETES: Final = {"jobset": jobset, "pytorchjob": pytorchjob}
 _WRITERS: Final[dict[str, Writer]] = {
@@ -131,6 +133,9 @@ def run(args: argparse.Namespace) -> int:
     writer = _KUBERNETES[args.kind] if args.target == "kubernetes" else _WRITERS[args.target]
     job = job_of(config, args)
     text = writer(job)
+    _check_data(config)
+    for note in unnamed_inputs(config):
+        say_line(f"note: {note}", sys.stderr)
     if args.out is not None:
         write_atomic(args.out, text.encode(), private=job.secret in text)
         print(f"wrote {args.out}")
@@ -141,6 +146,14 @@ def run(args: argparse.Namespace) -> int:
     elif args.out is None:
         print(text, end="")
     return EXIT_DONE
+
+
+def _check_data(config: Config) -> None:
+    """Refuse a job whose data nobody has named: it would train on the built-in corpus."""
+    if is_default_corpus(config):
+        rule = "nobody has named data.source, and a job trains on the built-in corpus only if asked"
+        legal = ["data.source=FOLDER", "data.source=hf:NAME", "data.source=stdlib"]
+        raise ConfigError(refusal(rule, legal=legal))
 
 
 def job_of(config: Config, args: argparse.Namespace) -> JobSpec:

@@ -9,7 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, cast
 
-from meshwright.errors import EXIT_REFUSED, EXIT_STOPPED, MeshwrightError, lacks_training
+from meshwright.errors import (
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    MeshwrightError,
+    lacks_training,
+    nearest,
+)
 from meshwright.lines import fitted
 from meshwright.parsing import printable
 from meshwright.version import __version__
@@ -28,6 +34,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "bench": "measure the machine, and layouts side by side on it",
     "launch": "write a job for torchrun, Slurm, SkyPilot or Kubernetes, or submit it",
     "generate": "sample text from a run or a Hugging Face folder",
+    "chat": "talk with a run, a Hugging Face folder or adapters in the terminal",
     "eval": "perplexity on held-out text, and tasks of lm-evaluation-harness",
     "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",
@@ -57,6 +64,9 @@ def _override_instead_of(option: str) -> str:
     from meshwright.spec.synonyms import instead_of
 
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    section, dot, key = name.partition(".")
+    if dot and key in KEYS.get(section, ()):
+        return f"; a config's keys have no dashes: {name}=VALUE"
     keys = [f"{section}.{key}" for section, known in KEYS.items() for key in known if key == name]
     keys = keys or [alias for alias in ALIASES if alias == name] or instead_of(name)[0]
     return f"; a config's keys have no dashes: {keys[0]}=VALUE" if keys else ""
@@ -119,6 +129,9 @@ def _run(arguments: Sequence[str]) -> int:
             module.configure(command)
             command.set_defaults(module=module)
     arguments, program = _with_program(arguments)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        legal = ", ".join(nearest(arguments[0], COMMANDS, 2) or COMMANDS)
+        parser.error(f"unknown command {arguments[0]!r}; nearest: {legal}")
     args, unparsed = parser.parse_known_args(arguments)
     args.program = program
     if unparsed:

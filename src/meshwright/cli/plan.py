@@ -58,11 +58,12 @@ from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.files import write_atomic
 from meshwright.layout import Layout, Machine, unsharded
 from meshwright.parallel.machine.processor import processor
-from meshwright.planner.advice import lost_by, warnings
+from meshwright.planner.advice import warnings
 from meshwright.planner.command import training_command
 from meshwright.planner.for_trainer import plan_for, priced_as
 from meshwright.planner.pins import given, words
 from meshwright.planner.plan import (
+    COLUMNS,
     Plan,
     as_json,
     check_legal,
@@ -83,6 +84,7 @@ from meshwright.runtime.pricing.planned import on_machine, slower
 from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count, trained_parameter_count
+from meshwright.spec.words import unnamed_inputs
 from meshwright.training.run_folder import RunFolder, other_name, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -176,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     )
     seconds = time.perf_counter() - started
     command = training_command(args.words, planned, other_name(config))
-    document = {**as_json(planned), "command": command}
+    document = {**as_json(planned), "command": command, "notes": unnamed_inputs(planned.config)}
     if measured is not None:
         document["measured"] = measured.document
     extra_answers = answers(args, planned)
@@ -186,9 +188,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         _print_plan(planned, seconds, machine)
         print_answers(extra_answers)
-        if command is not None:
-            print("\nto train the best:")
-            say_command(command)
+        _print_command(command, unnamed_inputs(planned.config))
     return EXIT_DONE if planned.best else EXIT_CHECK_FAILED
 
 
@@ -240,6 +240,17 @@ def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
     _print_plan(made, seconds, None)
     print_file(args, file)
     return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+
+
+def _print_command(command: str | None, notes: list[str]) -> None:
+    """Print the command that trains the best layout, if any, below what it leaves unnamed."""
+    if command is None:
+        return
+    print()
+    for text in notes:
+        say(f"note: {text}")
+    print("to train the best:")
+    say_command(command)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -379,19 +390,10 @@ def _print_plan(plan: Plan, seconds: float, machine: Machine | None) -> None:
 
 def _table(plan: Plan) -> Table:
     # Where two columns wrap, rich cuts the words of one of them. So labels are wrapped here.
-    printed = table("layout", "memory", "step", "tokens/s", "MFU", "why not", wraps=("why not",))
+    printed = table(*COLUMNS, wraps=("why not",))
     width = LONGEST_WORD if Console().width < _WIDE else _WIDE
-    best = plan.best
-    assert best is not None
-    for prediction in plan.found.ranked:
-        printed.add_row(
-            textwrap.fill(prediction.layout.label, width, break_on_hyphens=False),
-            format_bytes(prediction.memory.total),
-            format_seconds(prediction.time.total),
-            format_count(prediction.tokens_per_s),
-            f"{prediction.mfu:.1%}",
-            "best" if prediction is best else lost_by(prediction, best),
-        )
+    for label, *cells in plan.rows():
+        printed.add_row(textwrap.fill(label, width, break_on_hyphens=False), *cells)
     return printed
 
 

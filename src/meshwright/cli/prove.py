@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,26 +17,22 @@ from meshwright.cli.common import print_json, read_config, say_line
 from meshwright.cli.prove_arguments import configure, refuse_mixed
 from meshwright.cli.prove_trainer import prove_command
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
-from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
+from meshwright.layout import broken, nearest_legal
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.draw import WORLDS as DRAWN_WORLDS
 from meshwright.prove.draw import draw
-from meshwright.prove.kept import not_kept, not_proven
 from meshwright.prove.matrix import drawn, matrix
 from meshwright.prove.order import prove_order
 from meshwright.prove.outcome import Outcome, document, refusal_line
 from meshwright.prove.rates import prove_rates
 from meshwright.prove.refused import Refusal, refuse
-from meshwright.prove.shrink import shrink
 from meshwright.prove.smallest import smallest
 from meshwright.prove.verdict import Verdict
 from meshwright.runtime.certificate import certify
-from meshwright.runtime.machines.accelerators import check_build, count_gpus, find_gpus, torch_build
 from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
-from meshwright.runtime.machines.engine import check_async_tp, check_fp8
-from meshwright.runtime.machines.machine import detect
-from meshwright.runtime.proofs.proof import by_world, fails_alike, prove_cases
+from meshwright.runtime.proofs.config_proof import check_gpus, prove_all, question_of
+from meshwright.runtime.proofs.proof import fails_alike
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
 from meshwright.units import format_count, format_seconds
@@ -68,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.minutes is not None:
         cases = drawn(cases, len(cases), args.seed or 0)
     if args.device == "cuda":
-        _refuse_without_gpus(cases)
+        check_gpus(cases, os.environ)
     if not args.check_order:
         lacks = lacks_compiler(args.device, os.environ)
         for case in cases:
@@ -83,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
         if "asked" in extra:
             config = read_config(args)
             also = (prove_rates(config.train.steps, config.optimizer),)
-        outcomes = _proven(cases, out, args.device, seconds, also)
+        outcomes = prove_all(
+            cases, os.environ, lambda outcome: _show(outcome, out), args.device, seconds, also
+        )
     if args.random is not None:
         extra["smallest"] = [_smallest(outcome, args, out) for outcome in _failed(outcomes, out)]
     for refused in refusals:
@@ -146,10 +143,8 @@ def case_of_json(text: str) -> Case:
 def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
     """Return the small cases that stand for a config's layout, and fields of the JSON document."""
     config = read_config(args)
-    if config.train.routing != "learned":
-        rule = f'train.routing = "{config.train.routing}" depends on positions in a rank\'s batch'
-        raise ConfigError(refusal(f"{rule}, which no other layout has", legal=["learned"]))
-    layout = _layout(config)
+    question = question_of(config, os.environ)
+    layout = question.layout
     asked = {
         "layout": layout.label,
         "world": layout.world,
@@ -159,32 +154,16 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     say_line(f"asked: {layout.label} on {layout.world} ranks, {count} parameters", out)
     if args.check_order:
         return [Case(config.model, config.train, layout)], {"asked": asked}
-    packed, chat = config.data.packing == "documents", config.data.format == "chat"
-    specs = config.model, config.train, layout
-    cases = list(shrink(*specs, config.optimizer, packed=packed, chat=chat))
-    for case in cases:
-        parameters = format_count(parameter_count(case.model))
+    for case in question.cases:
+        size = format_count(parameter_count(case.model))
         ranks = f"{case.layout.world} local {'GPU' if args.device == 'cuda' else 'CPU'} ranks"
-        say_line(f"run:   {case.label} on {ranks}, {parameters} parameters", out)
-    full_case = Case(*specs, packed, config.train.steps, config.optimizer, chat=chat)
-    lost = sorted({name for case in cases for name in not_kept(full_case, case)})
-    unused = not_proven(config)
+        say_line(f"run:   {case.label} on {ranks}, {size} parameters", out)
+    lost, unused = list(question.not_kept), list(question.not_proven)
     if lost:
         say_line(f"not in the small case: {', '.join(lost)}", out)
     if unused:
         say_line(f"not proven: {', '.join(unused)} (see docs/commands/prove.md)", out)
-    return cases, {"asked": asked, "not_kept": lost, "not_proven": unused}
-
-
-def _layout(config: Config) -> Layout:
-    """Return the layout as `train` would resolve it; no GPU needs to be there."""
-    cluster = config.cluster
-    if not count_gpus(os.environ):
-        cluster = cluster.model_copy(update={"device": "cpu"})
-    machine = detect(cluster, os.environ)
-    check_fp8(config, machine.device)
-    check_async_tp(config, Layout(), machine.device, None)
-    return resolve_layout(config, machine)
+    return list(question.cases), {"asked": asked, "not_kept": lost, "not_proven": unused}
 
 
 def _cannot_end(case: Case) -> bool:
@@ -209,51 +188,6 @@ def _certified(config: Config, cases: Sequence[Case], out: TextIO) -> list[Outco
             )
         outcomes.append(Outcome(case, verdicts, time.perf_counter() - started))
         _show(outcomes[-1], out)
-    return outcomes
-
-
-def _refuse_without_gpus(cases: Sequence[Case]) -> None:
-    check_build("cuda", find_gpus(os.environ), torch_build())
-    ranks_needed, gpus = (
-        max((case.layout.world for case in cases), default=0),
-        count_gpus(os.environ),
-    )
-    if ranks_needed > gpus:
-        raise ConfigError(
-            f"--device cuda needs a GPU for each of {ranks_needed} ranks, and there are {gpus}; "
-            "nearest: --device cpu, where ranks are processes"
-        )
-
-
-def _proven(
-    cases: Sequence[Case],
-    out: TextIO,
-    device: str,
-    seconds: float,
-    also: tuple[Verdict, ...] = (),
-) -> list[Outcome]:
-    """Return the outcomes, smallest worlds first: a part of the time for each, by its ranks.
-
-    Each has the verdicts of `also`, too.
-    """
-    outcomes: list[Outcome] = []
-
-    def whole(outcome: Outcome) -> Outcome:
-        return replace(outcome, verdicts=(*outcome.verdicts, *also))
-
-    ends = time.monotonic() + seconds
-    remaining_ranks = sum(case.layout.world for case in cases)
-    for same_world in by_world(cases):
-        ranks = sum(case.layout.world for case in same_world)
-        proven = prove_cases(
-            same_world,
-            os.environ,
-            lambda outcome: _show(whole(outcome), out),
-            device=device,
-            seconds=(ends - time.monotonic()) * ranks / remaining_ranks,
-        )
-        outcomes += map(whole, proven)
-        remaining_ranks -= ranks
     return outcomes
 
 

@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     rendezvous = Rendezvous.from_environment(os.environ)
     if args.json and (rendezvous is None or rendezvous.rank == 0):
         print_json(summarise(finished))
+    assert finished.exit_code is not None  # only a run that was opened has none
     return finished.exit_code
 
 

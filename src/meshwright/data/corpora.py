@@ -126,8 +126,8 @@ class Files:
 
     Each row of jsonl, JSON, CSV and Parquet is a document: its field `text_key`, or with `format`
     "chat" its conversation, as in `Conversation.to_text`. A text file is one document, or is split
-    at `separator`, by default `<|endoftext|>` if the file has it. A separator of two newlines
-    splits at blank lines.
+    at `separator`, by default `<|endoftext|>` if its first MiB has it. A separator of two newlines
+    splits at blank lines, an empty one nowhere.
     """
 
     paths: tuple[Path, ...]
@@ -163,6 +163,13 @@ class Files:
             for path in _walk(folder, ("",), frozenset())
             if not path.name.lower().endswith(SUFFIXES)
         ]
+
+    def split_by_default(self) -> list[Path]:
+        """Return the text files that are several documents although no separator was given."""
+        if self.separator is not None:
+            return []
+        texts = [path for path in self._files() if not is_whole(path) and not is_lines(path)]
+        return [path for path in texts if self._boundary(path) is not None]
 
     def fingerprint(self) -> Fingerprint:
         """Return a hash of each file's path, size and modification time, and the options."""

@@ -225,6 +225,29 @@ def refuse_changed(recorded: Mapping[str, str], current: Mapping[str, str]) -> N
         raise DataError(f"the run was started on other data: {'; '.join(pairs)}")
 
 
+def check_sources(spec: DataSpec, cache: Path, vocab_size: int) -> None:
+    """Refuse what `open_data` would, as far as no document has to be read for it.
+
+    Files that are missing, and a tokenizer that is missing or larger than the model's vocabulary.
+    Raises DataError.
+    """
+    is_checked = False
+    for name in spec.sources:
+        if is_store(Path(name)) or _pair_of(name) is not None:
+            continue
+        source = source_of(name, spec, cache)
+        if isinstance(source, Files):
+            source.parts()
+        if not is_checked:
+            check_vocabulary(load_tokenizer(spec.tokenizer, spec.eos, spec.bos), vocab_size)
+            is_checked = True
+
+
+def _pair_of(name: str) -> Path | None:
+    """Return the prefix of the Megatron pair that a source is, if it is one."""
+    return None if name in ("stdlib", "tinystories") else megatron_prefix(Path(name))
+
+
 def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None = None) -> Source:
     """Return the source of documents for a name; reads nothing yet."""
     kind, _, argument = name.partition(":")
@@ -243,7 +266,7 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
     path = Path(name)
     if is_store(path):
         return _open_prepared(name, open_store(path), spec)
-    prefix = megatron_prefix(path) if name not in ("stdlib", "tinystories") else None
+    prefix = _pair_of(name)
     if prefix is not None:
         if spec.format == "chat":
             raise DataError(f"data.format = 'chat': {name} is a Megatron pair, which has no masks")

@@ -29,7 +29,7 @@ from meshwright.data.blocks import Blocks
 from meshwright.data.encoders import Encoder, encoder_of
 from meshwright.data.tokenizers import BytesTokenizer, JsonTokenizer, TiktokenTokenizer, Tokenizer
 from meshwright.data.view import Mask, Shard, map_array
-from meshwright.errors import DataError
+from meshwright.errors import DataError, refusal
 from meshwright.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
 from meshwright.parsing import parse_json
 from meshwright.spec.base import Spec
@@ -270,7 +270,14 @@ def _refused(folder: Path, problems: list[str]) -> DataError:
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        raise DataError(f"{folder} is not an indexed store: it has no {MANIFEST}")
+        rule = f"{folder} is not an indexed store: it has no {MANIFEST}"
+        if folder.is_file():
+            rule = f"{folder} is a file, and an indexed store is a folder"
+        makes = (
+            f"`meshwright data prepare OUT --source {folder}` makes one of texts or rows, with "
+            "--format chat of conversations"
+        )
+        raise DataError(refusal(rule, hint=makes if folder.exists() else ""))
     with reading(path):
         content = path.read_bytes()
     try:

@@ -26,6 +26,7 @@ from meshwright.files import (
     write_atomic,
 )
 from meshwright.parsing import parse_json
+from meshwright.spec.resolve import lacks_tokenizer_json
 from meshwright.units import MIB
 
 BYTES_EOS = 256
@@ -251,6 +252,8 @@ def load_tokenizer(
         return TiktokenTokenizer()
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise DataError(lacks_tokenizer_json(path))
     if not file.is_file():
         known = nearest(name, ("bytes", "gpt2"))
         hint = 'Give "bytes", "gpt2", or the path of a tokenizer.json or of a folder that holds one'

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from meshwright.data.corpora import Files, Skip, Source, SourcePart
 from meshwright.data.encoders import Encoder, Encoding, worded
+from meshwright.data.formats import END_OF_TEXT
 from meshwright.data.seal import file_record, seal
 from meshwright.data.store import (
     FORMAT,
@@ -124,8 +125,8 @@ def prepare(
             return _finished(out, fingerprints, loaded.digest)
         remove_temporaries(out)
         for source in sources:
-            if say is not None and isinstance(source, Files) and (left := source.left_out()):
-                say(f"left out {_some(left)}")
+            if say is not None and isinstance(source, Files):
+                _say_of_files(source, say)
         job = _job(fingerprints, loaded.digest, shard_bytes)
         tasks = [
             _Task(number, pieces, out, encoding, loaded.digest, job, bool(passes))
@@ -142,6 +143,18 @@ def prepare(
         for task in tasks:
             task.record_path.unlink(missing_ok=True)
     return open_store(out)
+
+
+def _say_of_files(source: Files, say: Say) -> None:
+    """Say which files are left out, and which are split into documents by default."""
+    if left := source.left_out():
+        say(f"left out {_some(left)}")
+    if cut := source.split_by_default():
+        more = f" and {counted(len(cut) - 1, 'other file')}" if len(cut) > 1 else ""
+        say(
+            f"note: {cut[0].name}{more} split into documents at {END_OF_TEXT}; "
+            "data.separator='' makes a file one document"
+        )
 
 
 def _some(files: Sequence[Path]) -> str:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from meshwright.checkpoint.commit import read_manifest
 from meshwright.data import Tokenizer, load_tokenizer, open_data
 from meshwright.data.dataset import Dataset, Say, refuse_changed
 from meshwright.data.view import TokenView
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, refusal
+from meshwright.evaluate.windows import Conversations, Windows, check_windows
 from meshwright.spec.stored import find_step
 from meshwright.spec.training import DataFormat, DataSpec
 from meshwright.training.run_folder import Job, RunFolder, read_job
 
 Packing = Literal["stream", "documents"]
+# Tokens of a batch: enough to fill the device, few enough for its memory.
+BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32768}
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,29 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
         data.spec.seed,
         data.spec.format,
     )
+
+
+def windows_of(
+    text: Text,
+    seq_len: int,
+    context: int,
+    stride: int | None = None,
+    packing: Packing | None = None,
+) -> Windows | Conversations:
+    """Return the rows of a text with `seq_len` inputs, each `stride` tokens after the one before.
+
+    `context` is what the model leaves for them. The stride is `seq_len` and the packing the text's
+    unless given. Raises `ConfigError` for values out of range, and for either of a conversation.
+    """
+    step = seq_len if stride is None else stride
+    check_windows(seq_len, step, context)
+    if text.form == "text":
+        how = packing or text.packing
+        return Windows(text.view, seq_len, step, how, text.seed, text.begin)
+    if step != seq_len or packing == "stream":
+        rule = "--stride and --packing stream cut texts, and conversations are read whole"
+        raise ConfigError(refusal(rule, legal=["no such option"]))
+    return Conversations(text.view, seq_len, text.seed)
 
 
 def given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import ValidationError
@@ -55,8 +56,8 @@ class ImportSource:
         self.filled: list[Filled] = []
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or the default where the key is absent, null or "auto"."""
-        value = self.values.get(key)
+        """Return a value, or the default where the key is absent, null, "auto" or switched off."""
+        value = None if self._off(key) is not None else self.values.get(key)
         return default if value is None or value == AUTO else value
 
     def whole(self, key: str) -> int | None:
@@ -181,7 +182,8 @@ class ImportSource:
             # "auto" is what the base or our own default has, as a trainer's own arguments fill it.
             silent = row.default is not None and self.values.get(key) is None
             with_it = not row.given_with or row.given_with in self.values
-            if silent and with_it and row.to not in self._set():
+            is_on = self._off(key) is None
+            if silent and with_it and is_on and row.to not in self._set():
                 self.fill(row.to, row.default, f"{table.name}'s default of {key}")
         self._compare()
 
@@ -279,7 +281,11 @@ class ImportSource:
             self.honour(key, {row.to: new})
 
     def _unknown(self, key: str, value: Any) -> None:
-        known = [name for table in self.tables for name in table.rows if "*" not in name]
+        rows = [name for table in self.tables for name in table.rows]
+        if value == {} and any(name.startswith(f"{key}.") for name in rows):
+            self.ignore(key, "an empty section")
+            return
+        known = [name for name in rows if "*" not in name]
         close = nearest(key, known)
         hint = f"; nearest known: {close[0]}" if close else ""
         reason = f"unknown to {self.tables[0].name} as Meshwright knows it{hint}"
@@ -297,6 +303,10 @@ class ImportSource:
             name = f"{section}.enabled"
             if section in switched and self.values.get(name) is None and key != name:
                 return name
+        for table in self.tables:
+            for pattern, switch in table.switches.items():
+                if fnmatchcase(key, pattern) and key != switch and not self.values.get(switch):
+                    return switch
         return None
 
     def _take(self, key: str, verdict: Verdict, to: Mapping[str, Any] | None, note: str) -> None:

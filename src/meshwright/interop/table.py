@@ -43,12 +43,17 @@ class KeyRow(BaseModel):
 
 
 class Table(BaseModel):
-    """The rows of a system, and its sections that do nothing unless `enabled` is true."""
+    """The rows of a system, and what does nothing unless it is switched on.
+
+    `switched` are sections whose key `enabled` does so; `switches` has the switch of keys that
+    match a pattern.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     switched: tuple[str, ...] = ()
+    switches: dict[str, str] = {}
     rows: dict[str, KeyRow]
 
     def find(self, key: str) -> KeyRow | None:

@@ -58,6 +58,16 @@ def _cut_over_tp(size: str) -> Check:
     return check
 
 
+def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """Each rank of tp has whole heads of queries, and whole ones of keys and values."""
+    if model.n_heads % layout.tp == 0:
+        return None
+    rule = _divides("layout.tp", layout.tp, "model.n_heads", model.n_heads)
+    if model.n_kv_heads != model.n_heads and model.n_kv_heads % layout.tp:
+        rule += f" and model.n_kv_heads = {model.n_kv_heads}"
+    return rule
+
+
 def _stages(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     stages = layout.pp * layout.virtual_stages
     if stages <= model.n_layers:
@@ -219,7 +229,8 @@ def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 RULES = (
-    *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("n_heads", "n_kv_heads", "ffn_dim")),
+    Rule(_heads, ("layout.tp",)),
+    *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("n_kv_heads", "ffn_dim")),
     Rule(_expert_width, ("layout.tp", "layout.etp")),
     Rule(_cut_over_tp("shared_ffn_dim"), ("layout.tp",)),
     Rule(_experts, ("layout.ep", "layout.sp", "layout.etp")),

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from meshwright.cost.calibration import Calibration, calibration_named
 from meshwright.cost.catalogue import Device, resolve_cluster, slowed
@@ -37,16 +37,26 @@ from meshwright.program.target import Processor
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
 from meshwright.spec.model import padded
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.training import LayoutSection, TrainSpec
-from meshwright.units import format_bytes
+from meshwright.tables import html_table, text_table
+from meshwright.units import format_bytes, format_count, format_seconds
 
 # Devices of a machine that says nothing else: the ranks that a CPU is split into.
 _LOCAL_DEVICES = 2
 
 
-@dataclass(frozen=True)
+# What a run reads, of which a saved plan keeps whether anybody has named it.
+OF_DATA: Final = ("data.source", "data.tokenizer")
+COLUMNS: Final = ("layout", "memory", "step", "tokens/s", "MFU", "why not")
+
+
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The ranked layouts of a config, best first; `as_json` lists the contents."""
+    """The ranked layouts of a config, best first; `as_json` lists the contents.
+
+    Prints as a short table, also in a notebook.
+    """
 
     config: Config
     setting: Setting
@@ -70,6 +80,42 @@ class Plan:
         if self.best is None or self.setting.system is not SYSTEMS["meshwright"]:
             return []
         return choices(self.config, self.setting, self.best.layout, self.compile)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the ranked layouts as texts, one for each of `COLUMNS`."""
+        return [
+            (
+                layout.layout.label,
+                format_bytes(layout.memory.total),
+                format_seconds(layout.time.total),
+                format_count(layout.tokens_per_s),
+                f"{layout.mfu:.1%}",
+                "best" if layout is self.best else lost_by(layout, self.found.ranked[0]),
+            )
+            for layout in self.found.ranked
+        ]
+
+    def _headlines(self) -> list[str]:
+        """Return what is trained on which cluster, and whether anything fits."""
+        cluster, train = self.setting.cluster, self.setting.train
+        lines = [
+            f"{format_count(parameter_count(self.setting.model))} parameters on {cluster.devices} "
+            f"x {cluster.device.name}; batch {train.batch} x {train.seq_len} tokens, "
+            f"{train.precision}",
+            f"{self.found.considered:,} legal layouts considered",
+        ]
+        if self.best is None:
+            lines.append("no layout fits")
+        return lines
+
+    def __repr__(self) -> str:
+        """Return a short table of the ranked layouts."""
+        table = [text_table(COLUMNS, self.rows())] if self.best else []
+        return "\n".join([*self._headlines(), *table])
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        return html_table(COLUMNS, self.rows(), self._headlines())
 
     def _check_free(self, question: str) -> None:
         """Refuse a question whose answer chooses the layout where the config fixes some of it."""
@@ -283,6 +329,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {**axis._asdict(), "nearest": list(axis.nearest)} for axis in plan.removed
         ],
         "config": portable(plan.config).model_dump(mode="json"),
+        "unnamed": [key for key in OF_DATA if plan.config.origins.get(key) == "default"],
         "cluster": {
             "device": cluster.device.name,
             "devices": cluster.devices,

@@ -41,6 +41,8 @@ def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: 
     if config is None:
         sections = {**_without_none(saved["config"]), "layout": layout}
     loaded = load_config(config, overrides, plan=sections)
+    if config is None:
+        loaded = _as_unnamed(loaded, saved.get("unnamed", []))
     values = loaded.layout.model_dump(exclude={"auto"})
     resolved_layout = Layout(**{key: value for key, value in values.items() if value is not None})
     if digest(loaded, resolved_layout) != saved["digest"]:
@@ -55,6 +57,12 @@ def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: 
     if loaded.train.compile == "auto" and isinstance(compiles, bool):
         loaded = decided(loaded, CompileChoice(compiles, f"as {plan} has it"))
     return loaded
+
+
+def _as_unnamed(config: Config, keys: Iterable[str]) -> Config:
+    """Return a plan's config with the origin "default" for keys that nobody has named so far."""
+    unnamed = {key: "default" for key in keys if config.origins.get(key) == "plan"}
+    return config.model_copy(update={"origins": {**config.origins, **unnamed}})
 
 
 def read_plan(plan: Path, needed: str) -> dict[str, Any]:

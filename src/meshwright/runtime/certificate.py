@@ -21,8 +21,9 @@ from meshwright.layout import Layout
 from meshwright.prove.case import Case
 from meshwright.prove.verdict import Divergence, Quantity, Verdict
 from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.run import Run
 from meshwright.runtime.saved import Arrays, above_noise, distance, minus, read_whole
-from meshwright.runtime.session import Run, train
+from meshwright.runtime.session import train
 from meshwright.spec.loading import Config
 
 STEPS: Final = 10

@@ -20,8 +20,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.lines import fitted
 from meshwright.parallel.machine.rendezvous import loopback_interface
-from meshwright.program.optimizer import saved_bytes
+from meshwright.runtime.checks.epochs import with_epochs
 from meshwright.runtime.checks.notes import config_notes, layout_notes
+from meshwright.runtime.checks.room import check_room, nearest_folder
 from meshwright.runtime.checks.start import (
     check_device,
     check_extras,
@@ -73,7 +74,7 @@ def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Findi
     yield _looked_at("port", lambda: _port(None))
     writable = _looked_at("log.dir", lambda: _folder(log_dir))
     yield writable
-    yield from examine_system(_nearest(log_dir) if writable.state == "ok" else Path.cwd())
+    yield from examine_system(nearest_folder(log_dir) if writable.state == "ok" else Path.cwd())
 
 
 def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -98,9 +99,9 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     yield _looked_at("trackers", lambda: _trackers(config))
     if config.cluster.port is not None:
         yield _looked_at("cluster.port", lambda: _port(config.cluster.port))
-    checkpoint_dir = config.checkpoint.dir
-    root = Path(config.log.dir if checkpoint_dir is None else checkpoint_dir)
-    yield _looked_at("checkpoints", lambda: _room(config, root))
+    own = config.checkpoint.dir
+    root = Path(config.log.dir if own is None else own)
+    yield _looked_at("checkpoints", lambda: check_room(config, root, for_all=True))
     for text in config_notes(config):
         yield Finding("config", text, "note")
     if layout is not None:
@@ -167,14 +168,9 @@ def _port(port: int | None) -> str:
     return f"{address}:{listening_port} can be listened on"
 
 
-def _nearest(path: Path) -> Path:
-    """Return the nearest existing folder on a path."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-
-
 def _folder(path: Path) -> str:
-    """Check that the nearest existing folder takes files, and locks on them, as a run needs."""
-    existing = _nearest(path)
+    """Try in the nearest folder that exists what a run needs of it: files, and locks on them."""
+    existing = nearest_folder(path)
     with tempfile.TemporaryFile(dir=existing) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     usage = shutil.disk_usage(existing)
@@ -190,6 +186,7 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
         vocab_size=config.model.vocab_size,
         progress=lambda text: print(fitted(text, sys.stderr), file=sys.stderr),
     )
+    config = with_epochs(config, dataset)
     dataset.check(config.train)
     if isinstance(dataset, StreamedDataset):
         return f"{config.data.sources[0]} can be read; how much it holds a stream does not tell"
@@ -215,23 +212,6 @@ def _trackers(config: Config) -> str:
     check_extras(config)
     wanted = [name for name in ("tensorboard", "wandb", "trackio") if getattr(config.log, name)]
     return ", ".join(wanted) or "none"
-
-
-def _room(config: Config, root: Path) -> str:
-    """Compare the bytes of a run's saved steps with the free space of the disk."""
-    step_bytes = saved_bytes(config.model, config.optimizer)
-    # The newest is there before the oldest goes.
-    kept_steps = config.checkpoint.keep + config.checkpoint.keep_best + 1
-    needed = step_bytes * kept_steps
-    existing = _nearest(root)
-    free = shutil.disk_usage(existing).free
-    text = (
-        f"{kept_steps} steps of {format_bytes(step_bytes)} need {format_bytes(needed)}; "
-        f"{format_bytes(free)} are free"
-    )
-    if needed > free:
-        raise MeshwrightError(f"{text}; checkpoint.dir or log.dir sets where")
-    return text
 
 
 def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:

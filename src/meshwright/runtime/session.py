@@ -8,13 +8,14 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 from meshwright.checkpoint.commit import LOCK, steps
 from meshwright.data import open_data
+from meshwright.data.dataset import check_sources
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -26,10 +27,11 @@ from meshwright.layout import Machine, left_over, resolve_layout, with_padding
 from meshwright.lines import GOES_ON, fitted
 from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.parsing import parse_json
-from meshwright.program.events import Events
 from meshwright.report.run import write_report
+from meshwright.runtime.checks.epochs import fine_tuning_words, with_epochs
 from meshwright.runtime.checks.notes import run_notes
 from meshwright.runtime.checks.resuming import Resume, resumed, resumed_folder_with_steps
+from meshwright.runtime.checks.room import check_room
 from meshwright.runtime.checks.start import (
     allow_open_files,
     check_device,
@@ -49,6 +51,7 @@ from meshwright.runtime.pricing.planned import predicted, settled
 from meshwright.runtime.ranks.fault import Fault
 from meshwright.runtime.ranks.local import LocalRun
 from meshwright.runtime.ranks.rank_environ import gpu_environ
+from meshwright.runtime.run import Run
 from meshwright.runtime.supervise.elastic import forget, recorded, restarted, tell
 from meshwright.runtime.supervise.lock import RunLock
 from meshwright.runtime.supervise.signals import StopSignals
@@ -77,20 +80,6 @@ _NO_SECRET: Final = (
     "the ranks have no secret, so whoever reaches their store can join them: set MESHWRIGHT_SECRET "
     "on all nodes, as the jobs of `meshwright launch` do"
 )
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run and its folder; `exit_code` is the documented one."""
-
-    folder: Path
-    exit_code: int
-
-    def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the events of the run, or those of one kind; skips damaged lines."""
-        for event in Events.read(RunFolder(self.folder).events):
-            if kind is None or event["event"] == kind:
-                yield event
 
 
 def train(
@@ -156,10 +145,11 @@ def prepare_job(
     """
     machine = detect(config.cluster, environ, rendezvous)
     check_device(config, machine, environ)
-    check_tokenizer(config)
     before = None if resume is None else resumed_folder_with_steps(config, resume)
+    folder = before or choose_folder(config, datetime.datetime.now())
+    cache, lacks = cache_folder(config, environ), lacks_compiler(machine.device, environ)
+    _check_inputs(config, machine, folder, cache, lacks)
     config = measured_first(config, environ)  # takes seconds: cheap checks come first
-    lacks = lacks_compiler(machine.device, environ)
     if before is not None:
         config = compiled_as(config, before)
     config = settled(config, machine, lacks)
@@ -167,28 +157,38 @@ def prepare_job(
     allow_open_files(layout)
     config = with_padding(config, layout)
     check_compiler(config.train, lacks)
-    check_extras(config)
     check_engine(config, layout, resumes=resume is not None)
-    check_fp8(config, machine.device)
     check_async_tp(config, layout, machine.device, find_gpus(environ))
     check_memory(config, layout, machine)
     check_limit(config, layout, machine)
-    folder = before or choose_folder(config, datetime.datetime.now())
-    cache = cache_folder(config, environ)
     say = _progress_to(sys.stderr)
     dataset = open_data(config.data, cache, vocab_size=config.model.vocab_size, progress=say)
-    for line in dataset.check(config.train):
-        say(line)
-    tokenizer = dataset.tokenizer
-    file = None if tokenizer.file is None else str(tokenizer.file)
-    record = RunTokenizer(tokenizer.name, tokenizer.eos_token, file, tokenizer.bos_ids)
+    config = with_epochs(config, dataset)
+    for line in [*dataset.check(config.train), fine_tuning_words(config, dataset)]:
+        if line is not None:
+            say(line)
+    found = dataset.tokenizer
+    file = None if found.file is None else str(found.file)
+    record = RunTokenizer(found.name, found.eos_token, file, found.bos_ids)
     job = Job(config, layout, machine, cache, folder, record, run=secrets.token_hex(8))
-    if config.checkpoint.dir is not None:  # its own folder is in that of the run
-        check_writable("checkpoint folder", job.checkpoints, "checkpoint.dir")
     if resume is not None:
         return resumed(job, dataset, resume)
     _refuse_steps(job)
     return job
+
+
+def _check_inputs(
+    config: Config, machine: Machine, folder: RunFolder, cache: Path, lacks: str | None
+) -> None:
+    """Refuse what needs no measurement and no data read: files, packages, room for the steps."""
+    check_tokenizer(config)
+    check_extras(config)
+    check_fp8(config, machine.device)
+    check_compiler(config.train, lacks)
+    check_sources(config.data, cache, config.model.vocab_size)
+    if config.checkpoint.dir is not None:  # its own folder is in that of the run
+        check_writable("checkpoint folder", folder.steps_of(config), "checkpoint.dir")
+    check_room(config, folder.steps_of(config))
 
 
 def _refuse_steps(job: Job) -> None:

@@ -12,14 +12,15 @@ from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.files import read_text
-from meshwright.parsing import parse_toml, printable
-from meshwright.spec.base import Spec
-from meshwright.spec.catalogue import LOCAL, check_device, check_link
+from meshwright.parsing import parse_json, parse_toml, printable
+from meshwright.spec.base import LARGEST, Spec
+from meshwright.spec.catalogue import LOCAL, check_device, check_link, full_device_name
 from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
 from meshwright.spec.kinds import is_of_kind, kind_of, shown
 from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.peft import read_adapter_config
+from meshwright.spec.presets import preset_of
 from meshwright.spec.resolve import Value, Values, check_held_out, resolve_model
 from meshwright.spec.synonyms import instead_of
 from meshwright.spec.training import (
@@ -46,6 +47,17 @@ class Config(Spec):
     log: LogSpec
     lora: LoraSection
     origins: dict[str, str] = Field(default_factory=dict, exclude=True, repr=False)
+
+    def __repr__(self) -> str:
+        """Return the values that are not the defaults; `model_dump()` has all."""
+        given = [
+            f"{key}={getattr(getattr(self, key.partition('.')[0]), key.partition('.')[2])!r}"
+            for key, origin in self.origins.items()
+            if origin != "default"
+        ]
+        return f"Config({', '.join(given)})"
+
+    __str__ = __repr__
 
 
 SECTIONS: Mapping[str, type[Spec]] = {
@@ -74,7 +86,16 @@ class _Alias(NamedTuple):
     values: Mapping[str, Any] | None = None
 
 
-_ZERO_OF_STRATEGY = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
+# By torch's and Accelerate's names, and by the short ones of tutorials.
+_ZERO_OF_STRATEGY = {
+    "NO_SHARD": 0,
+    "SHARD_GRAD_OP": 2,
+    "FULL_SHARD": 3,
+    "no": 0,
+    "none": 0,
+    "grad_op": 2,
+    "full": 3,
+}
 ALIASES: Mapping[str, _Alias] = {
     "embed_dim": _Alias("model.dim"),
     "n_heads": _Alias("model.n_heads"),
@@ -86,6 +107,17 @@ ALIASES: Mapping[str, _Alias] = {
     "shard_strategy": _Alias("layout.zero", _ZERO_OF_STRATEGY),
     "zero_opt": _Alias("layout.zero"),
 }
+# The alias of a model's name or folder.
+_MODEL: Final = "model"
+# Values that are asked for, and the keys that have them.
+_ELSEWHERE: Final[Mapping[tuple[str, object], str]] = {
+    ("train.precision", "fp8"): "train.fp8=true beside train.precision=bf16",
+    ("train.precision", "float8"): "train.fp8=true beside train.precision=bf16",
+    ("train.precision", "bfloat16"): "train.precision=bf16",
+    ("train.precision", "float16"): "train.precision=fp16",
+    ("train.precision", "float32"): "train.precision=fp32",
+}
+_WITH_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 
 
 # Linux allows 255 bytes of a name and 4,095 of a path; folders of a run go below some of these.
@@ -93,50 +125,122 @@ _LONGEST_NAME: Final = 255
 _LONGEST_TEXT: Final = 3500
 _NO_TEXT: Final = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 
+# Values that follow from other keys where they are left out. A run's own config has all values:
+# with a new value of another key they are derived again.
+_FOLLOWS: Final[Mapping[str, tuple[str, ...]]] = {
+    "train.steps": ("train.epochs",),
+    "optimizer.warmup_steps": ("train.steps", "optimizer.schedule_steps"),
+    "cluster.hang": ("cluster.timeout",),
+}
+_DERIVED: Final = ("derived", "default")
+PROVENANCE: Final = "provenance.json"  # beside the config of a run: where its values came from
+
 Sections = Mapping[str, Mapping[str, Any]]
 T = TypeVar("T", bound=Spec)
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Iterable[str] = (), *, plan: Sections | None = None
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    plan: Sections | None = None,
 ) -> Config:
-    """Return the config of a TOML file with overrides `section.key=value` (or aliases).
+    """Return the config of a TOML file or a dict, with overrides.
 
-    Without a path, the built-in defaults apply. The values of a `plan`, by section, come between
-    the file and the overrides, with the origin "plan". Raises `ConfigError` naming the key, the
-    value, its origin, the rule, and the nearest legal value.
+    A dict holds sections, `{"model": {"dim": 64}}`, or keys, `{"model.dim": 64}`. Overrides are
+    such a dict, or texts `section.key=value`; both may use the aliases. Without a source, the
+    built-in defaults apply. The values of a `plan`, by section, come between the source and the
+    overrides, with the origin "plan". Raises `ConfigError` naming the key, the value, its origin,
+    the rule, and the nearest legal value.
     """
-    return build_config(read_given(path, overrides, plan=plan))
+    return build_config(read_given(source, overrides, plan=plan))
 
 
 def read_given(
-    path: str | Path | None = None, overrides: Iterable[str] = (), *, plan: Sections | None = None
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    plan: Sections | None = None,
 ) -> dict[str, Values]:
-    """Return the values of a TOML file, a plan and overrides (later ones win), with origins.
+    """Return the values of a source, a plan and overrides (later ones win), with origins.
 
     Raises `ConfigError` for unreadable files and unknown keys.
     """
     stated: dict[str, Values] = {name: {} for name in SECTIONS}
-    if path is not None:
-        _merge(stated, _read_toml(Path(path)))
-    _merge(
-        stated,
-        [
-            (section, key, Value(value, "plan"))
-            for section, values in (plan or {}).items()
-            for key, value in values.items()
-        ],
-    )
-    _merge(stated, _read_overrides(overrides))
+    if isinstance(source, Mapping):
+        _merge(stated, _read_mapping(source, "config"))
+    elif source is not None:
+        _merge(stated, _read_toml(Path(source)))
+        _mark_derived(stated, Path(source).with_name(PROVENANCE))
+    stored = {name: dict(values) for name, values in stated.items()}
+    _merge(stated, _read_mapping(plan or {}, "plan"))
+    if isinstance(overrides, Mapping):
+        _merge(stated, _read_mapping(overrides, "override"))
+    elif isinstance(overrides, str):
+        raise ConfigError(f"overrides = {overrides!r} must be a list of texts, or a dict")
+    else:
+        _merge(stated, _read_overrides(overrides))
+    _drop_derived(stated, stored)
     return stated
 
 
+def _mark_derived(stated: dict[str, Values], provenance: Path) -> None:
+    """Give the values of a run that were derived their origin again, if the run states it."""
+    try:
+        origins = parse_json(read_text(provenance))
+    except (OSError, ValueError):  # no run's, or a damaged one
+        return
+    for name in _FOLLOWS if isinstance(origins, Mapping) else ():
+        section, key = name.split(".")
+        origin = origins.get(name)
+        if key in stated[section] and isinstance(origin, str) and origin.startswith(_DERIVED):
+            stated[section][key] = stated[section][key]._replace(origin=origin)
+
+
+def _drop_derived(stated: dict[str, Values], stored: Mapping[str, Values]) -> None:
+    """Drop derived values of a run for whose other keys there are new values; see `_FOLLOWS`."""
+
+    def value_of(values: Mapping[str, Values], name: str) -> Any:
+        section, key = name.split(".")
+        return values[section].get(key, Value(None, "")).value
+
+    for name, others in _FOLLOWS.items():
+        section, key = name.split(".")
+        is_derived = stated[section].get(key, Value(None, "")).origin.startswith(_DERIVED)
+        if is_derived and any(value_of(stated, one) != value_of(stored, one) for one in others):
+            del stated[section][key]
+
+
+def _read_mapping(values: Mapping[str, Any], origin: str) -> list[tuple[str, str, Value]]:
+    """Return the values of a dict of sections, of keys with their section, or of both."""
+    found = []
+    for name, value in values.items():
+        if not isinstance(value, Mapping) or "." in name:
+            found.append(_read_key(name, _plain(value), origin))
+        elif name not in SECTIONS:
+            _check_known(name, "", origin)
+        else:
+            found += [(name, key, Value(_plain(inner), origin)) for key, inner in value.items()]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of Python as TOML would have it: a path is a text."""
+    return str(value) if isinstance(value, Path) else value
+
+
 def build_config(stated: dict[str, Values]) -> Config:
-    """Return the complete config of the given values by section; derives missing ones."""
+    """Return the complete config of the stated values by section; derives missing ones."""
+    if (device := stated["cluster"].get("preset")) is not None:
+        stated["cluster"]["preset"] = device._replace(value=full_device_name(device.value))
+    preset = stated["model"].get("preset", Value(None, ""))
+    if isinstance(preset.value, str) and (name := preset_of(preset.value)) is not None:
+        stated["model"]["preset"] = preset._replace(value=name)
     for name, spec in SECTIONS.items():
         _check_texts(name, stated[name])
         _check_types(name, spec, stated[name])
     _check_cluster(stated["cluster"])
+    _settle_length(stated["train"])
     check_held_out(stated)
     _derive(stated)
     sections: dict[str, Spec] = {}
@@ -194,8 +298,30 @@ def _check_cluster(values: Values) -> None:
         check_link(link, f" ({links.origin})")
 
 
+def _settle_length(train: Values) -> None:
+    """Let an override of the steps take the place of epochs; refuse overrides of both.
+
+    A run's config has both, as a start sets the steps that the epochs are.
+    """
+    epochs, steps = train.get("epochs"), train.get("steps")
+    if epochs is None or epochs.value is None or steps is None:
+        return
+    if not steps.origin.startswith("override"):
+        return
+    if epochs.origin.startswith("override"):
+        both = f"train.epochs = {epochs.value:g} ({epochs.origin}) and "
+        both += f"train.steps = {steps.value} ({steps.origin}) both say how long to train"
+        raise ConfigError(refusal(both, legal=["one of them"]))
+    del train["epochs"]
+
+
+def default_warmup(steps: int) -> int:
+    """Return the warm-up of a schedule of so many steps: a tenth, at most 100."""
+    return min(100, steps // 10)
+
+
 def _derive(stated: dict[str, Values]) -> None:
-    """Fill keys that follow from others: packing, tokenizer, model's sizes, rate, warm-up, hang."""
+    """Fill what follows from other keys: packing, tokenizer, model's sizes, rate, warm-up, hang."""
     data = stated["data"]
     if data.get("format", Value("text", "")).value == "chat":
         data.setdefault("packing", Value("documents", "derived from data.format"))
@@ -216,16 +342,21 @@ def _derive(stated: dict[str, Values]) -> None:
         stated["optimizer"]["lr"] = rate
     for key, value in default_training(model, stated["cluster"], stated["train"]).items():
         stated["train"][key] = value
-    steps = stated["train"].get("steps", Value(TrainSpec().steps, "default")).value
     if "warmup_steps" not in stated["optimizer"]:
-        warmup = min(100, steps // 10)
-        stated["optimizer"]["warmup_steps"] = Value(
-            warmup, "derived: train.steps / 10, at most 100"
-        )
+        stated["optimizer"]["warmup_steps"] = _warmup(stated)
     cluster = stated["cluster"]
     timeout = cluster.get("timeout", Value(None, "")).value
     if isinstance(timeout, int | float) and "hang" not in cluster:
         cluster["hang"] = Value(timeout / 2, "derived: cluster.timeout / 2")
+
+
+def _warmup(stated: Mapping[str, Values]) -> Value:
+    """Return the warm-up of a schedule that states none."""
+    steps = stated["optimizer"].get("schedule_steps", Value(None, "")).value
+    if steps is not None:
+        return Value(default_warmup(steps), "derived: optimizer.schedule_steps / 10, at most 100")
+    steps = stated["train"].get("steps", Value(TrainSpec().steps, "default")).value
+    return Value(default_warmup(steps), "derived: train.steps / 10, at most 100")
 
 
 def _derive_lora(values: Values) -> None:
@@ -337,21 +468,27 @@ def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
         name, equals, written = text.partition("=")
         if not equals or not name:
             raise ConfigError(f"override {text!r} is not of the form section.key=value")
-        value, origin = _parse(written), f"override {text}"
-        if "." not in name:
-            if name not in ALIASES:
-                all_keys = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
-                legal = [k for k in all_keys if k.split(".")[1] == name]
-                replacement, hint = instead_of(name)
-                if not (legal := legal or replacement) and not hint:
-                    legal = nearest(name, ALIASES) or nearest(name, all_keys, 2)
-                raise ConfigError(
-                    refusal(f"unknown name {name} ({origin})", legal=legal, hint=hint)
-                )
-            name, value = _expand(name, value, origin)
-        section, key = name.split(".", 1)
-        entries.append((section, key, Value(value, origin)))
+        entries.append(_read_key(name, _parse(written), f"override {text}"))
     return entries
+
+
+def _read_key(name: str, value: Any, origin: str) -> tuple[str, str, Value]:
+    """Return the section, the key and the value of `section.key` or an alias."""
+    if name == _MODEL and isinstance(value, str):
+        name = "model.init_from" if Path(value).is_dir() else "model.preset"
+    if "." not in name:
+        if name not in ALIASES:
+            every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
+            legal = [k for k in every if k.split(".")[1] == name]
+            own, why = instead_of(name)
+            if not (legal := legal or own) and not why:
+                legal = nearest(name, ALIASES) or nearest(name, every, 2)
+            if len(legal) == 1:
+                legal = [_ELSEWHERE.get((legal[0], value), legal[0])]
+            raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=why))
+        name, value = _expand(name, value, origin)
+    section, key = name.split(".", 1)
+    return section, key, Value(value, origin)
 
 
 def _expand(name: str, value: Any, origin: str) -> tuple[str, Any]:
@@ -386,7 +523,8 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     if setting and is_of_kind(error):
         kind = kind_of(SECTIONS[section].model_fields[key].annotation)
         if kind != "a table" or len(error["loc"]) == 1:  # else it is a key inside
-            return f"{section}.{key} = {shown(setting.value)}{where} must be {kind}"
+            what = f"{section}.{key} = {shown(setting.value)}{where} must be {kind}"
+            return refusal(what, legal=_meant(f"{section}.{key}", setting.value, kind))
     name = ".".join([section, *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{name} is missing"
@@ -399,6 +537,21 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
         "input should be", "must be"
     )
     return f"{name} = {shown(error['input'])}{where} {rule}"
+
+
+def _meant(name: str, value: Any, kind: str) -> list[str]:
+    """Return what a value of the wrong kind was probably meant to be, as overrides."""
+    if isinstance(value, str) and (name, value) in _ELSEWHERE:
+        return [_ELSEWHERE[name, value]]
+    if not kind.startswith("an integer"):
+        return []
+    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
+        return [f"{name}={int(value)}"]
+    unit = _WITH_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if unit is None:
+        return []
+    powers = (1024, 1000) if unit[2] in "kK" else (1024**2, 1000**2)
+    return [f"{name}={round(float(unit[1]) * power)}" for power in powers]
 
 
 def config_schema() -> dict[str, Any]:

@@ -24,9 +24,8 @@ from meshwright.spec.lora import (
     adapted,
     target_names,
 )
-from meshwright.spec.stored import read_object
+from meshwright.spec.stored import ADAPTER_CONFIG, read_object
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 # Settings under whose other values an adapter computes something else than ours.
 _FIXED: Final[Mapping[str, tuple[object, ...]]] = {

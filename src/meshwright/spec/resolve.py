@@ -100,10 +100,10 @@ def _bases(section: Values) -> list[Values]:
     named = section.get("preset", Value(None, ""))
     name = "demo" if named.value is None else named.value
     if name not in PRESETS:
-        legal = nearest(str(name), PRESETS, 3) or sorted(PRESETS)
-        raise ConfigError(
-            refusal(f"model.preset = {name!r} ({named.origin}) is not known", legal=legal)
-        )
+        legal = nearest(str(name).rpartition("/")[2].lower(), PRESETS, 3) or sorted(PRESETS)
+        hint = "A model that is no preset: download it, and give model.init_from=FOLDER"
+        what = f"model.preset = {name!r} ({named.origin}) is not known"
+        raise ConfigError(refusal(what, legal=legal, hint=hint if "/" in str(name) else ""))
     base = {key: Value(value, f"preset {name}") for key, value in PRESETS[name].items()}
     if named.value is None:
         base = {key: Value(value.value, "default") for key, value in base.items()}
@@ -167,12 +167,27 @@ def _tokenizer_file(name: str, origin: str) -> Path:
     path = Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
+    if path.parent.is_dir() and not path.is_file() and Path(name).is_dir():
+        raise ConfigError(lacks_tokenizer_json(Path(name), f"data.tokenizer = {name!r} ({origin})"))
     if not path.is_file():
         legal = ["'bytes'", "'gpt2'", "the path of a tokenizer.json"]
         raise ConfigError(
             refusal(f"data.tokenizer = {name!r} ({origin}): no such file", legal=legal)
         )
     return path
+
+
+def lacks_tokenizer_json(folder: Path, asked: str = "the tokenizer") -> str:
+    """Return the refusal of a folder without a tokenizer.json, with the files that are there."""
+    files = sorted(file.name for file in folder.iterdir() if "tok" in file.name.lower())
+    there = f", only {', '.join(files[:3])}" if files else ""
+    return refusal(
+        f"{asked}: {folder} has no tokenizer.json{there}",
+        hint=(
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OUT) of transformers writes one "
+            "from the tokenizer's other files"
+        ),
+    )
 
 
 def tokenizer_json_size(path: Path) -> int:

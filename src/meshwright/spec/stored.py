@@ -21,6 +21,7 @@ SPEC: Final = "model.json"
 CONFIG: Final = "config.toml"
 HF_CONFIG: Final = "config.json"
 TOKENIZER: Final = "tokenizer.json"
+ADAPTER_CONFIG: Final = "adapter_config.json"  # of a PEFT folder
 PLAN: Final = "plan.json"
 BEST: Final = "best"  # the pointer to the step with the lowest held-out loss
 _STEP: Final = re.compile(r"step-(\d{8,})")
@@ -69,9 +70,10 @@ def steps_folder(run: Path) -> Path:
 def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
     """Return the architecture of a run, step or Hugging Face folder, and its file.
 
-    Raises `CheckpointError` for another folder, `ConfigError` for a file that describes no valid
-    model.
+    That of a folder of adapters is its base model's. Raises `CheckpointError` for another folder,
+    `ConfigError` for a file that describes no valid model.
     """
+    folder = base_of_adapter(folder) or folder
     step = find_step(folder)
     path = folder / HF_CONFIG if step is None else step / SPEC
     if not path.is_file():
@@ -100,8 +102,11 @@ class StoredTokenizer(NamedTuple):
 def stored_tokenizer(path: Path) -> StoredTokenizer | None:
     """Return the tokenizer of a run, step or Hugging Face folder; None if the folder does not say.
 
-    Raises `ConfigError` for a run's plan that cannot be read.
+    Adapters without one have their base model's. Raises `ConfigError` for a run's plan that cannot
+    be read.
     """
+    if not (path / TOKENIZER).is_file() and (base := base_of_adapter(path)) is not None:
+        path = base
     for folder in (path, *path.resolve().parents[:2]):
         plan, known = folder / PLAN, StoredTokenizer(str(folder / TOKENIZER))
         content = read_object(plan) if plan.is_file() else {}
@@ -120,6 +125,25 @@ def _format_of(plan: Mapping[str, Any]) -> DataFormat:
     config = plan.get("config")
     data = config.get("data") if isinstance(config, Mapping) else None
     return "chat" if isinstance(data, Mapping) and data.get("format") == "chat" else "text"
+
+
+def base_of_adapter(folder: Path) -> Path | None:
+    """Return the base model's folder that a PEFT folder of adapters names; None for another folder.
+
+    Raises `ConfigError` if the adapters name no folder of this machine.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file() or (folder / HF_CONFIG).is_file():
+        return None
+    base = read_object(path).get("base_model_name_or_path")
+    if isinstance(base, str) and base and "\0" not in base:
+        for candidate in (Path(base), folder / base):
+            if candidate.is_dir():
+                return candidate
+    raise ConfigError(
+        f"{folder} holds adapters of the model {base!r}, which is no folder here: download that "
+        f"model, and write its folder into {path} as base_model_name_or_path"
+    )
 
 
 def stored_base(path: Path) -> str | None:

@@ -84,12 +84,12 @@ class DataSpec(Spec):
     `text_key` is the field of rows and of HF data sets. `on_error` is the reaction to a file or a
     row without text: "stop" ends the preparation, "skip" counts and names it. `cache` is the folder
     for prepared stores and downloads. `separator` ends a document inside a text file (two newlines:
-    blank lines); by default, it is `<|endoftext|>` if the file has it, otherwise a file is one
-    document. `eos` names the token of a tokenizer.json that ends a document; by default, it is
-    detected. `bos` says whether each text begins with the BOS token; by default, it does if the
-    tokenizer's files put one before every text. With `streaming`, an "hf:NAME" is read during
-    training, and nothing is stored; `shuffle_buffer` is then how many documents are shuffled at a
-    time. `format` "chat" reads rows as conversations and trains the assistant's turns;
+    blank lines, "": none, a file is one document); by default, it is `<|endoftext|>` if the first
+    MiB of the file has it. `eos` names the token of a tokenizer.json that ends a document; by
+    default, it is detected. `bos` says whether each text begins with the BOS token; by default, it
+    does if the tokenizer's files put one before every text. With `streaming`, an "hf:NAME" is read
+    during training, and nothing is stored; `shuffle_buffer` is then how many documents are shuffled
+    at a time. `format` "chat" reads rows as conversations and trains the assistant's turns;
     `chat_template` is a file with a template that replaces the tokenizer's own.
     """
 
@@ -103,7 +103,7 @@ class DataSpec(Spec):
     on_error: OnError = "stop"
     cache: str | None = None
     workers: int | None = Field(default=None, ge=1, le=1024)
-    separator: str | None = Field(default=None, min_length=1)
+    separator: str | None = None
     eos: str | None = None
     bos: bool | None = None
     streaming: bool = False
@@ -165,6 +165,8 @@ class DataSpec(Spec):
 class TrainSpec(Spec):
     """The optimizer steps: how many, how large, in which precision.
 
+    With `epochs`, a start sets `steps` to as many as read the training data that often.
+
     `batch` is the global batch in sequences of `seq_len` tokens. `eval_every` = 0 means no
     evaluation; `eval_batches` is how many global batches of the held-out split each one reads.
     After `stop_after_evals` = n evaluations in a row that are no better than the best, a run ends;
@@ -192,6 +194,7 @@ class TrainSpec(Spec):
     """
 
     steps: int = Field(default=200, gt=0, le=LARGEST)
+    epochs: float | None = Field(default=None, gt=0)
     batch: int = Field(default=16, gt=0, le=LARGEST)
     seq_len: int = Field(default=256, gt=0, le=LARGEST)
     precision: Precision = "fp32"

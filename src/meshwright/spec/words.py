@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec, padded
 
 # What a reader of a plan should know of the program that is to train it.
@@ -40,3 +41,30 @@ def beyond_context(seq_len: int, model: ModelSpec) -> str | None:
         f"train.seq_len = {seq_len} is beyond model.context = {model.context}: a trained model "
         "wants its rope_theta or rope_scaling changed for that"
     )
+
+
+def is_default_corpus(config: Config) -> bool:
+    """Whether nobody has named the data, so that the built-in corpus is trained on."""
+    return config.origins.get("data.source") == "default"
+
+
+def unnamed_inputs(config: Config) -> list[str]:
+    """Return notes on weights and data that nobody has named, of a config to be trained."""
+    found = []
+    model, tokenizer = config.model, config.data.tokenizer
+    if model.preset is not None and model.init_from is None:
+        found.append(
+            f"RANDOM WEIGHTS: model.preset = {model.preset} gives sizes alone; "
+            "model.init_from=FOLDER starts from trained weights"
+        )
+    if is_default_corpus(config):
+        found.append(
+            f"BUILT-IN DATA: Python's standard library, tokenized by {tokenizer!r}; set "
+            "data.source and data.tokenizer to train on yours"
+        )
+    elif model.preset is not None and config.origins.get("data.tokenizer") == "default":
+        found.append(
+            f"data.tokenizer = {tokenizer!r} is the default, which is not the tokenizer of "
+            f"model.preset = {model.preset}"
+        )
+    return found

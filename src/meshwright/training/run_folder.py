@@ -19,7 +19,7 @@ from meshwright.layout import Layout, Machine
 from meshwright.parsing import parse_json
 from meshwright.program.profile import StepProfile, from_json, to_json
 from meshwright.spec.dump import portable, to_toml
-from meshwright.spec.loading import Config, load_config
+from meshwright.spec.loading import PROVENANCE, Config, load_config
 from meshwright.spec.stored import StoredTokenizer, find_step, stored_spec, stored_tokenizer
 from meshwright.spec.training import MOST_RANKS
 from meshwright.training.events import note
@@ -213,7 +213,7 @@ def create(job: Job) -> None:
     folder = job.folder
     folder.log(0).parent.mkdir(parents=True, exist_ok=True)
     _write(folder.config, to_toml(portable(job.config)))
-    _write(folder.path / "provenance.json", _json(job.config.origins))
+    _write(folder.path / PROVENANCE, _json(job.config.origins))
     plan = {
         "config": job.config.model_dump(mode="json"),
         "layout": job.layout.model_dump(mode="json"),

@@ -11,11 +11,12 @@ from meshwright.checkpoint.commit import steps
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout, Machine, left_over, unsharded
 from meshwright.program.target import takes_tf32
+from meshwright.runtime.checks.room import check_room
 from meshwright.runtime.machines.accelerators import find_gpus, unused_note
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import stored_tokenizer
-from meshwright.spec.words import beyond_context, vocabulary_padding
+from meshwright.spec.words import beyond_context, unnamed_inputs, vocabulary_padding
 from meshwright.training.run_folder import Job
 
 # What a resumed run may change of how it trains: keys of the schedule, and others by section.
@@ -31,6 +32,7 @@ _OF_STEPS = {
 
 def config_notes(config: Config) -> Iterator[str]:
     """Yield notes on a config that apply on any machine."""
+    yield from unnamed_inputs(config)
     rate, where = config.optimizer.lr, config.origins.get("optimizer.lr", "")
     if where.startswith("derived"):
         yield f"optimizer.lr = {rate:g}, {where}"
@@ -114,6 +116,10 @@ def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
         yield from config_notes(config)
     if (padding := vocabulary_padding(config.model, layout.tp)) is not None:
         yield f"vocabulary: {padding}"
+    try:
+        check_room(config, job.checkpoints, for_all=True)
+    except ConfigError as error:
+        yield str(error)
     chosen = config.origins["train.compile"].removeprefix("auto: ")
     if chosen != config.origins["train.compile"]:
         blocks = "compiled" if config.train.is_compiled else "not compiled"
@@ -144,7 +150,12 @@ def resume_notes(job: Job) -> Iterator[str]:
         done = int(steps(job.checkpoints)[-1].name.rpartition("-")[2])
     except (ConfigError, CheckpointError, IndexError, ValueError):
         return  # a run that is refused elsewhere
-    for text in (_schedule_note(before, job.config, done), _change_note(before, job.config, done)):
+    notes = (
+        _schedule_note(before, job.config, done),
+        schedule_note(job.config),
+        _change_note(before, job.config, done),
+    )
+    for text in notes:
         if text is not None:
             yield text
 

@@ -15,6 +15,7 @@ from meshwright.errors import ConfigError, RankFailed
 from meshwright.layout import Machine, resolve_layout
 from meshwright.lines import fitted
 from meshwright.prove.case import Case
+from meshwright.runtime.machines.accelerators import torch_build
 from meshwright.runtime.pricing.measured import (
     CALIBRATION,
     Kept,
@@ -27,6 +28,7 @@ from meshwright.runtime.pricing.measured import (
     source_of,
 )
 from meshwright.spec.loading import Config
+from meshwright.spec.words import busy
 from meshwright.units import format_seconds
 
 _WITHOUT: Final = f"predictions are by the shipped constants, as with {CALIBRATION}={SHIPPED}"
@@ -42,15 +44,16 @@ def measured_first(
 ) -> Config:
     """Return a config that is priced by this machine, measured now if not before.
 
-    Only CPUs are measured. `say` receives a line before and one after it, by default for stderr;
-    `measure` does it. If it fails or cannot be stored, the shipped constants apply. Raises
-    `StoppedOnRequest` on SIGINT or SIGTERM.
+    Only CPUs are measured, again if other processes took their cores meanwhile and no longer do.
+    `say` receives a line before and one after it, by default for stderr; `measure` does it. If it
+    fails or cannot be stored, the shipped constants apply. Raises `StoppedOnRequest` on SIGINT or
+    SIGTERM.
     """
     left = left_open(config, environ)
     if left is None:
         return config
     stored = find_kept(left, environ)
-    if stored is None or not stored.calibration.is_quiet:
+    if stored is None or (not stored.calibration.is_quiet and _is_quiet(left, environ)):
         stored = _measured(left, environ, say or _to_stderr, measure or _on_ranks) or stored
     return config if stored is None else priced_by(config, stored)
 
@@ -65,6 +68,9 @@ def _measured(
     try:
         case = _case(config, machine)
     except ConfigError:  # which the command itself refuses
+        return None
+    if torch_build() is None:
+        say(f"note: this CPU is not measured, which needs PyTorch: {_WITHOUT}")
         return None
     path = _place(machine, environ, config.train.precision)
     if path is None:
@@ -91,6 +97,12 @@ def _measured(
     return stored
 
 
+def _is_quiet(config: Config, environ: Mapping[str, str]) -> bool:
+    """Whether a measurement that other processes disturbed would be better now."""
+    machine = machine_of(config, environ)
+    return busy(machine.load, machine.cores) is None
+
+
 def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path | None:
     """Return the file in which to store a measurement; None if its folder cannot be created."""
     try:
@@ -109,7 +121,7 @@ def _told(stored: Kept, took: float) -> str:
     other_share = f"{1 - stored.calibration.had_core:.0%}"
     return (
         f"{text}. Other processes used {other_share} of its cores, so predictions of messages "
-        "use the shipped constants, and the next start measures again"
+        "use the shipped constants, and the next start on a quiet machine measures again"
     )
 
 

@@ -6,12 +6,12 @@ import contextlib
 import datetime
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshwright.cost.calibration import SHIPPED, Calibration, parse_calibration
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, lacks_training
 from meshwright.files import read_text
 from meshwright.layout import Machine
 from meshwright.parallel.machine.processor import fingerprint
@@ -46,13 +46,18 @@ def user_cache(environ: Mapping[str, str]) -> Path:
 def kept_at(machine: Machine, environ: Mapping[str, str], precision: str = "") -> Path:
     """Return the file for measurements here: by processor, cores or GPU, and torch.
 
-    With a `precision`, the file of what a start measures for it.
+    With a `precision`, the file of what a start measures for it. Raises `ConfigError` without
+    torch, whose version is a part of what is measured.
     """
     if machine.device == "cuda":
         name = gpu_name() or machine.name
     else:
         name = f"{machine.name} {fingerprint()}"
-    stem = re.sub("[^A-Za-z0-9.+]+", "-", f"{name} torch {version('torch')}")
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        raise lacks_training("a measurement of this machine") from None
+    stem = re.sub("[^A-Za-z0-9.+]+", "-", f"{name} torch {torch_version}")
     return user_cache(environ) / _FOLDER / f"{stem}{'.' if precision else ''}{precision}.toml"
 
 

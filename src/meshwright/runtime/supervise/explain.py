@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from meshwright.cost.price import memory
 from meshwright.errors import MeshwrightError
 from meshwright.files import read_text
 from meshwright.parallel.machine.interfaces import machine_id
-from meshwright.parallel.machine.processor import processor
 from meshwright.parallel.record.flight_recorder_file import Reading, Record, read_flight_recorder
 from meshwright.parsing import parse_json
-from meshwright.planner.plan import setting_of
 from meshwright.program.events import Events
+from meshwright.runtime.machines.machine import memory_of_machine
 from meshwright.training.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_seconds, parse_bytes
 
@@ -204,23 +202,26 @@ def _has(ranks: Sequence[int]) -> str:
 
 
 def memory_words(folder: RunFolder, rank: int) -> str:
-    """Return a rank's predicted and last measured peak in brackets; empty if neither is known.
+    """Return what a CPU rank and those beside it last held of their machine, in brackets.
 
-    The prediction is of its tensors; on a CPU, the measurement is of the whole process.
+    Processes are compared with the memory that the system has for them. Empty if it isn't known,
+    and for ranks on GPUs: what the system ends them for is the memory of the host.
     """
-    peaks = []
-    with contextlib.suppress(MeshwrightError, OSError, ValueError):
+    with contextlib.suppress(MeshwrightError, OSError, LookupError, TypeError, ValueError):
         job = read_job(folder.path)
-        setting = setting_of(job.config, local_devices=job.layout.world, processor=processor())
-        pp_rank = job.layout.mesh.coordinates(rank)["pp"]
-        predicted = memory(setting, job.layout, pp_rank).allocated
-        peaks.append(f"predicted {format_bytes(predicted)} of tensors")
-    with contextlib.suppress(OSError, KeyError, TypeError):
-        steps = [e for e in Events.read(folder.events) if "peak_memory_bytes" in e]
-        if steps:
-            peak = format_bytes(steps[-1]["peak_memory_bytes"][str(rank)])
-            peaks.append(f"measured {peak} at step {steps[-1]['step']}")
-    return f" ({', '.join(peaks)})" if peaks else ""
+        steps = [event for event in Events.read(folder.events) if "peak_memory_bytes" in event]
+        total = memory_of_machine()[0]
+        if job.machine.device != "cpu" or not steps or not total:
+            return ""
+        peaks = steps[-1]["peak_memory_bytes"]
+        per_node = job.layout.world // job.config.cluster.nodes
+        neighbours = range(rank // per_node * per_node, (rank // per_node + 1) * per_node)
+        node_bytes = format_bytes(sum(peaks[str(neighbour)] for neighbour in neighbours))
+        return (
+            f" (its process held {format_bytes(peaks[str(rank)])} and the ranks of this machine "
+            f"{node_bytes} of {format_bytes(total)} at step {steps[-1]['step']})"
+        )
+    return ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -33,7 +33,7 @@ _LLAMA32: Final = {
     "tie_embeddings": True,
 }
 _LLAMA3: Final = {"context": 8192, "rope_theta": 500000.0}
-# Llama 3.1 405B was the first of the family with a context of 131,072.
+# Llama 3.1 was the first of the family with a context of 131,072.
 _LLAMA31: Final = {"context": 131072, "rope_theta": 500000.0, "rope_scaling": _LLAMA31_ROPE}
 
 LLAMA: Final = Family(
@@ -54,9 +54,11 @@ LLAMA: Final = Family(
         "llama-2-7b": _llama(32000, 4096, 32, 32, 32, 11008, context=4096),
         "llama-2-13b": _llama(32000, 5120, 40, 40, 40, 13824, context=4096),
         "llama-2-70b": _llama(32000, 8192, 80, 64, 8, 28672, context=4096),
-        # arXiv:2407.21783, table 3, and the HF configs of meta-llama/Meta-Llama-3-* and 3.1-405B.
+        # arXiv:2407.21783, table 3, and the HF configs of meta-llama/Meta-Llama-3-* and 3.1-*.
         "llama-3-8b": _llama(128256, 4096, 32, 32, 8, 14336, **_LLAMA3),
         "llama-3-70b": _llama(128256, 8192, 80, 64, 8, 28672, **_LLAMA3),
+        "llama-3.1-8b": _llama(128256, 4096, 32, 32, 8, 14336, **_LLAMA31),
+        "llama-3.1-70b": _llama(128256, 8192, 80, 64, 8, 28672, **_LLAMA31),
         "llama-3-405b": _llama(128256, 16384, 126, 128, 8, 53248, **_LLAMA31),
         # HF configs of meta-llama/Llama-3.2-1B and -3B.
         "llama-3.2-1b": _llama(128256, 2048, 16, 32, 8, 8192, **_LLAMA32),

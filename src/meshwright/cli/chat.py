@@ -1,0 +1,83 @@
+"""`meshwright chat`: a conversation with a stored model or adapters, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from meshwright.cli.generate import add_sampling, safe, sampling_of
+from meshwright.errors import EXIT_DONE, ConfigError
+from meshwright.evaluate.talk import Generation, Sampling, TextModel
+
+EXAMPLE: Final = """\
+example:
+  meshwright chat runs/latest --system "You answer in one sentence."
+
+/new starts a new conversation; /quit or Ctrl-D ends; Ctrl-C ends an answer.
+"""
+_ENDS: Final = ("/quit", "/exit")
+_NEW: Final = "/new"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `chat`."""
+    parser.description = "Talk with a model that was trained on conversations."
+    parser.epilog = EXAMPLE
+    parser.add_argument("folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder of adapters")
+    parser.add_argument("--system", metavar="TEXT", help="what comes before the first message")
+    add_sampling(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer line after line of stdin, with the whole conversation before each."""
+    model, sampling = TextModel(Path(args.folder), args.tokenizer), sampling_of(args)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    turns: list[dict[str, str]] = []
+    while (text := _read()) is not None and text not in _ENDS:
+        if text == _NEW:
+            turns = []
+        elif text:
+            turns.append({"role": "user", "content": text})
+            turns, generation = _fitting(model, system, turns, sampling)
+            _show(generation)
+            turns.append({"role": "assistant", "content": generation.text})
+            sampling = replace(sampling, seed=sampling.seed + 1)
+    return EXIT_DONE
+
+
+def _read() -> str | None:
+    """Return the next line of the user; None at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _fitting(
+    model: TextModel,
+    system: list[dict[str, str]],
+    turns: list[dict[str, str]],
+    sampling: Sampling,
+) -> tuple[list[dict[str, str]], Generation]:
+    """Return the newest turns that fit into the model's context, and the answer to them."""
+    while True:
+        try:
+            return turns, model.answer([*system, *turns], sampling)
+        except ConfigError as error:
+            if len(turns) < 3:
+                raise
+            print(f"note: the oldest turn is left out: {error}", file=sys.stderr)
+            turns = turns[2:]
+
+
+def _show(generation: Generation) -> None:
+    """Print an answer as it is generated; Ctrl-C ends it."""
+    try:
+        for piece in generation:
+            print(safe(piece), end="", flush=True)
+    except KeyboardInterrupt:
+        print(" ...", end="")
+    print(flush=True)
