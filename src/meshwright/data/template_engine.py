@@ -204,14 +204,10 @@ def _visitor() -> Any:
     return NodeTransformer
 
 
-def _environment(bounds: _Bounds) -> Any:
-    """Return the environment that transformers gives to templates, with bounds.
-
-    transformers/utils/chat_template_utils.py, `_compile_jinja_template`.
-    """
-    from jinja2 import TemplateError, nodes, pass_context
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _generation_tag(bounds: _Bounds) -> Any:
+    """Return the extension of `{% generation %}`, whose text becomes the answer between marks."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012
@@ -224,6 +220,18 @@ def _environment(bounds: _Bounds) -> Any:
 
         def _mark(self, caller: Any) -> str:
             return f"{bounds.marks.begin}{caller()}{bounds.marks.end}"
+
+    return Generation
+
+
+def _environment(bounds: _Bounds) -> Any:
+    """Return the environment that transformers gives to templates, with bounds.
+
+    transformers/utils/chat_template_utils.py, `_compile_jinja_template`.
+    """
+    from jinja2 import TemplateError, pass_context
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Bounded(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -249,7 +257,7 @@ def _environment(bounds: _Bounds) -> Any:
         raise TemplateError(message)
 
     environment = Bounded(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(bounds), loopcontrols]
     )
     del environment.globals["lipsum"]
     environment.filters = {

@@ -161,10 +161,7 @@ def _key_blocks(
     sums: Tensor,
     deltas: Tensor,
 ) -> list[Callable[[Tensor, Tensor], None]]:
-    """Return functions that differentiate a block of keys each, over all queries that see any.
-
-    They write their gradients, and add to `total`, that of the queries.
-    """
+    """Return functions that each differentiate a block of keys, and add to `total`, the queries'."""
     dtype = queries.narrow.dtype
     first, second = (FactorMemory.of(cut.room, dtype) for _ in range(2))
     third = cut.room() if cut.cap else None
@@ -177,11 +174,8 @@ def _key_blocks(
         rows = cut.of_tokens(seeing)
         k, v = keys.wide[:, tokens], values.wide[:, tokens]
         q, g = queries.wide[:, rows].transpose(1, 2), incoming.wide[:, rows].transpose(1, 2)
-        own_k, own_q, own_g = (
-            keys.narrow[:, tokens],
-            queries.narrow[:, rows],
-            incoming.narrow[:, rows],
-        )
+        own_k, own_q = keys.narrow[:, tokens], queries.narrow[:, rows]
+        own_g = incoming.narrow[:, rows]
         shape = (*k.shape[:2], q.shape[2])
         (shares, own_shares), (scores, own_scores) = first.shaped(*shape), second.shaped(*shape)
         slopes = None if third is None else shaped(third, *shape)

@@ -24,7 +24,7 @@ _DECAYS: Final = {"linear": "linear", "cosine": "cosine", "wsd": "linear"}
 
 
 def torchtitan_keys(source: PlanSource) -> dict[str, Any]:
-    """Return the keys of torchtitan's TOML, such as `training.seq_len`."""
+    """Return the keys of torchtitan's TOML by section and key."""
     layout, train = source.layout, source.config.train
     module, flavor = _model(source)
     single = layout.pp == 1

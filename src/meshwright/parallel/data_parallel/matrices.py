@@ -18,7 +18,7 @@ class WholeMatrices:
 
     Every rank that has a shard of a matrix calls `whole` for it, in one order, and gets all of it.
     Without groups, each parameter is whole already. Messages are those of
-    `program.optimizer.matrix_gathers`.
+    `program.update.matrix_gathers`.
     """
 
     def __init__(
