@@ -161,7 +161,7 @@ def _key_blocks(
     sums: Tensor,
     deltas: Tensor,
 ) -> list[Callable[[Tensor, Tensor], None]]:
-    """Return functions that each differentiate a block of keys, and add to `total`, the queries'."""
+    """Return functions that differentiate a block of keys each; queries' gradients add up."""
     dtype = queries.narrow.dtype
     first, second = (FactorMemory.of(cut.room, dtype) for _ in range(2))
     third = cut.room() if cut.cap else None
