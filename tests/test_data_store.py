@@ -200,7 +200,8 @@ def test_open_data_prepares_once_and_follows_changes(corpus, tmp_path, monkeypat
     cache, lines = tmp_path / "cache", []
     spec = DataSpec(source=str(corpus), validation=0.1)
     first = open_data(spec, cache, progress=lines.append)
-    assert lines[0].startswith(f"preparing {corpus}: ")
+    assert lines[0].startswith(f"{corpus}: note: 0.txt and 7 other files split into documents")
+    assert lines[1].startswith(f"preparing {corpus}: ")
     assert "100%" in lines[-1]
     again = open_data(spec, cache, progress=lambda line: pytest.fail(line))
     assert first.folders == again.folders

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cli import main
-from meshwright.cli import prove as command
 from meshwright.errors import ConfigError
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
@@ -18,7 +17,7 @@ from meshwright.prove.draw import WORLDS, draw
 from meshwright.prove.outcome import Outcome
 from meshwright.prove.smallest import smallest
 from meshwright.prove.verdict import Verdict
-from meshwright.runtime.proofs import proof
+from meshwright.runtime.proofs import config_proof, proof
 from meshwright.spec.model import ModelSpec
 
 pytestmark = pytest.mark.early
@@ -231,7 +230,7 @@ def fail(monkeypatch):
                 show(outcome)
             return outcomes
 
-        monkeypatch.setattr(command, "prove_cases", prove)
+        monkeypatch.setattr(config_proof, "prove_cases", prove)
         monkeypatch.setattr(proof, "prove_cases", prove)
         return proven
 

@@ -37,7 +37,7 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.parts import Part
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.run_folder import Job
+from meshwright.training.run_folder import Job, RunFolder
 from meshwright.units import GIB
 
 GPUS = Machine("cuda", 8, 32, "CUDA GPU", is_fixed=True)
@@ -164,7 +164,7 @@ def test_the_start_says_what_was_chosen(monkeypatch):
     for words, matmul in (([], "TF32"), (["train.matmul=torch"], None)):
         config = on_gpus(*words)
         layout = resolve_layout(config, GPUS)
-        job = Job(config, layout, GPUS, Path(), SimpleNamespace(), SimpleNamespace())
+        job = Job(config, layout, GPUS, Path(), RunFolder(Path()), SimpleNamespace())
         told = "\n".join(notes.run_notes(job, {}))
         assert "train.precision = bf16, derived" in told
         assert f"layout.microbatch = {layout.microbatch}, derived" in told

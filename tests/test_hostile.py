@@ -26,6 +26,7 @@ from meshwright.errors import (
     MeshwrightError,
     nearest_divisors,
 )
+from meshwright.evaluate import talk
 from meshwright.files import read_bytes, read_text
 from meshwright.interop.importing import import_files
 from meshwright.layout import Machine, resolve_layout
@@ -274,8 +275,8 @@ ESCAPES = "a\x1b[2J\x07\u202eb\tc\nd"
 def test_a_terminal_gets_no_escapes(is_terminal, shown, monkeypatch, capsys, outcome):
     ids = list(ESCAPES.encode())
     made = [torch.tensor([one]) for one in ids[1:]]
-    monkeypatch.setattr(command, "load_model", lambda folder: None)
-    monkeypatch.setattr(command, "generate_tokens", lambda *a, **k: iter(made))
+    monkeypatch.setattr(talk, "load_model", lambda folder: None)
+    monkeypatch.setattr(talk, "generate_tokens", lambda *a, **k: iter(made))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     words = SimpleNamespace(
         chat=False,

@@ -214,7 +214,7 @@ def test_what_is_no_calibration_is_told(environ, tmp_path, text, why):
 
 def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
     shape, peak, half = blocks.usual(torch.device("cpu")), 2e11, 16
-    parts = blocks.BlockTimes(whole=0.05, attention=0.004, overhead=0.001)
+    parts = blocks.BlockTimes(block=0.05, attention=0.004, overhead=0.001)
     monkeypatch.setattr(blocks, "seconds_of_parts", lambda *_: parts)
     monkeypatch.setattr(calibrate, "take_route", lambda matmul, _: matmul)
     monkeypatch.setattr(device, "copy_rate", lambda *_: 1e10)

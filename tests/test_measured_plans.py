@@ -150,7 +150,7 @@ def test_a_typed_measurement_corrects_a_plan_and_is_kept(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["layout=shard8 zero3 mb1"], "needs a layout, and step, memory or both"),
+        (["layout=shard8 zero3 mb1"], "needs a layout, and step, memory or a log"),
         (["layout=shard8 zero3 mb1 step=fast"], "'fast' is no time"),
         (["layout=shard8 zero3 mb1 step=9000h"], "that is no efficiency"),
         (["layout=shard8 tp3 zero3 mb1 step=2s"], "tp"),

@@ -331,9 +331,11 @@ def test_what_nobody_has_given_is_said(capsys):
 
 
 def test_a_device_whose_name_goes_on_is_nearer_than_one_spelled_alike(capsys):
-    code, out = run(capsys, "plan", "cluster.preset=a100")
+    code, out = run(capsys, "plan", "cluster.preset=h100-sxm-")
     assert code == 2
-    assert "nearest legal: a100-80gb, a100-40gb or a10" in out.err
+    assert "nearest legal: h100-sxm" in out.err
+    devices = ["a10", "a800-80gb", "a100-40gb", "a100-80gb"]
+    assert nearest("a100", devices, 3) == ["a100-80gb", "a100-40gb", "a10"]
     assert nearest("h100-sxm-80gb", ["h100-pcie", "h200", "h100-sxm"]) == ["h100-sxm"]
     assert nearest("b", ["b200", "bf16"]) == []  # one letter begins too many
 

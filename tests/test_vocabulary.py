@@ -27,7 +27,7 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.model import padded, unpadded
 from meshwright.spec.parts import parameter_count, parts
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from ranks import ranks
 from runs import TINY
 
@@ -133,12 +133,12 @@ def test_gpt_3_is_planned_with_tensor_parallelism():
     made = plan(config, top=1)
     assert made.removed == []
     assert made.best.layout.tp > 1
-    (chosen,) = [one for one in made.choices if one.what == "vocabulary"]
+    (chosen,) = [one for one in made.choices if one.subject == "vocabulary"]
     assert chosen.text.startswith("50,257 entries padded to 50,304 rows")
     free = made.best.tokens_per_s
     alone = plan(load_config(None, [*GPT3, "train.precision=bf16", "layout.tp=1"]), top=1)
     assert alone.best is None or alone.best.tokens_per_s < free
-    assert alone.choices == [] or all(one.what != "vocabulary" for one in alone.choices)
+    assert alone.choices == [] or all(one.subject != "vocabulary" for one in alone.choices)
 
 
 def test_the_layout_of_gpt_3_in_tutorials_can_be_planned():
@@ -161,7 +161,7 @@ def test_a_plan_is_of_the_same_program_whether_the_padding_is_said():
         )
     )
     assert digest(plain, layout) == digest(said, layout) != digest(more, layout)
-    program = lower(plain.model, TrainSpec(batch=4, seq_len=32), layout)
+    program = lower(plain.model, TrainSpec(batch=4, seq_len=32), OptimizerSpec(), layout)
     assert program.model.vocab_rows == 320
 
 

@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 from meshwright.cli.common import print_json, read_config, say_line
 from meshwright.cli.prove_arguments import configure, refuse_mixed
-from meshwright.cli.prove_trainer import prove_command
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.layout import broken, nearest_legal
 from meshwright.program.lower import lower
@@ -51,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     extra: dict[str, Any] = {}
     refuse_mixed(args)
     if args.program:
+        from meshwright.cli.prove_trainer import prove_command  # with torch
+
         return prove_command(args, out)
     if args.matrix:
         cases, refusals = _of_table(args, out)

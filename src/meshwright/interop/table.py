@@ -17,7 +17,7 @@ from __future__ import annotations
 import tomllib
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
 
@@ -75,10 +75,15 @@ def load_table(name: str) -> Table:
     return Table.model_validate(content)
 
 
+# Trainers that pass the name on to transformers.
+_OF_TRANSFORMERS: Final = ("axolotl", "transformers")
+
+
 def _names_of_optimizers(system: str) -> dict[str, str]:
     """Return what a system calls the optimizers that there are."""
+    origin = "hf" if system in _OF_TRANSFORMERS else system
     return {
-        theirs: optimizer.name
+        foreign_name: optimizer.name
         for optimizer in OPTIMIZERS.values()
-        for theirs in optimizer.names.get(system, ())
+        for foreign_name in optimizer.names.get(origin, ())
     }

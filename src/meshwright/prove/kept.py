@@ -198,6 +198,7 @@ NOT_PROVEN: Final[Mapping[str, str]] = {
     "train.imbalance": "it is for predictions alone",
     "train.routing": "only learned routing can be proven",
     **dict.fromkeys(("train.log_every", "train.check_every"), _RECORDS),
+    "train.epochs": "it sets train.steps, which a proof takes",
     **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.stop_after_evals"), _NO_RUN),
     "optimizer.eps": "one as large as the gradients takes its place, so that their size shows",
     "layout.auto": "the layout that it chooses is proven",

@@ -24,5 +24,6 @@ ADAMW = Optimizer(
         "megatron": ("adam",),
         "hf": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
         "torchtitan": ("AdamW",),
+        "prime_rl": ("adamw",),
     },
 )

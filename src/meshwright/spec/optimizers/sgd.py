@@ -33,5 +33,5 @@ SGD = Optimizer(
         ),
     ),
     keys=frozenset({"momentum"}),
-    names={"deepspeed": ("SGD",), "megatron": ("sgd",), "hf": ("sgd",)},
+    names={"deepspeed": ("SGD",), "megatron": ("sgd",), "hf": ("sgd",), "prime_rl": ("sgd",)},
 )
