@@ -116,10 +116,10 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
     spec, parts = trained.parallel.program.optimizer, trained.shards.parts
     for leaf, part in zip(_leaves(trained), parts, strict=True):
         states = rule_of(spec, part).states(spec)
-        kept: Kept = {
+        state_values: Kept = {
             state.key: scalars[state.key] if state.is_number else None for state in states
         }
-        fill_state(leaf, trained.optimizer, stored, kept, leaf.tensor.device)
+        fill_state(leaf, trained.optimizer, stored, state_values, leaf.tensor.device)
 
 
 def fill_state(

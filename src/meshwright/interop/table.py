@@ -78,7 +78,7 @@ def load_table(name: str) -> Table:
 def _names_of_optimizers(system: str) -> dict[str, str]:
     """Return what a system calls the optimizers that there are."""
     return {
-        theirs: optimizer.name
+        name: optimizer.name
         for optimizer in OPTIMIZERS.values()
-        for theirs in optimizer.names.get(system, ())
+        for name in optimizer.names.get(system, ())
     }
