@@ -115,11 +115,11 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
         return
     spec, parts = trained.parallel.program.optimizer, trained.shards.parts
     for leaf, part in zip(_leaves(trained), parts, strict=True):
-        states = rule_of(spec, part).states(spec)
-        state_values: Kept = {
-            state.key: scalars[state.key] if state.is_number else None for state in states
+        states: Kept = {
+            state.key: scalars[state.key] if state.is_number else None
+            for state in rule_of(spec, part).states(spec)
         }
-        fill_state(leaf, trained.optimizer, stored, state_values, leaf.tensor.device)
+        fill_state(leaf, trained.optimizer, stored, states, leaf.tensor.device)
 
 
 def fill_state(
