@@ -46,8 +46,9 @@ PAGES = EVERYWHERE | {
 LEFT_OUT: set[str] = set()
 # Packages whose variables and parameters have no name of `FILLERS`.
 NAMED = (
-    *("bench", "checkpoint", "cli", "data", "evaluate", "interop", "layout", "models", "parallel"),
-    *("planner", "report", "runtime", "serve", "simulate", "spec"),
+    *("bench", "checkpoint", "cli", "cost", "data", "evaluate", "interop", "layout", "models"),
+    *("parallel", "planner", "program", "prove", "report", "runtime", "serve", "simulate"),
+    *("spec", "training"),
 )
 FILLER_WORDS = (
     "found one held made told more each kept own rest others at of words whole here there beside "

@@ -89,21 +89,21 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def read_bytes(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
+def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
     """Return the bytes of a document, which may be a pipe.
 
-    Raises `OSError` if there are more than `most`, so that /dev/zero cannot fill the memory.
+    Raises `OSError` if there are more than `limit`, so that /dev/zero cannot fill the memory.
     """
     with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most)}", str(path))
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(limit)}", str(path))
     return content
 
 
-def read_text(path: Path, most: int = LARGEST_DOCUMENT) -> str:
+def read_text(path: Path, limit: int = LARGEST_DOCUMENT) -> str:
     """Return the UTF-8 text of a document, as `read_bytes`; raises `UnicodeDecodeError` too."""
-    return read_bytes(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    return read_bytes(path, limit).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 class AtomicFile:

@@ -80,14 +80,14 @@ def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
     return files[0] if files else None, overrides
 
 
-def _refuse_two_words(word: str, words: Sequence[str]) -> None:
+def _refuse_two_words(word: str, arguments: Sequence[str]) -> None:
     """Refuse a key whose value is another word, as in `layout.tp 2`."""
     section, _, key = word.partition(".")
     if key not in KEYS.get(section, ()):
         return
-    others = [other for other in words[words.index(word) + 1 :] if "=" not in other]
-    value = others[0] if others else "VALUE"
-    rule = f"{' '.join([word, *others[:1]])}: a key and its value are one word"
+    following = [other for other in arguments[arguments.index(word) + 1 :] if "=" not in other]
+    value = following[0] if following else "VALUE"
+    rule = f"{' '.join([word, *following[:1]])}: a key and its value are one word"
     raise ConfigError(refusal(rule, legal=[f"{word}={value}"]))
 
 

@@ -146,12 +146,12 @@ def _run(arguments: Sequence[str]) -> int:
     return cast(Command, args.module).run(args)
 
 
-def _with_program(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+def _with_program(arguments: Sequence[str]) -> tuple[Sequence[str], list[str]]:
     """Return the words of a command, and those of the program that `prove --` runs."""
-    if words[:1] != ["prove"] or "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], list(words[at + 1 :])
+    if arguments[:1] != ["prove"] or "--" not in arguments:
+        return arguments, []
+    separator = arguments.index("--")
+    return arguments[:separator], list(arguments[separator + 1 :])
 
 
 def _complain(command: str, text: str) -> None:

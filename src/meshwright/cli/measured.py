@@ -197,8 +197,8 @@ def _of_log(path: Path, setting: Setting, layout: Layout) -> Measurement:
     """Return what a log of another trainer says of a step, and say which lines it is from."""
     train = setting.train
     log = read_log(path, LoggedRun(train.batch, train.seq_len, layout.world, layout.model_ranks))
-    for told in log.says:
-        say(f"measured: {told}", out=sys.stderr)
+    for line in log.says:
+        say(f"measured: {line}", out=sys.stderr)
     return Measurement(
         on_cluster(setting, layout),
         layout,

@@ -214,32 +214,32 @@ def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
     started = time.perf_counter()
     asked = config if like is None else free_config(like)
     if trainer is None:
-        made = plan(asked, args.top, calibration, args.margin)
+        planned = plan(asked, args.top, calibration, args.margin)
     else:
-        made = plan_for(asked, trainer, args.top, calibration, args.margin)
+        planned = plan_for(asked, trainer, args.top, calibration, args.margin)
     seconds = time.perf_counter() - started
-    document = as_json(made)
+    document = as_json(planned)
     if measured is not None:
         document["measured"] = measured.document
     if not args.json and like is not None:
         print_like(like)
     if like is not None and like.layout is not None:
-        found = compared(like, trainer, made, *priced(like, trainer, calibration))
-        document["like"] = compared_json(like, found)
+        comparison = compared(like, trainer, planned, *priced(like, trainer, calibration))
+        document["like"] = compared_json(like, comparison)
         if not args.json:
-            print_compared(found)
+            print_compared(comparison)
             print()
-    file = None if trainer is None else config_file(args, trainer, made)
+    file = None if trainer is None else config_file(args, trainer, planned)
     if trainer is not None:
         document["for"] = file_json(trainer, file)
     if args.json:
         print_json(document)
-        return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+        return EXIT_DONE if planned.best else EXIT_CHECK_FAILED
     if trainer is not None:
-        print_trainer(trainer, made)
-    _print_plan(made, seconds, None)
+        print_trainer(trainer, planned)
+    _print_plan(planned, seconds, None)
     print_file(args, file)
-    return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+    return EXIT_DONE if planned.best else EXIT_CHECK_FAILED
 
 
 def _print_command(command: str | None, notes: list[str]) -> None:

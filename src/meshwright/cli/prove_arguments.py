@@ -94,8 +94,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def refuse_mixed(args: argparse.Namespace) -> None:
     """Refuse arguments that do not go together, before anything is started."""
     if args.program:
-        others = (args.matrix, args.random, args.case, args.minutes, args.check_order, args.resume)
-        if any(others) or args.words:
+        flags = (args.matrix, args.random, args.case, args.minutes, args.check_order, args.resume)
+        if any(flags) or args.words:
             raise ConfigError("before -- COMMAND go --steps, --folder and --json alone")
         return
     if args.steps is not None or args.folder is not None:

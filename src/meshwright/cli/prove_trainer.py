@@ -50,16 +50,16 @@ def prove_command(args: argparse.Namespace, out: TextIO) -> int:
         if args.json:
             print_json({"passed": False, "refused": reason, "command": args.program, "faults": []})
         return EXIT_RANK_FAILED
-    found = json.loads((folder / VERDICT).read_text())
-    for line in verdict_lines(found):
+    verdict = json.loads((folder / VERDICT).read_text())
+    for line in verdict_lines(verdict):
         say_line(line, out)
     if (folder / ISSUE).is_file():
         say_line(f"for an issue tracker: {folder / ISSUE}", out)
     if args.json:
-        print_json({**found, "command": args.program, "folder": str(folder)})
-    if found["refused"] is not None:
+        print_json({**verdict, "command": args.program, "folder": str(folder)})
+    if verdict["refused"] is not None:
         return EXIT_REFUSED
-    return EXIT_DONE if found["passed"] else EXIT_CHECK_FAILED
+    return EXIT_DONE if verdict["passed"] else EXIT_CHECK_FAILED
 
 
 def _environ(folder: Path, steps: int) -> dict[str, str]:

@@ -84,8 +84,8 @@ def check_trainers(args: argparse.Namespace) -> None:
     for name in _OWN:
         if getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
-            beside = "--for" if args.trainer else "--like"
-            raise ConfigError(f"{flag} is answered for layouts of Meshwright; leave {beside} out")
+            mode = "--for" if args.trainer else "--like"
+            raise ConfigError(f"{flag} is answered for layouts of Meshwright; leave {mode} out")
 
 
 def read_like(args: argparse.Namespace) -> Like | None:
@@ -155,19 +155,19 @@ def trainer_of(args: argparse.Namespace, like: Like | None) -> Trainer | None:
     return trainer_named(name) if name in TRAINERS else None
 
 
-def source_of(made: Plan, layout: Layout) -> PlanSource:
+def source_of(planned: Plan, layout: Layout) -> PlanSource:
     """Return what a plan's config file is made from."""
-    cluster = made.setting.cluster
+    cluster = planned.setting.cluster
     per_node = min(cluster.per_node, cluster.devices)
-    return PlanSource(made.config, layout, cluster.devices // per_node, per_node)
+    return PlanSource(planned.config, layout, cluster.devices // per_node, per_node)
 
 
-def config_file(args: argparse.Namespace, trainer: Trainer, made: Plan) -> Written | None:
+def config_file(args: argparse.Namespace, trainer: Trainer, planned: Plan) -> Written | None:
     """Return the best layout as the trainer's config, written where it is asked for."""
-    if made.best is None:
+    if planned.best is None:
         return None
     name = str(args.save_config or f"plan{trainer.suffix}")
-    file = written(trainer, source_of(made, made.best.layout), name)
+    file = written(trainer, source_of(planned, planned.best.layout), name)
     if args.save_config is not None:
         write_atomic(args.save_config, file.text.encode())
     return file
@@ -187,12 +187,12 @@ def file_json(trainer: Trainer, file: Written | None) -> dict[str, Any]:
     }
 
 
-def print_trainer(trainer: Trainer, made: Plan) -> None:
+def print_trainer(trainer: Trainer, planned: Plan) -> None:
     """Print whose plan follows, for which version, and as what it is priced."""
     say(f"for {trainer.package} {trainer.version}: {trainer.file}")
-    system = made.setting.system.name
-    why = f": {trainer.priced_why}" if trainer.priced_why else ""
-    say(f"note: priced as {system}{why}")
+    system = planned.setting.system.name
+    reason = f": {trainer.priced_why}" if trainer.priced_why else ""
+    say(f"note: priced as {system}{reason}")
 
 
 def print_file(args: argparse.Namespace, file: Written | None) -> None:
@@ -227,38 +227,42 @@ def priced(
     system = "meshwright" if trainer is None else priced_as(trainer, like.config)
     setting = setting_of(like.config, calibration, system=system)
     check_legal(setting, like.layout)
-    theirs = explain(setting, like.layout)
-    return theirs, [held for held in memories(setting, like.layout) if not held.fits]
+    prediction = explain(setting, like.layout)
+    return prediction, [memory for memory in memories(setting, like.layout) if not memory.fits]
 
 
 def compared(
-    like: Like, trainer: Trainer | None, made: Plan, theirs: Prediction, over: list[RankMemory]
+    like: Like,
+    trainer: Trainer | None,
+    planned: Plan,
+    prediction: Prediction,
+    over: list[RankMemory],
 ) -> LikeComparison:
     """Return what would be faster than a file's layout, and the keys to change, in its words."""
-    best = made.best
-    if best is None or best.layout == theirs.layout:
-        return LikeComparison(theirs, over, None, [])
-    if theirs.memory.fits and best.time.total > (1 - _WORTH) * theirs.time.total:
-        return LikeComparison(theirs, over, None, [])
-    changes = _changes(like, trainer, made, theirs.layout, best.layout)
-    return LikeComparison(theirs, over, best, changes)
+    best = planned.best
+    if best is None or best.layout == prediction.layout:
+        return LikeComparison(prediction, over, None, [])
+    if prediction.memory.fits and best.time.total > (1 - _WORTH) * prediction.time.total:
+        return LikeComparison(prediction, over, None, [])
+    changes = _changes(like, trainer, planned, prediction.layout, best.layout)
+    return LikeComparison(prediction, over, best, changes)
 
 
 def _changes(
-    like: Like, trainer: Trainer | None, made: Plan, before: Layout, after: Layout
+    like: Like, trainer: Trainer | None, planned: Plan, before: Layout, after: Layout
 ) -> list[str]:
     """Return each changed key with both values, under the trainer's name of it."""
     if trainer is not None and like.report.system == trainer.name:
         try:
-            first = keys_of(trainer, source_of(made, before))
-            second = keys_of(trainer, source_of(made, after))
+            first = keys_of(trainer, source_of(planned, before))
+            second = keys_of(trainer, source_of(planned, after))
         except ConfigError:  # what one of them cannot say has no key there
             pass
         else:
             return _changed(first, second)
-    theirs = {to: entry.key for entry in like.report.entries for to in entry.to}
+    key_names = {to: entry.key for entry in like.report.entries for to in entry.to}
     first, second = before.model_dump(), after.model_dump()
-    names = {key: theirs.get(f"layout.{key}", f"layout.{key}") for key in first}
+    names = {key: key_names.get(f"layout.{key}", f"layout.{key}") for key in first}
     return _changed(
         {names[key]: value for key, value in first.items()},
         {names[key]: value for key, value in second.items()},
@@ -302,45 +306,46 @@ def _is_target(key: str) -> bool:
     return key.partition(".")[0] in _PLANNED or key in _PLANNED_KEYS
 
 
-def print_compared(found: LikeComparison) -> None:
+def print_compared(comparison: LikeComparison) -> None:
     """Print whether a file's layout fits, on which rank it does not and why, and what is faster."""
-    theirs = found.theirs
-    time = format_seconds(theirs.time.total)
-    label = theirs.layout.label
-    if not found.over:
-        held = theirs.memory
+    prediction = comparison.theirs
+    time = format_seconds(prediction.time.total)
+    label = prediction.layout.label
+    if not comparison.over:
+        memory = prediction.memory
         say(
-            f"as given: {label} fits, {format_bytes(held.total)} of {format_bytes(held.limit)} on "
-            f"pipeline rank {held.rank}; {time} a step, MFU {theirs.mfu:.1%}"
+            f"as given: {label} fits, {format_bytes(memory.total)} of {format_bytes(memory.limit)} "
+            f"on pipeline rank {memory.rank}; {time} a step, MFU {prediction.mfu:.1%}"
         )
-    for held in found.over:
-        parts = sorted(held.by_category().items(), key=lambda one: -one[1])[:3]
-        told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    for memory in comparison.over:
+        parts = sorted(memory.by_category().items(), key=lambda part: -part[1])[:3]
+        largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
         say(
-            f"as given: {label} does not fit on pipeline rank {held.rank}: "
-            f"{format_bytes(held.total)} of {format_bytes(held.limit)}; most of it {told}"
+            f"as given: {label} does not fit on pipeline rank {memory.rank}: "
+            f"{format_bytes(memory.total)} of {format_bytes(memory.limit)}; most of it {largest}"
         )
-    if found.faster is None:
-        say("nothing is faster by more than 2%" if not found.over else "nothing else fits")
+    if comparison.faster is None:
+        say("nothing is faster by more than 2%" if not comparison.over else "nothing else fits")
         return
-    share = theirs.time.total / found.faster.time.total
-    verb = "fits" if found.over else "is faster"
+    share = prediction.time.total / comparison.faster.time.total
+    verb = "fits" if comparison.over else "is faster"
     say(
-        f"what {verb}: {found.faster.layout.label}, {format_seconds(found.faster.time.total)} a "
-        f"step" + ("" if found.over else f", {share:.2f} x the speed")
+        f"what {verb}: {comparison.faster.layout.label}, "
+        f"{format_seconds(comparison.faster.time.total)} a step"
+        + ("" if comparison.over else f", {share:.2f} x the speed")
     )
-    for change in found.changes:
+    for change in comparison.changes:
         say(change, "  ")
 
 
-def compared_json(like: Like, found: LikeComparison) -> dict[str, Any]:
+def compared_json(like: Like, comparison: LikeComparison) -> dict[str, Any]:
     """Return a comparison as JSON."""
     return {
         "file": like.report.as_json(),
-        "as_given": prediction_json(found.theirs),
-        "over": [{"rank": held.rank, "bytes": round(held.total)} for held in found.over],
-        "faster": None if found.faster is None else prediction_json(found.faster),
-        "changes": found.changes,
+        "as_given": prediction_json(comparison.theirs),
+        "over": [{"rank": memory.rank, "bytes": round(memory.total)} for memory in comparison.over],
+        "faster": None if comparison.faster is None else prediction_json(comparison.faster),
+        "changes": comparison.changes,
     }
 
 

@@ -40,10 +40,10 @@ class ByteCount:
         """Count bytes only for the body of a `with` statement."""
         return _Spike(self, category, size)
 
-    def note(self, what: str) -> None:
+    def note(self, operation: str) -> None:
         """Record a moment."""
-        held = {category: size for category, size in self.held.items() if size}
-        self.moments.append(PredictedMoment(self.action, what, held))
+        sizes = {category: size for category, size in self.held.items() if size}
+        self.moments.append(PredictedMoment(self.action, operation, sizes))
 
 
 class _Spike:

@@ -74,27 +74,27 @@ class Calibration:
         constants = {name: self.constants[name] for name in self.constants if not _of_blocks(name)}
         return replace(self, constants=constants)
 
-    def find(self, what: str, *kinds: str) -> float:
+    def find(self, constant: str, *kinds: str) -> float:
         """Return a constant of the first kind that has it, otherwise that of "any".
 
         If none has it, looks for the name without its last part: a value for "moves" also applies
         to "moves.fp32". Raises `KeyError` if that fails, too.
         """
-        key = (what, *kinds)
+        key = (constant, *kinds)
         if key not in self._found:
-            self._found[key] = self._find(what, *kinds)
+            self._found[key] = self._find(constant, *kinds)
         return self._found[key]
 
-    def _find(self, what: str, *kinds: str) -> float:
-        names = what.split(".")
+    def _find(self, constant: str, *kinds: str) -> float:
+        names = constant.split(".")
         everywhere = (*kinds, *(kind.partition("-")[0] for kind in kinds), ANY)
         for length in range(len(names), 0, -1):
             name = ".".join(names[:length])
             for kind in everywhere:
-                found = self.constants.get(f"{kind}.{name}")
-                if found is not None:
-                    return found
-        raise KeyError(f"no calibration of {what} for {' or '.join(kinds)}")
+                value = self.constants.get(f"{kind}.{name}")
+                if value is not None:
+                    return value
+        raise KeyError(f"no calibration of {constant} for {' or '.join(kinds)}")
 
 
 def parse_calibration(text: str) -> Calibration:
@@ -108,7 +108,7 @@ def parse_calibration(text: str) -> Calibration:
             raise ValueError(f"{kind} = {table!r} is in no table of a kind, such as [cpu]")
     about = content.pop("about", {})
     said = [about.get(key, "") for key in ("date", "source", "blocks")]
-    if not all(isinstance(one, str) for one in said):
+    if not all(isinstance(entry, str) for entry in said):
         raise ValueError("[about] must have strings as date, source and blocks")
     had_core = about.get("had_core", 1.0)
     if isinstance(had_core, bool) or not isinstance(had_core, int | float):
@@ -121,22 +121,22 @@ def parse_calibration(text: str) -> Calibration:
 
 def blocks_of(model: ModelSpec, seq_len: int) -> str:
     """Return a fingerprint of what determines the speed of a model's blocks, not their number."""
-    others = {"n_layers", "vocab_size", OF_PADDING, "tie_embeddings"}
-    fields = model.model_dump(mode="json", exclude=others)
+    excluded = {"n_layers", "vocab_size", OF_PADDING, "tie_embeddings"}
+    fields = model.model_dump(mode="json", exclude=excluded)
     return hashlib.sha256(json.dumps([fields, seq_len], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _flat(content: Mapping[str, Any], at: str = "") -> list[tuple[str, float]]:
-    found = []
+def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    constants = []
     for key, value in content.items():
-        name = f"{at}.{key}" if at else key
+        name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, dict):
-            found += _flat(value, name)
+            constants += _flat(value, name)
         elif isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} = {value!r} must be a number")
         else:
-            found.append((name, _checked(name, float(value))))
-    return found
+            constants.append((name, _checked(name, float(value))))
+    return constants
 
 
 def _checked(name: str, value: float) -> float:
@@ -158,25 +158,25 @@ def shipped_calibration() -> Calibration:
 def read_calibration(path: Path) -> Calibration:
     """Return your own calibration on top of the shipped one; raises `ConfigError`."""
     try:
-        own = parse_calibration(read_text(path))
+        calibration = parse_calibration(read_text(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"calibration {path} cannot be read: {reason}") from None
-    return over_shipped(own)
+    return over_shipped(calibration)
 
 
-def over_shipped(own: Calibration) -> Calibration:
+def over_shipped(calibration: Calibration) -> Calibration:
     """Return a calibration, with shipped constants where it has none of its own."""
-    known, shipped = own.constants, dict(shipped_calibration().constants)
+    known, shipped = calibration.constants, dict(shipped_calibration().constants)
     for kind in {name.split(".")[0] for name in known if ".inner." in name}:
         # Where links were measured and no channels, there are none.
         shipped = {
             name: shipped[name] for name in shipped if not name.startswith(f"{kind}.channel.")
         }
     # What is shipped of a system on a kind of device comes before that kind's: so does its own.
-    found = {name for name in shipped if name.partition(".")[2] in known}
-    shipped = {name: shipped[name] for name in shipped if name not in found}
-    return replace(own, constants={**shipped, **known})
+    replaced = {name for name in shipped if name.partition(".")[2] in known}
+    shipped = {name: shipped[name] for name in shipped if name not in replaced}
+    return replace(calibration, constants={**shipped, **known})
 
 
 def calibration_named(name: str | None) -> Calibration:

@@ -39,18 +39,20 @@ class Waits(NamedTuple):
     last: EndWaits = EndWaits()
     is_joined: bool = False
 
-    def passes(self, held: HeldLayers) -> tuple[float, float]:
+    def passes(self, held_layers: HeldLayers) -> tuple[float, float]:
         """Return the seconds of a forward and a backward for the layers of a pipeline rank."""
         forward = backward = 0.0
-        if held.has_head:
+        if held_layers.has_head:
             forward, backward = self.last
-        if held.has_embedding and not (self.is_joined and held.has_head):
+        if held_layers.has_embedding and not (self.is_joined and held_layers.has_head):
             forward, backward = forward + self.first.forward, backward + self.first.backward
-        return held.total(self.forward) + forward, held.total(self.backward) + backward
+        return held_layers.total(self.forward) + forward, held_layers.total(
+            self.backward
+        ) + backward
 
-    def of(self, held: HeldLayers) -> float:
+    def of(self, held_layers: HeldLayers) -> float:
         """Return both together."""
-        return sum(self.passes(held))
+        return sum(self.passes(held_layers))
 
 
 class _Peers(NamedTuple):
@@ -114,20 +116,22 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSec
     if ranks == 1 or zero < 2:
         return UnitSeconds(0.0, 0.0, 0.0)
     model, network, gather, reduce = setting.model, kernels.network, 0.0, 0.0
-    found = gathered_weights(setting, layout)
-    experts, kind = max(found.experts), gathering(setting, layout)
-    for one in _peers(layout, found.layer - experts, experts) if zero == 3 else ():
-        among = one.shards, one.shard_stride, one.shard
-        gather += network.seconds(kind, one.elements * setting.element, *among)
-    found = weights(model, layout.tp, ranks, layout.ep, layout.etp, of="trained")
-    for one in _peers(layout, found.layer - max(found.experts), max(found.experts)):
-        among = one.shards, one.shard_stride, one.shard
-        size = one.elements * setting.reduced_bytes
+    unit_weights = gathered_weights(setting, layout)
+    experts, kind = max(unit_weights.experts), gathering(setting, layout)
+    for peers in _peers(layout, unit_weights.layer - experts, experts) if zero == 3 else ():
+        among = peers.shards, peers.shard_stride, peers.shard
+        gather += network.seconds(kind, peers.elements * setting.element, *among)
+    unit_weights = weights(model, layout.tp, ranks, layout.ep, layout.etp, which="trained")
+    for peers in _peers(
+        layout, unit_weights.layer - max(unit_weights.experts), max(unit_weights.experts)
+    ):
+        among = peers.shards, peers.shard_stride, peers.shard
+        size = peers.elements * setting.reduced_bytes
         reduce += network.seconds(reduction(setting, layout), size, *among)
-    own = sums_in_place(layout, setting.target)  # else a unit is taken up in either pass
-    is_joined = model.tie_embeddings and not own
+    in_place = sums_in_place(layout, setting.target)  # else a unit is taken up in either pass
+    is_joined = model.tie_embeddings and not in_place
     ends = _ends(setting, kernels, layout)
-    return UnitSeconds(gather, reduce, 0.0 if own else kernels.per_unit / 2, *ends, is_joined)
+    return UnitSeconds(gather, reduce, 0.0 if in_place else kernels.per_unit / 2, *ends, is_joined)
 
 
 def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSeconds, EndSeconds]:
@@ -144,26 +148,30 @@ def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSecond
         if zero < 3 or in_place:
             return 0.0
         kind = gathering(setting, layout)
-        return sum(network.seconds(kind, one * setting.element, *among) for one in units)
+        return sum(network.seconds(kind, elements * setting.element, *among) for elements in units)
 
     def reduce(*units: int) -> float:
-        kind, each = reduction(setting, layout), setting.reduced_bytes
-        return sum(network.seconds(kind, one * each, *among) for one in units)
+        kind, element_bytes = reduction(setting, layout), setting.reduced_bytes
+        return sum(network.seconds(kind, elements * element_bytes, *among) for elements in units)
 
     cut = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp)
-    own = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
+    trained = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, which="trained")
     if in_place or model.tie_embeddings or not setting.system.parts_ends:
         # The last end's own, and what is tied to it where FSDP2 has both in one unit.
         joined = model.tie_embeddings and not in_place
-        both, sums = (one.norm + one.head + one.embedding * joined for one in (cut, own))
-        first, last = gather(cut.embedding), gather(both)
+        last_end, sums = (
+            part.norm + part.head + part.embedding * joined for part in (cut, trained)
+        )
+        first, last = gather(cut.embedding), gather(last_end)
         return (
-            EndSeconds(first, first, reduce(own.embedding)),
+            EndSeconds(first, first, reduce(trained.embedding)),
             EndSeconds(last, last, reduce(sums)),
         )
     return (
-        EndSeconds(gather(cut.embedding), 0.0, reduce(own.embedding)),
-        EndSeconds(gather(cut.norm), gather(cut.norm, cut.head), reduce(own.norm, own.head)),
+        EndSeconds(gather(cut.embedding), 0.0, reduce(trained.embedding)),
+        EndSeconds(
+            gather(cut.norm), gather(cut.norm, cut.head), reduce(trained.norm, trained.head)
+        ),
     )
 
 
@@ -194,13 +202,15 @@ def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> W
     def wait(sent: float, computed: float) -> float:
         return sent - kernels.overlap * min(sent, computed)
 
-    def backward(one: Seconds) -> float:
-        return one.backward + one.recompute + one.tp_backward + one.tp_recompute
+    def backward(seconds: Seconds) -> float:
+        return seconds.backward + seconds.recompute + seconds.tp_backward + seconds.tp_recompute
 
     before, after = parts.layers[0], parts.last
     return Waits(
-        tuple(wait(gather, one.forward + one.tp_forward) + host for one in parts.layers),
-        tuple(wait(gather + reduce, backward(one)) + host for one in parts.layers),
+        tuple(
+            wait(gather, seconds.forward + seconds.tp_forward) + host for seconds in parts.layers
+        ),
+        tuple(wait(gather + reduce, backward(seconds)) + host for seconds in parts.layers),
         EndWaits(first.forward, wait(first.backward + first.reduce, before.forward)),
         EndWaits(
             wait(last.forward, after.forward + after.tp_forward),
@@ -210,7 +220,9 @@ def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> W
     )
 
 
-def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
+def data_messages(
+    setting: Setting, kernels: Kernels, layout: Layout, held_layers: HeldLayers
+) -> float:
     """Return the seconds of data-parallel messages once per step: sums, ZeRO 1 and 2's gathers.
 
     For ZeRO 3, only the gathers of the ends, if ranks keep these for a whole step. For each stage,
@@ -218,36 +230,38 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
     and each message; a layer has its share of the messages. A turn waits for the slowest node, and
     the messages of all nodes compete.
     """
-    found = elements_of(setting.model, layout, held, of="trained")
-    gathered = gathered_elements(setting, layout, held)
+    trained = elements_of(setting.model, layout, held_layers, which="trained")
+    gathered = gathered_elements(setting, layout, held_layers)
     network, reduced = kernels.network, setting.reduced_bytes
-    turns = held.layers * (layout.shard_ranks * layout.replica_ranks - 1)
-    seconds = _scales(setting, kernels, layout, held)
-    for one, sent in zip(_peers(layout, *found), _peers(layout, *gathered), strict=True):
-        among = one.shards, one.shard_stride, one.shard
-        if one.shards > 1 and layout.zero <= 2:
+    turns = held_layers.layers * (layout.shard_ranks * layout.replica_ranks - 1)
+    seconds = _scales(setting, kernels, layout, held_layers)
+    for peers, sent in zip(_peers(layout, *trained), _peers(layout, *gathered), strict=True):
+        among = peers.shards, peers.shard_stride, peers.shard
+        if peers.shards > 1 and layout.zero <= 2:
             if layout.zero == 1:
                 kind = reduction(setting, layout)
-                seconds += network.seconds(kind, one.elements * reduced, *among)
+                seconds += network.seconds(kind, peers.elements * reduced, *among)
             gather = gathering(setting, layout)
             seconds += network.seconds(gather, sent.elements * setting.element, *among)
-        if one.replicas > 1:
-            size = one.elements * reduced / one.shards
-            copies = one.replicas, one.replica_stride, one.replicate
+        if peers.replicas > 1:
+            size = peers.elements * reduced / peers.shards
+            copies = peers.replicas, peers.replica_stride, peers.replicate
             seconds += network.seconds("all_reduce", size, *copies)
     if layout.zero == 3 and sums_in_place(layout, setting.target):
-        ends = elements_of(setting.model, layout, held._replace(kinds=(0,) * len(held.kinds)))
+        ends = elements_of(
+            setting.model, layout, held_layers._replace(kinds=(0,) * len(held_layers.kinds))
+        )
         size, among = ends.plain * setting.element, (layout.shard_ranks, layout.tp, "shard")
         seconds += network.seconds(gathering(setting, layout), size, *among)
     return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
 
 
-def _scales(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
+def _scales(setting: Setting, kernels: Kernels, layout: Layout, held_layers: HeldLayers) -> float:
     """Return the seconds in which ranks find the scales of weights that they gather in float8."""
     if not gathers_float8(setting.train, layout, setting.target):
         return 0.0
     kinds = setting.model.layer_kinds
-    count = held.total(float8_weights(setting.model, kind) for kind in kinds)
+    count = held_layers.total(float8_weights(setting.model, kind) for kind in kinds)
     among = layout.shard_ranks, layout.tp, "shard"
     return kernels.network.seconds("all_reduce", LARGEST_BYTES * count, *among)
 

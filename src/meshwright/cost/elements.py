@@ -38,10 +38,12 @@ class Weights(NamedTuple):
         """Those of the largest layer."""
         return max(self.layers)
 
-    def largest(self, held: HeldLayers) -> int:
+    def largest(self, held_layers: HeldLayers) -> int:
         """Return those of the largest unit of a pipeline rank: a layer or one of the ends."""
         last = self.norm + self.head
-        return max(self.layer, self.embedding * held.has_embedding, last * held.has_head)
+        return max(
+            self.layer, self.embedding * held_layers.has_embedding, last * held_layers.has_head
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -52,13 +54,13 @@ def weights(
     ep: int = 1,
     etp: int | None = None,
     *,
-    of: Which = "all",
+    which: Which = "all",
     rounded: bool = False,
 ) -> Weights:
     """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
 
-    Of experts those of one of `ep` ranks. `of` what is trained, or kept in four bits, alone. With
-    `rounded`, they are counted as gathered: two elements in float8 are as one in bf16.
+    Of experts those of one of `ep` ranks. `which` counts all, or alone what is trained or kept in
+    four bits. With `rounded`, they are counted as gathered: two in float8 are as one in bf16.
     """
     model = padded(model, tp)
     layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep, etp=etp)
@@ -66,15 +68,15 @@ def weights(
         layout = Layout(tp=tp, dp_replicate=layout.expert_data, ep=ep, etp=etp)
     layers, experts = [], []
     for kind in model.layer_kinds:
-        found = parts(model.alike(kind, n_layers=1))
+        block_parts = parts(model.alike(kind, n_layers=1))
         sizes = {
             part.name: shard(part, layout).padded_elements
             * gathered_element(part, _BF16, rounded)
             // _BF16
-            * is_of(part, of)
-            for part in found
+            * is_of(part, which)
+            for part in block_parts
         }
-        shared_out = (part.name for part in found if part.is_of_experts and ep > 1)
+        shared_out = (part.name for part in block_parts if part.is_of_experts and ep > 1)
         experts.append(sum(map(sizes.__getitem__, shared_out)))
         layers.append(sum(size for name, size in sizes.items() if name.startswith("layers.")))
     norm = sum(size for name, size in sizes.items() if name.startswith("norm."))
@@ -82,12 +84,12 @@ def weights(
     return Weights(tuple(layers), tuple(experts), *ends)
 
 
-def is_of(part: Part, of: Which) -> bool:
+def is_of(part: Part, which: Which) -> bool:
     """Return whether a parameter is one of those that are counted."""
-    if isinstance(of, tuple):
-        name, number = of
+    if isinstance(which, tuple):
+        name, number = which
         return part.trained and OPTIMIZERS[name].rule_number(part) == number
-    return {"all": True, "trained": part.trained, "four bits": part.four_bits}[of]
+    return {"all": True, "trained": part.trained, "four bits": part.four_bits}[which]
 
 
 def gathered_weights(setting: Setting, layout: Layout) -> Weights:
@@ -117,10 +119,10 @@ class Elements(NamedTuple):
 def elements_of(
     model: ModelSpec,
     layout: Layout,
-    held: HeldLayers,
+    held_layers: HeldLayers,
     *,
     is_padded: bool = True,
-    of: Which = "all",
+    which: Which = "all",
     rounded: bool = False,
 ) -> Elements:
     """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
@@ -128,7 +130,7 @@ def elements_of(
     A tied head is a copy of the embedding.
     """
     ranks = layout.shard_ranks if is_padded else 1
-    return _elements(model, layout.tp, ranks, layout.ep, layout.etp, held, of, rounded)
+    return _elements(model, layout.tp, ranks, layout.ep, layout.etp, held_layers, which, rounded)
 
 
 @lru_cache(maxsize=8192)
@@ -138,24 +140,24 @@ def _elements(
     ranks: int,
     ep: int,
     etp: int | None,
-    held: HeldLayers,
-    of: Which,
+    held_layers: HeldLayers,
+    which: Which,
     rounded: bool,
 ) -> Elements:
     """Return `elements_of`: layouts of a search differ by other things most of the time."""
-    found = weights(model, tp, ranks, ep, etp, of=of, rounded=rounded)
-    experts = int(held.total(found.experts))
-    plain = int(held.total(found.layers)) - experts
-    if held.has_embedding or (held.has_head and model.tie_embeddings):
-        plain += found.embedding
-    return Elements(plain + (found.norm + found.head) * held.has_head, experts)
+    unit_weights = weights(model, tp, ranks, ep, etp, which=which, rounded=rounded)
+    experts = int(held_layers.total(unit_weights.experts))
+    plain = int(held_layers.total(unit_weights.layers)) - experts
+    if held_layers.has_embedding or (held_layers.has_head and model.tie_embeddings):
+        plain += unit_weights.embedding
+    return Elements(plain + (unit_weights.norm + unit_weights.head) * held_layers.has_head, experts)
 
 
 def gathered_elements(
-    setting: Setting, layout: Layout, held: HeldLayers, *, is_padded: bool = True
+    setting: Setting, layout: Layout, held_layers: HeldLayers, *, is_padded: bool = True
 ) -> Elements:
     """Return the trained elements that ranks gather: two in float8 count as one in bf16."""
     rounded = gathers_float8(setting.train, layout, setting.target)
     return elements_of(
-        setting.model, layout, held, is_padded=is_padded, of="trained", rounded=rounded
+        setting.model, layout, held_layers, is_padded=is_padded, which="trained", rounded=rounded
     )

@@ -25,16 +25,18 @@ class CopyWaits(NamedTuple):
     first: float
     is_there: bool
 
-    def passes(self, held: HeldLayers, stages: int = 1) -> tuple[float, float]:
+    def passes(self, held_layers: HeldLayers, stages: int = 1) -> tuple[float, float]:
         """Return the seconds of a forward and a backward of so many stages with such layers."""
         if not self.first:  # nothing is copied, or in no time
             return 0.0, 0.0
-        begins = stages - (self.is_there and held.has_head)
-        return held.total(self.forward), held.total(self.backward) + begins * self.first
+        begins = stages - (self.is_there and held_layers.has_head)
+        return held_layers.total(self.forward), held_layers.total(
+            self.backward
+        ) + begins * self.first
 
-    def of(self, held: HeldLayers, stages: int = 1) -> float:
+    def of(self, held_layers: HeldLayers, stages: int = 1) -> float:
         """Return both together."""
-        return sum(self.passes(held, stages))
+        return sum(self.passes(held_layers, stages))
 
 
 def copy_waits(
@@ -48,21 +50,21 @@ def copy_waits(
     if layout.offload != "activations":
         nothing = (0.0,) * len(parts.layers)
         return CopyWaits(nothing, nothing, 0.0, is_there=True)
-    moved = [sum(size for _, size in one.leaves) for one in work_of(setting, layout).layers]
+    moved = [sum(size for _, size in work.leaves) for work in work_of(setting, layout).layers]
     copies = [size / setting.cluster.host.bandwidth for size in moved]
     overlap = 0.0 if setting.on_cpu else kernels.overlap
 
     def wait(sent: float, computed: float) -> float:
         return sent - overlap * min(sent, computed)
 
-    def ahead(one: Seconds) -> float:
-        return one.forward + one.tp_forward + one.cp_forward + one.ep_forward
+    def ahead(seconds: Seconds) -> float:
+        return seconds.forward + seconds.tp_forward + seconds.cp_forward + seconds.ep_forward
 
     pairs = list(zip(copies, parts.layers, strict=True))
     return CopyWaits(
-        tuple(wait(copy, ahead(one)) for copy, one in pairs),
+        tuple(wait(copy, ahead(seconds)) for copy, seconds in pairs),
         # The first of a backward is beside nothing.
-        tuple(wait(copy, one.total - ahead(one)) for copy, one in pairs),
+        tuple(wait(copy, seconds.total - ahead(seconds)) for copy, seconds in pairs),
         max(copies),
         is_there=layout.pp == 1 or not SCHEDULES[layout.schedule].holds_all,
     )
@@ -76,8 +78,8 @@ def host_bytes(setting: Setting, layout: Layout) -> float:
     if layout.offload != "activations":
         return 0.0
     count = layout.microbatches(setting.train.batch)
-    leaves = [sum(size for _, size in one.leaves) for one in work_of(setting, layout).layers]
+    leaves = [sum(size for _, size in work.leaves) for work in work_of(setting, layout).layers]
     return max(
-        held.total(leaves) / layout.virtual_stages * in_flight(layout, rank, count)
-        for rank, held in enumerate(held_by(setting, layout))
+        held_layers.total(leaves) / layout.virtual_stages * in_flight(layout, rank, count)
+        for rank, held_layers in enumerate(held_by(setting, layout))
     )

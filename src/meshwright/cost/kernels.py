@@ -94,10 +94,10 @@ class Kernels:
         kinds = (f"{system.name}.{device.kind}", system.name, device.kind)
         find = calibration.find
 
-        def own(what: str) -> float:
+        def own(constant: str) -> float:
             """Return the measurement of the model's own blocks, otherwise that of any model."""
-            found = calibration.constants.get(f"{device.kind}.blocks.{what}")
-            return find(what, *kinds) if found is None else found
+            measured = calibration.constants.get(f"{device.kind}.blocks.{constant}")
+            return find(constant, *kinds) if measured is None else measured
 
         # What was measured of this system here: how many times longer it computes.
         self.slower = find("measured.compute", *kinds)
@@ -118,7 +118,7 @@ class Kernels:
         attention = f"attention.{system.attention}.{precision}"
         self.attention_peak = peak * own(attention)
         is_own = f"{device.kind}.blocks.{attention}" in calibration.constants
-        self.attends = {} if is_own else rates(target, lambda what: find(what, *kinds))
+        self.attends = {} if is_own else rates(target, lambda constant: find(constant, *kinds))
         # What the host takes, for a layer and so on.
         self.per_layer = own(f"overhead.layer.{precision}")
         self.per_microbatch = find("overhead.microbatch", *kinds)
@@ -140,9 +140,14 @@ class Kernels:
     def product(self, shape: Product, peak: float, element: int) -> float:
         """Return the seconds of one pass of a product."""
         rows, inner, outer, _, groups, *_ = shape
-        each = rows / groups
+        rows_per_group = rows / groups
         half = self.half
-        share = each / (each + half) * (inner / (inner + half)) * (outer / (outer + half))
+        share = (
+            rows_per_group
+            / (rows_per_group + half)
+            * (inner / (inner + half))
+            * (outer / (outer + half))
+        )
         if groups > 1:
             peak *= self.of_experts
         moved = element * (rows * inner + groups * inner * outer + rows * outer)
@@ -150,7 +155,7 @@ class Kernels:
 
     def layer(
         self,
-        found: LayoutWork,
+        layout_work: LayoutWork,
         work: Work,
         cp: int,
         tp: int,
@@ -165,16 +170,17 @@ class Kernels:
 
         `etp` as in `Layout`. `defers`: weight gradients are computed later.
         """
-        element = found.sizes.element
-        each = [self.product(shape, self.peak, element) for shape in work.products]
-        whole = each
+        element = layout_work.sizes.element
+        product_seconds = [self.product(shape, self.peak, element) for shape in work.products]
+        with_casts = product_seconds
         if self.cast:
-            whole = [
-                seconds + self.cast * one.rows * (one.inner + one.outer) * element / self.bandwidth
-                for seconds, one in zip(each, work.products, strict=True)
+            with_casts = [
+                seconds
+                + self.cast * shape.rows * (shape.inner + shape.outer) * element / self.bandwidth
+                for seconds, shape in zip(product_seconds, work.products, strict=True)
             ]
-        products = sum(whole)
-        of_products = sum(map(mul, whole, (shape.backward for shape in work.products)))
+        products = sum(with_casts)
+        of_products = sum(map(mul, with_casts, (shape.backward for shape in work.products)))
         attention = self._attention(work, element)
         moved, saved = self._moved(work), self._saved(work)
         host = (len(work.products) + _SMALL_KERNELS) * self.launch
@@ -183,23 +189,23 @@ class Kernels:
         backward = of_products + attention[1] + _MOVED_BACKWARD * (moved - saved)
         forward = self._with_host(products + attention[0] + moved - saved, host, 1)
         backward = self._with_host(backward, host, PRODUCT_BACKWARD)
-        again = {
+        recomputed = {
             "none": 0.0,
             "full": forward,
-            "selective": self._selective(found, work, each, attention[0], moved),
+            "selective": self._selective(layout_work, work, product_seconds, attention[0], moved),
         }[recompute]
-        pairs = zip(each, work.products, strict=True)
+        pairs = zip(product_seconds, work.products, strict=True)
         columns = sum(seconds for seconds, shape in pairs if shape.is_column)
-        tp_forward, tp_backward, tp_again = self._tp_regions(found, work, tp, columns, defers)
+        tp_forward, tp_backward, tp_again = self._tp_regions(layout_work, work, tp, columns, defers)
         return Seconds(
             forward / self.compile_gain,
             backward / self.compile_gain,
-            again / self.compile_gain,
+            recomputed / self.compile_gain,
             tp_forward,
             tp_backward,
             self._tp_recompute(recompute, tp_forward, tp_again),
             *self._context(work, cp, tp, cp_kind, attention),
-            *self._dispatch(work, ep, tp if etp is None else etp, whole),
+            *self._dispatch(work, ep, tp if etp is None else etp, with_casts),
         )
 
     def _with_host(self, device: float, launches: float, passes: int) -> float:
@@ -212,7 +218,7 @@ class Kernels:
 
     def _selective(
         self,
-        found: LayoutWork,
+        layout_work: LayoutWork,
         work: Work,
         products: Sequence[float],
         attention: float,
@@ -222,18 +228,20 @@ class Kernels:
         if self.system.selective == "attention":  # arXiv:2205.05198, section 5
             return attention
         if self.system.selective == "modules":
-            each = self.moves / self.bandwidth
-            norms = each * work.norm_moved * (1 if self.system.fused_norm else _EAGER_NORM)
+            seconds_per_byte = self.moves / self.bandwidth
+            norms = (
+                seconds_per_byte * work.norm_moved * (1 if self.system.fused_norm else _EAGER_NORM)
+            )
             # Both inputs of a gated activation are read, and its result is written.
-            activation = each * 3 * hidden_bytes(found.sizes, work)
+            activation = seconds_per_byte * 3 * hidden_bytes(layout_work.sizes, work)
             return made_again(self.system.modules, work, products, attention, norms, activation)
         half = sum(products) / 2
         return moved + (half if self.system.selective == "half" else 0.0)
 
-    def _tp_recompute(self, recompute: str, forward: float, again: float) -> float:
+    def _tp_recompute(self, recompute: str, forward: float, resent: float) -> float:
         """Return the seconds of tensor parallelism's messages that are sent again."""
         if recompute == "full" or self.system.selective == "blocks":
-            return again
+            return resent
         # Those of the feed-forward are half of a layer's.
         is_mlp = recompute == "selective" and "mlp" in self.system.modules
         return forward / 2 if is_mlp else 0.0
@@ -249,33 +257,35 @@ class Kernels:
             return forward + passes, 2 * (forward + passes)
         return forward, backward
 
-    def ends(self, found: LayoutWork, tp: int, *, defers: bool = False) -> tuple[Seconds, Seconds]:
+    def ends(
+        self, layout_work: LayoutWork, tp: int, *, defers: bool = False
+    ) -> tuple[Seconds, Seconds]:
         """Return the seconds outside of layers on the first and on the last stage; see `layer`."""
         ends = []
-        for work in (found.first, found.last):
-            rounds = self._rounds(found, work)
-            each = [
+        for work in (layout_work.first, layout_work.last):
+            rounds = self._rounds(layout_work, work)
+            product_seconds = [
                 rounds
                 * self.product(
                     shape._replace(rows=-(-shape.rows // rounds)),
                     self.head_peak,
-                    found.sizes.element,
+                    layout_work.sizes.element,
                 )
                 for shape in work.products
             ]
-            products = self.slower * sum(each)
+            products = self.slower * sum(product_seconds)
             of_products = self.slower * sum(
-                map(mul, each, (shape.backward for shape in work.products))
+                map(mul, product_seconds, (shape.backward for shape in work.products))
             )
             moved, loss = self.slower * self._moved(work), self.slower * self._loss(work, tp)
             head = products + loss  # of the forward, where the backward doesn't make it
             late = head if self.system.fuses_loss else 0.0
             columns = sum(
-                self.product(shape, self.head_peak, found.sizes.element)
+                self.product(shape, self.head_peak, layout_work.sizes.element)
                 for shape in work.products
                 if shape.is_column
             )
-            tp_forward, tp_backward, _ = self._tp_regions(found, work, tp, columns, defers)
+            tp_forward, tp_backward, _ = self._tp_regions(layout_work, work, tp, columns, defers)
             ends.append(
                 Seconds(
                     moved + head - late,
@@ -290,11 +300,11 @@ class Kernels:
             )
         return ends[0], ends[1]
 
-    def _rounds(self, found: LayoutWork, work: Work) -> int:
+    def _rounds(self, layout_work: LayoutWork, work: Work) -> int:
         """Return in how many rounds the backward makes the logits, 1 for what makes none."""
         if not (self.system.fuses_loss and work.loss_moved):
             return 1
-        tokens, element = found.sizes.tokens, found.sizes.element
+        tokens, element = layout_work.sizes.tokens, layout_work.sizes.element
         return -(-tokens // loss_rows(tokens, element, self.target))
 
     def _moved(self, work: Work) -> float:
@@ -311,7 +321,7 @@ class Kernels:
         return moves * work.loss_moved / self.bandwidth
 
     def _tp_regions(
-        self, found: LayoutWork, work: Work, tp: int, columns: float, defers: bool
+        self, layout_work: LayoutWork, work: Work, tp: int, columns: float, defers: bool
     ) -> tuple[float, float, float]:
         """Return the exposed seconds of tensor parallelism, forward, backward and again.
 
@@ -322,15 +332,18 @@ class Kernels:
         if tp == 1:
             return _NONE
         sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
-        rounds = self._rounds(found, work)  # the gradient of their input travels beside the last
+        # The gradient of their input travels beside the last round.
+        rounds = self._rounds(layout_work, work)
         room = columns / rounds
         hides = self.overlap if self.system.overlaps_tp else 0.0
         for message in work.messages:
             if message.axis != "tp" or (message.overlaps == "inputs" and not hides):
                 continue
             often = rounds if message.purpose == "loss" else 1
-            each = often * self.network.seconds(message.kind, message.bytes / often, tp, 1, "tp")
-            seconds = message.times * each * self.tp_exposed
+            per_message = often * self.network.seconds(
+                message.kind, message.bytes / often, tp, 1, "tp"
+            )
+            seconds = message.times * per_message * self.tp_exposed
             if message.overlaps == "inputs" or (message.overlaps and not defers):
                 seconds -= hides * min(seconds, room)
             sums[self._phase(message)] += seconds
@@ -352,22 +365,22 @@ class Kernels:
         if ep == 1:
             return _NONE
         sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
-        beside = sums.copy()
+        alongside = sums.copy()
         for message in work.messages:
             if message.axis == "ep":
-                each = self.network.seconds(
+                per_message = self.network.seconds(
                     message.kind, message.bytes, ep, apart, "ep", self.routed
                 )
-                seconds = message.times * each * self.ep_exposed
+                seconds = message.times * per_message * self.ep_exposed
                 sums[message.phase] += seconds
-                beside[message.phase] += seconds * (message.overlaps == "shared")
+                alongside[message.phase] += seconds * (message.overlaps == "shared")
         if self.system.overlaps_shared:
-            both = [*zip(products, work.products, strict=True)]
-            shared = sum(seconds for seconds, shape in both if shape.of_shared)
-            back = sum(seconds * shape.backward for seconds, shape in both if shape.of_shared)
+            pairs = [*zip(products, work.products, strict=True)]
+            shared = sum(seconds for seconds, shape in pairs if shape.of_shared)
+            back = sum(seconds * shape.backward for seconds, shape in pairs if shape.of_shared)
             room: dict[Phase, float] = {"forward": shared, "backward": back, "recompute": shared}
             for phase, computes in room.items():
-                sums[phase] -= self.overlap * min(beside[phase], computes)
+                sums[phase] -= self.overlap * min(alongside[phase], computes)
         return sums["forward"], sums["backward"], sums["recompute"]
 
     def _context(
@@ -380,13 +393,13 @@ class Kernels:
         if cp == 1:
             return _NONE
         forward, backward = attention
-        beside: dict[Phase, float] = {
+        compute_seconds: dict[Phase, float] = {
             "forward": forward,
             "backward": backward,
             "recompute": forward,
         }
         waits = []
-        for phase, computes in beside.items():
+        for phase, computes in compute_seconds.items():
             seconds = sum(
                 message.times * self.network.seconds(message.kind, message.bytes, cp, tp, "cp")
                 for message in work.messages

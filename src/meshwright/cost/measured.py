@@ -70,8 +70,8 @@ class Correction:
     @property
     def constants(self) -> dict[str, float]:
         """The factors as constants of a calibration."""
-        each = {"compute": self.compute, "links": self.links, "memory": self.memory}
-        return {f"{self.kind}.measured.{what}": factor for what, factor in each.items()}
+        factors = {"compute": self.compute, "links": self.links, "memory": self.memory}
+        return {f"{self.kind}.measured.{name}": factor for name, factor in factors.items()}
 
     def applied(self, calibration: Calibration) -> Calibration:
         """Return a calibration with these factors."""
@@ -92,12 +92,12 @@ def correct(measured: Sequence[Measurement]) -> Correction:
     cannot be explained because it is many times faster or slower than any of its parts.
     """
     kind = kind_of(measured[0].setting)
-    timed = [one for one in measured if one.seconds is not None]
+    timed = [row for row in measured if row.seconds is not None]
     compute, links = _of_seconds(timed)
-    memory = _of_bytes([one for one in measured if one.bytes is not None])
+    memory = _of_bytes([row for row in measured if row.bytes is not None])
     factors = {"compute": compute, "links": links, "memory": memory}
-    before = [abs(_error(one, 1.0, 1.0)) for one in timed]
-    after = [abs(_error(one, compute, links)) for one in timed]
+    before = [abs(_error(row, 1.0, 1.0)) for row in timed]
+    after = [abs(_error(row, compute, links)) for row in timed]
     return Correction(
         kind,
         **factors,
@@ -110,9 +110,9 @@ def correct(measured: Sequence[Measurement]) -> Correction:
 def corrected(measured: Iterable[Measurement], calibration: Calibration) -> list[Correction]:
     """Return a correction for each system and kind of device in the measurements."""
     groups: dict[str, list[Measurement]] = {}
-    for one in measured:
-        plain = replace(one.setting, calibration=calibration)
-        groups.setdefault(kind_of(one.setting), []).append(one._replace(setting=plain))
+    for row in measured:
+        plain = replace(row.setting, calibration=calibration)
+        groups.setdefault(kind_of(row.setting), []).append(row._replace(setting=plain))
     return [correct(group) for group in groups.values()]
 
 
@@ -122,10 +122,10 @@ def _of_seconds(timed: Sequence[Measurement]) -> tuple[float, float]:
     if len(timed) >= _ENOUGH:
         lines = [_Line.at(row, 1.0, 1.0) for row in timed]
         if _left_out(lines, _both) < _BETTER * _left_out(lines, _one):
-            found = _both(lines)
+            factors = _both(lines)
             for _ in range(_SWEEPS):  # what is hidden behind computing makes it no line
-                found = _both([_Line.at(row, *found) for row in timed])
-            return found
+                factors = _both([_Line.at(row, *factors) for row in timed])
+            return factors
     return _compute(timed, 1.0), 1.0
 
 
@@ -141,13 +141,13 @@ class _Line(NamedTuple):
     def at(cls, row: Measurement, compute: float, links: float) -> _Line:
         """Return the line through three points of a row."""
         assert row.seconds is not None
-        here, more, longer = (
+        base, slower, longer = (
             math.exp(_error(row, *factors)) * row.seconds
             for factors in ((compute, links), (_STEP * compute, links), (compute, _STEP * links))
         )
-        computes = (more - here) / (_STEP - 1) / compute
-        sends = (longer - here) / (_STEP - 1) / links
-        return cls(row.seconds, here - computes * compute - sends * links, computes, sends)
+        computes = (slower - base) / (_STEP - 1) / compute
+        sends = (longer - base) / (_STEP - 1) / links
+        return cls(row.seconds, base - computes * compute - sends * links, computes, sends)
 
     def error(self, compute: float, links: float) -> float:
         """Return the absolute logarithm of predicted over measured seconds."""
@@ -158,9 +158,9 @@ class _Line(NamedTuple):
 def _given(lines: Sequence[_Line], links: float) -> float:
     """Return the median of the factors of computing that explain each line alone."""
     factors = [
-        (one.measured - one.fixed - one.sends * links) / one.computes
-        for one in lines
-        if one.computes > 0
+        (line.measured - line.fixed - line.sends * links) / line.computes
+        for line in lines
+        if line.computes > 0
     ]
     return min(max(statistics.median(factors), _LEAST), _MOST) if factors else 1.0
 
@@ -174,13 +174,15 @@ def _both(lines: Sequence[_Line]) -> tuple[float, float]:
 
     def found(links: float) -> tuple[float, float, float]:
         compute = _given(lines, links)
-        return sum(one.error(compute, links) for one in lines), compute, links
+        return sum(line.error(compute, links) for line in lines), compute, links
 
     best, width = found(1.0), math.log(_MOST)
     while width > _FINE:
-        middle, least = math.log(best[2]), math.log(_LEAST)
+        middle, lowest = math.log(best[2]), math.log(_LEAST)
         tried = (middle + width * place / _PLACES for place in range(-_PLACES, _PLACES + 1))
-        best = min(best, *(found(math.exp(min(max(at, least), -least))) for at in tried))
+        best = min(
+            best, *(found(math.exp(min(max(log_factor, lowest), -lowest))) for log_factor in tried)
+        )
         width /= 2
     return best[1], best[2]
 
@@ -190,7 +192,7 @@ def _left_out(
 ) -> float:
     """Return the mean error of each line by the factors of the others."""
     return statistics.fmean(
-        line.error(*fit([*lines[:at], *lines[at + 1 :]])) for at, line in enumerate(lines)
+        line.error(*fit([*lines[:index], *lines[index + 1 :]])) for index, line in enumerate(lines)
     )
 
 
@@ -224,31 +226,31 @@ def _error(row: Measurement, compute: float, links: float) -> float:
     return math.log(step_time(setting, setting.kernels(), row.layout).total / row.seconds)
 
 
-def _of_bytes(held: Sequence[Measurement]) -> float:
+def _of_bytes(measured: Sequence[Measurement]) -> float:
     """Return the median factor of activations, 1 where nothing was measured."""
     factors = []
-    for one in held:
-        assert one.bytes is not None
-        found = worst_memory(one.setting, one.layout)
-        states = found.states
-        reserve = 1.0 + _share_wasted(found)
-        outside = 0.0 if one.is_allocated else _beside(found)
-        rest = found.allocated - states
-        scale = 1.0 if one.is_allocated else reserve
-        left = (one.bytes - outside) / scale - states
-        factors.append(min(max(left / rest, _LEAST), _MOST) if rest > 0 else 1.0)
+    for row in measured:
+        assert row.bytes is not None
+        memory = worst_memory(row.setting, row.layout)
+        states = memory.states
+        reserve = 1.0 + _share_wasted(memory)
+        outside = 0.0 if row.is_allocated else _beside(memory)
+        activations = memory.allocated - states
+        scale = 1.0 if row.is_allocated else reserve
+        left = (row.bytes - outside) / scale - states
+        factors.append(min(max(left / activations, _LEAST), _MOST) if activations > 0 else 1.0)
     return statistics.median(factors) if factors else 1.0
 
 
-def _beside(found: RankMemory) -> float:
+def _beside(memory: RankMemory) -> float:
     """Return the bytes of context and communicators."""
     names = set(OUTSIDE) - {"allocator"}
-    return sum(term.bytes for term in found.terms if term.category in names)
+    return sum(term.bytes for term in memory.terms if term.category in names)
 
 
-def _share_wasted(found: RankMemory) -> float:
-    wasted = found.by_category().get("allocator", 0.0)
-    return wasted / found.allocated if found.allocated else 0.0
+def _share_wasted(memory: RankMemory) -> float:
+    wasted = memory.by_category().get("allocator", 0.0)
+    return wasted / memory.allocated if memory.allocated else 0.0
 
 
 def _told(
@@ -256,32 +258,32 @@ def _told(
 ) -> list[str]:
     """Return what was concluded, in words."""
     compute, links, memory = factors["compute"], factors["links"], factors["memory"]
-    found = []
+    lines = []
     if len(timed) == 1:
-        one, setting = timed[0], timed[0].setting
-        predicted = step_time(setting, setting.kernels(), one.layout).total
-        found.append(
-            f"{one.layout.label} took {format_seconds(one.seconds or 0.0)} a step, where "
+        row, setting = timed[0], timed[0].setting
+        predicted = step_time(setting, setting.kernels(), row.layout).total
+        lines.append(
+            f"{row.layout.label} took {format_seconds(row.seconds or 0.0)} a step, where "
             f"{format_seconds(predicted)} was predicted"
         )
     device = measured[0].setting.cluster.device.name
     if timed:
-        found.append(
+        lines.append(
             f"from {counted(len(timed), 'step time')}: this cluster computes "
             f"at {1 / compute:.2f} of the rate that is predicted for {device}"
         )
         if not 1.01 * _LEAST < compute < 0.99 * _MOST:
             raise ConfigError(
-                f"{'; '.join(found)}: that is no efficiency; check the layout, the batch, the "
+                f"{'; '.join(lines)}: that is no efficiency; check the layout, the batch, the "
                 "sequence length and the number of devices of what was measured"
             )
     if links != 1:
-        found.append(f"your links pass bytes at {1 / links:.2f} of what they pass elsewhere")
-    held = [one for one in measured if one.bytes is not None]
-    if held:
-        sizes = ", ".join(sorted({format_bytes(one.bytes or 0.0) for one in held})[:3])
-        found.append(
-            f"from {counted(len(held), 'peak')} of memory ({sizes}): activations take "
+        lines.append(f"your links pass bytes at {1 / links:.2f} of what they pass elsewhere")
+    sized = [row for row in measured if row.bytes is not None]
+    if sized:
+        sizes = ", ".join(sorted({format_bytes(row.bytes or 0.0) for row in sized})[:3])
+        lines.append(
+            f"from {counted(len(sized), 'peak')} of memory ({sizes}): activations take "
             f"{memory:.2f} of what the program counts"
         )
-    return found
+    return lines

@@ -59,7 +59,7 @@ class Term(NamedTuple):
         return self.template.format(*self.numbers)
 
 
-def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Term]:
+def model_states(setting: Setting, layout: Layout, held_layers: HeldLayers) -> list[Term]:
     """Return weights, gradients and optimizer states of a rank.
 
     ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer states over the
@@ -69,53 +69,53 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     """
     model, system, element = setting.model, setting.system, setting.element
     ranks, zero = layout.shard_ranks, layout.zero
-    whole = elements_of(model, layout, held, is_padded=False, of="trained").total
-    part = elements_of(model, layout, held, of="trained").share(layout)
+    whole_elements = elements_of(model, layout, held_layers, is_padded=False, which="trained").total
+    part = elements_of(model, layout, held_layers, which="trained").share(layout)
     terms = []
 
-    def add(category: str, count: int, size: int, what: str) -> None:
-        terms.append(_counted(category, count, size, what))
+    def add(category: str, count: int, size: int, label: str) -> None:
+        terms.append(_counted(category, count, size, label))
 
     if model.lora is not None:
-        every = elements_of(model, layout, held, is_padded=False)
+        all_elements = elements_of(model, layout, held_layers, is_padded=False)
         share = ranks if cuts_frozen(layout) else 1
-        packed = elements_of(model, layout, held, is_padded=False, of="four bits").total
-        add("weights", (every.total - whole) // share - packed, element, "frozen")
+        packed = elements_of(model, layout, held_layers, is_padded=False, which="four bits").total
+        add("weights", (all_elements.total - whole_elements) // share - packed, element, "frozen")
         if packed:
             blocks, size = packed // NF4_BLOCK, nf4_bytes(NF4_BLOCK)
-            told = "{:,} blocks of 64 elements x {} B: frozen in four bits"
-            terms.append(Term("weights", blocks * size, told, (blocks, size)))
+            template = "{:,} blocks of 64 elements x {} B: frozen in four bits"
+            terms.append(Term("weights", blocks * size, template, (blocks, size)))
     in_place = system.keeps == "shards" and sums_in_place(layout, setting.target)
     if system.keeps != "shards" and zero < 3:
-        add("weights", whole, element, "whole")
+        add("weights", whole_elements, element, "whole")
     elif in_place and zero < 3 and element == _FP32:
-        add("weights", whole, _FP32, "whole")
+        add("weights", whole_elements, _FP32, "whole")
     else:
         shards = system.keeps == "shards"
         add("weights", part, _FP32 if shards else element, "fp32 shards" if shards else "shards")
         if zero == 3:
-            terms.append(_gathered(setting, layout, held, in_place=in_place))
+            terms.append(_gathered(setting, layout, held_layers, in_place=in_place))
         elif ranks > 1 or element != _FP32:
-            copy = gathered_elements(setting, layout, held, is_padded=False).total
+            copy = gathered_elements(setting, layout, held_layers, is_padded=False).total
             add("gathered", copy, element, "compute copy, kept through the step")
-    terms += _gradients(setting, layout, held, whole, part)
+    terms += _gradients(setting, layout, held_layers, whole_elements, part)
     if not layout.states_on_host:
-        terms += _optimizer_states(setting, layout, held)
+        terms += _optimizer_states(setting, layout, held_layers)
     if layout.offload == "params":
         # Shards lie on the host; what is gathered or accumulated whole does not.
         terms = [term for term in terms if term.category != "weights"]
     return terms
 
 
-def _optimizer_states(setting: Setting, layout: Layout, held: HeldLayers) -> Iterator[Term]:
+def _optimizer_states(setting: Setting, layout: Layout, held_layers: HeldLayers) -> Iterator[Term]:
     """Yield what the optimizer keeps of a rank's parameters: one term, with the bytes of each rule.
 
     A system that keeps whole weights in half precision has the fp32 master weights there, too.
     """
     keeps_shards = setting.system.keeps == "shards"
     has_masters = not keeps_shards and setting.element != _FP32
-    total, told, numbers = 0, [], list[object]()
-    for share in updates(setting, layout, held):
+    total, templates, numbers = 0, [], list[object]()
+    for share in updates(setting, layout, held_layers):
         states = share.rule.element_bytes(setting.optimizer)
         called = [share.rule.called] * (states > 0) + ["fp32 weights"] * has_masters
         if not called or not share.elements:
@@ -124,38 +124,38 @@ def _optimizer_states(setting: Setting, layout: Layout, held: HeldLayers) -> Ite
         # How others keep the number of updates is not known.
         number = share.rule.number_bytes(setting.optimizer) * keeps_shards
         total += share.elements * size + share.parameters * number
-        told.append("{:,} elements x {} B: " + " and ".join(called))
+        templates.append("{:,} elements x {} B: " + " and ".join(called))
         numbers += [share.elements, size]
         if number:
-            told[-1] += ", {:,} x {} B: numbers of updates"
+            templates[-1] += ", {:,} x {} B: numbers of updates"
             numbers += [share.parameters, number]
-    if told:
-        yield Term("optimizer", total, "; ".join(told), tuple(numbers))
+    if templates:
+        yield Term("optimizer", total, "; ".join(templates), tuple(numbers))
 
 
-def _gathered(setting: Setting, layout: Layout, held: HeldLayers, *, in_place: bool) -> Term:
+def _gathered(setting: Setting, layout: Layout, held_layers: HeldLayers, *, in_place: bool) -> Term:
     """Return what ZeRO-3 gathers of weights, of which a rank keeps shards."""
     unit = gathered_weights(setting, layout)
     if in_place:
-        every = elements_of(setting.model, layout, held, is_padded=False).total
-        count = every - max(held.layers - 2, 0) * unit.layer
-        what = "two blocks, and what is in none of them"
+        all_elements = elements_of(setting.model, layout, held_layers, is_padded=False).total
+        count = all_elements - max(held_layers.layers - 2, 0) * unit.layer
+        label = "two blocks, and what is in none of them"
     else:
-        count = 2 * unit.largest(held)
-        what = "the unit at work and the one gathered ahead"
-    return _counted("gathered", count, setting.element, what)
+        count = 2 * unit.largest(held_layers)
+        label = "the unit at work and the one gathered ahead"
+    return _counted("gathered", count, setting.element, label)
 
 
 def _gradients(
-    setting: Setting, layout: Layout, held: HeldLayers, whole: int, part: int
+    setting: Setting, layout: Layout, held_layers: HeldLayers, whole_elements: int, part: int
 ) -> list[Term]:
-    """Return the gradients of a rank that trains `part` of `whole` elements."""
+    """Return the gradients of a rank that trains `part` of `whole_elements`."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
     if layout.zero < 2:
-        return [_counted("gradients", whole, system.gradient_bytes, "accumulated whole")]
-    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
-    told = "of the unit at work, and being reduced"
-    terms = [_counted("gradients", 2 * unit.largest(held), reduced, told)]
+        return [_counted("gradients", whole_elements, system.gradient_bytes, "accumulated whole")]
+    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, which="trained")
+    label = "of the unit at work, and being reduced"
+    terms = [_counted("gradients", 2 * unit.largest(held_layers), reduced, label)]
     is_split = SCHEDULES[layout.schedule].splits_backward  # then each is reduced by itself
     microbatches = 1 if is_split else layout.microbatches(setting.train.batch)
     if layout.offload != "params":
@@ -166,14 +166,14 @@ def _gradients(
     further = layout.virtual_stages - 1
     if system.keeps == "shards" and not sums_in_place(layout, setting.target) and further:
         # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
-        told = "reduced last, of each further stage"
-        terms.append(_counted("communication buffers", further * unit.layer, reduced, told))
+        label = "reduced last, of each further stage"
+        terms.append(_counted("communication buffers", further * unit.layer, reduced, label))
     return terms
 
 
-def _counted(category: str, count: int, size: int, what: str) -> Term:
+def _counted(category: str, count: int, size: int, label: str) -> Term:
     """Return the bytes of so many elements of a size."""
-    return Term(category, count * size, "{:,} elements x {} B: " + what, (count, size))
+    return Term(category, count * size, "{:,} elements x {} B: " + label, (count, size))
 
 
 class KeptBytes(NamedTuple):
@@ -194,41 +194,42 @@ class KeptBytes(NamedTuple):
 def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
     """Return what a layout's microbatch saves; the same for all schedules and data ranks."""
     system, calibration = setting.system, setting.calibration
-    found, plain = work_of(setting, layout), work_of(setting, layout, "none")
-    kept = calibration.find("kept_bytes", system.name)
+    layout_work, plain = work_of(setting, layout), work_of(setting, layout, "none")
+    kept_bytes = calibration.find("kept_bytes", system.name)
     quantised = _QUANTISED.get(setting.products, 1.0) if system.keeps_quantised else 1.0
     per_layer: list[dict[str, float]] = [
-        kept_per_layer(layout, system, found.sizes, work, kept, quantised) for work in found.layers
+        kept_per_layer(layout, system, layout_work.sizes, work, kept_bytes, quantised)
+        for work in layout_work.layers
     ]
     moving = 0.0
-    for one, work in zip(per_layer, found.layers, strict=True):
+    for by_kind, work in zip(per_layer, layout_work.layers, strict=True):
         for kind, size in work.leaves if layout.offload == "activations" else ():
-            one[kind] = max(0.0, one[kind] - size)
+            by_kind[kind] = max(0.0, by_kind[kind] - size)
         moving = max(moving, sum(size for _, size in work.leaves))
-    names = dict.fromkeys(name for one in per_layer for name in one)
+    names = dict.fromkeys(name for by_kind in per_layer for name in by_kind)
     return KeptBytes(
-        {name: tuple(one.get(name, 0.0) for one in per_layer) for name in names},
-        tuple(_deferred(layout, found, plain)),
-        _at_work(layout, system, found, plain, calibration, quantised),
-        _loss_of(setting, layout, found),
+        {name: tuple(by_kind.get(name, 0.0) for by_kind in per_layer) for name in names},
+        tuple(_deferred(layout, layout_work, plain)),
+        _at_work(layout, system, layout_work, plain, calibration, quantised),
+        _loss_of(setting, layout, layout_work),
         moving if layout.offload == "activations" else 0.0,
     )
 
 
 def activations(
-    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+    setting: Setting, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
 ) -> list[Term]:
     """Return the bytes that a pipeline rank saves for the backward, and the loss.
 
     The saved bytes of the program's operations, times the microbatches that the action table has in
-    flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one. `kept` is the
-    layout's `kept_of`, if the caller knows it.
+    flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one. `kept_bytes`
+    is the layout's `kept_of`, if the caller knows it.
     """
-    held = held_by(setting, layout)[rank]
-    kept = kept or kept_of(setting, layout)
+    held_layers = held_by(setting, layout)[rank]
+    kept_bytes = kept_bytes or kept_of(setting, layout)
     microbatches = layout.microbatches(setting.train.batch)
     flight = in_flight(layout, rank, microbatches)
-    average = held.layers / max(layout.virtual_stages, 1)
+    average = held_layers.layers / max(layout.virtual_stages, 1)
     terms = [
         Term(
             _ACTIVATIONS[kind],
@@ -236,40 +237,44 @@ def activations(
             "{:,.0f} B x {:g} layers x {:g} in flight",
             (size, average, flight),
         )
-        for kind, each in kept.saved.items()
-        if (size := _average(held, each))
+        for kind, per_kind in kept_bytes.saved.items()
+        if (size := _average(held_layers, per_kind))
     ]
     # The loss and the first layer of the backward follow each other: the larger one counts. But
     # blocks as large as scores stay with the allocator, of no use to logits.
-    loss = [kept.loss] if held.has_head else []
-    found_terms = [kept.at_work, *loss] if kept.at_work.bytes else loss
-    if kept.moving:
-        told = "{:,.0f} B x 2 layers on their way"
-        terms.append(Term("activations: moving", 2 * kept.moving, told, (kept.moving,)))
+    loss = [kept_bytes.loss] if held_layers.has_head else []
+    found_terms = [kept_bytes.at_work, *loss] if kept_bytes.at_work.bytes else loss
+    if kept_bytes.moving:
+        template = "{:,.0f} B x 2 layers on their way"
+        terms.append(
+            Term("activations: moving", 2 * kept_bytes.moving, template, (kept_bytes.moving,))
+        )
     times = waiting(layout, rank, microbatches)
     if times:
-        size = held.total(kept.deferred) / max(held.layers, 1)
-        told, numbers = "{:,.0f} B x {:g} layers x {} that wait", (size, average, times)
-        terms.append(Term("deferred gradients", size * average * times, told, numbers))
+        size = held_layers.total(kept_bytes.deferred) / max(held_layers.layers, 1)
+        template, numbers = "{:,.0f} B x {:g} layers x {} that wait", (size, average, times)
+        terms.append(Term("deferred gradients", size * average * times, template, numbers))
     if CAUSAL[setting.system.attention] and len(found_terms) > 1:
         found_terms = [max(found_terms, key=lambda term: term.bytes)]
     return with_measured(setting, terms + found_terms)
 
 
-def _loss_of(setting: Setting, layout: Layout, found: LayoutWork) -> Term:
+def _loss_of(setting: Setting, layout: Layout, layout_work: LayoutWork) -> Term:
     """Return what the loss needs on a rank that has the head."""
     if not setting.system.fuses_loss:
-        return _loss(setting.system, found, layout.tp, setting.calibration)
-    sizes = found.sizes
+        return _loss(setting.system, layout_work, layout.tp, setting.calibration)
+    sizes = layout_work.sizes
     rows = loss_rows(sizes.tokens, sizes.element, setting.target)
     is_capped = setting.model.logits_softcap is not None
     is_fused = fuses_loss(sizes.element, layout.tp, setting.target)
     size = rows * sizes.vocab
-    each = loss_element(sizes.element, capped=is_capped, fused=is_fused)
+    element_bytes = loss_element(sizes.element, capped=is_capped, fused=is_fused)
     is_frozen = setting.model.lora is not None
     room = loss_room(sizes, rows, setting.target.products, is_frozen=is_frozen)
-    told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a matmul" * (room > 0)
-    return Term("logits and loss", size * each + room, told, (size, rows, each, room))
+    template = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a matmul" * (room > 0)
+    return Term(
+        "logits and loss", size * element_bytes + room, template, (size, rows, element_bytes, room)
+    )
 
 
 def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
@@ -280,33 +285,40 @@ def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
     factor = setting.memory_factor
     if factor == 1:
         return terms
-    rest = sum(term.bytes for term in terms if term.category not in STATES)
-    told = "{:,.0f} B that are no model states x {:+.3f}, measured"
-    return [*terms, Term("measured", (factor - 1) * rest, told, (rest, factor - 1))]
+    other_bytes = sum(term.bytes for term in terms if term.category not in STATES)
+    template = "{:,.0f} B that are no model states x {:+.3f}, measured"
+    return [
+        *terms,
+        Term("measured", (factor - 1) * other_bytes, template, (other_bytes, factor - 1)),
+    ]
 
 
-def _average(held: HeldLayers, each: Sequence[float]) -> float:
+def _average(held_layers: HeldLayers, per_kind: Sequence[float]) -> float:
     """Return the mean over the layers of a rank of a number that each kind has."""
-    return each[0] if len(each) == 1 else held.total(each) / max(held.layers, 1)
+    return (
+        per_kind[0]
+        if len(per_kind) == 1
+        else held_layers.total(per_kind) / max(held_layers.layers, 1)
+    )
 
 
-def _deferred(layout: Layout, found: LayoutWork, plain: LayoutWork) -> Iterator[float]:
+def _deferred(layout: Layout, layout_work: LayoutWork, plain: LayoutWork) -> Iterator[float]:
     """Yield what weights' gradients wait with where a schedule computes them later, by layer.
 
     The gradients of all products' results, arXiv:2401.10241, section 2; their inputs are among
     what is kept, unless they are made again in the backward before.
     """
-    for work, unsaved in zip(found.layers, plain.layers, strict=True):
-        again = 0.0
+    for work, unsaved in zip(layout_work.layers, plain.layers, strict=True):
+        remade = 0.0
         if layout.recompute != "none":
-            again = max(0.0, dict(unsaved.kept)["product"] - dict(work.kept).get("product", 0.0))
-        yield work.deferred + again
+            remade = max(0.0, dict(unsaved.kept)["product"] - dict(work.kept).get("product", 0.0))
+        yield work.deferred + remade
 
 
 def _at_work(
     layout: Layout,
     system: System,
-    found: LayoutWork,
+    layout_work: LayoutWork,
     plain: LayoutWork,
     calibration: Calibration,
     quantised: float,
@@ -315,23 +327,23 @@ def _at_work(
     size, template = 0.0, ""
     numbers: tuple[object, ...] = ()
     if layout.recompute != "none":
-        kept = calibration.find("kept_bytes", system.name)
+        kept_bytes = calibration.find("kept_bytes", system.name)
         sizes = plain.sizes
         size = max(
             sum(
                 kept_per_layer(
-                    _NOTHING_AGAIN, system, sizes, work, kept, quantised, recomputed=True
+                    _NOTHING_AGAIN, system, sizes, work, kept_bytes, quantised, recomputed=True
                 ).values()
             )
             for work in plain.layers
         )
         template, numbers = "one layer anew: {:,.0f} B ", (size,)
     if not CAUSAL[system.attention]:
-        count = max(work.scores for work in found.layers)
-        each = calibration.find("score_bytes", system.name)
-        size += count * each
+        count = max(work.scores for work in layout_work.layers)
+        score_bytes = calibration.find("score_bytes", system.name)
+        size += count * score_bytes
         template += "{:,} scores x {:g} B, measured"
-        numbers = (*numbers, count, each)
+        numbers = (*numbers, count, score_bytes)
     return Term("activations: layer at work", size, template, numbers)
 
 
@@ -351,54 +363,54 @@ def kept_per_layer(
     `recomputed`: a recomputed layer, in a `layout` that recomputes nothing else. Includes what the
     kernels of other systems save more or less than the program's.
     """
-    kept = dict(work.kept)
+    saved = dict(work.kept)
     if layout.recompute == "full" or (
         layout.recompute == "selective" and system.selective == "blocks"
     ):
-        return kept
+        return saved
     # Gathered anew in the backward, arXiv:2205.05198, section 4.2.2; our program has it already
     # where nothing is recomputed.
     gathered = 2 * (sizes.whole_bytes - sizes.stream_bytes)
     if layout.recompute != "none" and system.selective != "modules":
-        kept["product"] -= gathered * (system.gathers_again == "always")
+        saved["product"] -= gathered * (system.gathers_again == "always")
     elif system.gathers_again == "never" or (recomputed and system.gathers_again != "always"):
-        kept["product"] += gathered
+        saved["product"] += gathered
     # Copies that unfused kernels widen and scale, dropout's masks: by system, measured.
-    kept["copies"] = kept_bytes * sizes.tokens * sizes.dim
+    saved["copies"] = kept_bytes * sizes.tokens * sizes.dim
     is_gated = len(work.products) == _GATED_PRODUCTS
-    if is_gated and "activation" in kept and not system.fused_activation:
-        kept["activation"] *= 3 / 2  # ours is made again from the two products
+    if is_gated and "activation" in saved and not system.fused_activation:
+        saved["activation"] *= 3 / 2  # ours is made again from the two products
     if not CAUSAL[system.attention]:
         # The softmax, dropout's mask and its result: arXiv:2205.05198, section 4.1.
-        kept["scores"] = float(work.scores * (2 * sizes.element + 1))
+        saved["scores"] = float(work.scores * (2 * sizes.element + 1))
     if layout.recompute == "selective":
         if system.selective == "attention":
-            kept.pop("scores", None)
+            saved.pop("scores", None)
         elif system.selective == "modules":
-            kept = kept_without(system.modules, sizes, work, kept)
+            saved = kept_without(system.modules, sizes, work, saved)
         else:
-            kept["product"] /= 2
-    if "product" in kept:
-        kept["product"] *= quantised
-    return kept
+            saved["product"] /= 2
+    if "product" in saved:
+        saved["product"] *= quantised
+    return saved
 
 
-def _loss(system: System, found: LayoutWork, tp: int, calibration: Calibration) -> Term:
+def _loss(system: System, layout_work: LayoutWork, tp: int, calibration: Calibration) -> Term:
     """Return the logits, their softmax and gradients, at the loss.
 
     Their bytes are measured: they depend on how many copies a system makes in which dtype.
     """
-    sizes = found.sizes
+    sizes = layout_work.sizes
     count = sizes.tokens * sizes.vocab * (1 if system.splits_loss else tp)
-    size, whole = calibration.find("loss_bytes", system.name), ""
+    size, gathered = calibration.find("loss_bytes", system.name), ""
     count = -(-count // system.loss_chunks)
     if not system.splits_loss and tp > 1:
         size += calibration.find("gathered_loss_bytes", system.name)
-        whole = ", gathered over tp"
+        gathered = ", gathered over tp"
     return Term(
         "logits and loss",
         count * size,
-        "{:,} logits x {:g} B" + whole + ", measured",
+        "{:,} logits x {:g} B" + gathered + ", measured",
         (count, size),
     )
 
@@ -413,10 +425,10 @@ def outside(
     kinds = (system.name, device.kind)
     context = calibration.find("context_bytes", *kinds)
     axes = sum(n > 1 for n in (layout.pp, layout.dp, layout.cp, layout.tp))
-    each = calibration.find("communicator_bytes", *kinds)
+    per_axis = calibration.find("communicator_bytes", *kinds)
     reserve = calibration.find("reserve", *kinds)
     return [
         Term("context", context, "CUDA context and kernels, measured"),
-        Term("communicators", each * axes, "{:,.0f} B x {} axes, measured", (each, axes)),
+        Term("communicators", per_axis * axes, "{:,.0f} B x {} axes, measured", (per_axis, axes)),
         Term("allocator", reserve * allocated, "{:.1%} of what is allocated, measured", (reserve,)),
     ]

@@ -20,12 +20,12 @@ class MicrobatchTimes:
     first: Seconds
     last: Seconds
 
-    def of(self, held: HeldLayers, cause: str) -> float:
+    def of(self, held_layers: HeldLayers, cause: str) -> float:
         """Return one cause's seconds of a microbatch on a pipeline rank."""
-        seconds = held.total(getattr(layer, cause) for layer in self.layers)
-        if held.has_embedding:
+        seconds = held_layers.total(getattr(layer, cause) for layer in self.layers)
+        if held_layers.has_embedding:
             seconds += getattr(self.first, cause)
-        if held.has_head:
+        if held_layers.has_head:
             seconds += getattr(self.last, cause)
         return seconds
 
@@ -34,17 +34,17 @@ class MicrobatchTimes:
         """Seconds over all causes: a layer of each kind, the first end, the last end."""
         return tuple(layer.total for layer in self.layers), self.first.total, self.last.total
 
-    def total(self, held: HeldLayers) -> float:
+    def total(self, held_layers: HeldLayers) -> float:
         """Return the seconds of one microbatch on a pipeline rank, over all causes."""
         layers, first, last = self.totals
-        seconds = held.total(layers)
-        if held.has_embedding:
+        seconds = held_layers.total(layers)
+        if held_layers.has_embedding:
             seconds += first
-        return seconds + (last if held.has_head else 0.0)
+        return seconds + (last if held_layers.has_head else 0.0)
 
-    def room(self, held: HeldLayers) -> float:
+    def room(self, held_layers: HeldLayers) -> float:
         """Return the seconds of a microbatch that data-parallel messages can overlap with."""
-        return sum(self.of(held, cause) for cause in ("forward", "backward", "recompute"))
+        return sum(self.of(held_layers, cause) for cause in ("forward", "backward", "recompute"))
 
 
 class TimesOfParts:
@@ -63,19 +63,19 @@ class TimesOfParts:
 
     def of(self, layout: Layout) -> MicrobatchTimes:
         """Return the seconds of a layout's microbatch in layers and in the ends."""
-        one, found = layout, work_of(self._setting, layout)
-        defers = one.pp > 1 and SCHEDULES[one.schedule].splits_backward
-        cut = (one.tp, one.sp, one.cp, one.microbatch, defers)
+        layout_work = work_of(self._setting, layout)
+        defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+        cut = (layout.tp, layout.sp, layout.cp, layout.microbatch, defers)
         if cut not in self._ends:
-            self._ends[cut] = self._kernels.ends(found, one.tp, defers=defers)
+            self._ends[cut] = self._kernels.ends(layout_work, layout.tp, defers=defers)
         layers = []
-        for at, routes in enumerate(self._has_experts):
-            shared_out = (one.ep, one.etp) if routes else (1, None)
-            key = (at, *cut, one.cp_kind, one.recompute, *shared_out)
+        for kind, routes in enumerate(self._has_experts):
+            shared_out = (layout.ep, layout.etp) if routes else (1, None)
+            key = (kind, *cut, layout.cp_kind, layout.recompute, *shared_out)
             if key not in self._layers:
-                shape = (one.cp, one.tp, one.cp_kind, one.recompute, *shared_out)
+                shape = (layout.cp, layout.tp, layout.cp_kind, layout.recompute, *shared_out)
                 self._layers[key] = self._kernels.layer(
-                    found, found.layer(at), *shape, defers=defers
+                    layout_work, layout_work.layer(kind), *shape, defers=defers
                 )
             layers.append(self._layers[key])
         return MicrobatchTimes(tuple(layers), *self._ends[cut])

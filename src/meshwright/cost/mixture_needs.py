@@ -21,11 +21,11 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     of its hidden values, then those of its input, each twice while groups are concatenated.
     """
     model, el = program.model, sizes.element
-    whole, pairs = sizes.whole_bytes, sizes.received * sizes.dim * el
+    whole_bytes, pairs = sizes.whole_bytes, sizes.received * sizes.dim * el
     hidden = sizes.received * sizes.expert_ffn * el
     folds = program.layout.folds > 1
     is_cut = program.layout.sp and program.layout.tp > 1 and (model.shared_ffn_dim or not folds)
-    came = of_result(program, sizes) + (whole if is_cut else 0)
+    came = of_result(program, sizes) + (whole_bytes if is_cut else 0)
     router_came = came
     if program.layout.ep > 1:  # the gradient of what was sent back, as it came
         came += pairs
@@ -34,8 +34,8 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     weighing = wide if el == _WIDE else 3 * wide
     yield Need("mlp.experts.weigh", came + pairs + 3 * hidden + weighing)
 
-    of = partial(trained, program)
-    first = [one for one in (*JOINED, DOWN) if "lora_a" in matrices(model.adapted, one)]
+    parameters_of = partial(trained, program)
+    first = [product for product in (*JOINED, DOWN) if "lora_a" in matrices(model.adapted, product)]
     rank = 0 if model.lora is None or not first else model.lora.rank
     came += 2 * sizes.received * rank * el  # the gradients of what adapters' A have made
     waits = model.lora is None  # gradients of adapters do not
@@ -45,19 +45,24 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     of_both = waits * 2 * hidden
     yield Need("mlp.experts.gate", came + pairs + 2 * hidden, (), waits * pairs + of_both)
     # The function returns all gradients together: those that it has made wait for the last one.
-    columns = (of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
-    names = tuple(name for one in columns for name in one)
-    held = came + 2 * hidden + 3 * pairs
-    yield Need("mlp.experts.act", held, names, waiting=of_both)
-    for one in first:
-        yield Need(f"{one}.lora_a", held, waiting=of_both)
+    columns = (
+        parameters_of(f"mlp.experts.{product}", model.expert_bias)
+        for product in ("down", "gate", "up")
+    )
+    names = tuple(name for column in columns for name in column)
+    held_bytes = came + 2 * hidden + 3 * pairs
+    yield Need("mlp.experts.act", held_bytes, names, waiting=of_both)
+    for product in first:
+        yield Need(f"{product}.lora_a", held_bytes, waiting=of_both)
     # Gradients of what had come travel back, to as many pairs as a rank's tokens make.
     back = sizes.pairs * sizes.dim * el if program.layout.ep > 1 else 0
     by_token = 0 if back and model.shared_ffn_dim else sizes.routed_bytes
     yield Need("mlp.experts.order", came + 2 * pairs + back + by_token)
     came = router_came
     if model.shared_ffn_dim:  # meanwhile those gradients travel: what leaves, and what comes
-        yield from _shared_needs(program, sizes, came + whole if not back else came + pairs + back)
+        yield from _shared_needs(
+            program, sizes, came + whole_bytes if not back else came + pairs + back
+        )
     scores = sizes.routed * model.experts * _WIDE
     widened = 0 if el == _WIDE else sizes.routed * sizes.dim * _WIDE
     router = came + 2 * sizes.routed_bytes + 2 * scores + widened
@@ -68,26 +73,28 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     yield Need("mlp.router", max(router, arrived), names, waits * scores)
 
 
-def _shared_needs(program: Program, sizes: Sizes, held: int) -> Iterator[Need]:
-    """Yield the needs of the shared expert, beside what is `held` while it computes."""
-    model, el, whole = program.model, sizes.element, sizes.whole_bytes
-    of = partial(trained, program)
+def _shared_needs(program: Program, sizes: Sizes, held_bytes: int) -> Iterator[Need]:
+    """Yield the needs of the shared expert, beside `held_bytes` that are there meanwhile."""
+    model, el, whole_bytes = program.model, sizes.element, sizes.whole_bytes
+    parameters_of = partial(trained, program)
     if model.shared_gate:
         line = sizes.tokens * el
-        yield Need("mlp.shared_gate.act", held + 2 * whole)
+        yield Need("mlp.shared_gate.act", held_bytes + 2 * whole_bytes)
         waits = line if model.lora is None else 0
-        yield Need("mlp.shared_gate", held + 2 * whole, of("mlp.shared_gate"), waits)
-        held += whole
-    beside = sizes.tokens * sizes.shared_ffn * el
-    names = [f"mlp.shared.{one}" for one in ("down", "gate", "up")]
+        yield Need(
+            "mlp.shared_gate", held_bytes + 2 * whole_bytes, parameters_of("mlp.shared_gate"), waits
+        )
+        held_bytes += whole_bytes
+    hidden_bytes = sizes.tokens * sizes.shared_ffn * el
+    names = [f"mlp.shared.{part}" for part in ("down", "gate", "up")]
 
-    def product(name: str, held: int, result: int, inputs: int, waits: int) -> Iterator[Need]:
+    def product(name: str, held_bytes: int, result: int, inputs: int, waits: int) -> Iterator[Need]:
         if model.lora is not None:
-            yield from frozen(program, sizes, name, held, result, inputs)
+            yield from frozen(program, sizes, name, held_bytes, result, inputs)
         else:
-            yield Need(name, held + result + inputs, of(name), waits)
+            yield Need(name, held_bytes + result + inputs, parameters_of(name), waits)
 
-    yield from product(names[0], held + whole, 0, beside, whole)
-    yield Need("mlp.shared.act", held + 3 * beside)
-    yield from product(names[2], held + beside, beside, whole, beside)
-    yield from product(names[1], held + whole, beside, whole, beside)
+    yield from product(names[0], held_bytes + whole_bytes, 0, hidden_bytes, whole_bytes)
+    yield Need("mlp.shared.act", held_bytes + 3 * hidden_bytes)
+    yield from product(names[2], held_bytes + hidden_bytes, hidden_bytes, whole_bytes, hidden_bytes)
+    yield from product(names[1], held_bytes + whole_bytes, hidden_bytes, whole_bytes, hidden_bytes)

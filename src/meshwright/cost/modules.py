@@ -21,7 +21,7 @@ def hidden_bytes(sizes: Sizes, work: Work) -> float:
 
 
 def kept_without(
-    modules: Set[Module], sizes: Sizes, work: Work, kept: Mapping[str, float]
+    modules: Set[Module], sizes: Sizes, work: Work, saved: Mapping[str, float]
 ) -> dict[str, float]:
     """Return what a layer saves, by kind, if the named modules are recomputed.
 
@@ -30,19 +30,19 @@ def kept_without(
     and drops the input of the following products; `core_attn` keeps q, k and v and drops the
     scores.
     """
-    found = dict(kept)
+    remaining = dict(saved)
     # What experts' last product takes is made again anyway.
     hidden = 0.0 if work.products[-1].groups > 1 else hidden_bytes(sizes, work)
-    hidden = min(hidden, found.get("product", 0.0))
+    hidden = min(hidden, remaining.get("product", 0.0))
     if "layernorm" in modules:
-        found["product"] = hidden
+        remaining["product"] = hidden
     if modules & {"mlp", "activation"}:
-        found["product"] = found.get("product", 0.0) - hidden
+        remaining["product"] = remaining.get("product", 0.0) - hidden
     if "mlp" in modules:
-        found.pop("activation", None)
+        remaining.pop("activation", None)
     if "core_attn" in modules:
-        found.pop("scores", None)
-    return found
+        remaining.pop("scores", None)
+    return remaining
 
 
 def made_again(
@@ -62,5 +62,5 @@ def made_again(
     seconds += norms if "layernorm" in modules else 0.0
     seconds += activation if modules & {"mlp", "activation"} else 0.0
     if "mlp" in modules:
-        seconds += sum(products[at] for at in range(_OF_ATTENTION, len(work.products)))
+        seconds += sum(products[index] for index in range(_OF_ATTENTION, len(work.products)))
     return seconds

@@ -45,11 +45,11 @@ class Moves:
                 self._of[kind] = moved_bytes(op for op in ops if op.layer == kind)
 
     def _sizes(self, stage: Stage, index: int) -> Moved:
-        own = self._of[self._program.model.layer(stage.layers[index])]
+        moved = self._of[self._program.model.layer(stage.layers[index])]
         if index or not has_own_input(self._program.model, stage):
-            return own
+            return moved
         category, size = input_kept(self._program, Sizes.of(self._program))
-        return {**own, category: own[category] - size} if size else own
+        return {**moved, category: moved[category] - size} if size else moved
 
     def leave(self, action: Action, index: int) -> None:
         """End the forward of a layer."""
@@ -93,8 +93,8 @@ class Moves:
         if self._moves and action.kind != "W":
             last = len(self._stages[action.stage].layers) - 1
             is_forward = action.kind == "F"
-            at = _Leaving(action.stage, last, action.microbatch)
-            self.leaving = at if is_forward else None
+            leaving = _Leaving(action.stage, last, action.microbatch)
+            self.leaving = leaving if is_forward else None
 
 
 def moved_bytes(ops: Iterable[Operation]) -> Moved:

@@ -32,28 +32,28 @@ class Need(NamedTuple):
 
 
 def frozen(
-    program: Program, sizes: Sizes, name: str, held: int, result: int, inputs: int
+    program: Program, sizes: Sizes, name: str, held_bytes: int, result: int, inputs: int
 ) -> Iterator[Need]:
     """Yield the needs of a product with a frozen weight, and of its adapter before it.
 
-    `result` and `inputs` are the bytes of their gradients, `held` is there beside them; where that
-    has the result's, `result` is 0. The adapter's gradient is one of the result that is scaled.
+    `result` and `inputs` are the bytes of their gradients, `held_bytes` are there beside them; if
+    those have the result's, `result` is 0. The adapter's gradient is one of the scaled result.
     """
     lora = program.model.lora
     # In four bits the weight is there as products take it, at first beside what makes it.
     weight, room = dequantised(program, sizes, f"layers.*.{name}.weight")
-    made = weight + max(room, inputs)
+    made_bytes = weight + max(room, inputs)
     if lora is None or name not in program.model.adapted:
-        yield Need(name, held + result + made)
+        yield Need(name, held_bytes + result + made_bytes)
         return
     low = sizes.tokens * lora.rank * sizes.element
     scaled = result or sizes.whole_bytes
-    yield Need(f"{name}.lora_b", held + result + scaled + low, (f"{name}.lora_b",))
-    yield Need(f"{name}.lora_a", held + result + low + inputs, (f"{name}.lora_a",))
+    yield Need(f"{name}.lora_b", held_bytes + result + scaled + low, (f"{name}.lora_b",))
+    yield Need(f"{name}.lora_a", held_bytes + result + low + inputs, (f"{name}.lora_a",))
     if lora.dropout:
         masks = mask_bytes(inputs // sizes.element)
-        yield Need(f"{name}: dropout", held + result + inputs + masks)
-    yield Need(name, held + result + inputs + made)
+        yield Need(f"{name}: dropout", held_bytes + result + inputs + masks)
+    yield Need(name, held_bytes + result + inputs + made_bytes)
 
 
 def mask_bytes(elements: int) -> int:
@@ -76,4 +76,4 @@ def trained(program: Program, name: str, biases: bool = False) -> tuple[str, ...
     """Return the parameters of experts' products that get gradients: of frozen ones adapters'."""
     if program.model.lora is None:
         return weights_of(name, biases)
-    return tuple(f"{name}.{one}" for one in matrices(program.model.adapted, name))
+    return tuple(f"{name}.{matrix}" for matrix in matrices(program.model.adapted, name))

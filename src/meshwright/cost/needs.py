@@ -55,16 +55,16 @@ def layer_bytes(
     first, anew = (
         [
             op
-            for op in operations(program, stage, cp_rank=cp_rank, recomputed=again)
+            for op in operations(program, stage, cp_rank=cp_rank, recomputed=recomputed)
             if op.layer == kind
         ]
-        for again in (False, True)
+        for recomputed in (False, True)
     )
     backward, alive = [], anew
     for need in backward_needs(program, sizes, kind):
-        own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
-        backward.append((need, kept(own)))
-        alive = [op for op in alive if op not in own]
+        matching = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
+        backward.append((need, kept(matching)))
+        alive = [op for op in alive if op not in matching]
     room = forward_room(program, sizes, kind)
     return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive), room)
 
@@ -185,14 +185,18 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
         return
     if program.model.qk_norm == "all" and program.layout.tp > 1:
         # Both at once: what came, and of each what a norm makes.
-        made = sum(normed + 3 * normed // sizes.element * _WIDE for normed in (of_heads, of_kv))
+        made_bytes = sum(
+            normed + 3 * normed // sizes.element * _WIDE for normed in (of_heads, of_kv)
+        )
         names = ("attn.q_norm", "attn.k_norm")
-        yield Need(names[0], of_heads + 2 * of_kv + made, tuple(f"{one}.weight" for one in names))
+        yield Need(
+            names[0], of_heads + 2 * of_kv + made_bytes, tuple(f"{norm}.weight" for norm in names)
+        )
     elif program.model.qk_norm != "none":
         # The gradients of all three that came, and what an RMSNorm makes of one.
         for name, normed in (("attn.k_norm", of_kv), ("attn.q_norm", of_heads)):
-            made = normed + 3 * normed // sizes.element * _WIDE
-            yield Need(name, of_heads + 2 * of_kv + made, (f"{name}.weight",))
+            made_bytes = normed + 3 * normed // sizes.element * _WIDE
+            yield Need(name, of_heads + 2 * of_kv + made_bytes, (f"{name}.weight",))
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
     yield from _columns(program, sizes, results, biases)
     yield from _before(program, sizes, "attn_norm")
@@ -206,27 +210,27 @@ def _latent_heads(program: Program, sizes: Sizes, of_core: int) -> Iterator[Need
     """
     model, line = program.model, sizes.tokens * sizes.element
     of_q = line * sizes.heads * model.head_dim
-    made = line * sizes.heads * latent_widths(model)["attn.kv"]
-    whole, part = line * (model.kv_lora_rank + model.qk_rope_head_dim), line * model.kv_lora_rank
+    made_bytes = line * sizes.heads * latent_widths(model)["attn.kv"]
+    joined, part = line * (model.kv_lora_rank + model.qk_rope_head_dim), line * model.kv_lora_rank
 
     def normed(size: int) -> int:
         return size + 3 * size // sizes.element * _WIDE
 
-    def second(name: str, held: int, result: int, inputs: int) -> Iterator[Need]:
+    def second(name: str, held_bytes: int, result: int, inputs: int) -> Iterator[Need]:
         if model.lora is not None:
-            yield from frozen(program, sizes, name, held, result, inputs)
+            yield from frozen(program, sizes, name, held_bytes, result, inputs)
         else:
-            yield Need(name, held + result + inputs, (f"{name}.weight",), result)
+            yield Need(name, held_bytes + result + inputs, (f"{name}.weight",), result)
 
     # Keys and values together, beside what they are put together of.
-    yield Need("attn.kv: heads", of_core + made)
-    yield from second("attn.kv_b", of_q, made, part)
+    yield Need("attn.kv: heads", of_core + made_bytes)
+    yield from second("attn.kv_b", of_q, made_bytes, part)
     yield Need("attn.kv_a_norm", of_q + normed(part), ("attn.kv_a_norm.weight",))
-    results = {"attn.q": of_q, "attn.kv_a": whole}
+    results = {"attn.q": of_q, "attn.kv_a": joined}
     if low := line * model.q_lora_rank:
-        yield from second("attn.q_b", whole, of_q, low)
-        yield Need("attn.q_a_norm", whole + normed(low), ("attn.q_a_norm.weight",))
-        results = {"attn.q_a": low, "attn.kv_a": whole}
+        yield from second("attn.q_b", joined, of_q, low)
+        yield Need("attn.q_a_norm", joined + normed(low), ("attn.q_a_norm.weight",))
+        results = {"attn.q_a": low, "attn.kv_a": joined}
     yield from _columns(program, sizes, results, model.attention_bias)
 
 
@@ -234,25 +238,27 @@ def _columns(
     program: Program, sizes: Sizes, results: Mapping[str, int], biases: bool
 ) -> Iterator[Need]:
     """Yield the needs of products of one input, of whose results the bytes are given."""
-    whole, names = sizes.whole_bytes, list(results)
+    whole_bytes, names = sizes.whole_bytes, list(results)
     if program.model.lora is not None:
         yield from _frozen_columns(program, sizes, results)
         return
     line = sizes.tokens * sizes.element  # a number of each token
     if not is_joint(program):
         while names:  # one after the other: what the last one made is added to
-            held = sum(results[name] for name in names)
+            held_bytes = sum(results[name] for name in names)
             last = names.pop()
-            made = whole if len(names) == len(results) - 1 else 2 * whole
-            room = _room(program, sizes, results[last] // line, sizes.dim, whole)
-            yield Need(last, held + made, weights_of(last, biases), results[last], *room)
+            made_bytes = whole_bytes if len(names) == len(results) - 1 else 2 * whole_bytes
+            room = _room(program, sizes, results[last] // line, sizes.dim, whole_bytes)
+            yield Need(
+                last, held_bytes + made_bytes, weights_of(last, biases), results[last], *room
+            )
         return
     first, grads = names[0], sum(results.values())
-    again = gathers_again(program)
-    made, travelling = of_input(program, sizes, len(names), gathers=again)
-    yield Need(f"{first}: input", grads + made)
-    weights = tuple(of for name in names for of in weights_of(name, biases))
-    waits = whole - sizes.stream_bytes if again else 0
+    regathers = gathers_again(program)
+    made_bytes, travelling = of_input(program, sizes, len(names), gathers=regathers)
+    yield Need(f"{first}: input", grads + made_bytes)
+    weights = tuple(weight for name in names for weight in weights_of(name, biases))
+    waits = whole_bytes - sizes.stream_bytes if regathers else 0
     rooms = [_room(program, sizes, size // line, sizes.dim) for size in results.values()]
     yield Need(
         first, grads + travelling, weights, grads + waits, *map(max, zip(*rooms, strict=True))
@@ -261,10 +267,12 @@ def _columns(
 
 def _frozen_columns(program: Program, sizes: Sizes, results: Mapping[str, int]) -> Iterator[Need]:
     """Yield the needs of products of one input with frozen weights, and of their adapters."""
-    held, made = sum(results.values()), 0
+    result_bytes, made_bytes = sum(results.values()), 0
     for name, size in reversed(list(results.items())):
-        yield from frozen(program, sizes, name, held + made - size, size, sizes.whole_bytes)
-        held, made = held - size, sizes.whole_bytes
+        yield from frozen(
+            program, sizes, name, result_bytes + made_bytes - size, size, sizes.whole_bytes
+        )
+        result_bytes, made_bytes = result_bytes - size, sizes.whole_bytes
     if program.layout.tp > 1:
         sent, _ = of_input(program, sizes, gathers=False)
         yield Need(f"{next(iter(results))}: input", sent)
@@ -279,27 +287,33 @@ def of_input(
     tp uses its own memory. With sp, the gradient is split, which copies several rows, and becomes
     the rank's shard; gloo reduces a copy.
     """
-    whole = sizes.whole_bytes
+    whole_bytes = sizes.whole_bytes
     if not (program.layout.sp and program.layout.tp > 1):
-        return min(summands, 2) * whole, whole
-    gathered = whole if gathers else 0
-    sent = whole + (whole if sizes.rows > 1 else 0)
-    made = gathered + sent + sizes.stream_bytes + (whole if program.target.on_cpu else 0)
+        return min(summands, 2) * whole_bytes, whole_bytes
+    gathered = whole_bytes if gathers else 0
+    sent = whole_bytes + (whole_bytes if sizes.rows > 1 else 0)
+    made_bytes = (
+        gathered + sent + sizes.stream_bytes + (whole_bytes if program.target.on_cpu else 0)
+    )
     # Of what was sent, the copy that is cut is kept until it has arrived.
-    return made, gathered + whole + sizes.stream_bytes
+    return made_bytes, gathered + whole_bytes + sizes.stream_bytes
 
 
-def _room(program: Program, sizes: Sizes, outer: int, inner: int, made: int = 0) -> tuple[int, int]:
+def _room(
+    program: Program, sizes: Sizes, outer: int, inner: int, made_bytes: int = 0
+) -> tuple[int, int]:
     """Return `Need.room` and `Need.added` of the product for the gradient of `[outer, inner]`.
 
-    Autograd computes it before the gradient of the input, of `made` bytes, which count already:
+    Autograd computes it before the gradient of the input, of `made_bytes`, which count already:
     only what exceeds them is added. Our own function computes it after that gradient.
     """
     if sizes.element != _WIDE:
         return 0, 0
     products, shape = program.target.products, (outer, sizes.tokens, inner)
     room = products.room(*shape)
-    return room if is_joint(program) else max(room - made, 0), products.room(*shape, adds=True)
+    return room if is_joint(program) else max(room - made_bytes, 0), products.room(
+        *shape, adds=True
+    )
 
 
 def _norm(program: Program, sizes: Sizes) -> int:

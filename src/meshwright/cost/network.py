@@ -81,16 +81,21 @@ class Network:
         share = calibration.find("inner.share", *kinds)
         self.inner = cluster.inner.bandwidth * share if measured is None else measured
         self.outer = cluster.outer.bandwidth * calibration.find("outer.share", *kinds)
-        own = calibration.constants
-        plain = own.get(f"{kind}.inner.latency", cluster.inner.latency)
-        self.inner_latency = {one: own.get(f"{kind}.inner.latency.{one}", plain) for one in KINDS}
-        self.times = {one: calibration.find(f"times.{one}", *kinds) for one in KINDS}
+        constants = calibration.constants
+        plain = constants.get(f"{kind}.inner.latency", cluster.inner.latency)
+        self.inner_latency = {
+            message: constants.get(f"{kind}.inner.latency.{message}", plain) for message in KINDS
+        }
+        self.times = {message: calibration.find(f"times.{message}", *kinds) for message in KINDS}
         self.times_once = calibration.find("times.once", *kinds)
         self.outer_latency = cluster.outer.latency
         self.channel = {
-            one: (own[f"{kind}.channel.latency.{one}"], own[f"{kind}.channel.rate.{one}"])
-            for one in KINDS
-            if f"{kind}.channel.rate.{one}" in own
+            message: (
+                constants[f"{kind}.channel.latency.{message}"],
+                constants[f"{kind}.channel.rate.{message}"],
+            )
+            for message in KINDS
+            if f"{kind}.channel.rate.{message}" in constants
         }
 
     def seconds(
@@ -110,28 +115,30 @@ class Network:
         if size == 1 or not size_bytes:
             return 0.0
         key = kind, size_bytes, size, stride, axis, routed
-        found = self._known.get(key)
-        if found is None:
+        seconds = self._known.get(key)
+        if seconds is None:
             if routed is not None and kind == "all_to_all":
-                found = self._exchange(size_bytes, size, stride, routed)
+                seconds = self._exchange(size_bytes, size, stride, routed)
             else:
-                found = self._seconds(kind, size_bytes, size, stride, axis)
-            found = self._known[key] = self.slower * found
-        return found
+                seconds = self._seconds(kind, size_bytes, size, stride, axis)
+            seconds = self._known[key] = self.slower * seconds
+        return seconds
 
     def _exchange(self, size_bytes: float, size: int, stride: int, routed: Picks) -> float:
         """Return the seconds of an all-to-all where a node gets a token once for all its ranks."""
-        at = place(size, stride, self.per_node)
+        spread = place(size, stride, self.per_node)
         within = size_bytes * routed.share(size) * (size - 1) / size
-        across = size_bytes * routed.share(at.nodes) * (at.nodes - 1) / at.nodes
-        latency = (at.inside - 1) * self.inner_latency["all_to_all"]
-        if at.nodes > 1:
-            latency += min(at.nodes - 1, 2 * (at.nodes - 1).bit_length()) * self.outer_latency
+        across = size_bytes * routed.share(spread.nodes) * (spread.nodes - 1) / spread.nodes
+        latency = (spread.inside - 1) * self.inner_latency["all_to_all"]
+        if spread.nodes > 1:
+            latency += (
+                min(spread.nodes - 1, 2 * (spread.nodes - 1).bit_length()) * self.outer_latency
+            )
         return max(self.times_once * within / self.inner, across / self.outer) + latency
 
     def _seconds(self, kind: str, size_bytes: float, size: int, stride: int, axis: str) -> float:
-        at = place(size, stride, self.per_node)
-        if at.nodes == 1 and kind in self.channel and goes_by_channel(axis):
+        spread = place(size, stride, self.per_node)
+        if spread.nodes == 1 and kind in self.channel and goes_by_channel(axis):
             left, moved = through_channel(kind, size_bytes, size)
             if left <= LARGEST_SHARED:
                 latency, rate = self.channel[kind]
@@ -142,13 +149,13 @@ class Network:
             latency = self.outer_latency if crosses else self.inner_latency[kind]
             return self.times[kind] * size_bytes / rate + latency
         passed = size_bytes * (size - 1) / size
-        turns = (at.inside - 1) * self.inner_latency[kind]
+        turns = (spread.inside - 1) * self.inner_latency[kind]
         rate = self.inner
-        if at.nodes > 1:
-            rate = min(self.inner, at.inside * self.outer)
-            turns += min(at.nodes - 1, 2 * (at.nodes - 1).bit_length()) * self.outer_latency
+        if spread.nodes > 1:
+            rate = min(self.inner, spread.inside * self.outer)
+            turns += min(spread.nodes - 1, 2 * (spread.nodes - 1).bit_length()) * self.outer_latency
         if kind == "all_to_all":  # each rank talks to all others, most of them in other nodes
-            across = passed * (1 - (at.inside - 1) / max(size - 1, 1))
+            across = passed * (1 - (spread.inside - 1) / max(size - 1, 1))
             within = self.times[kind] * (passed - across) / self.inner
             return max(within, across / self.outer) + turns
         turns_again = 2 if kind == "all_reduce" else 1

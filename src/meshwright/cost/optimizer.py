@@ -27,30 +27,38 @@ class RuleShare(NamedTuple):
     parameters: int
 
 
-def updates(setting: Setting, layout: Layout, held: HeldLayers) -> Iterator[RuleShare]:
+def updates(setting: Setting, layout: Layout, held_layers: HeldLayers) -> Iterator[RuleShare]:
     """Yield what a rank with such layers updates, by the rules of the optimizer."""
     optimizer = OPTIMIZERS[setting.optimizer.name]
     for number, rule in enumerate(optimizer.rules):
-        of: Which = (optimizer.name, number)
-        elements = elements_of(setting.model, layout, held, of=of).share(layout)
-        yield RuleShare(rule, elements, _parameters(setting.model, held, of))
+        which: Which = (optimizer.name, number)
+        elements = elements_of(setting.model, layout, held_layers, which=which).share(layout)
+        yield RuleShare(rule, elements, _parameters(setting.model, held_layers, which))
 
 
 @lru_cache(maxsize=1024)
-def _parameters(model: ModelSpec, held: HeldLayers, of: Which) -> int:
+def _parameters(model: ModelSpec, held_layers: HeldLayers, which: Which) -> int:
     """Return the number of parameters that a rank has shards of; a tied head is one of its own."""
     per_layer = []
     for kind in model.layer_kinds:
         block = parts(model.alike(kind, n_layers=1))
-        per_layer.append(sum(is_of(one, of) for one in block if one.name.startswith("layers.")))
+        per_layer.append(
+            sum(is_of(part, which) for part in block if part.name.startswith("layers."))
+        )
     ends = [part for part in parts(model) if not part.name.startswith("layers.")]
-    of_embedding = sum(is_of(part, of) for part in ends if part.name.startswith("embed."))
-    has_embedding = held.has_embedding or (held.has_head and model.tie_embeddings)
-    of_head = sum(is_of(part, of) for part in ends if not part.name.startswith("embed."))
-    return int(held.total(per_layer)) + of_embedding * has_embedding + of_head * held.has_head
+    of_embedding = sum(is_of(part, which) for part in ends if part.name.startswith("embed."))
+    has_embedding = held_layers.has_embedding or (held_layers.has_head and model.tie_embeddings)
+    of_head = sum(is_of(part, which) for part in ends if not part.name.startswith("embed."))
+    return (
+        int(held_layers.total(per_layer))
+        + of_embedding * has_embedding
+        + of_head * held_layers.has_head
+    )
 
 
-def matrix_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
+def matrix_seconds(
+    setting: Setting, kernels: Kernels, layout: Layout, held_layers: HeldLayers
+) -> float:
     """Return the seconds in which a rank makes matrices whole and orthogonalizes them.
 
     Each rank gathers all matrices that it has shards of, one after the other, and iterates on each
@@ -58,17 +66,17 @@ def matrix_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: Hel
     """
     if not needs_matrices(setting.optimizer):
         return 0.0
-    model, each = setting.model, []
+    model, per_kind = setting.model, []
     for kind in model.layer_kinds:
         block = parts(model.alike(kind, n_layers=1))
-        each.append(
+        per_kind.append(
             sum(
                 _seconds_of(setting, kernels, layout, part)
                 for part in block
                 if part.trained and rule_of(setting.optimizer, part).needs_matrix
             )
         )
-    return held.total(each)
+    return held_layers.total(per_kind)
 
 
 def _seconds_of(setting: Setting, kernels: Kernels, layout: Layout, part: Part) -> float:

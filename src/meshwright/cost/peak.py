@@ -53,29 +53,29 @@ class _Highest(ByteCount):
         self.held[category] = self.held.get(category, 0) + size
         self.total += size
 
-    def note(self, what: str) -> None:
+    def note(self, operation: str) -> None:
         """Keep a moment if it is the highest."""
         if self.total > self.most:
             self.most = self.total
-            held = {category: size for category, size in self.held.items() if size}
-            self.moment = PredictedMoment(self.action, what, held)
+            sizes = {category: size for category, size in self.held.items() if size}
+            self.moment = PredictedMoment(self.action, operation, sizes)
 
     def watch(self, do: Callable[[], None]) -> _Effect:
         """Do something, and return its effect."""
-        before, total, (most, moment) = dict(self.held), self.total, (self.most, self.moment)
+        before, total, (prior, moment) = dict(self.held), self.total, (self.most, self.moment)
         self.most = -1
         do()
-        highest, own = self.moment, self.most
-        if own <= most:
-            self.most, self.moment = most, moment
+        highest, effect_peak = self.moment, self.most
+        if effect_peak <= prior:
+            self.most, self.moment = prior, moment
         rise, change = _difference(highest.held, before), _difference(self.held, before)
-        return _Effect(own - total, highest.what, rise, change)
+        return _Effect(effect_peak - total, highest.what, rise, change)
 
-    def repeat(self, effect: _Effect, what: Callable[[], str]) -> None:
-        """Add an effect; `what` tells what was at work at its highest moment."""
+    def repeat(self, effect: _Effect, operation: Callable[[], str]) -> None:
+        """Add an effect; `operation` names what was at work at its highest moment."""
         if self.total + effect.most > self.most:
             self.most = self.total + effect.most
-            self.moment = PredictedMoment(self.action, what(), _sum(self.held, effect.highest))
+            self.moment = PredictedMoment(self.action, operation(), _sum(self.held, effect.highest))
         for category, size in effect.end.items():
             self.add(category, size)
 
@@ -125,18 +125,18 @@ class _Repeated(Walk):
     def _first_alike(self) -> dict[int, int]:
         """Return for each stage the first that the rank holds with the same layers and ends."""
         firsts: dict[tuple[object, ...], int] = {}
-        found = {}
+        first_of = {}
         for index, stage in self.stages.items():
             key = self._kinds[index], index == 0, stage.is_last
-            found[index] = firsts.setdefault(key, index)
-        return found
+            first_of[index] = firsts.setdefault(key, index)
+        return first_of
 
     def compute(self, action: Action) -> None:
         """Perform an action, or add the effect of an equal earlier one."""
         stage = action.stage
         left = self.moves.before(action)
-        found = None if left is None else (self._alike[left[0]], left[1])
-        key = action.kind, self._alike[stage], action == self.ends[stage], self._now[stage], found
+        leaving = None if left is None else (self._alike[left[0]], left[1])
+        key = action.kind, self._alike[stage], action == self.ends[stage], self._now[stage], leaving
         done = self._done.get(key)
         if done is None:
             done = self._done[key] = self._perform(action)
@@ -148,12 +148,12 @@ class _Repeated(Walk):
 
     def _what(self, done: _Done, stage: int) -> str:
         """Return what was at work at the highest moment of an action, in another stage like it."""
-        what = done.effect.what
+        operation = done.effect.what
         if stage == done.stage:
-            return what
+            return operation
         layers = zip(self.stages[done.stage].layers, self.stages[stage].layers, strict=True)
-        names = {of_layer(one): of_layer(other) for one, other in layers}
-        return names.get(what, what)
+        names = {of_layer(layer): of_layer(other) for layer, other in layers}
+        return names.get(operation, operation)
 
     def _perform(self, action: Action) -> _Done:
         """Perform an action, and return what it did."""
@@ -181,17 +181,17 @@ class _Repeated(Walk):
         if not 0 < index < len(stage.layers) - 1 or self.program.layout.offload == "activations":
             go(action, index)
             return
-        units, held, layer = self.units[place], self.bytes_held, stage.layers[index]
+        units, bytes_held, layer = self.units[place], self.bytes_held, stage.layers[index]
         near = [unit for block in units.blocks[index - 1 : index + 2] for unit in block]
         kinds = self._kinds[place][index - 1 : index + 2]
         key = action.kind, action == self.ends[place], kinds, units.state_of(near)
         done, before = self._layers_done.get(key), self.deferred.get(place, 0)
         if done is None:
-            effect = held.watch(lambda: go(action, index))
-            after, more = units.state_of(near), self.deferred.get(place, 0) - before
-            self._layers_done[key] = _LayerDone(layer, effect, after, more)
+            effect = bytes_held.watch(lambda: go(action, index))
+            after, deferred = units.state_of(near), self.deferred.get(place, 0) - before
+            self._layers_done[key] = _LayerDone(layer, effect, after, deferred)
             return
-        held.repeat(done.effect, partial(_what_in, layer, done))
+        bytes_held.repeat(done.effect, partial(_what_in, layer, done))
         units.restore(near, done.state)
         self.deferred[place] = before + done.deferred
 
@@ -220,15 +220,18 @@ class _Repeated(Walk):
 
 def _what_in(layer: int, done: _LayerDone) -> str:
     """Return what was at work at the highest moment of a layer, in another one like it."""
-    what = done.effect.what
-    return of_layer(layer) if what == of_layer(done.layer) else what
+    operation = done.effect.what
+    return of_layer(layer) if operation == of_layer(done.layer) else operation
 
 
-def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    sums = {**one, **{category: one.get(category, 0) + size for category, size in other.items()}}
+def _sum(sizes: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    sums = {
+        **sizes,
+        **{category: sizes.get(category, 0) + size for category, size in other.items()},
+    }
     return {category: size for category, size in sums.items() if size}
 
 
-def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    found = {name: one.get(name, 0) - other.get(name, 0) for name in {**other, **one}}
-    return {name: size for name, size in found.items() if size}
+def _difference(sizes: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    changes = {name: sizes.get(name, 0) - other.get(name, 0) for name in {**other, **sizes}}
+    return {name: size for name, size in changes.items() if size}

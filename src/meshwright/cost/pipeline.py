@@ -68,8 +68,8 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
     if layout.schedule == "interleaved_1f1b":  # arXiv:2104.04473, section 2.2
         return float(min((virtual - 1) * pp + 2 * (pp - 1 - rank) + 1, virtual * microbatches))
     # Weights' gradients wait, and so do their inputs: arXiv:2401.10241; arXiv:2412.19437, table 2.
-    most = pp * virtual + (layout.schedule == "dualpipev")
-    return float(min(most, virtual * microbatches))
+    limit = pp * virtual + (layout.schedule == "dualpipev")
+    return float(min(limit, virtual * microbatches))
 
 
 def waiting(layout: Layout, rank: int, microbatches: int) -> int:
@@ -79,8 +79,8 @@ def waiting(layout: Layout, rank: int, microbatches: int) -> int:
     """
     if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
         return 0
-    most = 2 * rank + 1 if layout.schedule == "zbv" else rank + 1
-    return min(most, layout.virtual_stages * microbatches)
+    limit = 2 * rank + 1 if layout.schedule == "zbv" else rank + 1
+    return min(limit, layout.virtual_stages * microbatches)
 
 
 def _few(pp: int, microbatches: int) -> int:
@@ -118,11 +118,11 @@ def action_times(
     def seconds(action: Action) -> float:
         if action.kind == "F":
             return forward[action.stage]
-        whole = backward[action.stage]
+        stage_seconds = backward[action.stage]
         if not splits or action.kind == "B":
-            return whole
+            return stage_seconds
         at_once = head if action.stage == last else 0.0
-        return (whole - at_once) / 2 + at_once * (action.kind == "I")
+        return (stage_seconds - at_once) / 2 + at_once * (action.kind == "I")
 
     order = compute_order(schedule, pp, virtual, microbatches)
     return times_in(order, seconds, transfer, exposed * transfer)
@@ -140,8 +140,8 @@ def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:
     if few == microbatches:
         return makespan
     added = (_end(action_times(layout, few + layout.pp, costs)) - makespan) / layout.pp
-    least = _least(layout, costs, first, few, microbatches)
-    return max(makespan + added * (microbatches - few), least)
+    lower_bound = _least(layout, costs, first, few, microbatches)
+    return max(makespan + added * (microbatches - few), lower_bound)
 
 
 def _end(times: Mapping[Action, tuple[float, float]]) -> float:
@@ -162,11 +162,11 @@ def _least(
     """
     sent = costs.exposed * costs.transfer
     starts, ends, busy = dict[int, float](), dict[int, float](), dict[int, float]()
-    for one in compute_order(layout.schedule, layout.pp, layout.virtual_stages, few):
-        start, end = times[one.action]
-        end += sent * one.is_sent
-        starts.setdefault(one.rank, start)
-        busy[one.rank] = busy.get(one.rank, 0.0) + end - start
-        ends[one.rank] = end
+    for entry in compute_order(layout.schedule, layout.pp, layout.virtual_stages, few):
+        start, end = times[entry.action]
+        end += sent * entry.is_sent
+        starts.setdefault(entry.rank, start)
+        busy[entry.rank] = busy.get(entry.rank, 0.0) + end - start
+        ends[entry.rank] = end
     last = _end(times)
     return max(starts[rank] + busy[rank] / few * microbatches + last - ends[rank] for rank in busy)

@@ -86,8 +86,10 @@ def memory(
     if not _is_walked(setting, layout):
         return estimate(setting, layout, rank)
     program = program or _program(setting, layout, _ENOUGH)
-    terms, at = peak_terms(program, layout.mesh.rank({"pp": rank}), _forms(setting, layout, rank))
-    return _rank_memory(setting, layout, rank, with_measured(setting, terms), at)
+    terms, moment = peak_terms(
+        program, layout.mesh.rank({"pp": rank}), _forms(setting, layout, rank)
+    )
+    return _rank_memory(setting, layout, rank, with_measured(setting, terms), moment)
 
 
 def _is_walked(setting: Setting, layout: Layout) -> bool:
@@ -106,29 +108,31 @@ def _program(setting: Setting, layout: Layout, turns: int) -> Program:
 
 
 def estimate(
-    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+    setting: Setting, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
 ) -> RankMemory:
     """Return a peak in closed form: a few percent off, and fast enough for a large search.
 
-    `kept` is the layout's `kept_of`, if the caller knows it.
+    `kept_bytes` is the layout's `kept_of`, if the caller knows it.
     """
-    return _rank_memory(setting, layout, rank, _forms(setting, layout, rank, kept))
+    return _rank_memory(setting, layout, rank, _forms(setting, layout, rank, kept_bytes))
 
 
 def _forms(
-    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+    setting: Setting, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
 ) -> list[Term]:
-    held = held_by(setting, layout)[rank]
-    return model_states(setting, layout, held) + activations(setting, layout, rank, kept)
+    held_layers = held_by(setting, layout)[rank]
+    return model_states(setting, layout, held_layers) + activations(
+        setting, layout, rank, kept_bytes
+    )
 
 
 def _rank_memory(
-    setting: Setting, layout: Layout, rank: int, terms: list[Term], at: str = ""
+    setting: Setting, layout: Layout, rank: int, terms: list[Term], moment: str = ""
 ) -> RankMemory:
     allocated = sum(term.bytes for term in terms)
     device = setting.cluster.device
     terms = terms + outside(device, layout, setting.system, setting.calibration, allocated)
-    return RankMemory(rank, tuple(terms), device.memory, at)
+    return RankMemory(rank, tuple(terms), device.memory, moment)
 
 
 def memories(setting: Setting, layout: Layout) -> list[RankMemory]:
@@ -147,7 +151,7 @@ def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
     program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
     return max(
         (memory(setting, layout, rank, program) for rank in may_hold_most(setting, layout)),
-        key=lambda found: found.total,
+        key=lambda rank_memory: rank_memory.total,
     )
 
 
@@ -160,17 +164,19 @@ def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
         return estimate(setting, layout, rank)
     program = _program(setting, layout, _TURNS)
     table = with_own_transfers(program.compute_tables[rank], program.stage_ranks)
-    found = peak(program, layout.mesh.rank({"pp": rank}), table)
-    terms = [Term(category, size, "") for category, size in found.held.items()]
+    moment = peak(program, layout.mesh.rank({"pp": rank}), table)
+    terms = [Term(category, size, "") for category, size in moment.held.items()]
     return _rank_memory(setting, layout, rank, with_measured(setting, terms))
 
 
-def worst_estimate(setting: Setting, layout: Layout, kept: KeptBytes | None = None) -> RankMemory:
+def worst_estimate(
+    setting: Setting, layout: Layout, kept_bytes: KeptBytes | None = None
+) -> RankMemory:
     """Return the highest estimate of the pipeline ranks; see `worst_memory` for which those are."""
-    kept = kept or kept_of(setting, layout)
+    kept_bytes = kept_bytes or kept_of(setting, layout)
     return max(
-        (estimate(setting, layout, rank, kept) for rank in may_hold_most(setting, layout)),
-        key=lambda found: found.total,
+        (estimate(setting, layout, rank, kept_bytes) for rank in may_hold_most(setting, layout)),
+        key=lambda rank_memory: rank_memory.total,
     )
 
 
@@ -201,8 +207,8 @@ class Prediction:
     def memory_interval(self) -> tuple[float, float]:
         """Bytes of the peak in 80% of cases: see `memory_spread`."""
         states, (low, high) = self.memory.states, self.memory_spread
-        rest = self.memory.total - states
-        return states + low * rest, states + high * rest
+        other_bytes = self.memory.total - states
+        return states + low * other_bytes, states + high * other_bytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -220,15 +226,15 @@ class Prediction:
         return self.tflops_per_device * 1e12 / self.peak
 
 
-def price(setting: Setting, layout: Layout, *, held: RankMemory | None = None) -> Prediction:
+def price(setting: Setting, layout: Layout, *, worst: RankMemory | None = None) -> Prediction:
     """Return the cost of a layout as it is shown: see `worst_memory` and `step_time`.
 
-    `held` is its worst memory, if the caller knows it.
+    `worst` is its worst memory, if the caller knows it.
     """
     return _prediction(
         setting,
         layout,
-        worst_memory(setting, layout) if held is None else held,
+        worst_memory(setting, layout) if worst is None else worst,
         step_time(setting, setting.kernels(), layout),
     )
 
@@ -239,10 +245,10 @@ def estimated(setting: Setting, layout: Layout) -> Prediction:
     return _prediction(setting, layout, worst_estimate(setting, layout), time)
 
 
-def _prediction(setting: Setting, layout: Layout, held: RankMemory, time: StepTime) -> Prediction:
+def _prediction(setting: Setting, layout: Layout, worst: RankMemory, time: StepTime) -> Prediction:
     return Prediction(
         layout,
-        held,
+        worst,
         time,
         setting.train.batch * setting.train.seq_len,
         flops_per_token(setting.model, setting.train.seq_len),

@@ -56,30 +56,30 @@ def predicted_profile(
     ranks, because the norm includes all gradients, and for the host's overhead at the end of a
     step. For other systems, only the peak of memory is known, and no messages.
     """
-    kernels, found = setting.kernels(), price(setting, layout)
+    kernels, prediction = setting.kernels(), price(setting, layout)
     pace = pace_of(setting, kernels, layout)
-    slowest = found.time.ranks[found.time.slowest]
+    slowest = prediction.time.ranks[prediction.time.slowest]
     # The copies of activations, which the host's share has too, are within the actions.
     host = host_seconds(kernels, pace.microbatches)
     after = slowest["data"] + slowest["optimizer"] + host
-    drawn = pipeline_spans(setting, kernels, layout, pace, found.time.total - after)
+    drawn = pipeline_spans(setting, kernels, layout, pace, prediction.time.total - after)
     program = lower(setting.model, setting.train, setting.optimizer, layout, setting.target)
     mesh = layout.mesh
     chosen = [mesh.rank({"pp": place}) for place in range(layout.pp)] if ranks is None else ranks
     rows = []
     for rank in chosen:
-        at = mesh.coordinates(rank)
-        own = drawn[at["pp"]]
-        own_causes = found.time.ranks[at["pp"]]
-        end = _Ends(found.time.total, slowest, own_causes, host)
+        coordinates = mesh.coordinates(rank)
+        drawn_rank = drawn[coordinates["pp"]]
+        own_causes = prediction.time.ranks[coordinates["pp"]]
+        end = _Ends(prediction.time.total, slowest, own_causes, host)
         spent = merged_causes(own_causes)
         rows.append(
             RankProfile(
                 rank,
-                at,
-                tuple(stage.index for stage in program.held(at["pp"])),
-                (*own.spans, *(end.spans(own.end) if own.spans else ())),
-                tuple(_memory(setting, program, rank, own, end)),
+                coordinates,
+                tuple(stage.index for stage in program.held(coordinates["pp"])),
+                (*drawn_rank.spans, *(end.spans(drawn_rank.end) if drawn_rank.spans else ())),
+                tuple(_memory(setting, program, rank, drawn_rank, end)),
                 tuple(_traffic(setting, kernels, program, rank, spent)),
                 spent,
             )
@@ -90,9 +90,9 @@ def predicted_profile(
         layout.label,
         setting.cluster.device.name,
         tuple(rows),
-        step_time_s=found.time.total,
-        tokens_per_s=found.tokens_per_s,
-        mfu=found.mfu,
+        step_time_s=prediction.time.total,
+        tokens_per_s=prediction.tokens_per_s,
+        mfu=prediction.mfu,
         memory_limit=setting.cluster.device.memory,
     )
 
@@ -101,12 +101,16 @@ class _Ends:
     """What comes after the pipeline: sums, update, what the host adds."""
 
     def __init__(
-        self, total: float, slowest: Mapping[str, float], own: Mapping[str, float], host: float
+        self,
+        total: float,
+        slowest: Mapping[str, float],
+        rank_seconds: Mapping[str, float],
+        host: float,
     ) -> None:
         self.total = total
         self.host = total - host
         self.update = self.host - slowest["optimizer"]
-        self.reduce, self.update_seconds = own["data"], own["optimizer"]
+        self.reduce, self.update_seconds = rank_seconds["data"], rank_seconds["optimizer"]
 
     def spans(self, end: float) -> Iterator[Span]:
         """Yield them for a rank whose last action has ended."""
@@ -163,9 +167,9 @@ def _when(name: str, drawn: Drawn, ends: _Ends) -> tuple[float | None, float | N
     return drawn.actions[Action(kind, int(stage), int(microbatch))]  # type: ignore[arg-type]
 
 
-def _by_category(held: Mapping[str, float]) -> dict[str, int]:
+def _by_category(sizes: Mapping[str, float]) -> dict[str, int]:
     sums: dict[str, float] = {}
-    for name, size in held.items():
+    for name, size in sizes.items():
         key = _CATEGORIES.get(name, "activations")
         sums[key] = sums.get(key, 0.0) + size
     return {name: round(size) for name, size in sums.items() if size}

@@ -72,12 +72,12 @@ def _experts(program: Program, sizes: Sizes) -> int:
     pairs = sizes.received * sizes.dim * sizes.element
     hidden = sizes.received * sizes.expert_ffn * sizes.element
     recompute = program.layout.recompute
-    again = pairs
+    remade = pairs
     if recompute == "selective":
-        again += 2 * hidden
+        remade += 2 * hidden
     if not program.target.on_cpu and sizes.element != _WIDE:  # one kernel for all groups
-        again = 0
-    end = again + hidden + pairs + sizes.routed_bytes
+        remade = 0
+    end = remade + hidden + pairs + sizes.routed_bytes
     if recompute != "full":
         return end
     clamped = 0 if program.model.swiglu_limit is None else hidden

@@ -18,11 +18,11 @@ _OF_SIZE = ("layers", "hidden", "heads")
 
 def known(row: Row, assumed: list[str]) -> Row:
     """Return a row with the known sizes of its model; lists them in `assumed`."""
-    found = _found(row)
-    if found is None:
+    entry = _found(row)
+    if entry is None:
         return row
-    preset = _preset(found)
-    sizes = dict(found.get("sizes", {}))
+    preset = _preset(entry)
+    sizes = dict(entry.get("sizes", {}))
     if preset is not None:
         sizes["vocab"] = preset.vocab_size
         if not any(row.get(key) for key in _OF_SIZE):
@@ -35,17 +35,19 @@ def known(row: Row, assumed: list[str]) -> Row:
 
 def whole(row: Row) -> ModelSpec | None:
     """Return the Meshwright model that a row without sizes names."""
-    found = None if any(row.get(key) for key in _OF_SIZE) else _found(row)
-    return None if found is None else _preset(found)
+    entry = None if any(row.get(key) for key in _OF_SIZE) else _found(row)
+    return None if entry is None else _preset(entry)
 
 
 def _found(row: Row) -> Mapping[str, Any] | None:
     name = str(row.get("model", ""))
-    return next((one for one in _table() if re.search(one["named"], name, re.IGNORECASE)), None)
+    return next(
+        (entry for entry in _table() if re.search(entry["named"], name, re.IGNORECASE)), None
+    )
 
 
-def _preset(found: Mapping[str, Any]) -> ModelSpec | None:
-    return model_spec(preset=found["preset"]) if "preset" in found else None
+def _preset(entry: Mapping[str, Any]) -> ModelSpec | None:
+    return model_spec(preset=entry["preset"]) if "preset" in entry else None
 
 
 def _sizes(model: ModelSpec) -> dict[str, Any]:
@@ -65,5 +67,5 @@ def _sizes(model: ModelSpec) -> dict[str, Any]:
 @cache
 def _table() -> list[dict[str, Any]]:
     text = resources.files("meshwright.cost").joinpath("row_models.toml").read_text("utf-8")
-    found: list[dict[str, Any]] = parse_toml(text)["model"]
-    return found
+    entries: list[dict[str, Any]] = parse_toml(text)["model"]
+    return entries

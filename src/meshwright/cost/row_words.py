@@ -91,7 +91,9 @@ def imbalance_of(
 
 def first(patterns: tuple[tuple[str, Any], ...], text: object) -> Any:
     """Return the value of the first pattern that matches a text, or None."""
-    return next((found for at, found in patterns if re.search(at, str(text), re.IGNORECASE)), None)
+    return next(
+        (value for pattern, value in patterns if re.search(pattern, str(text), re.IGNORECASE)), None
+    )
 
 
 def system_of(row: Mapping[str, Any], assumed: list[str]) -> System:
@@ -129,7 +131,7 @@ def _with_modules(system: System, row: Mapping[str, Any]) -> System:
     text = f"{_recomputed(row)} {row.get('recompute_modules') or ''}"
     if text.startswith("full"):
         return system
-    modules = {module for at, module in _MODULES if re.search(at, text)}
+    modules = {module for pattern, module in _MODULES if re.search(pattern, text)}
     if not modules or (modules == {"core_attn"} and system.selective == "attention"):
         return system
     return replace(system, selective="modules", modules=frozenset(modules))
@@ -138,12 +140,12 @@ def _with_modules(system: System, row: Mapping[str, Any]) -> System:
 def _with_loss(system: System, row: Mapping[str, Any], assumed: list[str]) -> System:
     """Return a system whose loss cuts the logits into chunks, where a row says that it does."""
     text = "; ".join(str(row[key]) for key in _OF_LOSS if row.get(key))
-    found = _CHUNKED.search(text)
-    if found is None or system.fuses_loss:
+    match = _CHUNKED.search(text)
+    if match is None or system.fuses_loss:
         return system
-    if found[1] is None:
+    if match[1] is None:
         assumed.append(f"{_CHUNKS} chunks of the loss")
-    return replace(system, loss_chunks=max(1, int(found[1] or _CHUNKS)))
+    return replace(system, loss_chunks=max(1, int(match[1] or _CHUNKS)))
 
 
 def matmul_of(row: Mapping[str, Any]) -> Matmul:
@@ -179,7 +181,7 @@ def recompute_of(row: Mapping[str, Any], assumed: list[str]) -> Recompute:
     text = _recomputed(row)
     if text.startswith("full"):
         return "full"
-    if "select" in text or any(re.search(at, text) for at, _ in _MODULES):
+    if "select" in text or any(re.search(pattern, text) for pattern, _ in _MODULES):
         return "selective"
     if text and not re.match("none|no\\b|off|false", text):
         assumed.append(f"recompute {text!r} read as none")

@@ -116,22 +116,22 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
 
 
 def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
-    found = {}
+    degrees = {}
     for key in ("tp", "cp", "pp"):
         if row.get(key) is None:
             assumed.append(f"{key} 1")
-        found[key] = int(row.get(key) or 1)
-    rest = found["tp"] * found["cp"] * found["pp"]
-    given = row.get("n_gpus") or (row.get("dp") or 0) * rest
+        degrees[key] = int(row.get(key) or 1)
+    model_ranks = degrees["tp"] * degrees["cp"] * degrees["pp"]
+    given = row.get("n_gpus") or (row.get("dp") or 0) * model_ranks
     if not given:
         raise RowError("the row has neither n_gpus nor dp")
     devices = int(given)
-    if devices % rest:
-        raise RowError(f"tp x cp x pp = {rest} does not divide n_gpus = {devices}")
-    found["dp"] = int(row.get("dp") or devices // rest)
-    if found["dp"] * rest != devices:
-        raise RowError(f"dp x tp x cp x pp = {found['dp'] * rest}, but n_gpus = {devices}")
-    return found
+    if devices % model_ranks:
+        raise RowError(f"tp x cp x pp = {model_ranks} does not divide n_gpus = {devices}")
+    degrees["dp"] = int(row.get("dp") or devices // model_ranks)
+    if degrees["dp"] * model_ranks != devices:
+        raise RowError(f"dp x tp x cp x pp = {degrees['dp'] * model_ranks}, but n_gpus = {devices}")
+    return degrees
 
 
 def _device(row: Row, assumed: list[str]) -> Device:
@@ -148,10 +148,10 @@ def _device(row: Row, assumed: list[str]) -> Device:
 
 def _links(row: Row, device: Device) -> tuple[str, str] | None:
     """Return the links of a cluster whose network between nodes a row states by its Gb/s."""
-    found = re.search(r"(\d+)\s*Gb/s", str(row.get("internode") or ""))
-    if found is None:
+    match = re.search(r"(\d+)\s*Gb/s", str(row.get("internode") or ""))
+    if match is None:
         return None
-    rate = int(found[1])
+    rate = int(match[1])
     if re.search("per GPU", str(row["internode"])):
         pass
     elif rate >= 800 or re.search("node-node|per node", str(row["internode"])):
@@ -244,8 +244,8 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
             virtual -= 1
         assumed.append(f"{virtual} virtual stages")
     stated = row.get("zero_stage")
-    whole = system.keeps == "whole" or system.name == OURS
-    zero: Zero = (0 if whole else 3) if stated is None else stated
+    keeps_whole = system.keeps == "whole" or system.name == OURS
+    zero: Zero = (0 if keeps_whole else 3) if stated is None else stated
     if stated is None:
         assumed.append(f"zero {zero}")
     if system.name.startswith("torchtitan") and degrees["pp"] > 1 and zero == 3:
@@ -307,11 +307,13 @@ def _expert_tp(row: Row, ep: int, tp: int, ranks: Mapping[str, int], assumed: li
     """
     if ep == 1:
         return tp
-    stated, edp, whole = row.get("etp"), row.get("edp"), ranks["stage"]
-    if edp and (whole % (ep * edp) or (stated or whole // (ep * edp)) * ep * edp != whole):
-        told = f"ep {ep} x etp {stated} x edp {edp}" if stated else f"ep {ep} x edp {edp}"
-        raise RowError(f"{told} does not divide the {whole} ranks of dp x cp x tp")
-    stated = stated or (whole // (ep * edp) if edp else None)
+    stated, edp, stage_ranks = row.get("etp"), row.get("edp"), ranks["stage"]
+    if edp and (
+        stage_ranks % (ep * edp) or (stated or stage_ranks // (ep * edp)) * ep * edp != stage_ranks
+    ):
+        degrees = f"ep {ep} x etp {stated} x edp {edp}" if stated else f"ep {ep} x edp {edp}"
+        raise RowError(f"{degrees} does not divide the {stage_ranks} ranks of dp x cp x tp")
+    stated = stated or (stage_ranks // (ep * edp) if edp else None)
     if tp == 1 or stated == tp:
         return tp
     can_be_whole = ep % tp == 0 and ranks["alike"] % (ep // tp) == 0
@@ -321,8 +323,8 @@ def _expert_tp(row: Row, ep: int, tp: int, ranks: Mapping[str, int], assumed: li
     return tp
 
 
-def _nearly_fits(held: RankMemory) -> bool:
-    return held.total <= (1 + _SLACK) * held.limit
+def _nearly_fits(memory: RankMemory) -> bool:
+    return memory.total <= (1 + _SLACK) * memory.limit
 
 
 def _with_kernel(setting: Setting, layout: Layout, assumed: list[str]) -> Setting:
@@ -332,8 +334,8 @@ def _with_kernel(setting: Setting, layout: Layout, assumed: list[str]) -> Settin
     """
     kernel = setting.system.attention
     if not CAUSAL[kernel]:
-        most = layout.model_copy(update={"recompute": "full"})
-        if not _nearly_fits(worst_memory(setting, most)):
+        recomputed = layout.model_copy(update={"recompute": "full"})
+        if not _nearly_fits(worst_memory(setting, recomputed)):
             kernel = UNKNOWN_ATTENTION
     assumed.append(f"attention {kernel}")
     return replace(setting, system=replace(setting.system, attention=kernel))
@@ -347,7 +349,10 @@ def _least_recompute(setting: Setting, layout: Layout) -> Layout:
     """
     policies: tuple[Recompute, ...] = ("none", "selective", "full")
     tried = [layout.model_copy(update={"recompute": policy}) for policy in policies]
-    return next((one for one in tried if _nearly_fits(worst_memory(setting, one))), tried[-1])
+    return next(
+        (candidate for candidate in tried if _nearly_fits(worst_memory(setting, candidate))),
+        tried[-1],
+    )
 
 
 def predict_row(row: Row, calibration: Calibration) -> dict[str, Any]:
@@ -362,23 +367,23 @@ def predict_row(row: Row, calibration: Calibration) -> dict[str, Any]:
         return {"id": row.get("id"), "refused": f"the row cannot be read: {error!r}"}
 
 
-def as_json(name: object, case: PricedRow, found: Prediction) -> dict[str, Any]:
+def as_json(name: object, case: PricedRow, prediction: Prediction) -> dict[str, Any]:
     """Return a prediction in the format of `predict --rows`."""
     return {
         "id": name,
-        "fits": found.memory.fits,
-        "peak_mem_gib": found.memory.total / GIB,
-        "peak_mem_interval_gib": [bound / GIB for bound in found.memory_interval],
-        "worst_rank": worst_rank(found),
-        "step_time_s": found.time.total,
-        "step_time_interval_s": list(found.interval),
-        "tokens_per_s_per_gpu": found.tokens_per_s / found.devices,
-        "tflops_per_gpu": found.tflops_per_device,
-        "mfu": found.mfu,
+        "fits": prediction.memory.fits,
+        "peak_mem_gib": prediction.memory.total / GIB,
+        "peak_mem_interval_gib": [bound / GIB for bound in prediction.memory_interval],
+        "worst_rank": worst_rank(prediction),
+        "step_time_s": prediction.time.total,
+        "step_time_interval_s": list(prediction.interval),
+        "tokens_per_s_per_gpu": prediction.tokens_per_s / prediction.devices,
+        "tflops_per_gpu": prediction.tflops_per_device,
+        "mfu": prediction.mfu,
         "assumed": list(case.assumed),
     }
 
 
-def worst_rank(found: Prediction) -> int:
+def worst_rank(prediction: Prediction) -> int:
     """Return the first rank at the place in the pipeline that needs the most memory."""
-    return found.memory.rank * (found.layout.world // found.layout.pp)
+    return prediction.memory.rank * (prediction.layout.world // prediction.layout.pp)

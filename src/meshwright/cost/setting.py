@@ -61,8 +61,8 @@ class Setting:
         """The target of a program on the cluster's ranks."""
         if not self.on_cpu:
             tf32 = takes_tf32(self.train.matmul)
-            found = Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
-            return found._replace(compiled=self.compiles)
+            target = Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
+            return target._replace(compiled=self.compiles)
         products = route(self.train.matmul, self.cluster.device.processor)
         return Target("cpu", products, self.packed, imbalance=self.imbalance)
 
@@ -84,19 +84,19 @@ class Setting:
         is_usual = not self.on_cpu and self.compile_gain is None
         return is_usual and self.train.engine == "native"
 
-    def compile_saves(self, what: str) -> float:
+    def compile_saves(self, constant: str) -> float:
         """Return what compiling saves of unmeasured blocks or of the loss: see `Kernels`."""
         kind = self.cluster.device.kind
-        return self.calibration.find(f"{what}.{self.train.precision}", kind)
+        return self.calibration.find(f"{constant}.{self.train.precision}", kind)
 
     @property
     def compile_seconds(self) -> float:
         """The measured compile time at the start of a run; 0 without a measurement."""
         return self.measured(f"compile.seconds.{self.train.precision}") or 0.0
 
-    def measured(self, what: str) -> float | None:
+    def measured(self, constant: str) -> float | None:
         """Return a measured constant of the cluster's own device, or None."""
-        return self.calibration.constants.get(f"{self.cluster.device.kind}.{what}")
+        return self.calibration.constants.get(f"{self.cluster.device.kind}.{constant}")
 
     @cached_property
     def memory_factor(self) -> float:
@@ -114,8 +114,8 @@ class Setting:
     def works(self) -> Callable[..., LayoutWork]:
         """`layout_work` of this model and length: a search need not hash the model each time."""
         train = self.train
-        again = remakes_inputs(train, self.target)
-        known = partial(layout_work, self.model, train.seq_len, train.precision, remakes=again)
+        remakes = remakes_inputs(train, self.target)
+        known = partial(layout_work, self.model, train.seq_len, train.precision, remakes=remakes)
         return lru_cache(maxsize=8192)(known)
 
     def kernels(self) -> Kernels:
@@ -152,8 +152,8 @@ def imbalance_of(train: TrainSpec, calibration: Calibration, kind: str) -> float
     """
     if train.routing == "balanced":
         return 1.0
-    found = train.imbalance or calibration.find("experts.imbalance", kind)
-    return min(found, train.expert_capacity or found)
+    imbalance = train.imbalance or calibration.find("experts.imbalance", kind)
+    return min(imbalance, train.expert_capacity or imbalance)
 
 
 def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
@@ -172,10 +172,14 @@ def stages_of(model: ModelSpec, count: int, seq_len: int, is_even: bool) -> tupl
     """Return the stages, split by the program's costs or by number of layers alone."""
     if not is_even:
         return split_stages(model, count, seq_len)
-    size, more = divmod(model.n_layers, count)
+    size, remainder = divmod(model.n_layers, count)
     bounds = [0]
     for index in range(count):
-        bounds.append(bounds[-1] + size + (0 < index <= more if more < count - 1 else index < more))
+        bounds.append(
+            bounds[-1]
+            + size
+            + (0 < index <= remainder if remainder < count - 1 else index < remainder)
+        )
     return tuple(Stage(i, bounds[i], bounds[i + 1], i == 0, i == count - 1) for i in range(count))
 
 
@@ -185,11 +189,11 @@ def _held(
 ) -> tuple[HeldLayers, ...]:
     stages = stages_of(model, pp * virtual, seq_len, is_even)
     ranks = stage_ranks(schedule, pp, virtual)
-    found = []
+    held_layers = []
     for rank in range(pp):
-        own = [stage for stage in stages if ranks[stage.index] == rank]
-        found.append(HeldLayers.of(model, own))
-    return tuple(found)
+        rank_stages = [stage for stage in stages if ranks[stage.index] == rank]
+        held_layers.append(HeldLayers.of(model, rank_stages))
+    return tuple(held_layers)
 
 
 def held_by(setting: Setting, layout: Layout) -> tuple[HeldLayers, ...]:
@@ -208,9 +212,9 @@ def may_hold_most(setting: Setting, layout: Layout) -> list[int]:
     They are the first and the last of those that hold the same layers: see `price.worst_memory`.
     """
     ends: dict[HeldLayers, list[int]] = {}
-    for rank, one in enumerate(held_by(setting, layout)):
-        ends[one] = [*ends.get(one, [])[:1], rank]
-    return sorted(rank for found in ends.values() for rank in found)
+    for rank, held_layers in enumerate(held_by(setting, layout)):
+        ends[held_layers] = [*ends.get(held_layers, [])[:1], rank]
+    return sorted(rank for ranks in ends.values() for rank in ranks)
 
 
 def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> LayoutWork:

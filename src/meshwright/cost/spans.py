@@ -52,7 +52,7 @@ def pipeline_spans(
     for action, (start, end) in times.items():
         actions[ranks[action.stage]][action] = (start * scale, end * scale)
     draw = _Pen(setting, layout, pace, ranks, scale, costs.transfer * costs.exposed * scale)
-    return tuple(Drawn(tuple(draw.spans(own)), own) for own in actions)
+    return tuple(Drawn(tuple(draw.spans(rank_actions)), rank_actions) for rank_actions in actions)
 
 
 class _Pen:
@@ -80,30 +80,35 @@ class _Pen:
             "shard": "all_gather" if layout.zero == 3 else reduction(setting, layout),
         }
 
-    def spans(self, own: dict[Action, tuple[float, float]]) -> Iterator[Span]:
+    def spans(self, actions: dict[Action, tuple[float, float]]) -> Iterator[Span]:
         """Yield a rank's spans in the order of its table."""
         free = 0.0
-        for action, (start, end) in own.items():
-            at = action.stage, action.microbatch
+        for action, (start, end) in actions.items():
+            place = action.stage, action.microbatch
             awaited = receives(action, self.ranks)
             if awaited is not None and start > free:
-                yield Span("messages", awaited[0].kind, free, start, *at, "pp", self.bytes)
-            yield Span("compute", action.kind, start, end, *at)
+                yield Span("messages", awaited[0].kind, free, start, *place, "pp", self.bytes)
+            yield Span("compute", action.kind, start, end, *place)
             yield from self._within(action, end)
             free = end
             sent = sends(action, self.ranks)
             if sent is not None and self.sending:
                 free = end + self.sending
-                yield Span("messages", sent[0].kind, end, free, *at, "pp", self.bytes)
+                yield Span("messages", sent[0].kind, end, free, *place, "pp", self.bytes)
 
     def _within(self, action: Action, end: float) -> Iterator[Span]:
         """Yield what an action waits for along the other axes, put together at its end."""
-        found: Pass = self.passes[action.stage][action.kind != "F"]
+        pass_times: Pass = self.passes[action.stage][action.kind != "F"]
         share = self.scale * (_HALF if action.kind in ("I", "W") else 1.0)
-        waits = {"tp": found.tp, "cp": found.cp, "ep": found.ep, "shard": found.gathers}
-        start = end - share * (sum(waits.values()) + found.copies)
-        if found.copies > 0:
-            stop = start + share * found.copies
+        waits = {
+            "tp": pass_times.tp,
+            "cp": pass_times.cp,
+            "ep": pass_times.ep,
+            "shard": pass_times.gathers,
+        }
+        start = end - share * (sum(waits.values()) + pass_times.copies)
+        if pass_times.copies > 0:
+            stop = start + share * pass_times.copies
             yield Span("host", "copy", start, stop, action.stage, action.microbatch)
             start = stop
         for axis, seconds in waits.items():

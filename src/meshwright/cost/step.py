@@ -46,13 +46,15 @@ class StepTime:
     @property
     def causes(self) -> dict[str, float]:
         """Seconds by the causes of a profile, as the mean of the ranks; they also add up."""
-        merged = [merged_causes(one) for one in self.ranks]
-        return {cause: sum(one[cause] for one in merged) / len(merged) for cause in merged[0]}
+        merged = [merged_causes(seconds) for seconds in self.ranks]
+        return {
+            cause: sum(seconds[cause] for seconds in merged) / len(merged) for cause in merged[0]
+        }
 
     @property
     def gathers(self) -> float:
         """Seconds of `data` spent waiting for gathered weights, as the mean of the ranks."""
-        return sum(one["gathers"] for one in self.ranks) / len(self.ranks)
+        return sum(seconds["gathers"] for seconds in self.ranks) / len(self.ranks)
 
 
 def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
@@ -108,16 +110,26 @@ class ActionTimes:
 
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
         """Return a stage's forward and backward."""
-        held = HeldLayers.of(self.model, (stage,))
-        forward, backward = zip(self.gathers.passes(held), self.copies.passes(held), strict=True)
-        of = partial(self.parts.of, held)
-        tp, cp, ep = (
-            of(f"{axis}_backward") + of(f"{axis}_recompute") for axis in ("tp", "cp", "ep")
+        held_layers = HeldLayers.of(self.model, (stage,))
+        forward, backward = zip(
+            self.gathers.passes(held_layers), self.copies.passes(held_layers), strict=True
         )
-        forth = of("tp_forward"), of("cp_forward"), of("ep_forward")
+        seconds_of = partial(self.parts.of, held_layers)
+        tp, cp, ep = (
+            seconds_of(f"{axis}_backward") + seconds_of(f"{axis}_recompute")
+            for axis in ("tp", "cp", "ep")
+        )
+        forth = seconds_of("tp_forward"), seconds_of("cp_forward"), seconds_of("ep_forward")
         return (
-            Pass(of("forward"), 0.0, *forth, *forward),
-            Pass(of("backward") + self.sums.of(held), of("recompute"), tp, cp, ep, *backward),
+            Pass(seconds_of("forward"), 0.0, *forth, *forward),
+            Pass(
+                seconds_of("backward") + self.sums.of(held_layers),
+                seconds_of("recompute"),
+                tp,
+                cp,
+                ep,
+                *backward,
+            ),
         )
 
 
@@ -128,13 +140,18 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
     gathers = unit_waits(kernels, unit_messages(setting, kernels, layout), parts)
     copies, stages = copy_waits(setting, kernels, layout, parts), layout.virtual_stages
     sums = sums_of(setting, kernels, layout)
-    whole = tuple(
-        parts.total(held) + gathers.of(held) + copies.of(held, stages) + sums.of(held)
-        for held in ranks
+    microbatch_seconds = tuple(
+        parts.total(held_layers)
+        + gathers.of(held_layers)
+        + copies.of(held_layers, stages)
+        + sums.of(held_layers)
+        for held_layers in ranks
     )
     transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
     count = layout.microbatches(setting.train.batch)
-    return ActionTimes(setting.model, parts, gathers, copies, sums, ranks, whole, transfer, count)
+    return ActionTimes(
+        setting.model, parts, gathers, copies, sums, ranks, microbatch_seconds, transfer, count
+    )
 
 
 def step_time(
@@ -147,37 +164,44 @@ def step_time(
     """
     pace = pace_of(setting, kernels, layout)
     slowest, pipeline = pace.slowest, _pipeline(setting, kernels, layout, pace, events)
-    found = {held: rank_causes(setting, kernels, layout, pace, held) for held in set(pace.held)}
-    longest = found[pace.held[slowest]]
+    by_layers = {
+        held_layers: rank_causes(setting, kernels, layout, pace, held_layers)
+        for held_layers in set(pace.held)
+    }
+    longest = by_layers[pace.held[slowest]]
     # If the rank never waits, the difference is rounding, of either sign.
     bubble = kernels.idle * max(pipeline - pace.microbatches * pace.whole[slowest], 0.0)
     total = sum(longest.values()) + bubble
-    for held, own in found.items():
+    for held_layers, causes in by_layers.items():
         for cause in ("data", "optimizer"):
-            own[cause] = min(own[cause], longest[cause])
-        is_slowest = held == pace.held[slowest]
-        own["bubble"] = bubble if is_slowest else max(total - sum(own.values()), 0.0)
-    return StepTime(total, tuple(found[held] for held in pace.held), slowest)
+            causes[cause] = min(causes[cause], longest[cause])
+        is_slowest = held_layers == pace.held[slowest]
+        causes["bubble"] = bubble if is_slowest else max(total - sum(causes.values()), 0.0)
+    return StepTime(total, tuple(by_layers[held_layers] for held_layers in pace.held), slowest)
 
 
 def rank_causes(
-    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, held: HeldLayers
+    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, held_layers: HeldLayers
 ) -> dict[str, float]:
     """Return a step's seconds by cause on a rank with such layers, without its bubble."""
     parts, count = pace.parts, pace.microbatches
-    per_step = {cause: count * parts.of(held, cause) for cause in Seconds._fields}
+    per_step = {cause: count * parts.of(held_layers, cause) for cause in Seconds._fields}
     return {
-        "compute": per_step["forward"] + per_step["backward"] + count * pace.sums.of(held),
+        "compute": per_step["forward"] + per_step["backward"] + count * pace.sums.of(held_layers),
         "recompute": per_step["recompute"],
         "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
         "cp": per_step["cp_forward"] + per_step["cp_backward"] + per_step["cp_recompute"],
         "ep": per_step["ep_forward"] + per_step["ep_backward"] + per_step["ep_recompute"],
-        "gathers": count * pace.gathers.of(held),
+        "gathers": count * pace.gathers.of(held_layers),
         "data": data_wait(
-            setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
+            setting,
+            kernels,
+            data_messages(setting, kernels, layout, held_layers),
+            parts.room(held_layers),
         ),
-        "optimizer": optimizer_seconds(setting, kernels, layout, held),
-        "host": host_seconds(kernels, count) + count * pace.copies.of(held, layout.virtual_stages),
+        "optimizer": optimizer_seconds(setting, kernels, layout, held_layers),
+        "host": host_seconds(kernels, count)
+        + count * pace.copies.of(held_layers, layout.virtual_stages),
     }
 
 
@@ -216,24 +240,24 @@ def costs_of(setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTim
     )
     forward, backward = zip(*(pace.passes(stage) for stage in stages), strict=True)
     return Costs(
-        [one.total for one in forward],
-        [one.total for one in backward],
+        [stage.total for stage in forward],
+        [stage.total for stage in backward],
         pace.transfer,
         kernels.exposed_pp,
         pace.head if setting.system.fuses_loss else 0.0,
     )
 
 
-def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> float:
+def transfer_seconds(kernels: Kernels, layout: Layout, layout_work: LayoutWork) -> float:
     """Return the seconds of one message between neighbours in the pipeline."""
     if layout.pp == 1:
         return 0.0
     stride = layout.dp * layout.cp * layout.tp
-    return kernels.network.seconds("send", found.sizes.stream_bytes, 2, stride, "pp")
+    return kernels.network.seconds("send", layout_work.sizes.stream_bytes, 2, stride, "pp")
 
 
 def optimizer_seconds(
-    setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers
+    setting: Setting, kernels: Kernels, layout: Layout, held_layers: HeldLayers
 ) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link.
 
@@ -241,16 +265,16 @@ def optimizer_seconds(
     """
     moved_by_update = sum(
         update.elements * update.rule.moved(setting.optimizer)
-        for update in updates(setting, layout, held)
+        for update in updates(setting, layout, held_layers)
     )
-    whole_matrices = matrix_seconds(setting, kernels, layout, held)
+    whole_matrices = matrix_seconds(setting, kernels, layout, held_layers)
     if not layout.states_on_host:
         return moved_by_update / kernels.optimizer_bandwidth + whole_matrices
-    elements = elements_of(setting.model, layout, held, of="trained").share(layout)
+    elements = elements_of(setting.model, layout, held_layers, which="trained").share(layout)
     host = setting.cluster.host.bandwidth
     moved = elements * 2 * 4  # gradients down, weights up, in fp32
     if layout.offload == "params":
         count = layout.microbatches(setting.train.batch)
-        frozen = elements_of(setting.model, layout, held).share(layout) - elements
+        frozen = elements_of(setting.model, layout, held_layers).share(layout) - elements
         moved += (elements * 4 + frozen * setting.element) * 2 * count  # up for each pass
     return moved / host + moved_by_update / kernels.host_bandwidth + whole_matrices

@@ -22,12 +22,14 @@ class GradientSums(NamedTuple):
     layout: Layout
     seconds: float
 
-    def of(self, held: HeldLayers) -> float:
+    def of(self, held_layers: HeldLayers) -> float:
         """Return the seconds of one backward through such layers."""
         if not self.seconds:
             return 0.0
-        found = elements_of(self.model, self.layout, held, is_padded=False, of="trained")
-        return self.seconds * found.total
+        elements = elements_of(
+            self.model, self.layout, held_layers, is_padded=False, which="trained"
+        )
+        return self.seconds * elements.total
 
 
 def sums_of(setting: Setting, kernels: Kernels, layout: Layout) -> GradientSums:

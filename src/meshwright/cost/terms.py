@@ -29,8 +29,8 @@ def peak_terms(program: Program, rank: int, forms: Iterable[Term]) -> tuple[list
     A term's text has the closed form of its category, and the difference from it at that moment.
     """
     by_category: dict[str, Term] = {}
-    for one in forms:
-        by_category.setdefault(one.category, one)
+    for closed_form in forms:
+        by_category.setdefault(closed_form.category, closed_form)
     moment = peak(program, rank)
     stream = Sizes.of(program).stream_bytes
     terms = []
@@ -39,8 +39,8 @@ def peak_terms(program: Program, rank: int, forms: Iterable[Term]) -> tuple[list
         if form is not None:
             terms.append(_worded(form, size))
         elif category == STREAM:
-            told = "{:,.0f} x {:,} B: messages between stages"
-            terms.append(Term(category, size, told, (size / stream, stream)))
+            template = "{:,.0f} x {:,} B: messages between stages"
+            terms.append(Term(category, size, template, (size / stream, stream)))
         else:
             terms.append(Term(category, size, _OTHERS.get(category, _AT_WORK)))
     # Those that a closed form has come first, in its order: what lasts, then what is kept.
@@ -50,9 +50,9 @@ def peak_terms(program: Program, rank: int, forms: Iterable[Term]) -> tuple[list
 
 
 def _worded(form: Term, size: int) -> Term:
-    more = size - round(form.bytes)
-    if not more:
+    difference = size - round(form.bytes)
+    if not difference:
         return form._replace(bytes=size)
-    told = form.template + "; {:,} B {} at this moment"
-    word = "more" if more > 0 else "less"
-    return Term(form.category, size, told, (*form.numbers, abs(more), word))
+    template = form.template + "; {:,} B {} at this moment"
+    word = "more" if difference > 0 else "less"
+    return Term(form.category, size, template, (*form.numbers, abs(difference), word))

@@ -82,12 +82,12 @@ class Walk:
 
     def _layers(self) -> dict[LayerSpec, LayerBytes]:
         """Return what layers of each kind that the rank holds keep and let go of."""
-        found: dict[LayerSpec, LayerBytes] = {}
+        by_kind: dict[LayerSpec, LayerBytes] = {}
         for stage in self.stages.values():
             kinds = {self.program.model.layer(layer) for layer in stage.layers}
-            for kind in kinds - found.keys():
-                found[kind] = layer_bytes(self.program, self.sizes, stage, kind, self.at["cp"])
-        return found
+            for kind in kinds - by_kind.keys():
+                by_kind[kind] = layer_bytes(self.program, self.sizes, stage, kind, self.at["cp"])
+        return by_kind
 
     def run(self) -> None:
         """Perform the step, and record its moments."""
@@ -176,9 +176,9 @@ class Walk:
         bytes_held, units = self.bytes_held, self.units[action.stage]
         layer = self.stages[action.stage].layers[index]
         units.enter(index)
-        own = self.layers[self.program.model.layer(layer)]
-        self._keep(own.kept)
-        with bytes_held.spike("activations: product", own.room):
+        kind_bytes = self.layers[self.program.model.layer(layer)]
+        self._keep(kind_bytes.kept)
+        with bytes_held.spike("activations: product", kind_bytes.room):
             bytes_held.note(of_layer(layer))
         self.moves.leave(action, index)
         units.leave(index)
@@ -232,12 +232,12 @@ class Walk:
     def _through_layer(self, stage: Stage, index: int, *, defers: bool) -> None:
         """Go back through a layer, which is made anew before where nothing of it is kept."""
         bytes_held, units, layer = self.bytes_held, self.units[stage.index], stage.layers[index]
-        own = self.layers[self.program.model.layer(layer)]
+        kind_bytes = self.layers[self.program.model.layer(layer)]
         if self.program.layout.recompute != "none":
-            self._free(own.kept)
-            self._keep(own.anew)  # its first operation keeps the block's input
+            self._free(kind_bytes.kept)
+            self._keep(kind_bytes.anew)  # its first operation keeps the block's input
         bytes_held.note(of_layer(layer))
-        for need, freed in own.backward:
+        for need, freed in kind_bytes.backward:
             size = need.bytes + (-need.waiting if defers else need.room)
             with bytes_held.spike("gradients of activations", size):
                 units.grow(index, need.weights)
@@ -248,12 +248,12 @@ class Walk:
                 self.deferred[stage.index] += waits
                 bytes_held.add(DEFERRED, waits)
             self._free(freed)
-        self._free(own.left)
+        self._free(kind_bytes.left)
 
     def _loss(self, units: Units) -> None:
         """Make the loss and go back through the head, some rows at a time."""
         bytes_held, sizes = self.bytes_held, self.sizes
-        element, whole = sizes.element, sizes.whole_bytes
+        element, whole_bytes = sizes.element, sizes.whole_bytes
         is_cut = self.program.layout.sp and self.program.layout.tp > 1
         is_capped = self.program.model.logits_softcap is not None
         is_fused = fuses_loss(element, self.program.layout.tp, self.program.target)
@@ -262,13 +262,13 @@ class Walk:
         name = "embed.weight" if self.program.model.tie_embeddings else "head.weight"
         is_frozen = not self.program.shardings[name].part.trained
         weight = 0 if is_frozen else sizes.dim * sizes.vocab * element
-        made, travelling = of_input(self.program, sizes, gathers=is_cut)
-        held = whole * (2 if is_cut else 1)  # the gradient of all rows, and its input
+        made_bytes, travelling = of_input(self.program, sizes, gathers=is_cut)
+        held_bytes = whole_bytes * (2 if is_cut else 1)  # the gradient of all rows, and its input
         before = weight if rows < sizes.tokens else 0
         room = loss_room(sizes, rows, self.program.target.products, is_frozen=is_frozen)
-        for what, size, rows_held, weight_held in (
-            ("loss", loss_element(element, capped=is_capped, fused=is_fused), held, before),
-            ("head: input", element, made, before),
+        for operation, size, rows_held, weight_held in (
+            ("loss", loss_element(element, capped=is_capped, fused=is_fused), held_bytes, before),
+            ("head: input", element, made_bytes, before),
             ("head", element, travelling, weight + room),
         ):
             with (
@@ -276,7 +276,7 @@ class Walk:
                 bytes_held.spike("gradients of activations", rows_held),
                 bytes_held.spike(GRADIENTS, weight_held),
             ):
-                bytes_held.note(what)
+                bytes_held.note(operation)
         bytes_held.add("gradients of activations", sizes.stream_bytes)
         units.grow_root((name,))
         units.leave_loss()
@@ -290,7 +290,7 @@ class Walk:
         self.bytes_held.drop("gradients of activations", self.sizes.stream_bytes)
 
     def _weights(self, action: Action) -> None:
-        needs = [need for own in self.layers.values() for need, _ in own.backward]
+        needs = [need for kind_bytes in self.layers.values() for need, _ in kind_bytes.backward]
         units = self.units[action.stage]
         units.grow_deferred(
             is_last=action == self.ends[action.stage],

@@ -25,17 +25,21 @@ class Counted(NamedTuple):
     own: int
 
     @classmethod
-    def of(cls, shardings: Iterable[Sharding], at: int) -> Counted:
-        """Return those of some parameters; `at` is the rank's place among those that are alike."""
-        whole = padded = shard = own = 0
-        for one in shardings:
-            rows, each, part = one.tp_shape[0], one.row_elements, one.rows_each
-            whole += rows * each
-            padded += one.padded_elements
-            shard += part * each
-            start = min(at // one.expert_data % one.shard_ranks * part, rows)
-            own += (min(start + part, rows) - start) * each
-        return cls(whole, padded, shard, own)
+    def of(cls, shardings: Iterable[Sharding], place: int) -> Counted:
+        """Return those of some parameters; `place` is the rank's place among those alike."""
+        total = padded = shard = unpadded = 0
+        for sharding in shardings:
+            rows, row_elements, part = (
+                sharding.tp_shape[0],
+                sharding.row_elements,
+                sharding.rows_each,
+            )
+            total += rows * row_elements
+            padded += sharding.padded_elements
+            shard += part * row_elements
+            start = min(place // sharding.expert_data % sharding.shard_ranks * part, rows)
+            unpadded += (min(start + part, rows) - start) * row_elements
+        return cls(total, padded, shard, unpadded)
 
 
 class UnitSizes:
@@ -51,28 +55,32 @@ class UnitSizes:
         shardings: Mapping[str, Sharding],
         optimizer: OptimizerSpec,
         tp: int,
-        at: int,
+        place: int,
         is_block: bool = False,
         rounded: bool = False,
     ) -> None:
         self.is_block, self.is_there = is_block, bool(shardings)
-        self.ranks = max((one.shard_ranks for one in shardings.values()), default=1)
-        self.expert_data = max((one.expert_data for one in shardings.values()), default=1)
-        trained = {name: one for name, one in shardings.items() if one.part.trained}
-        self.numels = {name: math.prod(one.tp_shape) for name, one in trained.items()}
-        self.whole, self.padded, self.shard, self.own = Counted.of(trained.values(), at)
+        self.ranks = max((sharding.shard_ranks for sharding in shardings.values()), default=1)
+        self.expert_data = max((sharding.expert_data for sharding in shardings.values()), default=1)
+        trained = {name: sharding for name, sharding in shardings.items() if sharding.part.trained}
+        self.numels = {name: math.prod(sharding.tp_shape) for name, sharding in trained.items()}
+        self.whole, self.padded, self.shard, self.own = Counted.of(trained.values(), place)
         self.state_bytes = sum(
-            rule_of(optimizer, sharding.part).state_bytes(optimizer, Counted.of([sharding], at).own)
+            rule_of(optimizer, sharding.part).state_bytes(
+                optimizer, Counted.of([sharding], place).own
+            )
             for sharding in trained.values()
         )
-        others = [one for name, one in shardings.items() if name not in trained]
-        self.frozen = Counted.of(others, at)
-        in_float8 = [one for one in trained.values() if rounded and is_in_float8(one.part)]
-        self.float8 = Counted.of(in_float8, at)
-        packed = [one for one in others if one.part.four_bits]
-        self.packed = sum(math.prod(one.tp_shape) for one in packed)
-        self.packed_bytes = sum(one.stored_bytes(1) for one in packed)
-        self.cuts_frozen = any(one.shard_ranks > 1 for one in others)
+        frozen = [sharding for name, sharding in shardings.items() if name not in trained]
+        self.frozen = Counted.of(frozen, place)
+        in_float8 = [
+            sharding for sharding in trained.values() if rounded and is_in_float8(sharding.part)
+        ]
+        self.float8 = Counted.of(in_float8, place)
+        packed = [sharding for sharding in frozen if sharding.part.four_bits]
+        self.packed = sum(math.prod(sharding.tp_shape) for sharding in packed)
+        self.packed_bytes = sum(sharding.stored_bytes(1) for sharding in packed)
+        self.cuts_frozen = any(sharding.shard_ranks > 1 for sharding in frozen)
         self.grown: dict[str, int] = {}  # bytes of an element of each gradient
         self.is_gathered = False
         self.accumulated = False
@@ -98,7 +106,7 @@ class UnitSizes:
     @property
     def grown_bytes(self) -> int:
         """The bytes of existing gradients, before they are all cast up at once."""
-        return sum(self.numels[name] * each for name, each in self.grown.items())
+        return sum(self.numels[name] * element_bytes for name, element_bytes in self.grown.items())
 
     def last_gradient(self, reduced: int) -> int:
         """Return the bytes of the last gradient, with `reduced` per element if cast up.
@@ -107,14 +115,14 @@ class UnitSizes:
         """
         if self.accumulated:
             return next(reversed(self.numels.values())) * reduced
-        there = [self.numels[name] * self.grown[name] for name in self.numels if name in self.grown]
-        return there[-1] if there else 0
+        grown = [self.numels[name] * self.grown[name] for name in self.numels if name in self.grown]
+        return grown[-1] if grown else 0
 
     def another(self) -> UnitSizes:
         """Return a unit of the same sizes that holds nothing."""
-        made = copy(self)
-        made.grown = {}
-        return made
+        copied = copy(self)
+        copied.grown = {}
+        return copied
 
 
 class UnitsState(NamedTuple):
@@ -130,21 +138,23 @@ class UnitsState(NamedTuple):
 
     @classmethod
     def of(
-        cls, units: Sequence[UnitSizes], ahead: Mapping[int, int], kept: int, input: int
+        cls, units: Sequence[UnitSizes], ahead: Mapping[int, int], buffer: int, input: int
     ) -> UnitsState:
         """Return the state of some units, and of what their last messages work with."""
-        found = tuple(
-            (tuple(one.grown.items()), one.is_gathered, one.accumulated, one.summed)
-            for one in units
+        unit_states = tuple(
+            (tuple(unit.grown.items()), unit.is_gathered, unit.accumulated, unit.summed)
+            for unit in units
         )
-        there = tuple((n, ahead[id(one)]) for n, one in enumerate(units) if id(one) in ahead)
-        return cls(found, there, kept, input)
+        prefetched = tuple(
+            (n, ahead[id(unit)]) for n, unit in enumerate(units) if id(unit) in ahead
+        )
+        return cls(unit_states, prefetched, buffer, input)
 
     def restore(self, units: Sequence[UnitSizes]) -> dict[int, int]:
         """Put units into this state, and return what they have prefetched."""
-        for one, state in zip(units, self.units, strict=True):
-            grown, one.is_gathered, one.accumulated, one.summed = state
-            one.grown = dict(grown)
+        for unit, state in zip(units, self.units, strict=True):
+            grown, unit.is_gathered, unit.accumulated, unit.summed = state
+            unit.grown = dict(grown)
         return {id(units[place]): size for place, size in self.ahead}
 
 
@@ -164,9 +174,9 @@ def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple
             for name, sharding in program.of_layer(layer).items():
                 units[sharding.ep > 1][name] = sharding
             kinds[kind] = tuple(
-                UnitSizes(one, program.optimizer, tp, place, is_block=True, rounded=rounded)
-                for one in units.values()
-                if one
+                UnitSizes(shardings, program.optimizer, tp, place, is_block=True, rounded=rounded)
+                for shardings in units.values()
+                if shardings
             )
         blocks.append(tuple(unit.another() for unit in kinds[kind]))
     return blocks

@@ -33,7 +33,7 @@ class Units:
         self,
         program: Program,
         stage: Stage,
-        at: Mapping[str, int],
+        coordinates: Mapping[str, int],
         bytes_held: ByteCount,
     ) -> None:
         layout, train = program.layout, program.train
@@ -46,7 +46,7 @@ class Units:
         self.offload = layout.offload
         # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
         self.copies = 2 if program.target.on_cpu else 1
-        tp, place = layout.tp, data_rank(layout, at)
+        tp, place = layout.tp, data_rank(layout, coordinates)
         ends: dict[str, dict[str, Sharding]] = {}
         for name in program.parameters(stage):
             if not name.startswith("layers."):
@@ -65,7 +65,7 @@ class Units:
         for unit in self.all:  # a rank alone, too, gathers what is on the host
             unit.cuts_frozen |= layout.offload == "params" and cuts_frozen(layout)
         order = [self.root, *(unit for turn in self._turns[:-1] for unit in turn)]
-        self._after = {id(one): after for one, after in pairwise(order) if one.is_there}
+        self._after = {id(unit): after for unit, after in pairwise(order) if unit.is_there}
         self.is_last = self.defers = self.meets = False
         self._kept = 0  # the flat buffer of the last gathering of a forward
         self._ahead: dict[int, int] = {}  # flat buffers that were gathered ahead, by unit
@@ -77,8 +77,8 @@ class Units:
 
     def restore(self, units: Sequence[UnitSizes], state: UnitsState) -> None:
         """Put some of them into a state."""
-        for one in units:
-            self._ahead.pop(id(one), None)
+        for unit in units:
+            self._ahead.pop(id(unit), None)
         self._ahead.update(state.restore(units))
         self._kept, self._input = state.kept, state.input
 
@@ -317,11 +317,11 @@ class Units:
         for name in names:  # they come together
             self.bytes_held.add(GRADIENTS, unit.numels[name] * size)
         for name in names:
-            count, held = unit.numels[name], unit.grown.get(name, 0)
-            to_be_wide = widens and (joins or held > 0 or not self._is_sent_at_once(unit))
-            if to_be_wide and not held:
+            count, existing = unit.numels[name], unit.grown.get(name, 0)
+            to_be_wide = widens and (joins or existing > 0 or not self._is_sent_at_once(unit))
+            if to_be_wide and not existing:
                 self.bytes_held.add(GRADIENTS, count * self.reduced)
-            if to_be_wide or held:
+            if to_be_wide or existing:
                 self.bytes_held.note("gradient")
                 self.bytes_held.drop(GRADIENTS, count * size)
             unit.grown[name] = self.reduced if to_be_wide else size

@@ -119,15 +119,15 @@ class HeldLayers(NamedTuple):
         """All layers."""
         return sum(self.kinds)
 
-    def total(self, each: Iterable[float]) -> float:
+    def total(self, per_kind: Iterable[float]) -> float:
         """Return the sum over the layers of a number that each kind has.
 
         Raises `ValueError` unless there is one number for each kind.
         """
         if len(self.kinds) == 1:  # of most models, and a search asks for it most often
-            (only,) = each
+            (only,) = per_kind
             return float(self.kinds[0] * only)
-        return float(sum(starmap(mul, zip(self.kinds, each, strict=True))))
+        return float(sum(starmap(mul, zip(self.kinds, per_kind, strict=True))))
 
 
 class _SequenceWork(NamedTuple):
@@ -153,8 +153,8 @@ class LayoutWork:
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes of a rank's part."""
-        one, rows = self.one.sizes, self.rows
-        return one._replace(rows=rows, tokens=one.tokens * rows, stream=one.stream * rows)
+        sizes, rows = self.one.sizes, self.rows
+        return sizes._replace(rows=rows, tokens=sizes.tokens * rows, stream=sizes.stream * rows)
 
     @cached_property
     def layers(self) -> tuple[Work, ...]:
@@ -197,11 +197,11 @@ def layout_work(
     of_one = (seq_len, precision, tp, sp, cp, cp_kind)
     shared_out = (ep, etp, imbalance)
     if microbatch > 1:
-        found = layout_work(model, *of_one, 1, recompute, *shared_out, remakes=remakes)
-        return LayoutWork(found.one, microbatch)
+        single = layout_work(model, *of_one, 1, recompute, *shared_out, remakes=remakes)
+        return LayoutWork(single.one, microbatch)
     if len(model.layer_kinds) > 1:
         # Layers without experts are the same however others are shared out: the cache has them.
-        each = {
+        by_kind = {
             kind: layout_work(
                 model.alike(kind),
                 *of_one,
@@ -212,15 +212,15 @@ def layout_work(
             )
             for kind in model.layer_kinds
         }
-        one = each[max(each, key=model.has_experts)].one
-        layers = tuple(work.one.layers[0] for work in each.values())
-        return LayoutWork(one._replace(layers=layers), 1)
+        with_experts = by_kind[max(by_kind, key=model.has_experts)].one
+        layers = tuple(work.one.layers[0] for work in by_kind.values())
+        return LayoutWork(with_experts._replace(layers=layers), 1)
     degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "etp": etp}
     layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
     batch = layout.expert_data
     layout = layout.model_copy(update={"dp_replicate": batch})
-    words = {"batch": batch, "seq_len": seq_len, "precision": precision, "fp8": remakes}
-    train = TrainSpec.model_validate(words)
+    fields = {"batch": batch, "seq_len": seq_len, "precision": precision, "fp8": remakes}
+    train = TrainSpec.model_validate(fields)
     target = Target(imbalance=imbalance, compiled=remakes)
     small = model.model_copy(update={"n_layers": 1})
     one_layer = Program(
@@ -253,7 +253,7 @@ def _times(work: Work, rows: int) -> Work:
     if rows == 1:
         return work
     return Work(
-        tuple([Product(one.rows * rows, *one[1:]) for one in work.products]),
+        tuple([Product(product.rows * rows, *product[1:]) for product in work.products]),
         work.attention_flops * rows,
         work.scores * rows,
         work.moved * rows,
@@ -278,15 +278,23 @@ def _messages(program: Program) -> tuple[Message, ...]:
 
     Those of the loss are as one: how many they are depends on the device.
     """
-    every = [
-        Message(one.kind, one.axis, one.bytes, one.count, one.phase, one.purpose, one.overlaps)
-        for one in of_microbatches(program)
-        if one.axis in ("tp", "cp", "ep")
+    messages = [
+        Message(
+            message.kind,
+            message.axis,
+            message.bytes,
+            message.count,
+            message.phase,
+            message.purpose,
+            message.overlaps,
+        )
+        for message in of_microbatches(program)
+        if message.axis in ("tp", "cp", "ep")
     ]
-    loss = [message for message in every if message.purpose == "loss"]
+    loss = [message for message in messages if message.purpose == "loss"]
     size = sum(message.bytes * message.times for message in loss)
     joined = [message._replace(bytes=size, times=1) for message in loss[:1]]
-    return (*(message for message in every if message.purpose != "loss"), *joined)
+    return (*(message for message in messages if message.purpose != "loss"), *joined)
 
 
 def _work(
@@ -308,16 +316,16 @@ def _work(
     # Logits read, the fp32 softmax written and read.
     has_loss = any(op.kind == "loss" for op in ops)
     loss = float(sizes.tokens * sizes.vocab * (sizes.element + 8)) if has_loss else 0.0
-    kept: dict[str, float] = {}
+    saved: dict[str, float] = {}
     leaves: dict[str, float] = {}
     for op in ops:
-        kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
+        saved[op.kind] = saved.get(op.kind, 0.0) + op.saved_bytes
         leaves[op.kind] = leaves.get(op.kind, 0.0) + op.moved_bytes
     waits, kernel = 0.0, attends(program.model, program.model.layer(0), program.train.seq_len)
     if scores:
         needs = backward_needs(program, sizes, program.model.layer(0))
         waits = float(sum(need.deferred for need in needs))
-    sizes_kept = tuple(kept.items()), waits, messages, tuple(leaves.items())
+    sizes_kept = tuple(saved.items()), waits, messages, tuple(leaves.items())
     return Work(products, attention, scores, moved, norms, loss, *sizes_kept, kernel)
 
 
@@ -326,9 +334,9 @@ def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> float:
 
     Without a window all ranks have as many.
     """
-    others = range(1, program.layout.cp) if program.model.layer(0).window is not None else ()
-    every = (operations(program, program.stages[0], cp_rank=rank) for rank in others)
-    return max(op.flops for op in chain(ops, *every) if op.kind == "attention")
+    other_ranks = range(1, program.layout.cp) if program.model.layer(0).window is not None else ()
+    per_rank = (operations(program, program.stages[0], cp_rank=rank) for rank in other_ranks)
+    return max(op.flops for op in chain(ops, *per_rank) if op.kind == "attention")
 
 
 def _product(program: Program, sizes: Sizes, op: Operation) -> Product:

@@ -234,13 +234,16 @@ class ChatEncoder:
 Encoder = TextEncoder | ChatEncoder
 
 
-def worded(notes: Mapping[str, int], of: str = "") -> list[str]:
-    """Return notes as lines, each with its number of conversations `of` some, commonest first."""
-    most = [
-        f"{line} ({f'{count} {of}' if of else counted(count, 'conversation')})"
+def worded(notes: Mapping[str, int], among: str = "") -> list[str]:
+    """Return notes as lines, each with its number of conversations `among` some, most first."""
+    lines = [
+        f"{line} ({f'{count} {among}' if among else counted(count, 'conversation')})"
         for line, count in Counter(notes).most_common()
     ]
-    return [*most[:MOST_NOTES], *([f"{len(most) - MOST_NOTES} more"] if most[MOST_NOTES:] else [])]
+    return [
+        *lines[:MOST_NOTES],
+        *([f"{len(lines) - MOST_NOTES} more"] if lines[MOST_NOTES:] else []),
+    ]
 
 
 @dataclass(frozen=True)

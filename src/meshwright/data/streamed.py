@@ -94,10 +94,10 @@ class StreamedDataset:
             raise DataError("the validation split has 0 tokens (data.validation = 0)")
         if self.spec.format != "chat":
             return []
-        some = self.encoder.encode(texts[:HELD_AT_ONCE])
-        first = self._truncated(some, train.seq_len)
-        of = f"of the first {counted(len(some.lengths), 'conversation')} of the stream"
-        notes = [f"note: {line}" for line in worded(some.notes, of)]
+        sample = self.encoder.encode(texts[:HELD_AT_ONCE])
+        first = self._truncated(sample, train.seq_len)
+        among = f"of the first {counted(len(sample.lengths), 'conversation')} of the stream"
+        notes = [f"note: {line}" for line in worded(sample.notes, among)]
         if not first["cut"]:
             return notes
         return [

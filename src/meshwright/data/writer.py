@@ -150,9 +150,9 @@ def _say_of_files(source: Files, say: Say) -> None:
     if left := source.left_out():
         say(f"left out {_some(left)}")
     if cut := source.split_by_default():
-        more = f" and {counted(len(cut) - 1, 'other file')}" if len(cut) > 1 else ""
+        suffix = f" and {counted(len(cut) - 1, 'other file')}" if len(cut) > 1 else ""
         say(
-            f"note: {cut[0].name}{more} split into documents at {END_OF_TEXT}; "
+            f"note: {cut[0].name}{suffix} split into documents at {END_OF_TEXT}; "
             "data.separator='' makes a file one document"
         )
 

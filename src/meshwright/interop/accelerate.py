@@ -44,8 +44,10 @@ def _read_launcher(source: ImportSource) -> None:
         source.count_devices(ranks)
     elif ranks != source.setting.devices:
         devices = source.setting.devices
-        why = f"num_processes = {ranks}, but the cluster has {devices} devices; nearest: {devices}"
-        source.contradict(["num_processes"], why, ["cluster.nodes", "cluster.devices_per_node"])
+        reason = (
+            f"num_processes = {ranks}, but the cluster has {devices} devices; nearest: {devices}"
+        )
+        source.contradict(["num_processes"], reason, ["cluster.nodes", "cluster.devices_per_node"])
     source.translate("num_processes", {"cluster.devices_per_node": ranks // (nodes or 1)})
     source.translate("num_machines", {"cluster.nodes": nodes or 1})
 

@@ -73,4 +73,4 @@ def _read_parallel(source: ImportSource) -> None:
     read_fsdp(source, "fsdp_config.")
     source.translate("fsdp", {"layout.zero": source.target("layout.zero")})
     if "fsdp_config.reshard_after_forward" not in source.values:
-        imply_sharding(source, reshards=True, why="the default of reshard_after_forward")
+        imply_sharding(source, reshards=True, reason="the default of reshard_after_forward")

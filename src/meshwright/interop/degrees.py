@@ -35,32 +35,35 @@ def fill_shards(source: ImportSource, key: str, *, is_sharded: bool = True) -> N
     """
     if any(SHARDS in entry.to for entry in source.entries.values()):
         return
-    rest = SHARDS if is_sharded else REPLICAS
+    filled_key = SHARDS if is_sharded else REPLICAS
     if not is_sharded and source.target(REPLICAS) is not None:
         return
-    others = 1 if rest == REPLICAS else degree(source, REPLICAS)
+    other_ranks = 1 if filled_key == REPLICAS else degree(source, REPLICAS)
     for name in _MODEL_RANKS:
-        others *= degree(source, name)
+        other_ranks *= degree(source, name)
     devices = source.setting.devices
-    if devices % others:
+    if devices % other_ranks:
         if not source.setting.is_fixed:
-            source.imply(rest, 1, "the devices here are fewer than the file's degrees")
+            source.imply(filled_key, 1, "the devices here are fewer than the file's degrees")
             return
-        told = " x ".join(f"{name} {degree(source, name)}" for name in (*_MODEL_RANKS, REPLICAS))
-        nearest = max(1, round(devices / others)) * others
-        why = f"{told} = {others} ranks do not divide {devices} devices; nearest: {nearest} devices"
-        source.contradict([key], why, [rest])
+        factors = " x ".join(f"{name} {degree(source, name)}" for name in (*_MODEL_RANKS, REPLICAS))
+        nearest = max(1, round(devices / other_ranks)) * other_ranks
+        reason = (
+            f"{factors} = {other_ranks} ranks do not divide {devices} devices; "
+            f"nearest: {nearest} devices"
+        )
+        source.contradict([key], reason, [filled_key])
         return
-    source.imply(rest, devices // others, f"what {devices} devices leave")
+    source.imply(filled_key, devices // other_ranks, f"what {devices} devices leave")
 
 
-def imply_sharding(source: ImportSource, *, reshards: bool, why: str) -> None:
+def imply_sharding(source: ImportSource, *, reshards: bool, reason: str) -> None:
     """Set the ZeRO stage of FSDP: 3 where weights are freed after the forward, else 2.
 
     Without ranks to shard over there is nothing to shard.
     """
     ranks = degree(source, SHARDS) * degree(source, "layout.cp")
-    source.imply("layout.zero", (3 if reshards else 2) if ranks > 1 else 0, why)
+    source.imply("layout.zero", (3 if reshards else 2) if ranks > 1 else 0, reason)
 
 
 def read_precision(source: ImportSource, keys: Mapping[str, str], default: str | None) -> None:
@@ -105,14 +108,18 @@ def read_local_batch(source: ImportSource, names: LocalBatch) -> None:
     local = micro * (steps or 1)
     if total is not None and (total != local * ranks if steps else total % (local * ranks)):
         nearest = max(1, round(total / (local * ranks))) * local * ranks
-        told = f"{names.micro} = {micro}" + (f" x {names.accumulation} = {steps}" if steps else "")
-        why = f"{names.total} = {total} is not {told} x {ranks} data-parallel ranks; nearest: "
-        source.contradict([str(names.total)], f"{why}{names.total} = {nearest}", ["train.batch"])
+        factors = f"{names.micro} = {micro}" + (
+            f" x {names.accumulation} = {steps}" if steps else ""
+        )
+        reason = (
+            f"{names.total} = {total} is not {factors} x {ranks} data-parallel ranks; nearest: "
+        )
+        source.contradict([str(names.total)], f"{reason}{names.total} = {nearest}", ["train.batch"])
         return
     batch = local * ranks if total is None else total
     note = f"{batch // (micro * ranks)} x {micro} x {ranks} data-parallel ranks = {batch}"
-    both = {"layout.microbatch": micro, "train.batch": batch}
-    source.translate(names.micro, both, note)
+    targets = {"layout.microbatch": micro, "train.batch": batch}
+    source.translate(names.micro, targets, note)
     for key in (names.accumulation, names.total):
         if key is not None:
             source.translate(key, {"train.batch": batch}, note)

@@ -98,10 +98,10 @@ def _unknown(path: Path) -> ConfigError:
 
 def read_overrides(text: str) -> dict[str, Any]:
     """Return the `section.key=value` of a command line, as NeMo's scripts take them."""
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for name, value in re.findall(r"(?m)(?:^|\s)\+{0,2}((?:\w+\.)+\w+)=(\S+)", text):
-        found[name] = _typed(value.strip("\"'\\"))
-    return found
+        overrides[name] = _typed(value.strip("\"'\\"))
+    return overrides
 
 
 def _typed(word: str) -> Any:

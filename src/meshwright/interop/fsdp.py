@@ -35,16 +35,16 @@ def read_fsdp(source: ImportSource, prefix: str) -> None:
     """
     reshard, strategy = f"{prefix}reshard_after_forward", f"{prefix}sharding_strategy"
     key = reshard if source.get(reshard) is not None else strategy
-    told = str(source.get(key, "FULL_SHARD")).upper()
-    if told not in STRATEGIES:
+    mode = str(source.get(key, "FULL_SHARD")).upper()
+    if mode not in STRATEGIES:
         names = ", ".join(list(STRATEGIES)[:5])
-        source.contradict([key], f"{told!r} is no strategy; legal: {names}", ["layout.zero"])
+        source.contradict([key], f"{mode!r} is no strategy; legal: {names}", ["layout.zero"])
         return
-    reshards = STRATEGIES[told]
+    reshards = STRATEGIES[mode]
     if reshards is None:
-        source.imply("layout.zero", 0, f"{key} = {told}")
+        source.imply("layout.zero", 0, f"{key} = {mode}")
     else:
-        imply_sharding(source, reshards=reshards, why=f"{key} = {told}")
+        imply_sharding(source, reshards=reshards, reason=f"{key} = {mode}")
     for name in (reshard, strategy):
         source.translate(name, {"layout.zero": source.target("layout.zero")})
     checkpoints = f"{prefix}activation_checkpointing"

@@ -133,14 +133,16 @@ def _import_keys(
     """Give each key its verdict, and return what the config states."""
     reader, tables = _READERS[keys.system]
     spelling = _SPELLINGS[keys.system](keys.values) if keys.system in _SPELLINGS else {}
-    theirs = {spelling.get(key, key): key for key in keys.values}
+    written_keys = {spelling.get(key, key): key for key in keys.values}
     values = {spelling.get(key, key): value for key, value in keys.values.items()}
     source = ImportSource(values, [load_table(name) for name in tables], setting)
     reader(source)
     for key, how in keys.clashes.items():
         row = source.tables[0].find(key)
         source.contradict([key], f"{how}; keep one", [row.to] if row and row.to else [])
-    entries = [replace(entry, key=theirs.get(entry.key, entry.key)) for entry in _ordered(source)]
+    entries = [
+        replace(entry, key=written_keys.get(entry.key, entry.key)) for entry in _ordered(source)
+    ]
     refused = [entry for entry in entries if entry.refuses(accepted, setting.given)]
     settled = tuple(
         entry if entry in refused else _overridden(entry, _by_name(over)) for entry in entries

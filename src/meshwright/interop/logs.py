@@ -91,28 +91,28 @@ def _number(text: str) -> float:
 
 def _torchtitan(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
     """`tps` are the tokens per second of a device: of a rank's sequences over its model ranks."""
-    for at, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):
         match = None if "validate" in line else _TITAN.search(line)
         if match and (rate := _number(match[3])) > 0:
             seconds = run.tokens / run.ranks / rate
-            yield LoggedStep(at, int(match[1]), seconds, _number(match[2]) * GIB)
+            yield LoggedStep(number, int(match[1]), seconds, _number(match[2]) * GIB)
 
 
 def _megatron(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
-    for at, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):
         if match := _MEGATRON.search(line):
-            yield LoggedStep(at, int(match[1]), _number(match[2]) / 1e3)
+            yield LoggedStep(number, int(match[1]), _number(match[2]) / 1e3)
         elif match := _MEGATRON_MEMORY.search(line):
-            yield LoggedStep(at, int(match[1]), None, _number(match[2]) * _MIB)
+            yield LoggedStep(number, int(match[1]), None, _number(match[2]) * _MIB)
 
 
 def _deepspeed(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
     """`CurrSamplesPerSec` are the sequences of all ranks, per second."""
-    for at, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):
         match = _DEEPSPEED.search(line)
         if match and (rate := _number(match[2])) > 0:
             size = _number(match[3]) * GIB if match[3] else None
-            yield LoggedStep(at, int(match[1]), run.batch / rate, size, is_allocated=True)
+            yield LoggedStep(number, int(match[1]), run.batch / rate, size, is_allocated=True)
 
 
 # What metrics are called: a time of a step, tokens per second of a device and of all, peaks.
@@ -131,7 +131,7 @@ _ALLOCATED: Final = (
 )
 
 
-def _of_metrics(at: int, metrics: Mapping[str, Any], run: LoggedRun) -> LoggedStep | None:
+def _of_metrics(number: int, metrics: Mapping[str, Any], run: LoggedRun) -> LoggedStep | None:
     """Return what a dictionary of metrics says of a step; None where it says nothing."""
 
     def first(names: Iterable[str]) -> float | None:
@@ -152,14 +152,14 @@ def _of_metrics(at: int, metrics: Mapping[str, Any], run: LoggedRun) -> LoggedSt
     size = reserved if reserved is not None else allocated
     if seconds is None and size is None:
         return None
-    step = metrics.get("step", metrics.get("Step", metrics.get("_step", at)))
-    held = None if size is None else size * GIB
-    return LoggedStep(at, int(float(step)), seconds, held, is_allocated=reserved is None)
+    step = metrics.get("step", metrics.get("Step", metrics.get("_step", number)))
+    byte_count = None if size is None else size * GIB
+    return LoggedStep(number, int(float(step)), seconds, byte_count, is_allocated=reserved is None)
 
 
 def _dictionaries(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
     """Yield the dictionaries that transformers' Trainer and axolotl print."""
-    for at, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):
         match = re.search(r"\{'.*\}", line)
         if match is None:
             continue
@@ -167,9 +167,9 @@ def _dictionaries(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
             metrics = ast.literal_eval(match[0])
         except (ValueError, SyntaxError):
             continue
-        found = _of_metrics(at, metrics, run) if isinstance(metrics, dict) else None
-        if found is not None and "train_runtime" not in metrics:
-            yield found
+        step = _of_metrics(number, metrics, run) if isinstance(metrics, dict) else None
+        if step is not None and "train_runtime" not in metrics:
+            yield step
 
 
 def _table(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
@@ -177,15 +177,15 @@ def _table(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
     rows = csv.reader(lines)
     header = next(rows, [])
     names = [name.rsplit(" - ", 1)[-1] for name in header]
-    for at, row in enumerate(rows, 2):
+    for number, row in enumerate(rows, 2):
         metrics = {
             name: value
             for name, value in zip(names, row, strict=False)
             if value != "" and not name.endswith(("__MIN", "__MAX"))
         }
-        found = _of_metrics(at, metrics, run)
-        if found is not None:
-            yield found
+        step = _of_metrics(number, metrics, run)
+        if step is not None:
+            yield step
 
 
 _LINES: Final[Mapping[str, _Reader]] = {
@@ -244,12 +244,12 @@ def _of_state(path: Path, text: str, run: LoggedRun) -> LoggedTimes:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no trainer_state.json: {error}") from None
     steps = [
-        found
-        for at, entry in enumerate(entries, 1)
-        if "train_runtime" not in entry and (found := _of_metrics(at, entry, run)) is not None
+        logged
+        for number, entry in enumerate(entries, 1)
+        if "train_runtime" not in entry and (logged := _of_metrics(number, entry, run)) is not None
     ]
     if any(step.seconds is not None for step in steps):
-        return _measured(path, "trainer_state.json", steps, what="entry")
+        return _measured(path, "trainer_state.json", steps, unit="entry")
     last = next((entry for entry in entries if "train_runtime" in entry), None)
     if last is None or not last.get("train_steps_per_second"):
         raise ConfigError(
@@ -257,34 +257,34 @@ def _of_state(path: Path, text: str, run: LoggedRun) -> LoggedTimes:
             "or the train_runtime of a run that has ended"
         )
     seconds = 1 / float(last["train_steps_per_second"])
-    told = f"{path}: {format_seconds(seconds)} is the mean of the whole run, warm-up included"
-    return LoggedTimes(seconds, None, is_allocated=False, says=[told])
+    note = f"{path}: {format_seconds(seconds)} is the mean of the whole run, warm-up included"
+    return LoggedTimes(seconds, None, is_allocated=False, says=[note])
 
 
 def _measured(
-    path: Path, kind: str, steps: Sequence[LoggedStep], what: str = "line"
+    path: Path, kind: str, steps: Sequence[LoggedStep], unit: str = "line"
 ) -> LoggedTimes:
     """Return the median of the steps that are neither warm-up nor outliers, and the words on it."""
     timed = [step for step in steps if step.seconds is not None]
     warm = max(1, round(_WARM_UP * len(timed))) if len(timed) > 1 else 0
-    rest = timed[warm:]
-    kept = _alike(rest)
+    settled = timed[warm:]
+    typical = _alike(settled)
     says = []
-    if kept:
-        seconds = statistics.median(step.seconds or 0.0 for step in kept)
-        span = f"{what}s {kept[0].line} to {kept[-1].line}"
+    if typical:
+        seconds = statistics.median(step.seconds or 0.0 for step in typical)
+        span = f"{unit}s {typical[0].line} to {typical[-1].line}"
         says.append(
             f"{path} ({kind}): {format_seconds(seconds)} a step, the median of "
-            f"{counted(len(kept), 'step')} ({span}); left out: {warm} of warm-up and "
-            f"{counted(len(rest) - len(kept), 'outlier')}"
+            f"{counted(len(typical), 'step')} ({span}); left out: {warm} of warm-up and "
+            f"{counted(len(settled) - len(typical), 'outlier')}"
         )
     sizes = [step for step in steps if step.bytes is not None]
     largest = max(sizes, key=lambda step: step.bytes or 0.0, default=None)
     if largest is not None and largest.bytes is not None:
-        of = "of tensors" if largest.is_allocated else "reserved"
-        says.append(f"{path}: peak {format_bytes(largest.bytes)} {of} ({what} {largest.line})")
+        measure = "of tensors" if largest.is_allocated else "reserved"
+        says.append(f"{path}: peak {format_bytes(largest.bytes)} {measure} ({unit} {largest.line})")
     return LoggedTimes(
-        statistics.median(step.seconds or 0.0 for step in kept) if kept else None,
+        statistics.median(step.seconds or 0.0 for step in typical) if typical else None,
         None if largest is None else largest.bytes,
         is_allocated=largest is not None and largest.is_allocated,
         says=says,

@@ -49,16 +49,18 @@ def read_hub_name(source: ImportSource, key: str) -> None:
         source.translate(key, {"model.init_from": str(name)})
         return
     for preset, names in model_names().items():
-        if str(name).lower() in (each.lower() for each in names.hub):
+        if str(name).lower() in (hub_name.lower() for hub_name in names.hub):
             source.translate(key, {"model.preset": preset})
             return
-    why = "no preset has this name, and there is no such folder; nearest: model.preset, or "
-    source.refuse(key, f"{why}model.init_from with the model's folder", settled_by=_SETTLES)
+    reason = "no preset has this name, and there is no such folder; nearest: model.preset, or "
+    source.refuse(key, f"{reason}model.init_from with the model's folder", settled_by=_SETTLES)
 
 
 def need_model(source: ImportSource, key: str) -> None:
     """Refuse a file that names no model, unless the base config or the user does."""
     known = any(source.target(name) is not None for name in (*_SETTLES, "model.dim"))
     if not known and source.get(key) is None:
-        why = "the file names no model; nearest: model.preset, or model.init_from with its folder"
-        source.refuse(key, why, settled_by=_SETTLES, default="(none)")
+        reason = (
+            "the file names no model; nearest: model.preset, or model.init_from with its folder"
+        )
+        source.refuse(key, reason, settled_by=_SETTLES, default="(none)")

@@ -34,7 +34,7 @@ def read_prime_rl(source: ImportSource) -> None:
     read_degrees(source, degrees)
     fill_shards(source, "model.dp_replicate")
     key = "model.reshard_after_forward"
-    imply_sharding(source, reshards=source.get(key, True) is True, why=f"{key}, by default true")
+    imply_sharding(source, reshards=source.get(key, True) is True, reason=f"{key}, by default true")
     source.translate(key, {"layout.zero": source.target("layout.zero")})
     source.fill("train.precision", "bf16", "prime-rl computes in bf16 with fp32 weights")
     _read_memory(source)
@@ -48,16 +48,16 @@ def read_prime_rl(source: ImportSource) -> None:
 
 
 def _read_devices(source: ImportSource) -> None:
-    nodes, each = "deployment.num_train_nodes", "deployment.num_train_gpus"
-    count, ranks = source.whole(nodes) or 1, source.whole(each)
+    nodes, gpus = "deployment.num_train_nodes", "deployment.num_train_gpus"
+    count, ranks = source.whole(nodes) or 1, source.whole(gpus)
     if ranks is None and nodes in source.values:
-        each = "deployment.gpus_per_node"
-        ranks = source.whole(each) or 8
+        gpus = "deployment.gpus_per_node"
+        ranks = source.whole(gpus) or 8
     if ranks is None:
         return
     if not source.setting.is_fixed:
         source.count_devices(count * ranks)
-    source.translate(each, {"cluster.devices_per_node": ranks})
+    source.translate(gpus, {"cluster.devices_per_node": ranks})
     source.translate(nodes, {"cluster.nodes": count})
 
 

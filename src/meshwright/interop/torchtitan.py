@@ -66,9 +66,11 @@ def _read_model(source: ImportSource) -> None:
             source.translate("model.flavor", {"model.preset": preset})
             source.honour("model.name", {"model.preset": preset})
     settled = ["model.preset", "model.init_from"]
-    why = "no preset of this name; nearest: model.preset"
+    reason = "no preset of this name; nearest: model.preset"
     for key in ("model.flavor", "model.name"):
-        source.refuse(key, why, settled_by=settled, default="debugmodel" if key[6] == "f" else None)
+        source.refuse(
+            key, reason, settled_by=settled, default="debugmodel" if key[6] == "f" else None
+        )
     converters = source.get("model.converters", [])
     fp8 = [name for name in converters if str(name).startswith("quantize.linear.float8")]
     if converters and len(fp8) == len(converters):
@@ -89,7 +91,7 @@ def _read_sharding(source: ImportSource) -> None:
     key = f"{PARALLEL}fsdp_reshard_after_forward"
     policy = source.get(key, "default")
     reshards = policy == "always" or (policy == "default" and degree(source, "layout.pp") == 1)
-    imply_sharding(source, reshards=reshards, why=f"{key} = {policy}")
+    imply_sharding(source, reshards=reshards, reason=f"{key} = {policy}")
     source.translate(key, {"layout.zero": source.target("layout.zero")})
     source.imply("layout.sp", degree(source, "layout.tp") > 1, "of tensor parallelism, always")
 
@@ -112,14 +114,16 @@ def _read_pipeline(source: ImportSource) -> None:
     if pp == 1:
         source.honour(name, note="one pipeline rank has all layers")
         return
-    theirs = str(source.get(name, "1F1B"))
-    schedule = SCHEDULE_NAMES.get(theirs)
+    schedule_name = str(source.get(name, "1F1B"))
+    schedule = SCHEDULE_NAMES.get(schedule_name)
     if schedule is None:
         legal = ", ".join(SCHEDULE_NAMES)
-        source.contradict([name], f"{theirs!r} is no schedule; legal: {legal}", ["layout.schedule"])
+        source.contradict(
+            [name], f"{schedule_name!r} is no schedule; legal: {legal}", ["layout.schedule"]
+        )
         return
     source.translate(name, {"layout.schedule": schedule})
-    source.imply("layout.schedule", schedule, f"{name} = {theirs}")
+    source.imply("layout.schedule", schedule, f"{name} = {schedule_name}")
     is_single = SCHEDULES[schedule].min_virtual == 1 and SCHEDULES[schedule].max_virtual == 1
     virtual = 1 if is_single else 2
     per_stage = source.whole(f"{PARALLEL}pipeline_parallel_layers_per_stage")
@@ -131,14 +135,16 @@ def _read_pipeline(source: ImportSource) -> None:
         ]
         stages = math.ceil((layers + sum(ends)) / per_stage)
         if stages % pp:
-            why = f"{stages} stages of {per_stage} layers do not divide among {pp} pipeline ranks"
-            source.contradict([f"{PARALLEL}pipeline_parallel_layers_per_stage"], why)
+            reason = (
+                f"{stages} stages of {per_stage} layers do not divide among {pp} pipeline ranks"
+            )
+            source.contradict([f"{PARALLEL}pipeline_parallel_layers_per_stage"], reason)
             return
         virtual = stages // pp
     to = {"layout.virtual_stages": virtual}
     source.translate(f"{PARALLEL}pipeline_parallel_layers_per_stage", to)
     if per_stage is None:
-        source.imply("layout.virtual_stages", virtual, f"torchtitan's default of {theirs}")
+        source.imply("layout.virtual_stages", virtual, f"torchtitan's default of {schedule_name}")
 
 
 def _layers(source: ImportSource) -> int | None:
@@ -159,8 +165,8 @@ def _read_recompute(source: ImportSource) -> None:
         source.imply("layout.recompute", "selective", f"{option} = op")
     elif mode == "selective":
         source.honour("activation_checkpoint.mode", note=f"with {option}")
-        why = "every block is recomputed by itself, or none; nearest: op"
-        source.refuse(option, why, settled_by=["layout.recompute"], default="2")
+        reason = "every block is recomputed by itself, or none; nearest: op"
+        source.refuse(option, reason, settled_by=["layout.recompute"], default="2")
 
 
 def _read_batch(source: ImportSource) -> None:
@@ -179,9 +185,11 @@ def _read_batch(source: ImportSource) -> None:
     micro = source.whole(key) or 1
     if total is not None and total != local * ranks:
         nearest = f"{LOCAL} = {total // ranks}" if total % ranks == 0 else f"{GLOBAL} = {local}"
-        why = f"a step is one pass through the pipeline, so {GLOBAL} = {total} must be {LOCAL} = "
-        why = f"{why}{local} x {ranks} data-parallel ranks; nearest: {nearest}"
-        source.contradict([GLOBAL], why, ["train.batch"])
+        reason = (
+            f"a step is one pass through the pipeline, so {GLOBAL} = {total} must be {LOCAL} = "
+        )
+        reason = f"{reason}{local} x {ranks} data-parallel ranks; nearest: {nearest}"
+        source.contradict([GLOBAL], reason, ["train.batch"])
         return
     note = f"{local} x {ranks} data-parallel ranks"
     source.translate(LOCAL, {"train.batch": local * ranks}, note)

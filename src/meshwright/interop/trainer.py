@@ -109,7 +109,9 @@ def _read_native(source: ImportSource) -> None:
     for key, to in degrees.items():
         if source.target(to) is None:
             source.imply(to, 1, f"the default of {key}")
-    imply_sharding(source, reshards=True, why="DistributedConfig frees weights after the forward")
+    imply_sharding(
+        source, reshards=True, reason="DistributedConfig frees weights after the forward"
+    )
     if degree(source, "layout.ep") > 1 and degree(source, "layout.tp") > 1:
         source.imply("layout.etp", 1, "experts are not cut by tp")
     key = f"{NATIVE}fsdp_cpu_offload"

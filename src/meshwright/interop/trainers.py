@@ -40,13 +40,13 @@ class Space(BaseModel):
 
     def misfits(self, layout: Layout, layers: int) -> list[str]:
         """Return the keys of a layout that have no value of this space."""
-        found = [
+        keys = [
             key
             for key, legal in self.values.items()
             if not (key in _IDLE and getattr(layout, _IDLE[key]) == 1)
             and not _among(getattr(layout, key), legal)
         ]
-        return [*found, *(["pp"] if self.even_stages and layers % layout.stages else [])]
+        return [*keys, *(["pp"] if self.even_stages and layers % layout.stages else [])]
 
 
 class Trainer(BaseModel):
@@ -77,25 +77,25 @@ class Trainer(BaseModel):
     def refusal(self, layout: Layout, layers: int) -> str | None:
         """Return why the trainer cannot run a layout, with the nearest space; None where it can."""
         misfits = [(space, space.misfits(layout, layers)) for space in self.spaces]
-        space, keys = min(misfits, key=lambda one: len(one[1]))
+        space, keys = min(misfits, key=lambda pair: len(pair[1]))
         if not keys:
             return None
-        told = []
+        mismatches = []
         for key in keys:
             legal = space.values.get(key)
             if legal is None:
-                told.append(f"{layers} layers in {layout.stages} equal stages")
+                mismatches.append(f"{layers} layers in {layout.stages} equal stages")
             else:
                 values = ", ".join(_word(value) for value in legal)
-                told.append(f"layout.{key} = {_word(getattr(layout, key))} (it has {values})")
-        return f"{self.name} {self.version} cannot do {'; '.join(told)} with {space.why}"
+                mismatches.append(f"layout.{key} = {_word(getattr(layout, key))} (it has {values})")
+        return f"{self.name} {self.version} cannot do {'; '.join(mismatches)} with {space.why}"
 
     def pins(self, layers: int, fixed: Mapping[str, object]) -> list[dict[str, object]]:
         """Return what to search: for each space, the values that each layout key may have.
 
         `fixed` are keys that the user gave. A space that does not allow one of them is left out.
         """
-        found = []
+        searches = []
         for space in self.spaces:
             allowed: dict[str, object] = {
                 key: frozenset(legal) for key, legal in space.values.items() if key != "sp"
@@ -106,12 +106,12 @@ class Trainer(BaseModel):
             if len(sp) == 1:
                 allowed["sp"] = sp[0]
             if all(_fits(allowed[key], value) for key, value in fixed.items() if key in allowed):
-                found.append({**allowed, **fixed})
-        return found
+                searches.append({**allowed, **fixed})
+        return searches
 
 
 def _among(value: Any, legal: Sequence[int | bool | str]) -> bool:
-    return any(value == each and type(value) is type(each) for each in legal)
+    return any(value == choice and type(value) is type(choice) for choice in legal)
 
 
 def _fits(allowed: object, value: object) -> bool:

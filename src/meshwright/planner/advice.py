@@ -140,11 +140,11 @@ def _host(prediction: Prediction, setting: Setting) -> str | None:
         )
     # Experts, too: `ep` and their own sharding divide them by as much.
     spec, trained = setting.optimizer, [part for part in parts(setting.model) if part.trained]
-    kept = sum(
+    total_bytes = sum(
         part.numel * (_HOST_BYTES + rule_of(spec, part).element_bytes(spec)) for part in trained
     )
     on_node = min(setting.cluster.per_node, layout.world)
-    byte_count = kept / layout.tp / layout.pp / layout.shard_ranks * on_node
+    byte_count = total_bytes / layout.tp / layout.pp / layout.shard_ranks * on_node
     return (
         f"offload = {layout.offload}: the host's link and memory set the pace, and each node's "
         f"host has to hold {format_bytes(byte_count)}"

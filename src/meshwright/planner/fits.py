@@ -62,7 +62,7 @@ class Fits:
         """Return the price of a layout, with its memory only estimated."""
         if layout not in self._timed:
             memory = self.estimate(layout)
-            self._timed[layout] = price(self.setting, layout, held=memory)
+            self._timed[layout] = price(self.setting, layout, worst=memory)
         return self._timed[layout]
 
     def priced(self, timed: Prediction) -> Prediction:

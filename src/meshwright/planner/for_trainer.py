@@ -46,10 +46,10 @@ def plan_for(
     fixed, layers = given(config), config.model.n_layers
     spaces = trainer.pins(layers, fixed)
     prices, devices = KnownPrices(), setting.cluster.devices
-    found = [
+    results = [
         Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top) for pins in spaces
     ]
-    merged = _merged(setting, found, top)
+    merged = _merged(setting, results, top)
     if not merged.considered:
         wanted = f" with {words(fixed)}" if fixed else ""
         raise ConfigError(
@@ -63,23 +63,23 @@ def _spaces(trainer: Trainer) -> str:
     return "; or ".join(space.why for space in trainer.spaces)
 
 
-def _merged(setting: Setting, found: Sequence[Found], top: int) -> Found:
+def _merged(setting: Setting, results: Sequence[Found], top: int) -> Found:
     """Return the results of several searches as one: the best of all, fastest first."""
     ranked: dict[Layout, Prediction] = {}
     reasons: Counter[str] = Counter()
-    for one in found:
-        reasons.update(one.reasons)
-        ranked.update({prediction.layout: prediction for prediction in one.ranked})
-    ordered = sorted(ranked.values(), key=lambda one: one.time.total)[:top]
+    for result in results:
+        reasons.update(result.reasons)
+        ranked.update({prediction.layout: prediction for prediction in result.ranked})
+    ordered = sorted(ranked.values(), key=lambda prediction: prediction.time.total)[:top]
     nearest = min(
-        (one for one in found if one.unfit is not None),
-        key=lambda one: one.unfit.total if one.unfit is not None else 0.0,
+        (result for result in results if result.unfit is not None),
+        key=lambda result: result.unfit.total if result.unfit is not None else 0.0,
         default=None,
     )
     return Found(
         setting,
         tuple(ordered),
-        sum(one.considered for one in found),
+        sum(result.considered for result in results),
         dict(reasons.most_common()),
         None if ordered or nearest is None else nearest.unfit,
         None if ordered or nearest is None else nearest.unfit_layout,

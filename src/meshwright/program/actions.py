@@ -52,8 +52,8 @@ def inputs(action: Action, last: int) -> tuple[Action, ...]:
         return (Action("F", stage - 1, index),) if stage > 0 else ()
     if kind == "W":
         return (Action("I", stage, index),)
-    own = Action("F", stage, index)
-    return (own, Action("I", stage + 1, index)) if stage < last else (own,)
+    forward = Action("F", stage, index)
+    return (forward, Action("I", stage + 1, index)) if stage < last else (forward,)
 
 
 def sends(action: Action, ranks_of_stage: Sequence[int]) -> tuple[Action, Action, int] | None:

@@ -77,15 +77,15 @@ class Cut(NamedTuple):
     ) -> Cut:
         """Return the division whose scores stay in cache and whose copies of queries are few."""
         shared = heads // kv_heads
-        one = cls(1, 1, shared, length, dim, sees)
-        most = SCORES // (_WIDE * one.scores)
+        single = cls(1, 1, shared, length, dim, sees)
+        limit = SCORES // (_WIDE * single.scores)
         if sees.within(length).window is not None:
-            most = min(most, QUERIES // (shared * length))
-        most = max(1, most)
-        parts = max(size for size in divisors(kv_heads) if size <= most)
-        fits = [size for size in divisors(batch) if size <= most // parts]
+            limit = min(limit, QUERIES // (shared * length))
+        limit = max(1, limit)
+        parts = max(size for size in divisors(kv_heads) if size <= limit)
+        fits = [size for size in divisors(batch) if size <= limit // parts]
         rows = max(fits) if parts == kv_heads else 1
-        return one._replace(rows=rows, heads=parts)
+        return single._replace(rows=rows, heads=parts)
 
     @property
     def span(self) -> int:
@@ -100,18 +100,20 @@ class Cut(NamedTuple):
 
     def backward_bytes(self, element: int) -> int:
         """Return the temporary bytes of the backward; `element` is in bytes."""
-        both = _WIDE + (element if element != _WIDE else 0)  # in fp32, and as products take it
+        # In fp32, and as products take it.
+        element_bytes = _WIDE + (element if element != _WIDE else 0)
         heads = self.rows * self.heads
         keys = heads * self.length
         queries = keys * self.shared
         # Queries and their gradient in both, the sum of gradients, and what a block adds to it.
-        found = queries * self.dim * (2 * both + _WIDE)
-        found += heads * self.span * self.shared * self.dim * element
+        byte_count = queries * self.dim * (2 * element_bytes + _WIDE)
+        byte_count += heads * self.span * self.shared * self.dim * element
         # Keys and values in both, gradients of a block's keys; two scores; log-sum-exp and rest.
         block = heads * min(BLOCK, self.length)
-        found += keys * self.dim * 2 * both + block * self.dim * element
-        found += 2 * self.scores * both + 2 * queries * _WIDE
-        return found + (0 if self.sees.cap is None else self.scores * _WIDE)  # the cap's slopes
+        byte_count += keys * self.dim * 2 * element_bytes + block * self.dim * element
+        byte_count += 2 * self.scores * element_bytes + 2 * queries * _WIDE
+        # The cap's slopes.
+        return byte_count + (0 if self.sees.cap is None else self.scores * _WIDE)
 
 
 def by_blocks(

@@ -46,28 +46,28 @@ def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
     On CPUs, ZeRO reduces differently, see `program.shards.sums_in_place`, and the loss processes
     fewer tokens at a time.
     """
-    at = program.layout.mesh.coordinates(rank)
-    stages = program.held(at["pp"])
+    coordinates = program.layout.mesh.coordinates(rank)
+    stages = program.held(coordinates["pp"])
     sizes = Sizes.of(program)
-    found = [
+    messages = [
         *_targets(program),
         *_of_layers(program, sizes, stages),
-        *_transfers(sizes, program.tables[at["pp"]]),
-        *gathers(program, at, stages),
-        *reductions(program, at, stages),
-        *_completion(program, stages, at["tp"], data_rank(program.layout, at)),
+        *_transfers(sizes, program.tables[coordinates["pp"]]),
+        *gathers(program, coordinates, stages),
+        *reductions(program, coordinates, stages),
+        *_completion(program, stages, coordinates["tp"], data_rank(program.layout, coordinates)),
     ]
     if program.layout.world > 1:
-        found.append(
+        messages.append(
             Collective("all_reduce", "world", _WIDE, 1, "step", "norm", "norm: sum the squares")
         )
-    return _summed(found)
+    return _summed(messages)
 
 
 def of_microbatches(program: Program) -> tuple[Collective, ...]:
     """Return those that the layers of a program with one stage send for its microbatches."""
-    found = _of_layers(program, Sizes.of(program), program.stages)
-    return _summed(one for one in found if one.phase != "step")
+    messages = _of_layers(program, Sizes.of(program), program.stages)
+    return _summed(message for message in messages if message.phase != "step")
 
 
 def _of_layers(program: Program, sizes: Sizes, stages: Sequence[Stage]) -> Iterator[Collective]:
@@ -78,12 +78,21 @@ def _of_layers(program: Program, sizes: Sizes, stages: Sequence[Stage]) -> Itera
     yield from _dispatch(program, sizes, stages)
 
 
-def _summed(found: Iterable[Collective]) -> tuple[Collective, ...]:
+def _summed(messages: Iterable[Collective]) -> tuple[Collective, ...]:
     """Return the collectives with equal ones joined, in the order of their first."""
     counts: dict[_Alike, int] = {}
-    for one in found:  # by names: `replace` takes most of the time that a search has for messages
-        key = one.kind, one.axis, one.bytes, one.phase, one.purpose, one.reason, one.overlaps
-        counts[key] = counts.get(key, 0) + one.count
+    # By names: `replace` takes most of the time that a search has for messages.
+    for message in messages:
+        key = (
+            message.kind,
+            message.axis,
+            message.bytes,
+            message.phase,
+            message.purpose,
+            message.reason,
+            message.overlaps,
+        )
+        counts[key] = counts.get(key, 0) + message.count
     return tuple(
         Collective(kind, axis, size, count, phase, purpose, reason, overlaps)
         for (kind, axis, size, phase, purpose, reason, overlaps), count in counts.items()
@@ -102,16 +111,16 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
     layout, count = program.layout, program.microbatches
     if layout.tp == 1:
         return
-    whole = sizes.whole_bytes
+    whole_bytes = sizes.whole_bytes
     for stage in stages:
         passes = len(stage.layers) * count
-        yield from _layers_cross(program, whole, Regions.of(program, stage))
+        yield from _layers_cross(program, whole_bytes, Regions.of(program, stage))
         if program.model.qk_norm == "all":
             yield from _norms_over_heads(program, sizes, passes)
         if stage.is_first:
-            yield from _embedding(program, whole, count)
+            yield from _embedding(program, whole_bytes, count)
         if stage.is_last:
-            yield from _head(program, whole, count)
+            yield from _head(program, whole_bytes, count)
             yield from _loss(program, sizes)
 
 
@@ -120,13 +129,13 @@ def _cross(
     size: int,
     count: int,
     when: tuple[Phase, Purpose],
-    what: str,
+    label: str,
     overlaps: Overlaps = "",
 ) -> Iterator[Collective]:
     """Yield what crosses a border, if anything is sent there."""
     if kind is not None:
         phase, purpose = when
-        reason = f"{phase if purpose == 'layer' else purpose}: {_SENT[kind]} {what}"
+        reason = f"{phase if purpose == 'layer' else purpose}: {_SENT[kind]} {label}"
         yield Collective(kind, "tp", size, count, phase, purpose, reason, overlaps)
 
 
@@ -150,10 +159,12 @@ class Regions(NamedTuple):
         passes = len(stage.layers) * count
         mixed = count * sum(map(model.has_experts, map(model.layer, stage.layers)))
         experts = mixed if program.layout.folds == 1 or model.shared_ffn_dim else 0
-        products, again = 2 * passes - mixed, 0
+        products, recomputed = 2 * passes - mixed, 0
         if program.layout.recompute == "full":
-            again = passes + (passes - mixed + experts) * bool(model.dropout or model.norms_after)
-        return cls(products, experts, again)
+            recomputed = passes + (passes - mixed + experts) * bool(
+                model.dropout or model.norms_after
+            )
+        return cls(products, experts, recomputed)
 
 
 def _beside(program: Program) -> Overlaps:
@@ -161,25 +172,27 @@ def _beside(program: Program) -> Overlaps:
     return "weights" if program.model.lora is None else ""
 
 
-def _layers_cross(program: Program, whole: int, regions: Regions) -> Iterator[Collective]:
+def _layers_cross(program: Program, whole_bytes: int, regions: Regions) -> Iterator[Collective]:
     """Yield what layers send: attention and the feed-forward part are a region each."""
     (enter, entered), (leave, left) = crossings(program.layout)
-    into_products, into_experts, again = regions
-    both = into_products + into_experts
+    into_products, into_experts, recomputed = regions
+    into_both = into_products + into_experts
     stream, results = "stream of column-parallel products", "results of row-parallel products"
-    yield from _cross(enter, whole, both, ("forward", "layer"), stream)
-    yield from _cross(leave, whole, both, ("forward", "layer"), results)
-    yield from _cross(left, whole, both, ("backward", "layer"), f"gradients of {results}")
+    yield from _cross(enter, whole_bytes, into_both, ("forward", "layer"), stream)
+    yield from _cross(leave, whole_bytes, into_both, ("forward", "layer"), results)
+    yield from _cross(
+        left, whole_bytes, into_both, ("backward", "layer"), f"gradients of {results}"
+    )
     back: tuple[Phase, Purpose] = ("backward", "layer")
     gradients = "gradients of column-parallel products' inputs"
-    yield from _cross(entered, whole, into_products, back, gradients, _beside(program))
-    yield from _cross(entered, whole, into_experts, back, "gradients of experts' inputs")
+    yield from _cross(entered, whole_bytes, into_products, back, gradients, _beside(program))
+    yield from _cross(entered, whole_bytes, into_experts, back, "gradients of experts' inputs")
     # Neither does the selective policy keep gathered tensors: they are the largest.
     if gathers_again(program):
-        yield from _cross(enter, whole, into_products, back, f"{stream} again", "inputs")
+        yield from _cross(enter, whole_bytes, into_products, back, f"{stream} again", "inputs")
     elif program.layout.recompute != "none":
-        yield from _cross(enter, whole, both, ("recompute", "layer"), stream)
-    yield from _cross(leave, whole, again, ("recompute", "layer"), results)
+        yield from _cross(enter, whole_bytes, into_both, ("recompute", "layer"), stream)
+    yield from _cross(leave, whole_bytes, recomputed, ("recompute", "layer"), results)
 
 
 def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
@@ -190,30 +203,33 @@ def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[C
         ("recompute", often, "sum the squares of queries and keys"),
         ("backward", passes, "sum what their norms' scales get"),
     )
-    for phase, count, what in counts:
-        reason = f"{phase}: {what}"
+    for phase, count, label in counts:
+        reason = f"{phase}: {label}"
         yield Collective("all_reduce", "tp", size, count, phase, "layer", reason)
 
 
-def _embedding(program: Program, whole: int, count: int) -> Iterator[Collective]:
+def _embedding(program: Program, whole_bytes: int, count: int) -> Iterator[Collective]:
     leave, left = crossings(program.layout).exit
-    yield from _cross(leave, whole, count, ("forward", "embedding"), "ranks' rows")
+    yield from _cross(leave, whole_bytes, count, ("forward", "embedding"), "ranks' rows")
     if program.model.lora is None:  # else it is frozen
-        yield from _cross(left, whole, count, ("backward", "embedding"), "gradients")
+        yield from _cross(left, whole_bytes, count, ("backward", "embedding"), "gradients")
 
 
-def _head(program: Program, whole: int, count: int) -> Iterator[Collective]:
+def _head(program: Program, whole_bytes: int, count: int) -> Iterator[Collective]:
     """Yield what the head sends: all of it in the backward, which makes its products."""
     enter, entered = crossings(program.layout).entry
-    yield from _cross(enter, whole, count, ("backward", "logits"), "stream before the head")
-    what, beside = "gradients of its input", _beside(program)
-    yield from _cross(entered, whole, count, ("backward", "head"), what, beside)
+    yield from _cross(enter, whole_bytes, count, ("backward", "logits"), "stream before the head")
+    label, overlaps = "gradients of its input", _beside(program)
+    yield from _cross(entered, whole_bytes, count, ("backward", "head"), label, overlaps)
 
 
 def _loss(program: Program, sizes: Sizes) -> Iterator[Collective]:
     """Yield three numbers a token, for as many tokens as have their logits at a time."""
-    each = loss_rows(sizes.tokens, sizes.element, program.target)
-    for rows, times in ((each, sizes.tokens // each), (sizes.tokens % each, 1)):
+    rows_at_once = loss_rows(sizes.tokens, sizes.element, program.target)
+    for rows, times in (
+        (rows_at_once, sizes.tokens // rows_at_once),
+        (sizes.tokens % rows_at_once, 1),
+    ):
         size = 3 * _FP32 * rows * program.layout.tp
         reason = "loss: largest logits, sums of exponentials, target logits"
         often = program.microbatches * times * bool(rows)
@@ -231,34 +247,36 @@ def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
     if layout.cp == 1:
         return
     passes = program.microbatches * sum(len(stage.layers) for stage in stages)
-    again = 0 if layout.recompute == "none" else passes
+    recomputed = 0 if layout.recompute == "none" else passes
     of_keys = 2 * sizes.tokens * sizes.kv_heads * sizes.head_dim
     of_queries = sizes.tokens * sizes.heads * sizes.head_dim
     keys = of_keys * sizes.element
     phases: tuple[tuple[Phase, int], ...] = (
         ("forward", passes),
-        ("recompute", again),
+        ("recompute", recomputed),
         ("backward", passes),
     )
 
-    def message(kind: CollectiveKind, size: int, count: int, phase: Phase, what: str) -> Collective:
-        reason = f"{phase}: {what}"
+    def message(
+        kind: CollectiveKind, size: int, count: int, phase: Phase, label: str
+    ) -> Collective:
+        reason = f"{phase}: {label}"
         return Collective(kind, "cp", size, count, phase, "attention", reason)
 
     if layout.cp_kind == "ulysses":
         for phase, count in phases:
-            for numbers, what in (
+            for numbers, label in (
                 (of_queries + of_keys, "positions of q, k and v for heads"),
                 (of_queries, "heads of the result for positions"),
             ):
-                yield message("all_to_all", numbers * sizes.element, count, phase, what)
+                yield message("all_to_all", numbers * sizes.element, count, phase, label)
         return
     steps = layout.cp - 1
     for kind, way in _WAYS:
         for phase, count in phases:
             yield message(kind, keys, steps * count, phase, f"keys and values {way}")
-        what = f"the keys' gradients {way}"
-        yield message(kind, of_keys * _FP32, steps * passes, "backward", what)
+        label = f"the keys' gradients {way}"
+        yield message(kind, of_keys * _FP32, steps * passes, "backward", label)
 
 
 def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
@@ -320,37 +338,37 @@ def _dispatch(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterat
     passes = _passes(program, stages)
     counts, shares = model.experts * _WIDE, sizes.received * _FP32
     rows = sizes.received * model.dim * sizes.element
-    again = 0 if layout.recompute == "none" else passes
+    recomputed = 0 if layout.recompute == "none" else passes
     returns = bool(model.dropout or model.norms_after)
     phases: tuple[tuple[Phase, int, int], ...] = (
         ("forward", passes, passes),
-        ("recompute", again, again * returns),
+        ("recompute", recomputed, recomputed * returns),
     )
-    beside: Overlaps = "shared" if model.shared_ffn_dim else ""
-    for phase, there, back in phases:
-        for size, count, what, overlaps in (
-            (counts, there, "how many tokens come", _NOTHING),
-            (rows, there, "tokens to their experts", beside),
-            (shares, there, "their shares", beside),
+    with_shared: Overlaps = "shared" if model.shared_ffn_dim else ""
+    for phase, outward, back in phases:
+        for size, count, label, overlaps in (
+            (counts, outward, "how many tokens come", _NOTHING),
+            (rows, outward, "tokens to their experts", with_shared),
+            (shares, outward, "their shares", with_shared),
             (rows, back, "results to their tokens", _NOTHING),
         ):
-            reason = f"{phase}: {what}"
+            reason = f"{phase}: {label}"
             yield Collective("all_to_all", "ep", size, count, phase, "experts", reason, overlaps)
-    for size, what, overlaps in (
+    for size, label, overlaps in (
         (rows, "gradients of results", _NOTHING),
-        (rows, "gradients of tokens", beside),
-        (shares, "gradients of shares", beside),
+        (rows, "gradients of tokens", with_shared),
+        (shares, "gradients of shares", with_shared),
     ):
-        reason = f"backward: {what}"
-        of: Purpose = "experts"
-        yield Collective("all_to_all", "ep", size, passes, "backward", of, reason, overlaps)
+        reason = f"backward: {label}"
+        purpose: Purpose = "experts"
+        yield Collective("all_to_all", "ep", size, passes, "backward", purpose, reason, overlaps)
 
 
 def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:
     counts = Counter(action.kind for action in table)
 
-    def message(kind: CollectiveKind, phase: Phase, action: Kind, what: str) -> Collective:
-        count, reason = counts[action], f"pipeline: {what}"
+    def message(kind: CollectiveKind, phase: Phase, action: Kind, label: str) -> Collective:
+        count, reason = counts[action], f"pipeline: {label}"
         return Collective(kind, "pp", sizes.stream_bytes, count, phase, "stream", reason)
 
     yield message("send", "forward", "SEND_F", "output to the next stage")
@@ -367,7 +385,9 @@ def _completion(
     def shard(name: str) -> int:
         return _FP32 * math.prod(program.shardings[name].shape(tp_rank, data_rank))
 
-    for one in gradient_sums(program, stages):
-        if one.axis is not None:
-            size = sum(map(shard, one.names))
-            yield Collective("all_reduce", one.axis, size, 1, "step", "gradients", one.reason)
+    for gradient_sum in gradient_sums(program, stages):
+        if gradient_sum.axis is not None:
+            size = sum(map(shard, gradient_sum.names))
+            yield Collective(
+                "all_reduce", gradient_sum.axis, size, 1, "step", "gradients", gradient_sum.reason
+            )

@@ -53,17 +53,17 @@ class Events(list[dict[str, Any]]):
     @classmethod
     def read(cls, path: Path) -> Events:
         """Read an `events.jsonl`; raises `OSError` where there is none."""
-        found = cls()
+        events = cls()
         for line in path.read_bytes().splitlines():
             if (event := read_event(line)) is None:
-                found.bad += 1
+                events.bad += 1
             else:
-                found.append(event)
-        return found
+                events.append(event)
+        return events
 
 
 def ending(events: Sequence[Event]) -> Event | None:
     """Return the event `end` or `failed` of a run; None if it is running or was killed."""
     kinds = ("start", "restart", "failed", "end")
-    last = next((one for one in reversed(events) if one["event"] in kinds), None)
+    last = next((event for event in reversed(events) if event["event"] in kinds), None)
     return last if last is not None and last["event"] in ("failed", "end") else None

@@ -28,12 +28,12 @@ def matmul_flops(program: Program, pp_rank: int) -> float:
     for each product of a linear layer or the head.
     """
     total = 0.0
-    again = program.layout.recompute == "full"
+    recomputes = program.layout.recompute == "full"
     last = f"layers.*.mlp.down{'.lora_b' if 'mlp.down' in program.model.adapted else ''}"
     for stage in program.held(pp_rank):
         for op in operations(program, stage):
             if op.kind == "product":
-                is_again = again and op.name.startswith("layers.")
+                is_again = recomputes and op.name.startswith("layers.")
                 if op.name == last:
                     is_again = is_again and not stops_early(program)
                 total += op.flops * op.count * (1 + op.backward + is_again)

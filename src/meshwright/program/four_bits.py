@@ -31,9 +31,11 @@ def dequantised(program: Program, sizes: Sizes, name: str) -> tuple[int, int]:
 
 def dequantising_bytes(program: Program, sizes: Sizes) -> int:
     """Return the bytes that dequantising a layer's weights once moves on a rank."""
-    found = (one for name, one in program.shardings.items() if name.startswith("layers.0."))
+    shardings = (
+        sharding for name, sharding in program.shardings.items() if name.startswith("layers.0.")
+    )
     return sum(
-        one.stored_bytes(1) + math.prod(one.tp_shape) * (MOVED + sizes.element)
-        for one in found
-        if one.part.four_bits
+        sharding.stored_bytes(1) + math.prod(sharding.tp_shape) * (MOVED + sizes.element)
+        for sharding in shardings
+        if sharding.part.four_bits
     )

@@ -101,8 +101,8 @@ class Program:
         tied, names = self.model.tie_embeddings, names_by_layer(self.model)
         ends = [name for name in names[None] if stage.holds(self.shardings[name].part, tied)]
         is_before = [name for name in ends if name.startswith("embed.")]
-        own = (name for layer in stage.layers for name in names[layer])
-        return (*is_before, *own, *(name for name in ends if name not in is_before))
+        in_layers = (name for layer in stage.layers for name in names[layer])
+        return (*is_before, *in_layers, *(name for name in ends if name not in is_before))
 
     def of_layer(self, layer: int) -> dict[str, Sharding]:
         """Return the shardings of a layer's parameters, by their names within it."""

@@ -24,7 +24,7 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     """
     model, el = program.model, sizes.element
     scores = sizes.routed * model.experts * _WIDE
-    beside = sizes.tokens * sizes.shared_ffn * el
+    shared_hidden = sizes.tokens * sizes.shared_ffn * el
     is_folded = program.layout.folds > 1
     is_frozen = model.lora is not None
     product = partial(
@@ -36,18 +36,18 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     flops, picked = 2.0 * sizes.routed * sizes.dim * model.experts, sizes.pairs * _INT64
     yield product("mlp.router", flops=flops, saved=saved, kept=scores, indices=picked)
     if model.shared_ffn_dim:  # the router may keep the input; dropout would make another of it
-        whole = sizes.whole_bytes
-        inputs = Inputs(program, sizes, whole if is_folded else 0, whole)
-        yield from inputs.product("mlp.shared.gate", sizes.dim, sizes.shared_ffn, beside)
-        yield from inputs.product("mlp.shared.up", sizes.dim, sizes.shared_ffn, beside)
-        yield Op("mlp.shared.act", "activation", saved=(beside, beside))
-        inputs = Inputs(program, sizes, beside)
-        yield from inputs.product("mlp.shared.down", sizes.shared_ffn, sizes.dim, whole)
+        whole_bytes = sizes.whole_bytes
+        inputs = Inputs(program, sizes, whole_bytes if is_folded else 0, whole_bytes)
+        yield from inputs.product("mlp.shared.gate", sizes.dim, sizes.shared_ffn, shared_hidden)
+        yield from inputs.product("mlp.shared.up", sizes.dim, sizes.shared_ffn, shared_hidden)
+        yield Op("mlp.shared.act", "activation", saved=(shared_hidden, shared_hidden))
+        inputs = Inputs(program, sizes, shared_hidden)
+        yield from inputs.product("mlp.shared.down", sizes.shared_ffn, sizes.dim, whole_bytes)
     if model.shared_gate:
-        one = sizes.tokens * el  # a number of each token
+        gate_bytes = sizes.tokens * el  # a number of each token
         # Its sigmoid, and what that multiplies.
-        yield product("mlp.shared_gate", flops=sizes.product(sizes.dim, 1), kept=one)
-        yield Op("mlp.shared_gate.act", "activation", saved=(one, sizes.whole_bytes))
+        yield product("mlp.shared_gate", flops=sizes.product(sizes.dim, 1), kept=gate_bytes)
+        yield Op("mlp.shared_gate.act", "activation", saved=(gate_bytes, sizes.whole_bytes))
     # The pairs' shares, their tokens and places, and how many an expert has.
     order = sizes.received * 2 * _INT64 + model.experts * _INT64
     shares, come = sizes.received * _WIDE, 0
@@ -71,11 +71,11 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
 def _adapter(program: Program, sizes: Sizes, name: str, inner: int, outer: int) -> Iterator[Op]:
     """Yield the products of experts' adapters: those with A are kept, their input already is."""
     lora = program.model.lora
-    found = matrices(program.model.adapted, name)
-    if lora is None or not found:
+    adapters = matrices(program.model.adapted, name)
+    if lora is None or not adapters:
         return
-    low, each = sizes.received * lora.rank * sizes.element, 2.0 * sizes.received * lora.rank
-    if "lora_a" in found:
-        yield Op(f"{name}.lora_a", "product", each * inner, low, low)
+    low, column_flops = sizes.received * lora.rank * sizes.element, 2.0 * sizes.received * lora.rank
+    if "lora_a" in adapters:
+        yield Op(f"{name}.lora_a", "product", column_flops * inner, low, low)
     result = sizes.received * outer * sizes.element
-    yield Op(f"{name}.lora_b", "product", each * outer, 0, result)
+    yield Op(f"{name}.lora_b", "product", column_flops * outer, 0, result)

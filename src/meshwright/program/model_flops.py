@@ -20,7 +20,7 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
     Two per multiplying weight, and attention over the scores that the causal mask and a window
     leave; with `squares` over twice as many, as if there were no causal mask.
     """
-    each = (
+    flops_per_score = (
         2.0
         * spec.n_heads
         * (spec.head_dim + spec.value_dim)
@@ -28,7 +28,7 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
         / max(seq_len, 1)
     )
     costs = {
-        kind: 2 * _layer_weights(spec, kind) + each * causal_scores(seq_len, kind.window)
+        kind: 2 * _layer_weights(spec, kind) + flops_per_score * causal_scores(seq_len, kind.window)
         for kind in spec.layer_kinds
     }
     return tuple(costs[spec.layer(layer)] for layer in range(spec.n_layers))
@@ -36,8 +36,8 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
 
 def _layer_weights(spec: ModelSpec, kind: LayerSpec) -> int:
     """Return the elements that a token is multiplied by in a layer: of experts its own."""
-    one = spec.alike(kind, n_layers=1)
-    inside = (part for part in parts(one) if part.name.startswith("layers."))
+    single_layer = spec.alike(kind, n_layers=1)
+    inside = (part for part in parts(single_layer) if part.name.startswith("layers."))
     return sum(part.active(spec) for part in inside if part.is_product)
 
 
@@ -59,12 +59,12 @@ def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     window, twice the scores that it has.
     """
     layers = sum(layer_flops(spec, seq_len, squares=True))
-    every = _PASSES * (layers + _head_products(spec))
+    total = _PASSES * (layers + _head_products(spec))
     if spec.lora is None:
-        return every
+        return total
     frozen = (part for part in parts(spec) if part.is_product and not part.trained)
     inside = sum(2.0 * part.active(spec) for part in frozen if part.name.startswith("layers."))
-    return every - inside - _head_products(spec)
+    return total - inside - _head_products(spec)
 
 
 def _head_products(spec: ModelSpec) -> float:

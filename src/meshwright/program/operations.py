@@ -101,14 +101,14 @@ def operations(
     sizes = Sizes.of(program)
     index = stage.index
     kinds = Counter(program.model.layer(layer) for layer in stage.layers)
-    found = []
+    ops = []
     if stage.is_first:
         # Under tp the local ids, if it is trained, and where they are another rank's; else the
         # batch's own ids.
         saved = sizes.tokens * (_INT64 + 1) if program.layout.tp > 1 else 0
         saved = 0 if program.model.lora is not None else saved
-        found.append(Operation("embed", "embedding", index, 0.0, saved, 1))
-    found += (
+        ops.append(Operation("embed", "embedding", index, 0.0, saved, 1))
+    ops += (
         Operation(
             f"layers.*.{op.name}",
             *(op.kind, index, op.flops, saved, count, op.normed, kind, op.backward, moved),
@@ -117,14 +117,14 @@ def operations(
         for op, saved, moved in _layer(program, sizes, kind, cp_rank, recomputed)
     )
     if stage.is_last:
-        found += (
+        ops += (
             Operation(
                 op.name,
                 *(op.kind, index, op.flops, total(op.saved), 1, op.normed, None, op.backward),
             )
             for op in _end(program, sizes)
         )
-    return tuple(found)
+    return tuple(ops)
 
 
 def _layer(
@@ -141,10 +141,10 @@ def _layer(
     if recompute != "none":
         yield Op("input", "block"), sizes.stream_bytes, sizes.stream_bytes
     for op in ops:
-        held: Bytes = {"none": op.saved, "selective": op.kept, "full": 0}[recompute]
+        saved: Bytes = {"none": op.saved, "selective": op.kept, "full": 0}[recompute]
         indices = op.indices if recompute == "none" else 0
-        moved = moved_of(held, sizes.least_moved)
-        yield op, total(held) + indices, moved
+        moved = moved_of(saved, sizes.least_moved)
+        yield op, total(saved) + indices, moved
     if keys:
         yield Op("dropout", "dropout"), keys, 0
 
@@ -159,11 +159,11 @@ def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False)
     return Op(name, "norm", saved=(*statistics, 0 if shares_input else taken), normed=taken)
 
 
-def _head_norm(sizes: Sizes, name: str, heads: int, statistics: int, kept: int = 0) -> Op:
+def _head_norm(sizes: Sizes, name: str, heads: int, statistics: int, sums: int = 0) -> Op:
     """Return an RMSNorm of heads: it keeps them, and in fp32 so many scales for each token."""
     taken = sizes.tokens * heads * sizes.head_dim * sizes.element
     saved = taken, sizes.tokens * statistics * _WIDE
-    return Op(name, "norm", saved=saved, kept=kept, normed=taken)
+    return Op(name, "norm", saved=saved, kept=sums, normed=taken)
 
 
 def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
@@ -190,14 +190,16 @@ def _latent_heads(program: Program, sizes: Sizes) -> Iterator[Op]:
         yield from first.product(f"{name}_a", sizes.dim, width, line * width)
         normed = line * rank
         yield Op(f"{name}_a_norm", "norm", saved=(line * width, wide), normed=normed)
-        made = sizes.heads * latent_widths(model)[name]
-        yield from Inputs(program, sizes, normed).product(f"{name}_b", rank, made, line * made)
+        columns = sizes.heads * latent_widths(model)[name]
+        yield from Inputs(program, sizes, normed).product(
+            f"{name}_b", rank, columns, line * columns
+        )
 
     if model.q_lora_rank:
         yield from low("attn.q", model.q_lora_rank)
     else:
-        made = sizes.heads * model.head_dim
-        yield from first.product("attn.q", sizes.dim, made, line * made)
+        columns = sizes.heads * model.head_dim
+        yield from first.product("attn.q", sizes.dim, columns, line * columns)
     shared = model.qk_rope_head_dim
     yield from low("attn.kv", model.kv_lora_rank + shared, shared)
 
@@ -219,12 +221,12 @@ def _heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     yield from inputs.product("attn.k", sizes.dim, kv_heads, of_kv_heads)
     yield from inputs.product("attn.v", sizes.dim, kv_heads, of_kv_heads)
     if model.qk_norm != "none":
-        each = model.qk_norm == "head"
+        per_head = model.qk_norm == "head"
         # The sums of both over tp, in one message, which the selective policy keeps.
-        is_sent = layout.tp > 1 and not each
+        is_sent = layout.tp > 1 and not per_head
         sent, of_q, of_k = (2 * sizes.tokens * _WIDE, 2, 0) if is_sent else (0, 1, 1)
-        yield _head_norm(sizes, "attn.q_norm", sizes.heads, sizes.heads if each else of_q, sent)
-        yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads, sizes.kv_heads if each else of_k)
+        yield _head_norm(sizes, "attn.q_norm", sizes.heads, sizes.heads if per_head else of_q, sent)
+        yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads, sizes.kv_heads if per_head else of_k)
 
 
 def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:

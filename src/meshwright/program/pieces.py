@@ -15,13 +15,13 @@ def pieces_of(layout: Layout, cp_rank: int, tp_rank: int) -> tuple[int, ...]:
     Context ranks hold those of `held`. Where the layout folds, the ranks of tp cut what a context
     rank holds once more, into pieces so small that none of them crosses a border.
     """
-    own = held(layout.cp_kind if layout.cp > 1 else "ulysses", layout.cp, cp_rank)
+    pieces = held(layout.cp_kind if layout.cp > 1 else "ulysses", layout.cp, cp_rank)
     if layout.folds == 1:
-        return own
-    cuts = math.lcm(len(own), layout.folds) // len(own)
-    smaller = [piece * cuts + part for piece in own for part in range(cuts)]
-    each = len(smaller) // layout.folds
-    return tuple(smaller[tp_rank * each : (tp_rank + 1) * each])
+        return pieces
+    cuts = math.lcm(len(pieces), layout.folds) // len(pieces)
+    smaller = [piece * cuts + part for piece in pieces for part in range(cuts)]
+    share = len(smaller) // layout.folds
+    return tuple(smaller[tp_rank * share : (tp_rank + 1) * share])
 
 
 def held(kind: Literal["ring", "ulysses"], cp: int, rank: int) -> tuple[int, ...]:

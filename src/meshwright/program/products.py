@@ -23,14 +23,14 @@ class Inputs:
         if remakes_inputs(program.train, program.target):
             self._size = 0
 
-    def product(self, name: str, inner: int, outer: int, kept: Bytes) -> Iterator[Op]:
-        """Yield the product of a layer, and those of its adapter: `kept` as in `Op`."""
+    def product(self, name: str, inner: int, outer: int, kept_bytes: Bytes) -> Iterator[Op]:
+        """Yield the product of a layer, and those of its adapter: `kept_bytes` as `Op.kept`."""
         sizes, lora = self._sizes, self._model.lora
         flops = sizes.product(inner, outer)
         if lora is None:
-            yield Op(name, "product", flops, self._take(), kept)
+            yield Op(name, "product", flops, self._take(), kept_bytes)
             return
-        yield Op(name, "product", flops, 0, kept, backward=FROZEN_BACKWARD)
+        yield Op(name, "product", flops, 0, kept_bytes, backward=FROZEN_BACKWARD)
         if name not in self._model.adapted:
             return
         low = sizes.tokens * lora.rank * sizes.element

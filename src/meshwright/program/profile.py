@@ -127,7 +127,7 @@ class StepProfile:
     @property
     def worst(self) -> RankProfile | None:
         """The first rank with the highest known peak."""
-        known = [one for one in self.ranks if one.memory]
+        known = [rank for rank in self.ranks if rank.memory]
         return max(known, key=_peak_bytes, default=None)
 
     @property
@@ -138,9 +138,9 @@ class StepProfile:
         place in the pipeline; None without a pipeline, or without spans.
         """
         places: dict[int, RankProfile] = {}
-        for one in self.ranks:
-            places.setdefault(one.coordinates.get("pp", 0), one)
-        work = [[s for s in one.spans if s.track == "compute"] for one in places.values()]
+        for rank in self.ranks:
+            places.setdefault(rank.coordinates.get("pp", 0), rank)
+        work = [[s for s in rank.spans if s.track == "compute"] for rank in places.values()]
         if len(places) < 2 or not all(work):
             return None
         first = min(span.start for spans in work for span in spans)
@@ -149,42 +149,42 @@ class StepProfile:
         return 1 - busy / (len(work) * (last - first))
 
 
-def _peak_bytes(one: RankProfile) -> int:
-    return one.peak.total if one.peak else 0
+def _peak_bytes(rank: RankProfile) -> int:
+    return rank.peak.total if rank.peak else 0
 
 
 def to_json(profiles: Iterable[StepProfile]) -> dict[str, Any]:
     """Return profiles as the document of `ledger.json`; spans and points are lists, for size."""
-    return {"schema": SCHEMA, "ledgers": [_profile_json(one) for one in profiles]}
+    return {"schema": SCHEMA, "ledgers": [_profile_json(profile) for profile in profiles]}
 
 
-def _profile_json(found: StepProfile) -> dict[str, Any]:
-    worst = found.worst
+def _profile_json(profile: StepProfile) -> dict[str, Any]:
+    worst = profile.worst
     peak = worst.peak if worst else None
     return {
-        "source": found.source,
-        "step": found.step,
-        "layout": dict(found.layout),
-        "label": found.label,
-        "device": found.device,
-        "memory_limit": found.memory_limit,
-        "step_time_s": found.step_time_s,
-        "tokens_per_s": found.tokens_per_s,
-        "mfu": found.mfu,
-        "idle": found.idle,
+        "source": profile.source,
+        "step": profile.step,
+        "layout": dict(profile.layout),
+        "label": profile.label,
+        "device": profile.device,
+        "memory_limit": profile.memory_limit,
+        "step_time_s": profile.step_time_s,
+        "tokens_per_s": profile.tokens_per_s,
+        "mfu": profile.mfu,
+        "idle": profile.idle,
         "peak_memory_bytes": peak.total if peak else None,
         "worst_rank": worst.rank if worst else None,
         "ranks": [
             {
-                "rank": one.rank,
-                "coordinates": dict(one.coordinates),
-                "stages": list(one.stages),
-                "causes": dict(one.causes),
-                "spans": [list(span) for span in one.spans],
-                "memory": [[point.at, point.time, dict(point.bytes)] for point in one.memory],
-                "traffic": [list(each) for each in one.traffic],
+                "rank": rank.rank,
+                "coordinates": dict(rank.coordinates),
+                "stages": list(rank.stages),
+                "causes": dict(rank.causes),
+                "spans": [list(span) for span in rank.spans],
+                "memory": [[point.at, point.time, dict(point.bytes)] for point in rank.memory],
+                "traffic": [list(traffic) for traffic in rank.traffic],
             }
-            for one in found.ranks
+            for rank in profile.ranks
         ],
     }
 
@@ -193,30 +193,30 @@ def from_json(document: Mapping[str, Any]) -> tuple[StepProfile, ...]:
     """Return the profiles of a document; raises `ValueError` for one of another schema."""
     if document.get("schema") != SCHEMA:
         raise ValueError(f"schema {document.get('schema')!r} is not the known one, {SCHEMA}")
-    return tuple(_profile(found) for found in document["ledgers"])
+    return tuple(_profile(profile) for profile in document["ledgers"])
 
 
-def _profile(found: Mapping[str, Any]) -> StepProfile:
+def _profile(fields: Mapping[str, Any]) -> StepProfile:
     keys = (
         *("source", "layout", "label", "device", "step"),
         *("step_time_s", "tokens_per_s", "mfu", "memory_limit"),
     )
-    ranks = tuple(_rank(one) for one in found["ranks"])
-    return StepProfile(ranks=ranks, **{key: found[key] for key in keys})
+    ranks = tuple(_rank(rank) for rank in fields["ranks"])
+    return StepProfile(ranks=ranks, **{key: fields[key] for key in keys})
 
 
-def _rank(one: Mapping[str, Any]) -> RankProfile:
+def _rank(fields: Mapping[str, Any]) -> RankProfile:
     return RankProfile(
-        one["rank"],
-        one["coordinates"],
-        tuple(one["stages"]),
-        tuple(Span(*span) for span in one["spans"]),
-        tuple(MemoryPoint(*point) for point in one["memory"]),
-        tuple(Traffic(*each) for each in one["traffic"]),
-        one["causes"],
+        fields["rank"],
+        fields["coordinates"],
+        tuple(fields["stages"]),
+        tuple(Span(*span) for span in fields["spans"]),
+        tuple(MemoryPoint(*point) for point in fields["memory"]),
+        tuple(Traffic(*traffic) for traffic in fields["traffic"]),
+        fields["causes"],
     )
 
 
 def of_source(profiles: Sequence[StepProfile], source: Source) -> StepProfile | None:
     """Return the last profile of a source, or None."""
-    return next((one for one in reversed(profiles) if one.source == source), None)
+    return next((profile for profile in reversed(profiles) if profile.source == source), None)

@@ -69,14 +69,14 @@ def causal_pieces(length: int, scores: ScoreBounds) -> tuple[Piece, ...]:
     if scores.cap is None and window >= length:
         return (Piece(slice(0, length), slice(0, length), causal=True),)
     size = max(SHORTEST_BLOCK, -(-length // BLOCKS))
-    found = []
+    pieces = []
     for start in range(0, length, size):
         stop, first = min(start + size, length), max(0, start - window + 1)
         rows, ahead = stop - start, start - first
         causal = ahead == 0
         masked = (rows > 1 and not causal) or ahead + rows > window
-        found.append(Piece(slice(start, stop), slice(first, stop), causal, masked, ahead))
-    return tuple(found)
+        pieces.append(Piece(slice(start, stop), slice(first, stop), causal, masked, ahead))
+    return tuple(pieces)
 
 
 def ring_pieces(
@@ -96,13 +96,13 @@ def ring_pieces(
         keys = slice(0, chunk if owner < rank else length)
         return (Piece(queries, keys, causal=owner == rank),)
     if owner == rank:
-        own = causal_pieces(chunk, scores)
-        found = [*own, *(piece.moved(chunk) for piece in own)]
+        first_chunk = causal_pieces(chunk, scores)
+        pieces = [*first_chunk, *(piece.moved(chunk) for piece in first_chunk)]
     elif owner < rank:
-        found = _of_chunks(chunk, rank - owner, 0, 0, scores)
+        pieces = _of_chunks(chunk, rank - owner, 0, 0, scores)
     else:
-        found = _of_chunks(chunk, owner - rank, 1, 1, scores)
-    return (*found, *_of_chunks(chunk, 2 * cp - 1 - rank - owner, 1, 0, scores))
+        pieces = _of_chunks(chunk, owner - rank, 1, 1, scores)
+    return (*pieces, *_of_chunks(chunk, 2 * cp - 1 - rank - owner, 1, 0, scores))
 
 
 def whole_piece(length: int, cp: int, rank: int, owner: int, scores: ScoreBounds) -> Piece | None:

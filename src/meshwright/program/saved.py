@@ -44,17 +44,19 @@ class Op(NamedTuple):
     backward: float = PRODUCT_BACKWARD
 
 
-def total(held: Bytes) -> int:
+def total(sizes: Bytes) -> int:
     """Return the bytes of all tensors."""
-    return sum(held) if isinstance(held, tuple) else held
+    return sum(sizes) if isinstance(sizes, tuple) else sizes
 
 
-def moved_of(held: Bytes, least: int) -> int:
+def moved_of(sizes: Bytes, minimum: int) -> int:
     """Return the bytes of the tensors of at least so many bytes each."""
-    return sum(size for size in (held if isinstance(held, tuple) else (held,)) if size >= least)
+    return sum(
+        size for size in (sizes if isinstance(sizes, tuple) else (sizes,)) if size >= minimum
+    )
 
 
-def by_steps(each: tuple[int, int], steps: float) -> tuple[int, ...]:
+def by_steps(sizes: tuple[int, int], steps: float) -> tuple[int, ...]:
     """Return the tensors of a ring's steps, the last of which may have a part of the queries."""
-    whole, part = each * int(steps), steps % 1
-    return (*whole, *(round(size * part) for size in each)) if part else whole
+    full, part = sizes * int(steps), steps % 1
+    return (*full, *(round(size * part) for size in sizes)) if part else full

@@ -113,13 +113,13 @@ def _looped_table(
         first = min((virtual_stages - 1) * size + _LEAD[schedule] * (pp - 1 - rank), total)
     else:
         first = 0 if schedule == "naive" else total
-    both = total - first
-    phrases: list[Phrase] = [(first, "F"), (both, "F B"), (first, "B")]
+    steady = total - first
+    phrases: list[Phrase] = [(first, "F"), (steady, "F B"), (first, "B")]
     if SCHEDULES[schedule].splits_backward:
         lag = min(rank, total)
-        early = min(lag, both)  # of the lag, how much falls before the last forward
+        early = min(lag, steady)  # of the lag, how much falls before the last forward
         late = lag - early
-        phrases = [(first, "F"), (early, "F I"), (both - early, "F I W")]
+        phrases = [(first, "F"), (early, "F I"), (steady - early, "F I W")]
         phrases += [(late, "I"), (first - late, "I W"), (lag, "W")]
     return _spell(phrases, [(forward, backward)])
 

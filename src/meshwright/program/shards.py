@@ -84,17 +84,17 @@ class Sharding:
 
     def region(self, tp_rank: int, data_rank: int) -> Region:
         """Return the position of a rank's shard in the whole tensor."""
-        found = [(0, size) for size in self.part.shape]
+        bounds = [(0, size) for size in self.part.shape]
         for cut in self.slices(tp_rank, data_rank):
-            start = found[cut.dim][0]
-            found[cut.dim] = (start + cut.start, start + cut.stop)
-        return tuple(found)
+            start = bounds[cut.dim][0]
+            bounds[cut.dim] = (start + cut.start, start + cut.stop)
+        return tuple(bounds)
 
     def real_region(self, tp_rank: int, data_rank: int) -> Region:
         """Return the position of a rank's shard without padding, which ends it."""
-        (start, stop), *others = self.region(tp_rank, data_rank)
+        (start, stop), *other_dims = self.region(tp_rank, data_rank)
         rows = self.part.real_shape[0]
-        return ((min(start, rows), min(stop, rows)), *others)
+        return ((min(start, rows), min(stop, rows)), *other_dims)
 
     def shape(self, tp_rank: int, data_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard."""
@@ -194,16 +194,18 @@ def unit_of(name: str, *, ep: int = 1, apart: Sequence[str] = (EMBED,)) -> str:
     because their peers differ. So are the ends that are `apart`: the embedding's gradient comes
     last, those of the rest come first, and its backward doesn't need its weights.
     """
-    room, _, rest = name.partition(".")
+    room, _, suffix = name.partition(".")
     if room == "layers":
-        block, _, inner = rest.partition(".")
+        block, _, inner = suffix.partition(".")
         return f"layers.{block}{EXPERTS if ep > 1 and inner.startswith(EXPERTS[1:]) else ''}"
     return room if room in apart else "rest"
 
 
-def data_rank(layout: Layout, at: Mapping[str, int]) -> int:
+def data_rank(layout: Layout, coordinates: Mapping[str, int]) -> int:
     """Return the index of the rank at some coordinates among the layout's `alike_ranks`."""
-    return at["dp_shard" if layout.zero else "dp_replicate"] * layout.cp + at["cp"]
+    return (
+        coordinates["dp_shard" if layout.zero else "dp_replicate"] * layout.cp + coordinates["cp"]
+    )
 
 
 def whole(shape: Sequence[int]) -> Region:

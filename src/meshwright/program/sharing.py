@@ -114,7 +114,7 @@ def _units(
 
 
 def gathers(
-    program: Program, at: Mapping[str, int], stages: Iterable[Stage]
+    program: Program, coordinates: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
     """Yield the all-gathers of ZeRO, arXiv:1910.02054, section 5.
 
@@ -125,7 +125,7 @@ def gathers(
     if layout.shard_ranks == 1:
         return
     if sums_in_place(layout, program.target):
-        yield from _rows_gathered(program, at, stages)
+        yield from _rows_gathered(program, coordinates, stages)
         return
     rounded = gathers_float8(train, layout, program.target)
     if rounded:
@@ -165,22 +165,22 @@ def _what(unit: str) -> str:
 
 def _passes(program: Program, is_each: bool) -> tuple[tuple[Phase, int], ...]:
     """Return when weights are gathered and how often: with each pass of a microbatch, or once."""
-    each: tuple[tuple[Phase, int], ...] = (
+    per_pass: tuple[tuple[Phase, int], ...] = (
         ("forward", program.microbatches),
         ("backward", program.microbatches),
     )
-    return each if is_each else (("step", 1),)
+    return per_pass if is_each else (("step", 1),)
 
 
 def _rows_gathered(
-    program: Program, at: Mapping[str, int], stages: Iterable[Stage]
+    program: Program, coordinates: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
     """Yield the sends and receives of an all-gather whose rows stay where they are.
 
     Stage 3 gathers blocks alone for each forward and each backward, the rest of a stage once.
     """
     layout, element = program.layout, ELEMENT_BYTES[program.train.precision]
-    place = data_rank(layout, at)
+    place = data_rank(layout, coordinates)
     counts: Counter[tuple[CollectiveKind, Axis, Phase, str, int]] = Counter()
     for stage in stages:
         for name in program.parameters(stage):
@@ -188,25 +188,27 @@ def _rows_gathered(
             axis, ranks = _axes(layout, sharding)[:2]
             if ranks == 1:
                 continue
-            what = _what(unit_in(program, name))
-            mine = math.prod(sharding.shape(at["tp"], place))
-            each = sharding.rows_each
-            full, left = divmod(sharding.tp_shape[0], each)
+            unit = _what(unit_in(program, name))
+            shard_elements = math.prod(sharding.shape(coordinates["tp"], place))
+            rows_per_rank = sharding.rows_each
+            full, left = divmod(sharding.tp_shape[0], rows_per_rank)
             is_each = layout.zero == 3 and name.startswith("layers.")
             for phase, times in _passes(program, is_each):
-                counts["send", axis, phase, what, mine] += times * (ranks - 1)
-                counts["recv", axis, phase, what, each * sharding.row_elements] += times * full
-                counts["recv", axis, phase, what, left * sharding.row_elements] += times
-                counts["recv", axis, phase, what, mine] -= times
-    for (kind, axis, phase, what, size), count in counts.items():
+                counts["send", axis, phase, unit, shard_elements] += times * (ranks - 1)
+                counts["recv", axis, phase, unit, rows_per_rank * sharding.row_elements] += (
+                    times * full
+                )
+                counts["recv", axis, phase, unit, left * sharding.row_elements] += times
+                counts["recv", axis, phase, unit, shard_elements] -= times
+    for (kind, axis, phase, unit, size), count in counts.items():
         if size and count:
             way = "rows to all others" if kind == "send" else "the rows of others"
-            reason = f"ZeRO: the weights of {what}, {way}"
+            reason = f"ZeRO: the weights of {unit}, {way}"
             yield Collective(kind, axis, size * element, count, phase, "weights", reason)
 
 
 def reductions(
-    program: Program, at: Mapping[str, int], stages: Iterable[Stage]
+    program: Program, coordinates: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
     """Yield the sums of gradients over data: reduce-scatters over `shard`, and over `replicate`.
 
@@ -216,17 +218,17 @@ def reductions(
     layout = program.layout
     in_place = sums_in_place(layout, program.target)
     if in_place and layout.shard_ranks > 1:
-        yield from _exchanges(program, at, stages)
+        yield from _exchanges(program, coordinates, stages)
     element = reduced_bytes(program.train)
-    each = layout.zero >= 2 and not in_place
-    phase = _summed_in(each)
+    each_microbatch = layout.zero >= 2 and not in_place
+    phase = _summed_in(each_microbatch)
 
     def padded(sharding: Sharding) -> int:
         return element * sharding.padded_elements
 
     for stage in stages:
         units = _units(program, stage, padded, _is_trained)
-        rounds = list(_rounds(program, at["pp"], stage, each))
+        rounds = list(_rounds(program, coordinates["pp"], stage, each_microbatch))
         met = _summed_in(sum(meets for *_, meets in rounds) > 1)
         for *comes, meets in rounds:
             for unit in units:
@@ -246,9 +248,9 @@ def reductions(
                     )
 
 
-def _summed_in(each: bool) -> Phase:
+def _summed_in(each_microbatch: bool) -> Phase:
     """Return when gradients are summed: with each microbatch's backward, or once."""
-    return "backward" if each else "step"
+    return "backward" if each_microbatch else "step"
 
 
 def reduced_bytes(train: TrainSpec) -> int:
@@ -258,15 +260,15 @@ def reduced_bytes(train: TrainSpec) -> int:
 
 
 def _exchanges(
-    program: Program, at: Mapping[str, int], stages: Iterable[Stage]
+    program: Program, coordinates: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
     """Yield how rows of gradients reach the ranks that they belong to, which sum them in fp32.
 
     What a reduce-scatter is without the sums on the way, arXiv:1910.02054, section 5.
     """
-    place, tp_rank = data_rank(program.layout, at), at["tp"]
-    each = program.layout.zero >= 2
-    phase, element = _summed_in(each), reduced_bytes(program.train)
+    place, tp_rank = data_rank(program.layout, coordinates), coordinates["tp"]
+    each_microbatch = program.layout.zero >= 2
+    phase, element = _summed_in(each_microbatch), reduced_bytes(program.train)
 
     def own(sharding: Sharding) -> int:
         return element * math.prod(sharding.shape(tp_rank, place))
@@ -278,14 +280,14 @@ def _exchanges(
         return _FP32 * math.prod(sharding.shape(tp_rank, place))
 
     for stage in stages:
-        held, kept = (_units(program, stage, size, _is_trained) for size in (whole, own))
-        for *comes, _ in _rounds(program, at["pp"], stage, each):
-            for unit, mine in zip(held, kept, strict=True):
+        units, shards = (_units(program, stage, size, _is_trained) for size in (whole, own))
+        for *comes, _ in _rounds(program, coordinates["pp"], stage, each_microbatch):
+            for unit, shard in zip(units, shards, strict=True):
                 size, axis = unit.of(*comes), unit.axes.shard
                 # A rank that has all rows of few experts sends none, and takes part.
                 if size and unit.axes.shards > 1:
                     reason = "ZeRO: rows of gradients to the ranks that sum them"
-                    size -= mine.of(*comes)
+                    size -= shard.of(*comes)
                     yield Collective("all_to_all", axis, size, 1, phase, "gradients", reason)
         for unit in _units(program, stage, summed, _is_trained):
             size, axes = unit.deferred + unit.prompt, unit.axes
@@ -296,7 +298,7 @@ def _exchanges(
 
 
 def _rounds(
-    program: Program, pp_rank: int, stage: Stage, each: bool
+    program: Program, pp_rank: int, stage: Stage, each_microbatch: bool
 ) -> Iterator[tuple[bool, bool, bool]]:
     """Yield the reductions of a stage's gradients: of deferred, of prompt ones, among replicas.
 
@@ -310,6 +312,6 @@ def _rounds(
     for place, action in enumerate(table):
         has_prompt |= action.kind in ("B", "I")
         has_deferred |= action.kind in ("B", "W")
-        if action.kind in ("B", "W") and (each or place == last):
+        if action.kind in ("B", "W") and (each_microbatch or place == last):
             yield has_deferred, has_prompt, action.kind == "W" or place == last
             has_deferred = has_prompt = False

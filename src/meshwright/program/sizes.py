@@ -109,8 +109,8 @@ def received(program: Program, pairs: int) -> int:
     model, layout = program.model, program.layout
     if layout.ep == 1 or not model.top_k:
         return pairs
-    most = layout.ep * min(model.top_k, model.experts // layout.ep) / model.top_k
-    return round(pairs * min(program.target.imbalance, most))
+    limit = layout.ep * min(model.top_k, model.experts // layout.ep) / model.top_k
+    return round(pairs * min(program.target.imbalance, limit))
 
 
 def loss_rows(tokens: int, element: int, target: Target) -> int:
@@ -119,8 +119,8 @@ def loss_rows(tokens: int, element: int, target: Target) -> int:
     Enough for the products of a CPU, or to keep a GPU busy. In half precision (`element` 2 bytes),
     at least a quarter of all, because each round rounds the gradient of the head's weight.
     """
-    least, rounds = 256 if target.on_cpu else 1024, 16 if element == _WIDE else 4
-    return -(-tokens // min(max(tokens // least, 1), rounds))
+    minimum, rounds = 256 if target.on_cpu else 1024, 16 if element == _WIDE else 4
+    return -(-tokens // min(max(tokens // minimum, 1), rounds))
 
 
 def fuses_loss(element: int, tp: int, target: Target) -> bool:
@@ -148,5 +148,5 @@ def loss_room(sizes: Sizes, rows: int, products: Route, *, is_frozen: bool = Fal
     if sizes.element != _WIDE or is_frozen:
         return 0
     shape = sizes.vocab, rows, sizes.dim
-    again = products.room(*shape, adds=True) if rows < sizes.tokens else 0
-    return max(products.room(*shape), again)
+    adding = products.room(*shape, adds=True) if rows < sizes.tokens else 0
+    return max(products.room(*shape), adding)

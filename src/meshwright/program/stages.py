@@ -27,9 +27,9 @@ class Stage:
 
     def holds(self, part: Part, tied: bool) -> bool:
         """Whether the stage holds a parameter; the last one of a tied model has the embedding."""
-        room, _, rest = part.name.partition(".")
+        room, _, suffix = part.name.partition(".")
         if room == "layers":
-            return int(rest.partition(".")[0]) in self.layers
+            return int(suffix.partition(".")[0]) in self.layers
         if room == "embed":
             return self.is_first or (self.is_last and tied)
         return self.is_last
@@ -61,26 +61,26 @@ def _balanced_unlike(layers: Sequence[float], count: int, first: float, last: fl
     ones hold most microbatches.
     """
 
-    def filled(most: float) -> list[int] | None:
-        bounds, at = [len(layers)], len(layers)
+    def filled(limit: float) -> list[int] | None:
+        bounds, stop = [len(layers)], len(layers)
         for stage in reversed(range(count)):
             cost = last if stage == count - 1 else 0.0
-            start = at
-            while start > stage and (start == at or cost + layers[start - 1] <= most):
+            start = stop
+            while start > stage and (start == stop or cost + layers[start - 1] <= limit):
                 start -= 1
                 cost += layers[start]
-            if cost + (first if stage == 0 else 0.0) > most:
+            if cost + (first if stage == 0 else 0.0) > limit:
                 return None
             bounds.append(start)
-            at = start
-        return bounds[::-1] if at == 0 else None
+            stop = start
+        return bounds[::-1] if stop == 0 else None
 
     low, high = 0.0, 2 * (first + sum(layers) + last)
     while (middle := (low + high) / 2) not in (low, high):
         low, high = (middle, high) if filled(middle) is None else (low, middle)
-    found = filled(high)
-    assert found is not None, "so much has room for all"
-    return found
+    split = filled(high)
+    assert split is not None, "so much has room for all"
+    return split
 
 
 def _balanced(layers: int, count: int, layer: float, first: float, last: float) -> list[int]:
@@ -93,15 +93,15 @@ def _balanced(layers: int, count: int, layer: float, first: float, last: float) 
         return [0, layers]
 
     def costliest(at_end: int) -> tuple[float, int]:
-        rest = layers - at_end
-        others = -(-rest // (count - 1))  # ceiling
-        lead = layer * (rest // (count - 1)) + first
-        return max(layer * others, lead, layer * at_end + last), -at_end
+        remaining = layers - at_end
+        largest = -(-remaining // (count - 1))  # ceiling
+        lead = layer * (remaining // (count - 1)) + first
+        return max(layer * largest, lead, layer * at_end + last), -at_end
 
     at_end = min(range(1, layers - count + 2), key=costliest)
-    rest, bounds = layers - at_end, [0]
+    remaining, bounds = layers - at_end, [0]
     for index in range(count - 1):
         # The fuller ones come second to last first: the first stage also has the embedding.
-        size = rest // (count - 1) + (index >= count - 1 - rest % (count - 1))
+        size = remaining // (count - 1) + (index >= count - 1 - remaining % (count - 1))
         bounds.append(bounds[-1] + size)
     return [*bounds, layers]

@@ -43,11 +43,11 @@ def _chain(
         path.append(rank)
         rank = waits[rank][1]
     links = []
-    for at in path[path.index(rank) :] if rank in path else path:
-        place, (awaited, peer) = places[at], waits[at]
+    for waiter in path[path.index(rank) :] if rank in path else path:
+        place, (awaited, peer) = places[waiter], waits[waiter]
         ended = "" if peer in waits else ", which has ended"
         links.append(
-            f"rank {at}, position {place}: {tables[at][place]} waits for {awaited} "
+            f"rank {waiter}, position {place}: {tables[waiter][place]} waits for {awaited} "
             f"from rank {peer}{ended}"
         )
     return "; ".join(links)
@@ -90,7 +90,7 @@ def order_of(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tuple[Or
     """
     last = len(ranks_of_stage) - 1
     places: dict[Action, int] = {}
-    found: list[Ordered] = []
+    ordered: list[Ordered] = []
 
     def step(rank: int, action: Action) -> tuple[Action, int] | None:
         if action.is_transfer:
@@ -102,13 +102,13 @@ def order_of(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tuple[Or
                 return needed, peer
             if peer != rank:
                 awaits = (*awaits, place)
-        for one in completed(action):
-            places[one] = len(found)
-        found.append(Ordered(action, rank, awaits, is_sent(action, ranks_of_stage)))
+        for done in completed(action):
+            places[done] = len(ordered)
+        ordered.append(Ordered(action, rank, awaits, is_sent(action, ranks_of_stage)))
         return None
 
     simulate(tables, step)
-    return tuple(found)
+    return tuple(ordered)
 
 
 def times_in(
@@ -118,26 +118,26 @@ def times_in(
     exposed: float = 0.0,
 ) -> dict[Action, tuple[float, float]]:
     """Return the `times` of the actions in such an order."""
-    clocks = [0.0] * (1 + max((one.rank for one in order), default=0))
+    clocks = [0.0] * (1 + max((entry.rank for entry in order), default=0))
     ends: list[float] = []
-    found: dict[Action, tuple[float, float]] = {}
+    intervals: dict[Action, tuple[float, float]] = {}
     for action, rank, awaits, is_heard in order:
         start = clocks[rank]
         for place in awaits:
             start = max(start, ends[place] + transfer)
         end = start + seconds(action)
-        found[action] = start, end
+        intervals[action] = start, end
         ends.append(end)
         clocks[rank] = end + exposed if is_heard else end
-    return found
+    return intervals
 
 
 def end_times(
     tables: Sequence[Table], ranks_of_stage: Sequence[int], costs: Mapping[str, float]
 ) -> dict[Action, float]:
     """Return when each action is done, in the order of `times`; transfers are free."""
-    found = times(tables, ranks_of_stage, lambda action: costs[action.kind])
-    return {one: end for action, (_, end) in found.items() for one in completed(action)}
+    intervals = times(tables, ranks_of_stage, lambda action: costs[action.kind])
+    return {done: end for action, (_, end) in intervals.items() for done in completed(action)}
 
 
 def bubble_fraction(
@@ -164,8 +164,8 @@ def peak_in_flight(table: Table) -> int:
     F adds one; B, or W after I, frees it. I frees none, since W still needs the inputs of all
     products; this is the memory that a zero-bubble schedule pays with.
     """
-    held = peak = 0
+    count = peak = 0
     for action in table:
-        held += (action.kind == "F") - (action.kind in ("B", "W"))
-        peak = max(peak, held)
+        count += (action.kind == "F") - (action.kind in ("B", "W"))
+        peak = max(peak, count)
     return peak

@@ -56,13 +56,13 @@ def with_own_transfers(table: Table, ranks_of_stage: Sequence[int]) -> Table:
     A pipeline cannot run in this order, because it ignores the other ranks; the messages are the
     same.
     """
-    found: list[Action] = []
+    actions: list[Action] = []
     for action in table:
         received, sent = receives(action, ranks_of_stage), sends(action, ranks_of_stage)
-        found += [received[0]] if received is not None else []
-        found.append(action)
-        found += [sent[0]] if sent is not None else []
-    return tuple(found)
+        actions += [received[0]] if received is not None else []
+        actions.append(action)
+        actions += [sent[0]] if sent is not None else []
+    return tuple(actions)
 
 
 def _merge(
@@ -152,7 +152,7 @@ def _check_table(rank: int, table: Table, ranks_of_stage: Sequence[int], microba
 
 def _expected(rank: int, ranks_of_stage: Sequence[int], microbatches: int) -> Iterator[Action]:
     """Yield what a rank has to get done, the whole backward as its two parts."""
-    for stage in (s for s, at in enumerate(ranks_of_stage) if at == rank):
+    for stage in (s for s, owner in enumerate(ranks_of_stage) if owner == rank):
         for index in range(microbatches):
             yield Action("W", stage, index)
             for action in (Action("F", stage, index), Action("I", stage, index)):
@@ -208,12 +208,13 @@ def _peer(action: Action, ranks_of_stage: Sequence[int]) -> int:
 
 def _check_pairs(orders: _Orders) -> None:
     """Check that the transfers of each pair of ranks are the same on both sides, one by one."""
-    for (rank, peer), mine in orders.items():
-        for count, (here, there) in enumerate(zip(mine, orders[peer, rank], strict=True)):
-            if here.transfer != there.transfer:
+    for (rank, peer), order in orders.items():
+        for count, (entry, peer_entry) in enumerate(zip(order, orders[peer, rank], strict=True)):
+            if entry.transfer != peer_entry.transfer:
                 raise ProgramError(
-                    f"rank {rank}, position {here.place}: {here.action} is transfer {count} with "
-                    f"rank {peer}, which has {there.action} there (its position {there.place})"
+                    f"rank {rank}, position {entry.place}: {entry.action} is transfer {count} with "
+                    f"rank {peer}, which has {peer_entry.action} there (its position "
+                    f"{peer_entry.place})"
                 )
 
 

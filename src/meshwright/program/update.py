@@ -37,47 +37,51 @@ class MatrixUpdate(NamedTuple):
         return 2 * self.matrices * (rows * columns + min(rows, columns) ** 2) * element
 
 
-def whole_matrices(program: Program, at: Mapping[str, int]) -> Iterator[MatrixUpdate]:
+def whole_matrices(program: Program, coordinates: Mapping[str, int]) -> Iterator[MatrixUpdate]:
     """Yield the parameters that a rank updates by whole matrices, in the order of the update."""
-    place = data_rank(program.layout, at)
-    for stage in program.held(at["pp"]):
+    place = data_rank(program.layout, coordinates)
+    for stage in program.held(coordinates["pp"]):
         for name in program.parameters(stage):
             sharding = program.shardings[name]
             if not sharding.part.trained or not program.update_rule(name).needs_matrix:
                 continue
-            count = sharding.shape(at["tp"], place)[0] if sharding.part.is_of_experts else 1
+            count = (
+                sharding.shape(coordinates["tp"], place)[0] if sharding.part.is_of_experts else 1
+            )
             yield MatrixUpdate(program.update_rule(name), sharding, count)
 
 
-def matrix_gathers(program: Program, at: Mapping[str, int]) -> Iterator[Collective]:
+def matrix_gathers(program: Program, coordinates: Mapping[str, int]) -> Iterator[Collective]:
     """Yield how ranks gather whole matrices for an update that needs them, once per step.
 
     First the rows that data ranks have of what a tp rank has, then the parts of tp ranks. Of
     experts, a data rank has whole matrices.
     """
     element = DTYPE_BYTES[program.optimizer.ns_precision]
-    for matrix in whole_matrices(program, at):
+    for matrix in whole_matrices(program, coordinates):
         sharding = matrix.sharding
         if sharding.cuts_rows_of_matrix:
             size = sharding.padded_elements * element
             yield Collective("all_gather", "shard", size, 1, "step", "update", _ROWS)
         if sharding.tp_dim is not None:
-            own = sharding.part.is_of_experts
-            rows = matrix.matrices if own else sharding.tp_shape[0]
+            of_experts = sharding.part.is_of_experts
+            rows = matrix.matrices if of_experts else sharding.tp_shape[0]
             size = rows * math.prod(sharding.tp_shape[1:]) * sharding.tp * element
             if size:
                 yield Collective("all_gather", "tp", size, 1, "step", "update", _PARTS)
 
 
-def update_flops(program: Program, at: Mapping[str, int]) -> float:
+def update_flops(program: Program, coordinates: Mapping[str, int]) -> float:
     """Return the FLOPs of a rank's matrix products in the update."""
     return sum(
         matrix.matrices * matrix.rule.flops(program.optimizer, *matrix.sides)
-        for matrix in whole_matrices(program, at)
+        for matrix in whole_matrices(program, coordinates)
     )
 
 
-def update_workspace(program: Program, at: Mapping[str, int]) -> int:
+def update_workspace(program: Program, coordinates: Mapping[str, int]) -> int:
     """Return the most bytes that the update of a parameter takes beside shards and states."""
     element = DTYPE_BYTES[program.optimizer.ns_precision]
-    return max((matrix.workspace(element) for matrix in whole_matrices(program, at)), default=0)
+    return max(
+        (matrix.workspace(element) for matrix in whole_matrices(program, coordinates)), default=0
+    )

@@ -109,9 +109,9 @@ class Case:
     def as_json(self) -> str:
         """Return it as one JSON object, without default values."""
         values = {
-            one.name: value
-            for one in fields(self)
-            if (value := getattr(self, one.name)) != one.default
+            entry.name: value
+            for entry in fields(self)
+            if (value := getattr(self, entry.name)) != entry.default
         }
         for name in values.keys() & _SPECS.keys():
             values[name] = values[name].model_dump(mode="json", exclude_defaults=True)

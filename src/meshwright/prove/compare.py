@@ -82,8 +82,8 @@ class Difference(NamedTuple):
     @property
     def share(self) -> float:
         """The error divided by its bound; infinite if it is not a number."""
-        found = self.error / self.bound
-        return found if found == found else math.inf
+        ratio = self.error / self.bound
+        return ratio if ratio == ratio else math.inf
 
 
 class Compared(NamedTuple):
@@ -109,17 +109,19 @@ def compare(
     `order` has the names in the order in which a step computes them.
     """
     worst, wrong = Difference(0.0, 1.0, "", world.rank, 0), list[Difference]()
-    for held, whole in on_stages(parallel, tensor_of):
-        if held.name in expected.exact:
-            pair = expected.difference(held.name, whole)
+    for param, tensor in on_stages(parallel, tensor_of):
+        if param.name in expected.exact:
+            pair = expected.difference(param.name, tensor)
         else:  # such as a state that the optimizer keeps of other parameters
-            pair = (0.0 if whole is None else math.inf), 1.0
-        difference = Difference(*pair, held.name, world.rank, held.stage)
+            pair = (0.0 if tensor is None else math.inf), 1.0
+        difference = Difference(*pair, param.name, world.rank, param.stage)
         worst = worse(worst, difference)
         if not difference.share <= 1:
             wrong.append(difference)
     by_rank = everyones(worst, world)
-    return Compared(max(by_rank, key=lambda one: one.share), first_of(wrong, order, world))
+    return Compared(
+        max(by_rank, key=lambda difference: difference.share), first_of(wrong, order, world)
+    )
 
 
 def first_of(wrong: Sequence[Difference], order: Sequence[str], world: World) -> Difference | None:
@@ -129,11 +131,15 @@ def first_of(wrong: Sequence[Difference], order: Sequence[str], world: World) ->
     """
     places = {name: place for place, name in enumerate(order)}
 
-    def place(one: Difference) -> tuple[int, int]:
-        return places[one.tensor], one.rank
+    def place(difference: Difference) -> tuple[int, int]:
+        return places[difference.tensor], difference.rank
 
     first = min(wrong, key=place, default=None)
-    return min((one for one in everyones(first, world) if one), key=place, default=None)
+    return min(
+        (difference for difference in everyones(first, world) if difference),
+        key=place,
+        default=None,
+    )
 
 
 def worse(a: Difference, b: Difference) -> Difference:
@@ -150,8 +156,8 @@ def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float
     """
     targets = max(int((batch.targets != IGNORE).sum()), 1)
     unit = 2.0**-4 if train.fp8 else UNIT_ROUNDOFFS[train.precision]
-    each = ENLARGED * SPREAD * unit * math.sqrt(12 * model.n_layers) * logits_std(model)
-    return DEVIATIONS * each / math.sqrt(targets) / loss + 16 * UNIT_ROUNDOFFS["fp32"]
+    target_error = ENLARGED * SPREAD * unit * math.sqrt(12 * model.n_layers) * logits_std(model)
+    return DEVIATIONS * target_error / math.sqrt(targets) / loss + 16 * UNIT_ROUNDOFFS["fp32"]
 
 
 def norm_tolerance(noises: Iterable[float]) -> float:
@@ -164,10 +170,10 @@ def norm_tolerance(noises: Iterable[float]) -> float:
     return MARGIN * max(noises) + 8 * UNIT_ROUNDOFFS["fp32"]
 
 
-def everyones(mine: T, world: World) -> list[T]:
+def everyones(value: T, world: World) -> list[T]:
     """Return a value of every rank, by rank; a collective."""
     if world.size == 1:
-        return [mine]
-    found: list[T] = [mine] * world.size
-    dist.all_gather_object(found, mine)
-    return found
+        return [value]
+    values: list[T] = [value] * world.size
+    dist.all_gather_object(values, value)
+    return values

@@ -87,13 +87,15 @@ def prove_conformance(
         ),
     ]
     if case.layout.is_pipelined and case.layout.schedule != "naive":
-        found = list(_order_differences(program)) if world.rank == 0 else []
-        verdicts.append(verdict("action table", "the order of torch.distributed.pipelining", found))
+        misordered = list(_order_differences(program)) if world.rank == 0 else []
+        verdicts.append(
+            verdict("action table", "the order of torch.distributed.pipelining", misordered)
+        )
     wire, work = Wire(groups), WorkCounter()
     with wire, work:
         gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
-    for held in parallel.held:
-        held.parameter.grad = None
+    for param in parallel.held:
+        param.parameter.grad = None
     expected = expected_messages(program, world.rank, wire)
     count = sum(everyones(sum(expected.values()), world))
     sent = list(message_differences(expected, wire.messages))
@@ -104,7 +106,7 @@ def prove_conformance(
         by_program, counted = [sum(by_program)], [sum(counted)]
     passed = by_program == counted
     if case.train.expert_capacity is not None:  # the program has what full experts drop, too
-        passed = all(some <= most for some, most in zip(counted, by_program, strict=True))
+        passed = all(taken <= limit for taken, limit in zip(counted, by_program, strict=True))
     verdicts.append(Verdict("matrix products", layout, by_program, counted, 0.0, passed))
     return tuple(verdicts)
 
@@ -112,25 +114,25 @@ def prove_conformance(
 def _model_differences(program: Program) -> Iterator[str]:
     """Yield where the model on the meta device differs from the program's parameters, in order."""
     model = build_model(program.model, "meta", program.train.seq_len)
-    found = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    expected = [(name, one.part.shape) for name, one in program.shardings.items()]
-    if found != expected:
-        yield from _lists("meta model", dict(expected), dict(found))
-        if dict(found) == dict(expected):
+    built = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    expected = [(name, sharding.part.shape) for name, sharding in program.shardings.items()]
+    if built != expected:
+        yield from _lists("meta model", dict(expected), dict(built))
+        if dict(built) == dict(expected):
             yield "meta model: the parameters come in another order"
 
 
 def _shard_differences(program: Program, parallel: Parallel) -> Iterator[str]:
     """Yield where the shards that this rank holds differ from the program's."""
-    at = parallel.groups.at
-    place = data_rank(program.layout, at)
+    coordinates = parallel.groups.at
+    place = data_rank(program.layout, coordinates)
     expected = {
-        f"stage {stage.index}, {name}": _shape(program.shardings[name], at["tp"], place)
-        for stage in program.held(at["pp"])
+        f"stage {stage.index}, {name}": _shape(program.shardings[name], coordinates["tp"], place)
+        for stage in program.held(coordinates["pp"])
         for name in program.parameters(stage)
     }
-    found = {f"stage {h.stage}, {h.name}": tuple(h.shard.shape) for h in parallel.held}
-    yield from _lists("shard", expected, found)
+    shapes = {f"stage {h.stage}, {h.name}": tuple(h.shard.shape) for h in parallel.held}
+    yield from _lists("shard", expected, shapes)
 
 
 def _shape(sharding: Sharding, tp_rank: int, place: int) -> tuple[int, ...]:
@@ -144,20 +146,20 @@ def _first_differences(program: Program, parallel: Parallel) -> Iterator[str]:
     """Yield the shards that a new run would begin with other values of than one device."""
     spec, seed = program.model, program.train.seed
     source = seeded(spec, seed)
-    for held in parallel.held:
-        shape, region = held.sharding.part.real_shape, region_of(held, parallel)
-        whole = init_parameter(held.name, shape, spec, seed)
-        own = whole[tuple(slice(*along) for along in region)]
-        if not torch.equal(source(held.name, shape, region), own):
-            yield f"stage {held.stage}, {held.name}: not its part of what one device begins with"
+    for param in parallel.held:
+        shape, region = param.sharding.part.real_shape, region_of(param, parallel)
+        initial = init_parameter(param.name, shape, spec, seed)
+        expected = initial[tuple(slice(*along) for along in region)]
+        if not torch.equal(source(param.name, shape, region), expected):
+            yield f"stage {param.stage}, {param.name}: not its part of what one device begins with"
 
 
 def _lists(
-    what: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+    label: str, expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
-    for name in dict.fromkeys((*expected, *found)):
-        if expected.get(name) != found.get(name):
-            yield f"{what} {name}: {found.get(name)} where the program has {expected.get(name)}"
+    for name in dict.fromkeys((*expected, *actual)):
+        if expected.get(name) != actual.get(name):
+            yield f"{label} {name}: {actual.get(name)} where the program has {expected.get(name)}"
 
 
 def _order_differences(program: Program) -> Iterator[str]:
@@ -169,10 +171,12 @@ def _order_differences(program: Program) -> Iterator[str]:
             continue
         pairs = enumerate(zip(ours, other, strict=False))
         place = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(other)))
-        here, there = (" ".join(map(str, table[place : place + 1])) for table in (ours, other))
+        our_action, torch_action = (
+            " ".join(map(str, table[place : place + 1])) for table in (ours, other)
+        )
         yield (
-            f"pipeline rank {rank}, position {place}: the program has {here or 'nothing'}, "
-            f"torch {there or 'nothing'}"
+            f"pipeline rank {rank}, position {place}: the program has {our_action or 'nothing'}, "
+            f"torch {torch_action or 'nothing'}"
         )
 
 
@@ -190,9 +194,9 @@ def torch_order(
         for stage in stages:
             _quiet(_SINGLE[schedule])(stage, microbatches)._step_microbatches()
         return tuple(tuple(stage.noted) for stage in stages)
-    own = [_noting_stage(0, pp, virtual_stages)] * virtual_stages
-    made = _quiet(_MULTI[schedule])(own, microbatches)
-    return tuple(tuple(_flat(made.pipeline_order[rank])) for rank in range(pp))
+    rank_stages = [_noting_stage(0, pp, virtual_stages)] * virtual_stages
+    pipeline = _quiet(_MULTI[schedule])(rank_stages, microbatches)
+    return tuple(tuple(_flat(pipeline.pipeline_order[rank])) for rank in range(pp))
 
 
 def _quiet(schedule: Any) -> Any:

@@ -115,19 +115,19 @@ class _Dealer:
         """Return the next of some choices; another name or other choices mean another deck."""
         deck: list[T] = self._decks.setdefault((name, choices), [])
         if not deck:
-            rest = list(choices)
-            while rest:
-                deck.append(rest.pop(self.number(0, len(rest) - 1)))
+            undealt = list(choices)
+            while undealt:
+                deck.append(undealt.pop(self.number(0, len(undealt) - 1)))
         return deck.pop()
 
-    def number(self, least: int, most: int) -> int:
+    def number(self, low: int, high: int) -> int:
         """Return a whole number, each as likely as the others."""
-        return least + int(self._random.random() * (most - least + 1))
+        return low + int(self._random.random() * (high - low + 1))
 
-    def multiple(self, unit: int, least: int, most: int) -> int:
+    def multiple(self, unit: int, low: int, high: int) -> int:
         """Return a multiple of a unit between two numbers, or the next one above them."""
-        first = math.ceil(least / unit)
-        return unit * self.number(first, max(first, most // unit))
+        first = math.ceil(low / unit)
+        return unit * self.number(first, max(first, high // unit))
 
 
 def _meshes(world: int) -> list[tuple[int, ...]]:
@@ -173,9 +173,9 @@ def _layout(dealer: _Dealer, degrees: dict[str, int]) -> Layout:
         values["cp_kind"] = dealer.deal("cp_kind", ("ring", "ulysses"))
     if degrees["pp"] > 1:
         traits = SCHEDULES[dealer.deal("schedule", tuple(SCHEDULES))]
-        most = traits.max_virtual or (3 if degrees["pp"] < 4 else 2)
+        limit = traits.max_virtual or (3 if degrees["pp"] < 4 else 2)
         values["schedule"] = traits.name
-        values["virtual_stages"] = dealer.number(traits.min_virtual, most)
+        values["virtual_stages"] = dealer.number(traits.min_virtual, limit)
     values["microbatch"] = dealer.deal("microbatch", (1, 2, 3))
     values["recompute"] = dealer.deal("recompute", ("none", "full", "selective"))
     offload = dealer.deal("offload", _OFFLOADS)
@@ -214,16 +214,19 @@ def _routed(dealer: _Dealer, model: ModelSpec, train: TrainSpec) -> TrainSpec:
 
 def _adapters(dealer: _Dealer, model: ModelSpec) -> Lora:
     """Return adapters on some of a model's linear layers, in any combination."""
-    own, names = own_layers(model.blocks), target_names(model.blocks)
+    layers, names = own_layers(model.blocks), target_names(model.blocks)
     of_experts: list[str] = []
     if model.experts and dealer.deal("adapted experts", _BOOLS):
         is_apart = JOINED[0] in names and dealer.deal("adapted apart", _BOOLS)
         of_experts = [names[JOINED[0]][0] if is_apart else names[JOINT][-1], names[DOWN][-1]]
-    chosen = dealer.number(0 if of_experts else 1, 2 ** len(own) - 1)
+    chosen = dealer.number(0 if of_experts else 1, 2 ** len(layers) - 1)
     return Lora(
         rank=dealer.number(1, 5),
         alpha=dealer.deal("alpha", (3.0, 6.0)),
-        targets=(*(one for at, one in enumerate(own) if chosen >> at & 1), *of_experts),
+        targets=(
+            *(layer for index, layer in enumerate(layers) if chosen >> index & 1),
+            *of_experts,
+        ),
         rslora=dealer.deal("rslora", _BOOLS),
         dropout=0.0 if of_experts else dealer.deal("adapter dropout", (0.0, 0.2)),
     )
@@ -232,8 +235,8 @@ def _adapters(dealer: _Dealer, model: ModelSpec) -> Lora:
 def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:
     """Return a batch that the layout divides, and how it is trained."""
     stages = layout.schedule, layout.pp, layout.virtual_stages
-    most = 2 * layout.stages + _COUNTS
-    legal = [n for n in range(1, most + 1) if microbatch_rule(*stages, n) is None]
+    limit = 2 * layout.stages + _COUNTS
+    legal = [n for n in range(1, limit + 1) if microbatch_rule(*stages, n) is None]
     count = legal[dealer.deal("count", tuple(range(_COUNTS)))]
     cut = layout.cp * (layout.tp if layout.sp else 1)
     if layout.cp > 1 and layout.cp_kind == "ring":
@@ -287,8 +290,8 @@ def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelS
     """Return a model whose sizes are divided by what the rules want, and by little else."""
     family, tp = FAMILIES[dealer.deal("family", families)], layout.tp
     # Of activations, those of two layers stay on the device.
-    least = 3 if layout.offload == "activations" and not layout.is_pipelined else layout.stages
-    layers = least + dealer.deal("more layers", (0, 1, 2))
+    minimum = 3 if layout.offload == "activations" and not layout.is_pipelined else layout.stages
+    layers = minimum + dealer.deal("more layers", (0, 1, 2))
     rotary_pct = dealer.deal("rotary_pct", _ROTARY_PCTS) if "rotary_pct" in family.free else 1.0
     rotates_even = tuple(size for size in range(4, 14) if int(size * rotary_pct) % 2 == 0)
     kv_heads = dealer.multiple(tp * (layout.cp if layout.cp_kind == "ulysses" else 1), 1, 6)
@@ -320,7 +323,7 @@ def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelS
     if spec.rope_scaling != _YARN or pairs % 2 == 0:
         return spec
     # Heads of an odd number of pairs get longrope instead, whose lists are as long as that.
-    short, long = (tuple(at + pair / 4 for pair in range(pairs)) for at in (1.0, 2.0))
+    short, long = (tuple(start + pair / 4 for pair in range(pairs)) for start in (1.0, 2.0))
     longrope = RopeScaling(
         kind="longrope", factor=4.0, original_context=16, short_factor=short, long_factor=long
     )

@@ -43,7 +43,7 @@ class Expected(NamedTuple):
     added_to: Mapping[str, Tensor] | None = None
 
     def difference(
-        self, name: str, found: Tensor | None, part: Callable[[Tensor], Tensor] = lambda x: x
+        self, name: str, tensor: Tensor | None, part: Callable[[Tensor], Tensor] = lambda x: x
     ) -> tuple[float, float]:
         """Return the error of a tensor, or a part of it, and its tolerance, relative to its size.
 
@@ -52,17 +52,17 @@ class Expected(NamedTuple):
         """
         exact = part(self.exact[name]).double()
         size = exact.norm().item()
-        noise = max((part(of[name]).double() - exact).norm().item() for of in self.rounded)
+        noise = max((part(sample[name]).double() - exact).norm().item() for sample in self.rounded)
         margin = FEW_MARGIN if exact.numel() <= FEW else MARGIN
         if noise >= size:
             margin = VANISHING
         bound = max(margin * noise, LEAST * 2.0**-24 * size, 1e-300)
         if self.added_to is not None:  # an update that vanishes may be one rounding of a weight
             bound = max(bound, 2.0**-24 * part(self.added_to[name]).double().norm().item())
-        if found is not None and exact.dim() and not found[len(exact) :].any():
-            found = found[: len(exact)]
-        if found is None or found.shape != exact.shape:
+        if tensor is not None and exact.dim() and not tensor[len(exact) :].any():
+            tensor = tensor[: len(exact)]
+        if tensor is None or tensor.shape != exact.shape:
             return (math.inf if exact.numel() else 0.0), 1.0
-        distance = (found.to("cpu", torch.float64) - exact).norm().item()
+        distance = (tensor.to("cpu", torch.float64) - exact).norm().item()
         over = max(size, bound)  # of what vanishes but for noise, the noise
         return (distance if distance == distance else math.inf) / over, bound / over

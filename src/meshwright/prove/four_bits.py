@@ -16,17 +16,17 @@ from meshwright.spec.parts import parts
 
 def in_four_bits(weight: Tensor) -> Tensor:
     """Return a weight `[out, in]` of which each number is a level times its block's largest."""
-    found = torch.empty_like(weight)
+    rounded = torch.empty_like(weight)
     levels = torch.tensor(LEVELS)
-    for row, made in zip(weight.float(), found, strict=True):
-        for block, to in zip(row.split(NF4_BLOCK), made.split(NF4_BLOCK), strict=True):
+    for row, rounded_row in zip(weight.float(), rounded, strict=True):
+        for block, to in zip(row.split(NF4_BLOCK), rounded_row.split(NF4_BLOCK), strict=True):
             largest = block.abs().max()
             if largest > 0:
                 nearest = (block[:, None] / largest - levels).abs().argmin(-1)
                 to.copy_(levels[nearest] * largest)
             else:
                 to.zero_()
-    return found
+    return rounded
 
 
 def kept_in_four_bits(
@@ -35,6 +35,6 @@ def kept_in_four_bits(
     """Return weights, fp32, of which those kept in four bits are what products in `dtype` take."""
     packed = {part.name for part in parts(spec) if part.four_bits}
     return {
-        name: in_four_bits(one.to(dtype)).float() if name in packed else one
-        for name, one in weights.items()
+        name: in_four_bits(weight.to(dtype)).float() if name in packed else weight
+        for name, weight in weights.items()
     }

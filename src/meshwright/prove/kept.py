@@ -51,8 +51,8 @@ def _kernels(case: Case) -> set[bool]:
         return set()
     model, length = case.model, case.train.seq_len
     heads = model.n_heads, model.n_kv_heads
-    every = (ScoreBounds.of(model, kind).within(length) for kind in model.layer_kinds)
-    return {by_blocks(*heads, length, case.train.precision, bounds) for bounds in every}
+    all_bounds = (ScoreBounds.of(model, kind).within(length) for kind in model.layer_kinds)
+    return {by_blocks(*heads, length, case.train.precision, bounds) for bounds in all_bounds}
 
 
 def _of_experts(model: ModelSpec) -> int:
@@ -225,4 +225,4 @@ def not_proven(config: Config) -> dict[str, str]:
     """Return the keys that a config states and no proof depends on, and why."""
     stated = (key for key, origin in config.origins.items() if _STATED.search(origin))
     reasons = ((key, why_not_proven(key)) for key in stated)
-    return {key: why for key, why in reasons if why is not None}
+    return {key: reason for key, reason in reasons if reason is not None}

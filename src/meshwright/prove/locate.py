@@ -84,14 +84,14 @@ def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Div
     """
     program = program_of(case, world)
     search = _Search(case, program, groups, world, fault)
-    found = (
+    divergence = (
         _wrong_weight(search)
         or _wrong_output(search)
         or _wrong_gradient(search)
         or _wrong_step(search)
     )
-    if found is not None or case.train.precision == "fp32":
-        return found
+    if divergence is not None or case.train.precision == "fp32":
+        return divergence
     train = case.train.model_copy(update={"precision": "fp32", "fp8": False})
     return locate(replace(case, train=train), groups, world, fault)
 
@@ -100,26 +100,29 @@ def _wrong_weight(search: _Search) -> Divergence | None:
     """Return the first parameter whose shard is not that of the whole one, before any step."""
     source = telling(search.program.model, search.program.train.seed)
     dtype, wrong = DTYPES[search.program.train.precision], []
-    for held in search.build().held:
-        shape = held.sharding.part.real_shape
-        part, found = _part(source(held.name, shape, whole(shape)), held, search), held.shard.cpu()
-        if rows := len(found) - len(part):  # padding
+    for param in search.build().held:
+        shape = param.sharding.part.real_shape
+        full = source(param.name, shape, whole(shape))
+        part, shard = _part(full, param, search), param.shard.cpu()
+        if rows := len(shard) - len(part):  # padding
             part = torch.cat([part, part.new_zeros(rows, *part.shape[1:])])
-        if held.sharding.part.four_bits:
-            part, found = in_four_bits(part.to(dtype)), held.weights(dtype)
-        part = part.to(found.dtype)
-        error = (found - part).abs().sum().item() / max(part.abs().sum().item(), 1e-30)
+        if param.sharding.part.four_bits:
+            part, shard = in_four_bits(part.to(dtype)), param.weights(dtype)
+        part = part.to(shard.dtype)
+        error = (shard - part).abs().sum().item() / max(part.abs().sum().item(), 1e-30)
         if error != 0:
-            wrong.append(Difference(error, 0.0, held.name, search.world.rank, held.stage))
+            wrong.append(Difference(error, 0.0, param.name, search.world.rank, param.stage))
     first = first_of(wrong, list(search.program.shardings), search.world)
     if first is None:
         return None
     return Divergence(first.tensor, first.rank, first.stage, None, first.error, "initial weight")
 
 
-def _part(full: Tensor, held: HeldParameter, search: _Search) -> Tensor:
-    at = search.groups.at
-    region = held.sharding.real_region(at["tp"], data_rank(search.program.layout, at))
+def _part(full: Tensor, param: HeldParameter, search: _Search) -> Tensor:
+    coordinates = search.groups.at
+    region = param.sharding.real_region(
+        coordinates["tp"], data_rank(search.program.layout, coordinates)
+    )
     return cut(full, region)
 
 
@@ -152,12 +155,12 @@ def _wrong_output(search: _Search) -> Divergence | None:
         order = _microbatches(search, stage)
         microbatch, calls[name] = order[calls[name] % len(order)], calls[name] + 1
 
-        def part(whole: Tensor) -> Tensor:
-            rows = (whole * is_data)[_rows(search, microbatch)]
+        def part(tensor: Tensor) -> Tensor:
+            rows = (tensor * is_data)[_rows(search, microbatch)]
             return rows if parallel.places is None else rows[:, parallel.places.cpu()]
 
-        found = out.detach() * part(torch.ones_like(is_data)).to(out)
-        error, bound = expected.difference(name, found, part)
+        output = out.detach() * part(torch.ones_like(is_data)).to(out)
+        error, bound = expected.difference(name, output, part)
         if not error <= _SLACK * bound:
             rank = search.world.rank
             wrong.append(_Output(microbatch, depths[name], rank, stage, name, error))
@@ -167,13 +170,14 @@ def _wrong_output(search: _Search) -> Divergence | None:
             if name in depths:
                 _watch(inner, partial(check, name, stage))
     search.step(parallel, batch)
-    found = min(
-        (one for one in everyones(min(wrong, default=None), search.world) if one), default=None
+    output = min(
+        (candidate for candidate in everyones(min(wrong, default=None), search.world) if candidate),
+        default=None,
     )
-    if found is None:
+    if output is None:
         return None
-    at = found.rank, found.stage, found.microbatch
-    return Divergence(found.tensor, *at, found.error, "output")
+    location = output.rank, output.stage, output.microbatch
+    return Divergence(output.tensor, *location, output.error, "output")
 
 
 def _watch(module: nn.Module, look: Callable[[Tensor], None]) -> None:
@@ -203,21 +207,28 @@ def _wrong_gradient(search: _Search) -> Divergence | None:
     """
     batch = make_batch(search.case, 0)
     for microbatch in range(search.program.microbatches):
-        found = _gradient_of(search, _only(batch, search, microbatch))
-        if found is None:
+        difference = _gradient_of(search, _only(batch, search, microbatch))
+        if difference is None:
             continue
         for place in range(search.program.layout.dp):
             alone = _gradient_of(search, _only(batch, search, microbatch, place))
             if alone is not None:
                 return _divergence(alone, microbatch, place)
-        return _divergence(found, microbatch, None)
-    found = _gradient_of(search, batch)
-    return None if found is None else _divergence(found, None, None)
+        return _divergence(difference, microbatch, None)
+    difference = _gradient_of(search, batch)
+    return None if difference is None else _divergence(difference, None, None)
 
 
-def _divergence(found: Difference, microbatch: int | None, data_rank: int | None) -> Divergence:
+def _divergence(
+    difference: Difference, microbatch: int | None, data_rank: int | None
+) -> Divergence:
     return Divergence(
-        found.tensor, found.rank, found.stage, microbatch, found.error, data_rank=data_rank
+        difference.tensor,
+        difference.rank,
+        difference.stage,
+        microbatch,
+        difference.error,
+        data_rank=data_rank,
     )
 
 
@@ -240,7 +251,7 @@ def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
     parallel = search.build()
     search.step(parallel, batch)
     expected = Expected(exact, [rounded])
-    wrong = _wrong(search, parallel, lambda held: held.gradient, expected)
+    wrong = _wrong(search, parallel, lambda param: param.gradient, expected)
     return first_of(wrong, [*search.program.shardings][::-1], search.world)
 
 
@@ -252,13 +263,13 @@ def _wrong(
 ) -> list[Difference]:
     """Return this rank's own shards that are wrong."""
     wrong = []
-    for held in parallel.trained:
-        tensor = tensor_of(held)
+    for param in parallel.trained:
+        tensor = tensor_of(param)
         local = None if tensor is None else local_shard(tensor)
-        part = partial(_part, held=held, search=search)
-        error, bound = expected.difference(held.name, local, part)
+        part = partial(_part, param=param, search=search)
+        error, bound = expected.difference(param.name, local, part)
         if not error <= _SLACK * bound:
-            wrong.append(Difference(error, bound, held.name, search.world.rank, held.stage))
+            wrong.append(Difference(error, bound, param.name, search.world.rank, param.stage))
     return wrong
 
 
@@ -268,12 +279,12 @@ def _wrong_step(search: _Search) -> Divergence | None:
     trial = Trial(search.case, search.groups, search.world, reference, search.fault)
     for step in range(search.case.steps):
         exact = reference.exact.moments[step]
-        rounded = [one.moments[step] for one in reference.rounded]
-        gradients_of = Expected(exact.gradients, [one.gradients for one in rounded])
+        rounded = [sample.moments[step] for sample in reference.rounded]
+        gradients_of = Expected(exact.gradients, [sample.gradients for sample in rounded])
         wrong, norms = list[Difference](), list[Difference]()
         look = partial(_look, search, trial, gradients_of, wrong, norms)
         trial.step(step, look)
-        updates = Expected(exact.updates, [one.updates for one in rounded], reference.start)
+        updates = Expected(exact.updates, [sample.updates for sample in rounded], reference.start)
         added = _wrong(search, trial.parallel, trial.added, updates)
         is_exact = search.case.train.precision == "fp32"
         miscorrected = trial.miscorrected(exact.corrections) if is_exact else []
@@ -284,11 +295,11 @@ def _wrong_step(search: _Search) -> Divergence | None:
             ("update", added, names),
             ("router correction", miscorrected, [*exact.corrections]),
         ]
-        for quantity, some, order in later:
-            found = first_of(some, order, search.world)
-            if found is not None:
-                at = found.tensor, found.rank, found.stage, None, found.error
-                return Divergence(*at, quantity, step=step + 1)
+        for quantity, differences, order in later:
+            first = first_of(differences, order, search.world)
+            if first is not None:
+                location = first.tensor, first.rank, first.stage, None, first.error
+                return Divergence(*location, quantity, step=step + 1)
     return None
 
 
@@ -307,11 +318,11 @@ def _wrong_norms(search: _Search, parallel: Parallel, expected: Expected) -> lis
     """Return this rank's parameters that count wrongly in the gradient's norm; a collective."""
     wrong = []
     for name, exact in expected.exact.items():
-        mine = [held for held in parallel.held if held.name == name]
-        norm = global_norm(mine, search.world.size, parallel.device).total.item()
-        found = norm / search.case.loss_scale
-        error = relative_error(found, exact.double().norm().item())
+        params = [param for param in parallel.held if param.name == name]
+        norm = global_norm(params, search.world.size, parallel.device).total.item()
+        unscaled = norm / search.case.loss_scale
+        error = relative_error(unscaled, exact.double().norm().item())
         bound = _SLACK * expected.difference(name, exact)[1]
-        if mine and not error <= bound:
-            wrong.append(Difference(error, bound, name, search.world.rank, mine[0].stage))
+        if params and not error <= bound:
+            wrong.append(Difference(error, bound, name, search.world.rank, params[0].stage))
     return wrong

@@ -102,52 +102,59 @@ def matrix(world: int) -> tuple[Case, ...]:
     for turn, layout in enumerate(map(Layout.parse, _NAMED[world])):
         cases[layout] = _case(layout, TrainSpec(batch=16, seq_len=32), turn, KINDS)
     turns = count(25 * world)  # each table deals from another place, so that more of them meet
-    for again in range(_ROUNDS[world]):
-        for layout in _layouts(world, again):
+    for round_number in range(_ROUNDS[world]):
+        for layout in _layouts(world, round_number):
             case = _dealt(layout, next(turns), KINDS)
             if case is not None:
                 cases.setdefault(case.layout, case)
     of_experts = _of(EXPERT_KINDS, world, _OF_EXPERTS[world], _SHARED_OUT[world])
     of_adapters = _of(ADAPTED_KINDS, world, _OF_ADAPTERS[world])
-    others = refused(world) if world < 16 else ()
-    return (*cases.values(), *of_experts, *of_adapters, *_of_fsdp2(world), *others)
+    refusals = refused(world) if world < 16 else ()
+    return (*cases.values(), *of_experts, *of_adapters, *_of_fsdp2(world), *refusals)
 
 
 def _of(kinds: Sequence[Kind], world: int, number: int, sharing: int = 0) -> Iterator[Case]:
     """Yield so many cases of some kinds, and more until enough of them share out experts."""
     turns = count(25 * world)
-    layouts = [one for again in range(_ROUNDS[world]) for one in _layouts(world, again)]
-    found: dict[Layout, Case] = {}
+    layouts = [
+        layout for round_number in range(_ROUNDS[world]) for layout in _layouts(world, round_number)
+    ]
+    cases: dict[Layout, Case] = {}
     for layout in _spread(layouts, len(layouts)):
-        if len(found) >= number and sum(one.ep > 1 for one in found) >= sharing:
+        if len(cases) >= number and sum(layout.ep > 1 for layout in cases) >= sharing:
             break
         case = _dealt(layout, next(turns), kinds)
-        if case is not None and (len(found) < number or case.layout.ep > 1):
-            found.setdefault(case.layout, case)
-    yield from found.values()
+        if case is not None and (len(cases) < number or case.layout.ep > 1):
+            cases.setdefault(case.layout, case)
+    yield from cases.values()
 
 
 def _of_fsdp2(world: int) -> Iterator[Case]:
     """Yield the cases in which FSDP2 shards; one in four has experts."""
     turns = count(25 * world + 1)
-    layouts = [one for again in range(_ROUNDS[world]) for one in _layouts(world, again) if one.zero]
-    found: dict[Layout, Case] = {}
+    layouts = [
+        layout
+        for round_number in range(_ROUNDS[world])
+        for layout in _layouts(world, round_number)
+        if layout.zero
+    ]
+    cases: dict[Layout, Case] = {}
     for layout in _spread(layouts, len(layouts)):
-        if len(found) == _OF_FSDP2[world]:
+        if len(cases) == _OF_FSDP2[world]:
             break
         turn = next(turns)
         case = _dealt(layout, turn, KINDS if turn % 4 else EXPERT_KINDS)
         if case is not None and case.layout.offload != "params":  # which FSDP2 shards anyway
-            found.setdefault(case.layout, replace(case, fsdp2=True))
-    yield from found.values()
+            cases.setdefault(case.layout, replace(case, fsdp2=True))
+    yield from cases.values()
 
 
 def _folded(layout: Layout, model: ModelSpec, turn: int) -> Layout:
     """Return two of three layouts with ranks of tp among those of `ep`, where these may be."""
     if not layout.sp or turn % 3 == 2:
         return layout
-    most = math.gcd(model.experts, layout.alike_ranks * layout.tp)
-    legal = [ep for ep in (2, 4, 8) if most % ep == 0 and ep % layout.tp == 0]
+    divisor = math.gcd(model.experts, layout.alike_ranks * layout.tp)
+    legal = [ep for ep in (2, 4, 8) if divisor % ep == 0 and ep % layout.tp == 0]
     legal = [ep for ep in legal if layout.alike_ranks % (ep // layout.tp) == 0]
     if not legal:
         return layout
@@ -246,17 +253,17 @@ def _dealt(layout: Layout, turn: int, kinds: Sequence[Kind]) -> Case | None:
     if offload == "params" and not layout.zero:
         offload = "optimizer"
     seq_len = 64 if turn % 6 == 5 else 32
-    found = []
+    cases = []
     for batch, microbatch in product(_BATCHES[layout.world], (1, 2, 4)):
         update = {"microbatch": microbatch, "offload": offload}
         precision = _turned(_PRECISIONS, turn)
         train = TrainSpec(batch=batch, seq_len=seq_len, precision=precision)
         case = _case(layout.model_copy(update=update), train, turn, kinds)
         if broken(case.model, case.train, case.layout) is None:
-            found.append(case)
+            cases.append(case)
     # One microbatch alone adds up nothing.
-    several = [one for one in found if one.layout.microbatches(one.train.batch) > 1]
-    return _turned(several or found, turn) if found else None
+    several = [case for case in cases if case.layout.microbatches(case.train.batch) > 1]
+    return _turned(several or cases, turn) if cases else None
 
 
 def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[Kind]) -> Case:
@@ -277,8 +284,8 @@ def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[Kind]) ->
     model = model.model_copy(update={"lora": kind.lora})
     optimizer, train = _turned(_OPTIMIZERS, turn), train.model_copy(update=dict(kind.asked))
     if model.experts:
-        most = math.gcd(model.experts, layout.alike_ranks)
-        legal = [ep for ep in (2, 4, 8) if most % ep == 0]
+        divisor = math.gcd(model.experts, layout.alike_ranks)
+        legal = [ep for ep in (2, 4, 8) if divisor % ep == 0]
         layout = layout.model_copy(update={"ep": _turned((*legal, *legal, 1), turn)})
         layout = _folded(layout, model, turn)
     return Case(model, train, layout, packed=kind.packed, optimizer=optimizer)

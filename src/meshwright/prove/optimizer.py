@@ -32,10 +32,10 @@ class Updates:
 
     def state(self) -> dict[str, Tensors]:
         """Return its state, by the names of torch's optimizers, as `comparable` returns it."""
-        others = self._masters.keys() - self._with_momentum
+        adaptive = self._masters.keys() - self._with_momentum
         kinds = {
-            "exp_avg": (self._first, others),
-            "exp_avg_sq": (self._second, others),
+            "exp_avg": (self._first, adaptive),
+            "exp_avg_sq": (self._second, adaptive),
             "momentum_buffer": (self._first, self._with_momentum if self._spec.momentum else ()),
         }
         return {
@@ -65,11 +65,11 @@ class Updates:
 
     def _adaptive(self, name: str, gradient: Tensor, number: int) -> Tensor:
         """Return AdamW's direction in its update of a number, from 1."""
-        one, two = self._spec.betas
-        self._first[name] = one * self._first[name] + (1 - one) * gradient
-        self._second[name] = two * self._second[name] + (1 - two) * gradient**2
-        mean = self._first[name] / (1 - one**number)
-        size = (self._second[name] / (1 - two**number)).sqrt()
+        beta1, beta2 = self._spec.betas
+        self._first[name] = beta1 * self._first[name] + (1 - beta1) * gradient
+        self._second[name] = beta2 * self._second[name] + (1 - beta2) * gradient**2
+        mean = self._first[name] / (1 - beta1**number)
+        size = (self._second[name] / (1 - beta2**number)).sqrt()
         return mean / (size + self._spec.eps)
 
     def _orthogonal(self, name: str, gradient: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ class Updates:
         if direction.dtype != torch.float64 and spec.ns_precision == "bf16":
             direction = direction.bfloat16()
         flat = direction.reshape(-1, rows, columns)
-        every = torch.stack([newton_schulz(matrix, spec.ns_steps) for matrix in flat])
-        scaled: Tensor = factor * every.to(gradient.dtype).view_as(gradient)
+        orthogonal = torch.stack([newton_schulz(matrix, spec.ns_steps) for matrix in flat])
+        scaled: Tensor = factor * orthogonal.to(gradient.dtype).view_as(gradient)
         return scaled
 
 

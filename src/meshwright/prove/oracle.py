@@ -79,8 +79,8 @@ def loss_sum(
     routers: list[Routed] | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of a batch's targets, in nats; the rest as in `streams`."""
-    more: dict[str, Any] = {"capacity": capacity, "gaps": gaps, "routers": routers}
-    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, **more)
+    options: dict[str, Any] = {"capacity": capacity, "gaps": gaps, "routers": routers}
+    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, **options)
     x = _times(_norm(spec, weights, "norm", x), 1 / spec.logits_divisor)
     head = weights["embed.weight" if spec.tie_embeddings else "head.weight"]
     logits = _capped(_wide(F.linear(x, head)), spec.logits_softcap)
@@ -114,24 +114,24 @@ class _Model:
 
     def block(self, layer: int, x: Tensor) -> Tensor:
         """Return the stream after a layer."""
-        spec, weights, at = self.spec, self.weights, f"layers.{layer}"
+        spec, weights, prefix = self.spec, self.weights, f"layers.{layer}"
         keys = None if self.keys is None else layer_keys(self.keys, layer)
 
         def normed(name: str, x: Tensor) -> Tensor:
-            there = f"{at}.{name}.weight" in weights
-            return _norm(spec, weights, f"{at}.{name}", x) if there else x
+            is_normed = f"{prefix}.{name}.weight" in weights
+            return _norm(spec, weights, f"{prefix}.{name}", x) if is_normed else x
 
         attended = normed("attn_post_norm", self.attention(layer, normed("attn_norm", x)))
         scale = spec.residual_scale
         mixed = x.add(self.dropped(attended, keys, site=1), alpha=scale)
         source = x if spec.parallel_residual else mixed
         feed = self.experts if spec.has_experts(spec.layer(layer)) else self.feed_forward
-        fed = normed("mlp_post_norm", feed(f"{at}.mlp", normed("mlp_norm", source)))
+        fed = normed("mlp_post_norm", feed(f"{prefix}.mlp", normed("mlp_norm", source)))
         return mixed.add(self.dropped(fed, keys, site=2), alpha=scale)
 
     def attention(self, layer: int, x: Tensor) -> Tensor:
         """Return causal attention within the rows' documents and the layer's window."""
-        spec, at, kind = self.spec, f"layers.{layer}", self.spec.layer(layer)
+        spec, prefix, kind = self.spec, f"layers.{layer}", self.spec.layer(layer)
         q, k, v = (self.latent_heads if spec.kv_lora_rank else self.plain_heads)(layer, x)
         room = max(spec.head_dim, v.shape[-1])
         scores = torch.einsum("bqhd,bkhd->bhqk", _wide(q), _wide(k)) / math.sqrt(room)
@@ -139,19 +139,23 @@ class _Model:
         seen = self.sees if kind.window is None else self.sees & (self.back < kind.window)
         scores = scores.masked_fill(~seen[:, None], -math.inf)
         if spec.attention_sinks:  # a key that all see, with nothing to give
-            sinks = _wide(self.weights[f"{at}.attn.sinks"])
+            sinks = _wide(self.weights[f"{prefix}.attn.sinks"])
             scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
         shares = scores.softmax(-1)[..., : len(self.places)]
         mixed = torch.einsum("bhqk,bkhd->bqhd", _wide(shares.to(x.dtype)), _wide(v)).to(x.dtype)
-        return self.project(f"{at}.attn.o", mixed.flatten(2))
+        return self.project(f"{prefix}.attn.o", mixed.flatten(2))
 
     def plain_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values `[batch, seq, heads, dims]`, projected one by one."""
-        spec, at = self.spec, f"layers.{layer}"
-        q, k, v = (self.project(f"{at}.attn.{name}", x) for name in "qkv")
-        q, k, v = self.normed_heads(at, "q", q), self.normed_heads(at, "k", k), self.heads(v)
+        spec, prefix = self.spec, f"layers.{layer}"
+        q, k, v = (self.project(f"{prefix}.attn.{name}", x) for name in "qkv")
+        q, k, v = (
+            self.normed_heads(prefix, "q", q),
+            self.normed_heads(prefix, "k", k),
+            self.heads(v),
+        )
         q, k = self.rotated(layer, _times(q, spec.query_scale)), self.rotated(layer, k)
-        k, v = (one.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=2) for one in (k, v))
+        k, v = (heads.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=2) for heads in (k, v))
         return q, k, v
 
     def latent_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,31 +164,31 @@ class _Model:
         The query includes YaRN's length scale, and a factor that cancels the effect of values with
         more dims on the scale of attention.
         """
-        spec, at = self.spec, f"layers.{layer}.attn"
+        spec, prefix = self.spec, f"layers.{layer}.attn"
         if spec.q_lora_rank:
-            q = self.small_norm(f"{at}.q_a_norm", self.project(f"{at}.q_a", x))
-            q = self.project(f"{at}.q_b", q)
+            q = self.small_norm(f"{prefix}.q_a_norm", self.project(f"{prefix}.q_a", x))
+            q = self.project(f"{prefix}.q_b", q)
         else:
-            q = self.project(f"{at}.q", x)
+            q = self.project(f"{prefix}.q", x)
         q = q.view(*x.shape[:2], spec.n_heads, -1)
-        made = self.project(f"{at}.kv_a", x)
+        joint = self.project(f"{prefix}.kv_a", x)
         rank, alone = spec.kv_lora_rank, spec.qk_nope_head_dim
-        latent = self.small_norm(f"{at}.kv_a_norm", made[..., :rank])
-        kv = self.project(f"{at}.kv_b", latent).view(*x.shape[:2], spec.n_heads, -1)
-        shared = self.turned(layer, made[..., None, rank:]).expand(-1, -1, spec.n_heads, -1)
+        latent = self.small_norm(f"{prefix}.kv_a_norm", joint[..., :rank])
+        kv = self.project(f"{prefix}.kv_b", latent).view(*x.shape[:2], spec.n_heads, -1)
+        shared = self.turned(layer, joint[..., None, rank:]).expand(-1, -1, spec.n_heads, -1)
         k = torch.cat((kv[..., :alone], shared), -1)
         q = torch.cat((q[..., :alone], self.turned(layer, q[..., alone:])), -1)
         length, scaling = 1.0, spec.rope_scaling
         if scaling is not None and scaling.mscale_all_dim is not None:
             length += 0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0))
-        more = math.sqrt(max(1.0, spec.v_head_dim / spec.head_dim))
-        return _times(q, length**2 * more), k, kv[..., alone:]
+        width_factor = math.sqrt(max(1.0, spec.v_head_dim / spec.head_dim))
+        return _times(q, length**2 * width_factor), k, kv[..., alone:]
 
-    def small_norm(self, at: str, x: Tensor) -> Tensor:
+    def small_norm(self, prefix: str, x: Tensor) -> Tensor:
         """Return the norm of a latent vector, whose epsilon is fixed in all models."""
         wide = _wide(x)
         scale = (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-        return (wide / scale * self.weights[f"{at}.weight"]).to(x.dtype)
+        return (wide / scale * self.weights[f"{prefix}.weight"]).to(x.dtype)
 
     def turned(self, layer: int, x: Tensor) -> Tensor:
         """Return rotated dims `[batch, seq, heads, dims]`; pairs may be adjacent."""
@@ -192,12 +196,12 @@ class _Model:
             return self.rotated(layer, x)
         return self.rotated(layer, torch.cat((x[..., ::2], x[..., 1::2]), -1))
 
-    def normed_heads(self, at: str, name: str, x: Tensor) -> Tensor:
+    def normed_heads(self, prefix: str, name: str, x: Tensor) -> Tensor:
         """Return normalized heads of queries or keys, one by one or together."""
         spec = self.spec
         if spec.qk_norm == "none":
             return self.heads(x)
-        weight = self.weights[f"{at}.attn.{name}_norm.weight"]
+        weight = self.weights[f"{prefix}.attn.{name}_norm.weight"]
         if spec.qk_norm == "all":
             return self.heads(_rms(spec, x, weight))
         return _rms(spec, self.heads(x), weight)
@@ -206,85 +210,85 @@ class _Model:
         """Return `[batch, seq, heads, head_dim]` of `[batch, seq, heads * head_dim]`."""
         return x.view(*x.shape[:2], -1, self.spec.head_dim)
 
-    def feed_forward(self, at: str, x: Tensor) -> Tensor:
+    def feed_forward(self, prefix: str, x: Tensor) -> Tensor:
         """Return the MLP of a layer: gated, or plain."""
-        up = self.project(f"{at}.up", x)
+        up = self.project(f"{prefix}.up", x)
         if self.spec.gated_mlp:
-            between = self.activated(self.project(f"{at}.gate", x)) * up
+            between = self.activated(self.project(f"{prefix}.gate", x)) * up
         else:
             between = self.activated(up)
-        return self.project(f"{at}.down", between)
+        return self.project(f"{prefix}.down", between)
 
-    def experts(self, at: str, x: Tensor) -> Tensor:
+    def experts(self, prefix: str, x: Tensor) -> Tensor:
         """Return the sum of each token's experts, and the shared one.
 
         Every expert sees every token here; a weight of 0 removes those that were not selected.
         """
         spec, weights = self.spec, self.weights
-        scores = torch.einsum("bsd,ed->bse", _wide(x), _wide(weights[f"{at}.router.weight"]))
+        scores = torch.einsum("bsd,ed->bse", _wide(x), _wide(weights[f"{prefix}.router.weight"]))
         if spec.expert_bias:
-            scores = scores + _wide(weights[f"{at}.router.bias"])
+            scores = scores + _wide(weights[f"{prefix}.router.bias"])
         if spec.router_scores == "sigmoid":
-            every = scores.sigmoid()
-            judged = self.corrected(at, every.detach())
+            affinities = scores.sigmoid()
+            judged = self.corrected(prefix, affinities.detach())
         else:
-            every = scores.softmax(-1)
+            affinities = scores.softmax(-1)
             judged = scores.detach()
         picked = self.best(judged, spec.top_k)
         if self.routers is not None:
-            self.routers.append(Routed(at, scores, picked, self.is_data))
+            self.routers.append(Routed(prefix, scores, picked, self.is_data))
             if spec.router_scores == "sigmoid":  # the load-balancing loss counts these
-                self.best(4 * every.detach(), spec.top_k)
-        shares = torch.where(picked, every, torch.zeros_like(every))
+                self.best(4 * affinities.detach(), spec.top_k)
+        shares = torch.where(picked, affinities, torch.zeros_like(affinities))
         if spec.norm_top_k:
             shares = shares / shares.sum(-1, keepdim=True)
         shares = shares * spec.routed_scale
         if self.capacity is not None:  # the first of a sequence's tokens, until an expert is full
             lengths = self.is_data.sum(1).tolist()
-            each = [math.ceil(self.capacity * n * spec.top_k / spec.experts) for n in lengths]
+            capacities = [math.ceil(self.capacity * n * spec.top_k / spec.experts) for n in lengths]
             met = (picked & self.is_data[..., None]).cumsum(1)
-            shares = shares * (met <= torch.tensor(each)[:, None, None])
+            shares = shares * (met <= torch.tensor(capacities)[:, None, None])
         total = torch.zeros_like(x)
 
         def project(name: str, expert: int, x: Tensor) -> Tensor:
-            out = F.linear(x, weights[f"{at}.experts.{name}.weight"][expert])
-            second = weights.get(f"{at}.experts.{name}.lora_b")
+            out = F.linear(x, weights[f"{prefix}.experts.{name}.weight"][expert])
+            second = weights.get(f"{prefix}.experts.{name}.lora_b")
             if second is None:
                 return out
             # One adapter of gate and up, as of one matrix above the other, has one A.
-            first = weights.get(f"{at}.experts.{name}.lora_a")
-            first = weights[f"{at}.experts.gate.lora_a"] if first is None else first
+            first = weights.get(f"{prefix}.experts.{name}.lora_a")
+            first = weights[f"{prefix}.experts.gate.lora_a"] if first is None else first
             return out + F.linear(F.linear(x, first[expert]), second[expert]) * self.scale
 
         def bias(name: str, expert: int) -> Tensor | float:
-            return weights[f"{at}.experts.{name}.bias"][expert] if spec.expert_bias else 0.0
+            return weights[f"{prefix}.experts.{name}.bias"][expert] if spec.expert_bias else 0.0
 
         for expert in range(spec.experts):
-            gate, up = (project(one, expert, x) + bias(one, expert) for one in ("gate", "up"))
+            gate, up = (project(name, expert, x) + bias(name, expert) for name in ("gate", "up"))
             share = shares[..., expert, None].to(x.dtype)
             between = self.between(gate, up)
             total = total + project("down", expert, between * share) + bias("down", expert) * share
         if spec.shared_ffn_dim:
-            shared = self.feed_forward(f"{at}.shared", x)
+            shared = self.feed_forward(f"{prefix}.shared", x)
             if spec.shared_gate:
-                shared = self.project(f"{at}.shared_gate", x).sigmoid() * shared
+                shared = self.project(f"{prefix}.shared_gate", x).sigmoid() * shared
             total = total + shared
         return total
 
-    def corrected(self, at: str, scores: Tensor) -> Tensor:
+    def corrected(self, prefix: str, scores: Tensor) -> Tensor:
         """Return the scores that select experts, `-inf` outside of the best groups.
 
         arXiv:2412.19437, equation 16. Times 4, because a sigmoid's slope is at most 1/4: an error
         of its input then moves the score at most by as much.
         """
         spec = self.spec
-        found = 4 * (scores + self.weights[f"{at}.router.correction"])
-        each = found.view(*found.shape[:-1], spec.expert_groups, -1)
+        scaled = 4 * (scores + self.weights[f"{prefix}.router.correction"])
+        grouped = scaled.view(*scaled.shape[:-1], spec.expert_groups, -1)
         if spec.top_groups == spec.expert_groups:
-            return found
-        two = each.sort(-1, descending=True).values[..., :2].sum(-1)
-        kept = self.best(two, spec.top_groups, errors=2)
-        return torch.where(kept[..., None], each, -math.inf).flatten(-2)
+            return scaled
+        two = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+        in_best = self.best(two, spec.top_groups, errors=2)
+        return torch.where(in_best[..., None], grouped, -math.inf).flatten(-2)
 
     def best(self, scores: Tensor, number: int, errors: int = 1) -> Tensor:
         """Return which are among the best; `gaps` receives the distance to the next, per error."""
@@ -308,19 +312,19 @@ class _Model:
             return F.silu(x)
         return F.gelu(x, approximate="tanh" if self.spec.activation == "gelu_tanh" else "none")
 
-    def project(self, at: str, x: Tensor) -> Tensor:
+    def project(self, prefix: str, x: Tensor) -> Tensor:
         """Return a linear layer of x, with its adapter if it has one. arXiv:2106.09685, 4.1."""
-        out = self.linear(x, self.weights[f"{at}.weight"], self.weights.get(f"{at}.bias"))
-        first, lora = self.weights.get(f"{at}.lora_a"), self.spec.lora
+        out = self.linear(x, self.weights[f"{prefix}.weight"], self.weights.get(f"{prefix}.bias"))
+        first, lora = self.weights.get(f"{prefix}.lora_a"), self.spec.lora
         if first is None or lora is None:
             return out
         if self.keys is not None and lora.dropout > 0:
-            layer, name = at.removeprefix("layers.").split(".", 1)
+            layer, name = prefix.removeprefix("layers.").split(".", 1)
             site = _ADAPTER_SITES.index(name) + 16
             keys = layer_keys(self.keys, int(layer))
             stays = dropout(torch.ones(x.shape), lora.dropout, keys, None, site) != 0
             x = (_wide(x) * stays / (1 - lora.dropout)).to(x.dtype)
-        return out + F.linear(F.linear(x, first), self.weights[f"{at}.lora_b"]) * self.scale
+        return out + F.linear(F.linear(x, first), self.weights[f"{prefix}.lora_b"]) * self.scale
 
     @property
     def scale(self) -> float:
@@ -338,14 +342,14 @@ class _Model:
         if half == 0 or not self.spec.layer(layer).rotary:
             return x
         lengths, which = torch.unique(self.together.sum(-1), return_inverse=True)
-        each = [rotation(self.spec, layer, length) for length in lengths.tolist()]
-        stretch = each[0][1]  # the same for all lengths
-        frequencies = torch.stack([one for one, _ in each])[which]
+        rotations = [rotation(self.spec, layer, length) for length in lengths.tolist()]
+        stretch = rotations[0][1]  # the same for all lengths
+        frequencies = torch.stack([frequency for frequency, _ in rotations])[which]
         angles = (self.places[:, None] * frequencies)[:, :, None]
         wide = _wide(x)
-        a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+        a, b, unrotated = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
         cos, sin = angles.cos() * stretch, angles.sin() * stretch
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, unrotated), -1).to(x.dtype)
 
     def dropped(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
         """Return x with dropped values set to 0, and the others scaled up."""
@@ -356,11 +360,11 @@ class _Model:
         return (_wide(x) * stays / (1 - p)).to(x.dtype)
 
 
-def _norm(spec: ModelSpec, weights: Weights, at: str, x: Tensor) -> Tensor:
+def _norm(spec: ModelSpec, weights: Weights, prefix: str, x: Tensor) -> Tensor:
     """Return a model's norm of x: RMSNorm or LayerNorm, statistics in fp32 at least."""
-    weight = weights[f"{at}.weight"]
+    weight = weights[f"{prefix}.weight"]
     if spec.norm == "layer":
-        return F.layer_norm(x, (spec.dim,), weight, weights[f"{at}.bias"], spec.norm_eps)
+        return F.layer_norm(x, (spec.dim,), weight, weights[f"{prefix}.bias"], spec.norm_eps)
     return _rms(spec, x, weight)
 
 

@@ -32,14 +32,14 @@ def router_losses(
     equations 17 to 20, also with softmax; arXiv:2202.08906, equation 5.
     """
     if is_data is not None:
-        rows = [row[kept][None] for row, kept in zip(scores, is_data, strict=True)]
+        rows = [row[mask][None] for row, mask in zip(scores, is_data, strict=True)]
         return torch.stack([router_losses(spec, train, row) for row in rows]).sum()
     seq = scores.shape[1]
-    every = scores.softmax(-1)
+    probabilities = scores.softmax(-1)
     if spec.router_scores == "sigmoid":
-        every = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
-    met = torch.zeros_like(every).scatter_(-1, every.topk(spec.top_k).indices, 1.0)
+        probabilities = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
+    met = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(spec.top_k).indices, 1.0)
     often = met.sum(1) * (spec.experts / (spec.top_k * seq))
-    even = (often.detach() * every.mean(1)).sum()
+    even = (often.detach() * probabilities.mean(1)).sum()
     small = scores.logsumexp(-1).square().mean(1).sum()
     return train.router_aux_loss * even + train.router_z_loss * small

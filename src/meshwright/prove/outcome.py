@@ -60,11 +60,13 @@ def _failure(verdict: Verdict) -> Iterator[str]:
 def refusal_line(refusal: Refusal) -> str:
     """Return a line on a layout that had to be refused."""
     word = "ok  " if refusal.passed else "FAIL"
-    told = refusal.rule or "not refused"
+    answer = refusal.rule or "not refused"
     if not refusal.passed:
-        told += f", instead of: {refusal.case.refused}"
+        answer += f", instead of: {refusal.case.refused}"
     legal = either(refusal.nearest)
-    return f"{word} {refusal.case.layout.label} refused: {told}" + (legal and f"; nearest: {legal}")
+    return f"{word} {refusal.case.layout.label} refused: {answer}" + (
+        legal and f"; nearest: {legal}"
+    )
 
 
 def document(

@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 class _Packer(pickle.Pickler):
-    def reducer_override(self, found: object) -> Any:
-        if type(found) is Tensor and found.dtype in (torch.float32, torch.float64):
-            return torch.from_numpy, (found.detach().numpy(),)
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is Tensor and value.dtype in (torch.float32, torch.float64):
+            return torch.from_numpy, (value.detach().numpy(),)
         return NotImplemented
 
 
-def packed(found: object) -> bytes:
+def packed(value: object) -> bytes:
     """Return an object in bytes, which `pickle.loads` reads; its tensors are on the CPU."""
     file = io.BytesIO()
-    _Packer(file, pickle.HIGHEST_PROTOCOL).dump(found)
+    _Packer(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()

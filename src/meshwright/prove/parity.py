@@ -86,7 +86,7 @@ def check(
 
 def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> Iterator[Verdict]:
     exact, rounded = reference.exact, reference.rounded
-    gradients = Expected(exact.gradients, [one.gradients for one in rounded])
+    gradients = Expected(exact.gradients, [sample.gradients for sample in rounded])
     of_gradients, numbers, gathered = list[Compared](), list[StepNumbers](), list[float]()
     # Gradients come to be in the order of the backward, updates in that of the parameters.
     names = [*trial.parallel.program.shardings]
@@ -101,7 +101,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
 
     for step in range(case.steps):
         numbers.append(trial.step(step, look))
-    updates = Expected(exact.updates, [one.updates for one in rounded], reference.start)
+    updates = Expected(exact.updates, [sample.updates for sample in rounded], reference.start)
     added = compare(trial.parallel, trial.added, updates, world, names)
     state = _optimizer_state(trial, reference, names, world)
     share = rounded_share(trial.parallel, case, world) if is_half else 0.0
@@ -112,7 +112,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
         # Roundings are not all independent: targets share those of weights, and a token may go to
         # another expert.
         bound = max(bound, MARGIN * reference.first_noise)
-    losses, norms = [one.loss for one in numbers], [one.norm for one in numbers]
+    losses, norms = [entry.loss for entry in numbers], [entry.norm for entry in numbers]
     yield _numbers(case, "loss", exact.losses[:1], losses[:1], bound)
     bound += MARGIN * reference.drift  # the noise of weights that were updated
     if case.steps > 1:
@@ -157,7 +157,7 @@ def _optimizer_state(
         compare(
             trial.parallel,
             trial.state(key),
-            Expected(exact.state[key], [one.state[key] for one in rounded]),
+            Expected(exact.state[key], [sample.state[key] for sample in rounded]),
             world,
             names,
         )
@@ -165,7 +165,7 @@ def _optimizer_state(
     ]
     if not kinds:
         return None
-    worst = max((kind.worst for kind in kinds), key=lambda one: one.share)
+    worst = max((kind.worst for kind in kinds), key=lambda difference: difference.share)
     return Compared(worst, next((kind.first for kind in kinds if kind.first), None))
 
 

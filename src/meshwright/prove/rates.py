@@ -43,12 +43,12 @@ def prove_rates(steps: int, spec: OptimizerSpec) -> Verdict:
     """Return the verdict on the learning rates of a run of so many steps, with its own schedule."""
     compared = _compared(steps, spec)
     for number in compared:
-        found, rate = learning_rate(number, steps, spec), rate_of(number, steps, spec)
-        if abs(found - rate) > _TOLERANCE * spec.lr:
+        actual, rate = learning_rate(number, steps, spec), rate_of(number, steps, spec)
+        if abs(actual - rate) > _TOLERANCE * spec.lr:
             break
     else:
         return _verdict(steps, f"{spec.schedule}: those of {len(compared)} steps agree")
-    return _verdict(steps, f"step {number} has {found:.6g} instead of {rate:.6g}", passed=False)
+    return _verdict(steps, f"step {number} has {actual:.6g} instead of {rate:.6g}", passed=False)
 
 
 def _verdict(steps: int, observed: str, *, passed: bool = True) -> Verdict:

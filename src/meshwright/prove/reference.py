@@ -107,14 +107,14 @@ class Reference:
         With a layout's rounding, over the steps after the first and the evaluation.
         """
         exact = self._later(self.exact)
-        each = [zip(self._later(sample), exact, strict=True) for sample in self.rounded]
-        return max(abs(a - b) / b for pairs in each for a, b in pairs)
+        by_sample = [zip(self._later(sample), exact, strict=True) for sample in self.rounded]
+        return max(abs(a - b) / b for pairs in by_sample for a, b in pairs)
 
     @property
     def first_noise(self) -> float:
         """The largest relative error of the first loss in the samples."""
         exact = self.exact.losses[0]
-        return max(abs(one.losses[0] - exact) / exact for one in self.rounded)
+        return max(abs(sample.losses[0] - exact) / exact for sample in self.rounded)
 
     @staticmethod
     def _later(steps: Steps) -> tuple[float, ...]:
@@ -123,19 +123,23 @@ class Reference:
 
 def run_reference(case: Case, *, keeps: bool = False) -> Reference:
     """Return one device's results; with `keeps`, also the moments of each step."""
-    one = _Computed.of(case)
-    rounded = [one.rounded(number) for number in range(case.samples)]
-    return one.reference(one.exact(), rounded, keeps=keeps)
+    computed = _Computed.of(case)
+    rounded = [computed.rounded(number) for number in range(case.samples)]
+    return computed.reference(computed.exact(), rounded, keeps=keeps)
 
 
-def tells_apart(case: Case, least: float) -> bool:
+def tells_apart(case: Case, least_gap: float) -> bool:
     """Return whether the exact steps select every expert by more than such a distance of scores.
 
     Stops at the first batch in which a token's experts are closer.
     """
     try:
-        one = _Computed.of(case, least)
-        _run(_OneDevice(case, exact=True, least_gap=least), one.optimizer, one.clip_norm)
+        computed = _Computed.of(case, least_gap)
+        _run(
+            _OneDevice(case, exact=True, least_gap=least_gap),
+            computed.optimizer,
+            computed.clip_norm,
+        )
     except _TooNear:
         return False
     return True
@@ -145,23 +149,23 @@ def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Refere
     """Return the reference on every rank; ranks 0 and 1 each compute half. A collective."""
     if world.size == 1:
         return run_reference(case, keeps=keeps)
-    mine: list[Steps] = []
+    samples: list[Steps] = []
     if world.rank < 2:
-        one = _Computed.of(case)
+        computed = _Computed.of(case)
         count = case.samples
         numbers = range(count // 3) if world.rank == 0 else range(count // 3, count)
-        mine = [one.rounded(number) for number in numbers]
+        samples = [computed.rounded(number) for number in numbers]
     box = [b""]
     if world.rank == 0:
-        exact, gathered = one.exact(), box * world.size
+        exact, gathered = computed.exact(), box * world.size
         dist.gather_object(b"", gathered)
-        found = one.reference(exact, [*mine, *pickle.loads(gathered[1])], keeps=keeps)
-        dist.broadcast_object_list([packed(found)])
-        return found
-    dist.gather_object(packed(mine if keeps else [_lean(steps) for steps in mine]))
+        reference = computed.reference(exact, [*samples, *pickle.loads(gathered[1])], keeps=keeps)
+        dist.broadcast_object_list([packed(reference)])
+        return reference
+    dist.gather_object(packed(samples if keeps else [_lean(steps) for steps in samples]))
     dist.broadcast_object_list(box)
-    theirs: Reference = pickle.loads(box[0])
-    return theirs
+    received: Reference = pickle.loads(box[0])
+    return received
 
 
 def _lean(steps: Steps) -> Steps:
@@ -178,12 +182,12 @@ class _Computed(NamedTuple):
 
     @classmethod
     def of(cls, case: Case, least_gap: float = 0.0) -> _Computed:
-        one = _OneDevice(case, exact=True, least_gap=least_gap)
-        first = one.gradients(make_batch(case, 0))[1]
+        device = _OneDevice(case, exact=True, least_gap=least_gap)
+        first = device.gradients(make_batch(case, 0))[1]
         norm = _norm(first)
         # AdamW divides a gradient by its size and `eps`. With one as large as the gradients are, an
         # element near zero takes no step of either sign, and the clipping is seen.
-        eps = norm / 2 / math.sqrt(sum(one.numel() for one in first.values()))
+        eps = norm / 2 / math.sqrt(sum(gradient.numel() for gradient in first.values()))
         size = eps if case.optimizer.name == "sgd" else 1.0  # SGD does not divide by it
         decay = _DECAY * size if case.optimizer.weight_decay else 0.0
         scaled = {"lr": _RATE / size, "eps": eps, "weight_decay": decay}
@@ -194,11 +198,11 @@ class _Computed(NamedTuple):
         return _run(_OneDevice(self.case, exact=True), self.optimizer, self.clip_norm)
 
     def rounded(self, sample: int) -> Steps:
-        one = _OneDevice(self.case, exact=False, sample=sample)
-        return _run(one, self.optimizer, self.clip_norm)
+        device = _OneDevice(self.case, exact=False, sample=sample)
+        return _run(device, self.optimizer, self.clip_norm)
 
     def reference(self, exact: Steps, rounded: Sequence[Steps], *, keeps: bool) -> Reference:
-        noises = tuple(map(max, zip(*(_noises(one, exact) for one in rounded), strict=True)))
+        noises = tuple(map(max, zip(*(_noises(sample, exact) for sample in rounded), strict=True)))
         if not keeps:
             exact, *rounded = (replace(steps, moments=()) for steps in (exact, *rounded))
         start = whole_weights(self.case.model, self.case.train.seed)
@@ -208,7 +212,9 @@ class _Computed(NamedTuple):
 def _noises(rounded: Steps, exact: Steps) -> Iterator[float]:
     """Yield the error of each step's whole gradient, over its norm."""
     for a, b, size in zip(rounded.moments, exact.moments, exact.norms, strict=True):
-        far = {name: one.double() - b.gradients[name] for name, one in a.gradients.items()}
+        far = {
+            name: gradient.double() - b.gradients[name] for name, gradient in a.gradients.items()
+        }
         yield _norm(far) / size
 
 
@@ -223,41 +229,43 @@ def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
 @torch.no_grad()
 def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
     """Return the rounded and the exact outputs of the embedding and of each layer."""
-    found = []
+    outputs = []
     for exact in (False, True):
-        one = _OneDevice(case, exact=exact)
+        device = _OneDevice(case, exact=exact)
         capacity = case.train.expert_capacity
-        whole = streams(case.model, one.used() | one.beside, batch, fp8=one.fp8, capacity=capacity)
-        found.append({name: x.double() for name, x in whole})
-    return found[0], found[1]
+        streamed = streams(
+            case.model, device.used() | device.beside, batch, fp8=device.fp8, capacity=capacity
+        )
+        outputs.append({name: x.double() for name, x in streamed})
+    return outputs[0], outputs[1]
 
 
-def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
-    case = one.case
-    trained = {name: one.masters[name] for name in one.trained}
+def _run(device: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
+    case = device.case
+    trained = {name: device.masters[name] for name in device.trained}
     step_of = Updates(trained, optimizer, case.steps)
     losses, norms, moments = [], [], []
     first: Tensors = {}
     for step in range(case.steps):
-        loss, gradients = one.gradients(make_batch(case, step))
+        loss, gradients = device.gradients(make_batch(case, step))
         losses.append(loss)
         norms.append(_norm(gradients))
         first = first or gradients
         factor = min(1.0, clip_norm / norms[-1]) if clip_norm else 1.0
         step_of.step({name: factor * gradient for name, gradient in gradients.items()}, step)
-        one.correct()
-        after = one.updates(), step_of.state(), dict(one.beside)
+        device.correct()
+        after = device.updates(), step_of.state(), dict(device.beside)
         moments.append(AfterStep(_narrow(gradients), *after))
-    evaluation = one.evaluate(evaluated(case))
+    evaluation = device.evaluate(evaluated(case))
     return Steps(
         tuple(losses),
         tuple(norms),
         evaluation,
         _narrow(first),
-        one.updates(),
+        device.updates(),
         step_of.state(),
         tuple(moments),
-        one.beside,
+        device.beside,
     )
 
 
@@ -279,10 +287,10 @@ class _OneDevice:
         if sample:
             generator = torch.Generator().manual_seed(sample)
             self._start = {
-                name: _moved(one, self._half, generator) for name, one in self._start.items()
+                name: _moved(weight, self._half, generator) for name, weight in self._start.items()
             }
         dtype = torch.float64 if exact else torch.float32
-        self.masters = {name: one.to(dtype, copy=True) for name, one in self._start.items()}
+        self.masters = {name: weight.to(dtype, copy=True) for name, weight in self._start.items()}
         names = [name for name in self.masters if name.endswith((".lora_a", ".lora_b"))]
         self.trained = names if case.model.lora is not None else list(self.masters)
         self.fp8 = case.train.fp8 and not exact
@@ -313,20 +321,23 @@ class _OneDevice:
             weights = used | self.beside
             loss = loss_sum(self._model, weights, part, **self._more, routers=routers)
             self._check_gaps()
-            beside = [
-                router_losses(self._model, case.train, one.scores, one.is_data) for one in routers
+            router_terms = [
+                router_losses(self._model, case.train, routed.scores, routed.is_data)
+                for routed in routers
             ]
-            for one in routers:
-                met = (one.picked & one.is_data[..., None]).sum((0, 1))
-                self._met[one.name] = self._met[one.name] + met if one.name in self._met else met
-            whole = loss / count + sum(beside) / len(batch.inputs)
-            found = torch.autograd.grad(whole * scale, list(trained.values()))
+            for routed in routers:
+                met = (routed.picked & routed.is_data[..., None]).sum((0, 1))
+                self._met[routed.name] = (
+                    self._met[routed.name] + met if routed.name in self._met else met
+                )
+            objective = loss / count + sum(router_terms) / len(batch.inputs)
+            grads = torch.autograd.grad(objective * scale, list(trained.values()))
             total += loss.item() / count
-            for name, gradient in zip(trained, found, strict=True):
+            for name, gradient in zip(trained, grads, strict=True):
                 wide = gradient.to(self._summed)
                 sums[name] = sums[name] + wide if name in sums else wide
         like = next(iter(self.masters.values()))
-        return total, {name: one.to(like) / scale for name, one in sums.items()}
+        return total, {name: gradient_sum.to(like) / scale for name, gradient_sum in sums.items()}
 
     def correct(self) -> None:
         """Update routers' corrections by the last batch's tokens. arXiv:2408.15664, algorithm 1."""
@@ -358,7 +369,7 @@ class _OneDevice:
             for part in self._parts(batch)
         )
         self._check_gaps()
-        return total / max(sum(int((one.targets != IGNORE).sum()) for one in batches), 1)
+        return total / max(sum(int((batch.targets != IGNORE).sum()) for batch in batches), 1)
 
     def _check_gaps(self) -> None:
         if min(self.gaps, default=math.inf) < self._least_gap:
@@ -387,8 +398,8 @@ def _moved(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Te
 
 
 def _narrow(tensors: Tensors) -> dict[str, Tensor]:
-    return {name: one.to(torch.float32, copy=True) for name, one in tensors.items()}
+    return {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
 
 
 def _norm(gradients: Tensors) -> float:
-    return float(torch.stack([one.double().norm() for one in gradients.values()]).norm())
+    return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())

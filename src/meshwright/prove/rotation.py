@@ -16,10 +16,10 @@ def rotation(spec: ModelSpec, layer: int, length: int) -> tuple[Tensor, float]:
 
     In fp32, as in every implementation. `length`: that of the document.
     """
-    own, scaling = spec.layer(layer).rope_theta, spec.rope_scaling
-    base = spec.rope_theta if own is None else own
+    layer_theta, scaling = spec.layer(layer).rope_theta, spec.rope_scaling
+    base = spec.rope_theta if layer_theta is None else layer_theta
     plain = 1.0 / base ** (torch.arange(0, spec.rotary_dim, 2).float() / spec.rotary_dim)
-    if scaling is None or own is not None:
+    if scaling is None or layer_theta is not None:
         return plain, 1.0
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
@@ -30,9 +30,9 @@ def rotation(spec: ModelSpec, layer: int, length: int) -> tuple[Tensor, float]:
     fits = length <= scaling.original_context
     parts = torch.tensor(scaling.short_factor if fits else scaling.long_factor)
     # arXiv:2402.13753 and its code: sqrt(1 + ln s / ln L).
-    more = math.log(max(scaling.factor, 1.0), scaling.original_context)
+    growth = math.log(max(scaling.factor, 1.0), scaling.original_context)
     given = scaling.attention_factor
-    return plain / parts, (1 + more) ** 0.5 if given is None else given
+    return plain / parts, (1 + growth) ** 0.5 if given is None else given
 
 
 def _by_turns(plain: Tensor, scaling: RopeScaling, base: float) -> Tensor:
@@ -66,5 +66,5 @@ def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Return Llama 3.1's frequencies: turns of the context that was trained with decide."""
     turns = scaling.original_context * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (kept + (1 - kept) / scaling.factor)
+    retained = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (retained + (1 - retained) / scaling.factor)

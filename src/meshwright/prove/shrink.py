@@ -86,16 +86,18 @@ def shrink(
         small_model = _small_model(model, small, scaling, kinds, **flags)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
-        own = _small_optimizer(optimizer, train.steps)
-        cases.append(Case(small_model, small_train, small, packed, _STEPS, own, chat=chat))
+        small_optimizer = _small_optimizer(optimizer, train.steps)
+        cases.append(
+            Case(small_model, small_train, small, packed, _STEPS, small_optimizer, chat=chat)
+        )
     return tuple(cases)
 
 
 def _degrees(layout: Layout) -> Iterator[Mapping[str, int]]:
     """Yield the small degrees of the axes."""
     split = [axis for axis in AXES if getattr(layout, axis) > 1]
-    most = min(len(split), int(math.log2(MOST_RANKS)))
-    for axes in combinations(split, most):
+    count = min(len(split), int(math.log2(MOST_RANKS)))
+    for axes in combinations(split, count):
         degrees = {axis: getattr(layout, axis) for axis in axes}
         while math.prod(degrees.values()) > MOST_RANKS:
             largest = max(_SHRINK_ORDER, key=lambda axis: degrees.get(axis, 0))
@@ -147,15 +149,15 @@ def _small_train(
 
 def _row(model: ModelSpec, train: TrainSpec, layout: Layout) -> int:
     """Return the tokens of a small row whose attention the same code computes."""
-    asked, least = train.seq_len, _SHORT_ROW
+    asked, shortest = train.seq_len, _SHORT_ROW
     if asked > 2 * BLOCK:
-        every = (ScoreBounds.of(model, kind).within(asked) for kind in model.layer_kinds)
+        all_bounds = (ScoreBounds.of(model, kind).within(asked) for kind in model.layer_kinds)
         heads = model.n_heads, model.n_kv_heads
-        is_own = all(by_blocks(*heads, asked, train.precision, bounds) for bounds in every)
-        least = _OWN_ROW if is_own else _OTHER_ROW
+        is_own = all(by_blocks(*heads, asked, train.precision, bounds) for bounds in all_bounds)
+        shortest = _OWN_ROW if is_own else _OTHER_ROW
     if layout.cp > 1 and layout.cp_kind == "ring" and asked >= 2 * layout.cp * _CHUNK:
-        least = max(least, 2 * layout.cp * _CHUNK)
-    return least
+        shortest = max(shortest, 2 * layout.cp * _CHUNK)
+    return shortest
 
 
 def _small_optimizer(spec: OptimizerSpec, steps: int) -> OptimizerSpec:
@@ -181,8 +183,8 @@ def _microbatches(layout: Layout, asked: int) -> int:
     """Return a number of microbatches that the schedule takes: that asked for, or near 2 rounds."""
     if not layout.is_pipelined:
         return min(asked, _MOST_MICROBATCHES)
-    most = 2 * layout.stages
-    tries: list[int] = [min(asked, most), *range(most, 0, -1)]
+    limit = 2 * layout.stages
+    tries: list[int] = [min(asked, limit), *range(limit, 0, -1)]
     stages = layout.schedule, layout.pp, layout.virtual_stages
     return next(n for n in tries if microbatch_rule(*stages, n) is None)
 
@@ -203,10 +205,10 @@ def _small_model(
         kv_heads = max(kv_heads, 2 * ranks_of_heads)  # several on each rank, as there were
     group = min(model.n_heads // model.n_kv_heads, 4)
     # Of three layers of a stage, one has left and comes back while another goes back.
-    each = 3 if layout.offload == "activations" else 1
-    least = each * layout.stages + (is_uneven and layout.is_pipelined)
+    per_stage = 3 if layout.offload == "activations" else 1
+    minimum = per_stage * layout.stages + (is_uneven and layout.is_pipelined)
     repeated = len(kinds) + 1 if model.n_layers > len(kinds) > 1 else len(kinds)
-    layers = max(2, repeated, least)
+    layers = max(2, repeated, minimum)
     # In four bits each rank of tp has whole blocks of a layer's inputs.
     block = NF4_BLOCK if model.lora is not None and model.lora.four_bits else 1
     dim = _small_dim(model, block)
@@ -260,9 +262,9 @@ def _small_experts(model: ModelSpec, layout: Layout) -> dict[str, Any]:
     if not model.experts:
         return {}
     groups, top_groups = _small_groups(model)
-    each = 4 if groups > 1 else _EXPERTS
-    most = max(each * groups, 2 * layout.ep)
-    count = round_up(min(model.experts, most), math.lcm(layout.ep, groups))
+    per_group = 4 if groups > 1 else _EXPERTS
+    limit = max(per_group * groups, 2 * layout.ep)
+    count = round_up(min(model.experts, limit), math.lcm(layout.ep, groups))
     selectable = count * top_groups // groups
     top_k = min(model.top_k, _TOP_K, selectable - 1)
     if model.top_k == model.experts * model.top_groups // model.expert_groups:
@@ -311,8 +313,8 @@ def _small_kinds(model: ModelSpec, train: TrainSpec, small: TrainSpec) -> tuple[
     for kind in model.layer_kinds:
         window = kind.window
         if window is not None and window < train.seq_len:
-            least = _WINDOW if window > BLOCK and train.seq_len > 2 * BLOCK else 2
-            window = max(least, window * small.seq_len // train.seq_len)
+            shortest = _WINDOW if window > BLOCK and train.seq_len > 2 * BLOCK else 2
+            window = max(shortest, window * small.seq_len // train.seq_len)
         kinds.append(kind.model_copy(update={"window": window}))
     return tuple(kinds)
 
@@ -325,9 +327,9 @@ def _small_scaling(
     if scaling is None or scaling.kind != "longrope" or pairs == 0:
         return scaling
     original = scaling.original_context
-    is_long, most = train.seq_len > original, small.seq_len
+    is_long, length = train.seq_len > original, small.seq_len
     update: dict[str, Any] = {
-        "original_context": min(original, most // 4) if is_long else max(original, most)
+        "original_context": min(original, length // 4) if is_long else max(original, length)
     }
     for name in ("short_factor", "long_factor"):
         factors = getattr(scaling, name)

@@ -104,9 +104,9 @@ def _complexity(case: Case) -> int:
         for section, values in _PLAIN.items()
         for name, value in values.items()
     )
-    own = (getattr(case, name) != value for name, value in _PLAIN_CASE.items())
+    not_default = (getattr(case, name) != value for name, value in _PLAIN_CASE.items())
     is_odd = case.train.seq_len not in _SEQ_LENS
-    return sum(map(int, (*counts, *not_plain, *own, is_odd)))
+    return sum(map(int, (*counts, *not_plain, *not_default, is_odd)))
 
 
 def _updates(case: Case) -> Iterator[_Update]:
@@ -146,12 +146,12 @@ def _of_latent(model: ModelSpec) -> dict[str, int]:
 
 def _updated(case: Case, update: _Update) -> Case | None:
     """Return a case with an update, or None where that is not legal."""
-    own = dict(update)
-    microbatches = own.pop("microbatches", _microbatches(case))
-    layout = _settled(case.layout.model_copy(update=own.pop("layout", {})))
+    changes = dict(update)
+    microbatches = changes.pop("microbatches", _microbatches(case))
+    layout = _settled(case.layout.model_copy(update=changes.pop("layout", {})))
     batch = layout.dp * layout.microbatch * microbatches
-    train = case.train.model_copy(update={**own.pop("train", {}), "batch": batch})
-    model = case.model.model_copy(update=own.pop("model", {}))
+    train = case.train.model_copy(update={**changes.pop("train", {}), "batch": batch})
+    model = case.model.model_copy(update=changes.pop("model", {}))
     model = model.model_copy(update=FAMILIES[model.family].of_width(model.dim))
     try:
         ModelSpec.model_validate_json(model.model_dump_json())
@@ -159,7 +159,7 @@ def _updated(case: Case, update: _Update) -> Case | None:
         return None
     if broken(model, train, layout) is not None:
         return None
-    return replace(case, model=model, train=train, layout=layout, **own)
+    return replace(case, model=model, train=train, layout=layout, **changes)
 
 
 def _settled(layout: Layout) -> Layout:

@@ -70,7 +70,7 @@ class Suite:
             first, seed = case.train.seed, 0
             if self._world.rank == 0:
                 seeds = range(first, first + _SEEDS)
-                apart = (one for one in seeds if tells_apart(key.from_seed(one), _NEAR))
+                apart = (seed for seed in seeds if tells_apart(key.from_seed(seed), _NEAR))
                 seed = next(apart, seeds[-1])
             self._seeds[key] = int(self._world.sum_on_host([seed])[0])
         return case.from_seed(self._seeds[key])
@@ -78,11 +78,11 @@ class Suite:
     def _reference(self, case: Case) -> Reference:
         """Return what one device computes."""
         key = _alone(case)
-        found = self._references.pop(key, None) or shared_reference(case, self._world)
-        self._references[key] = found  # the last in order: used last
+        reference = self._references.pop(key, None) or shared_reference(case, self._world)
+        self._references[key] = reference  # the last in order: used last
         if len(self._references) > _KEPT:
             del self._references[next(iter(self._references))]
-        return found
+        return reference
 
 
 def _alone(case: Case) -> Case:

@@ -53,9 +53,9 @@ class Trial:
             self._shards.matrices(groups, world.device),
         )
         self._scale = LossScale(case.loss_scale)
-        self._starts = [held.shard.clone() for held in self.parallel.trained]
-        frozen = [one for one in self.parallel.held if not one.sharding.part.trained]
-        self._frozen = [(held, held.shard.clone()) for held in frozen]
+        self._starts = [param.shard.clone() for param in self.parallel.trained]
+        frozen = [param for param in self.parallel.held if not param.sharding.part.trained]
+        self._frozen = [(param, param.shard.clone()) for param in frozen]
 
     def step(self, step: int, look: Callable[[], None] = lambda: None) -> StepNumbers:
         """Take a step, from 0; `look` is called after the gradients and before the update."""
@@ -79,17 +79,17 @@ class Trial:
         batches = [mine(batch, self._program, self._world) for batch in evaluated(self._case)]
         return evaluate(self.parallel, batches, self._world)
 
-    def gradient(self, held: HeldParameter) -> Tensor | None:
+    def gradient(self, param: HeldParameter) -> Tensor | None:
         """Return an existing gradient of the unscaled loss."""
-        found, own = held.parameter.grad, held.gradient
-        if found is None or own is None:
+        stored, scaled = param.parameter.grad, param.gradient
+        if stored is None or scaled is None:
             return None
-        return _like(found, own / self._case.loss_scale)
+        return _like(stored, scaled / self._case.loss_scale)
 
     @torch.no_grad()
-    def added(self, held: HeldParameter) -> Tensor:
+    def added(self, param: HeldParameter) -> Tensor:
         """Return the sum of all updates to a weight since the start."""
-        return _like(held.parameter, held.shard - self._starts[self._place(held)])
+        return _like(param.parameter, param.shard - self._starts[self._place(param)])
 
     def state(self, key: str) -> Callable[[HeldParameter], Tensor | None]:
         """Return a function of a key that gives a weight's optimizer state, or None.
@@ -97,32 +97,32 @@ class Trial:
         The state is as `comparable` returns it.
         """
 
-        def of(held: HeldParameter) -> Tensor | None:
-            found = self._optimizer.state[self._shards.leaves[self._place(held)]].get(key)
-            return None if found is None else _like(held.parameter, comparable(key, found))
+        def of(param: HeldParameter) -> Tensor | None:
+            value = self._optimizer.state[self._shards.leaves[self._place(param)]].get(key)
+            return None if value is None else _like(param.parameter, comparable(key, value))
 
         return of
 
     def miscorrected(self, exact: Mapping[str, Tensor]) -> list[Difference]:
         """Return this rank's router corrections that differ in any bit."""
-        found = []
+        wrong = []
         for stage, module in self.parallel.modules.items():
             for name, buffer in module.named_buffers():
                 error = (buffer.cpu() - exact[name]).abs().max().item()
                 if error != 0:
-                    found.append(Difference(error, 1e-300, name, self._world.rank, stage))
-        return found
+                    wrong.append(Difference(error, 1e-300, name, self._world.rank, stage))
+        return wrong
 
     def thawed(self) -> list[str]:
         """Return the frozen weights that have a gradient or have changed in any bit."""
         return [
-            held.name
-            for held, start in self._frozen
-            if held.gradient is not None or not torch.equal(held.shard, start)
+            param.name
+            for param, start in self._frozen
+            if param.gradient is not None or not torch.equal(param.shard, start)
         ]
 
-    def _place(self, held: HeldParameter) -> int:
-        return next(at for at, one in enumerate(self._shards.held) if one is held)
+    def _place(self, param: HeldParameter) -> int:
+        return next(place for place, other in enumerate(self._shards.held) if other is param)
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -86,10 +86,10 @@ class Verdict:
         return cls(**{**values, "tolerance": bound, "first_divergence": where})
 
 
-def relative_error(found: float | str, expected: float | str) -> float:
+def relative_error(actual: float | str, expected: float | str) -> float:
     """Return the error of a number, relative to the expected one."""
-    found, expected = float(found), float(expected)
-    return abs(found - expected) / max(abs(expected), 1e-12)
+    actual, expected = float(actual), float(expected)
+    return abs(actual - expected) / max(abs(expected), 1e-12)
 
 
 def _finite(value: Any) -> Any:

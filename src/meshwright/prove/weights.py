@@ -75,10 +75,13 @@ def telling(spec: ModelSpec, seed: int) -> Source:
 
 def whole_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Return all of these weights, whole, by name in the order of the model."""
-    every = parts(unpadded(spec))
-    return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in every}
+    weight_parts = parts(unpadded(spec))
+    return {part.name: telling_weight(part.name, part.shape, spec, seed) for part in weight_parts}
 
 
 def whole_buffers(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Return the model's buffers."""
-    return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in buffers(spec)}
+    return {
+        buffer.name: telling_weight(buffer.name, buffer.shape, spec, seed)
+        for buffer in buffers(spec)
+    }

@@ -60,31 +60,32 @@ def prove_sums(
     together = train.batch if layout.ep == 1 else train.batch // layout.dp
     if together // layout.microbatch % 2 or train.reduce_dtype != "fp32" or train.fp8:
         return
-    whole = make_batch(case, 0)
-    whole = whole._replace(targets=whole.inputs.roll(-1, 1))  # as many in each microbatch
+    full_batch = make_batch(case, 0)
+    # As many targets in each microbatch.
+    full_batch = full_batch._replace(targets=full_batch.inputs.roll(-1, 1))
     odd = torch.arange(train.batch) % together // layout.microbatch % 2 == 1
     parallel = build_small(program, groups, world, fault)
 
     def found(batch: Batch, scale: float) -> list[Tensor | None]:
         gradients(parallel, mine(batch, program, world), world, scale)
-        return [_taken(held) for held in parallel.trained]
+        return [_taken(param) for param in parallel.trained]
 
-    everything = found(whole, case.loss_scale)
-    first, second = (found(_without(whole, rows), case.loss_scale / 2) for rows in (odd, ~odd))
+    everything = found(full_batch, case.loss_scale)
+    first, second = (found(_without(full_batch, rows), case.loss_scale / 2) for rows in (odd, ~odd))
     worst = Difference(0.0, _SUM, "", world.rank, 0)
-    for held, *three in zip(parallel.trained, everything, first, second, strict=True):
-        worst = worse(worst, Difference(_off(*three), _SUM, held.name, world.rank, held.stage))
-    worst = max(everyones(worst, world), key=lambda one: one.share)
+    for param, *three in zip(parallel.trained, everything, first, second, strict=True):
+        worst = worse(worst, Difference(_off(*three), _SUM, param.name, world.rank, param.stage))
+    worst = max(everyones(worst, world), key=lambda difference: difference.share)
     passed = worst.share <= 1
-    told = layout.model_dump(mode="json")
-    yield Verdict("sums of gradients in fp32", told, 0.0, worst.error, _SUM, passed)
+    layout_json = layout.model_dump(mode="json")
+    yield Verdict("sums of gradients in fp32", layout_json, 0.0, worst.error, _SUM, passed)
 
 
-def _taken(held: HeldParameter) -> Tensor | None:
+def _taken(param: HeldParameter) -> Tensor | None:
     """Return a gradient's shard in memory of its own, and let go of it."""
-    found = held.gradient
-    held.parameter.grad = None
-    return None if found is None else found.detach().clone().double()
+    gradient = param.gradient
+    param.parameter.grad = None
+    return None if gradient is None else gradient.detach().clone().double()
 
 
 def _without(batch: Batch, rows: Tensor) -> Batch:
@@ -93,11 +94,11 @@ def _without(batch: Batch, rows: Tensor) -> Batch:
     return batch._replace(targets=targets)
 
 
-def _off(whole: Tensor | None, a: Tensor | None, b: Tensor | None) -> float:
+def _off(total: Tensor | None, a: Tensor | None, b: Tensor | None) -> float:
     """Return how far `a + b` is from the whole, relative to what is summed."""
-    if whole is None or a is None or b is None or not whole.numel():
-        return 0.0 if whole is a is b or (whole is not None and not whole.numel()) else math.inf
-    off = (whole - a - b).norm().item() / max((a.norm() + b.norm()).item(), 1e-300)
+    if total is None or a is None or b is None or not total.numel():
+        return 0.0 if total is a is b or (total is not None and not total.numel()) else math.inf
+    off = (total - a - b).norm().item() / max((a.norm() + b.norm()).item(), 1e-300)
     return off if off == off else math.inf
 
 
@@ -106,19 +107,19 @@ def gathered_norm(
 ) -> float:
     """Return the norm of the whole gradients, each tensor of the model once."""
     squares: dict[str, float] = {}
-    for held, whole in on_stages(parallel, gradient):
-        squares[held.name] = 0.0 if whole is None else whole.double().square().sum().item()
-    every: dict[str, float] = {}
-    for found in everyones(squares, world):
-        every |= found
-    return math.sqrt(sum(every.values()))
+    for param, tensor in on_stages(parallel, gradient):
+        squares[param.name] = 0.0 if tensor is None else tensor.double().square().sum().item()
+    all_squares: dict[str, float] = {}
+    for rank_squares in everyones(squares, world):
+        all_squares |= rank_squares
+    return math.sqrt(sum(all_squares.values()))
 
 
 def rounded_share(parallel: Parallel, case: Case, world: World) -> float:
     """Return the largest share of a shard's weights that half precision can represent."""
     half, shares = DTYPES[case.train.precision], [0.0]
-    for held in parallel.trained:
-        shard = held.shard
+    for param in parallel.trained:
+        shard = param.shard
         if shard.numel() >= 16:  # fewer may be so by chance
             shares.append((shard == shard.to(half)).double().mean().item())
     return max(everyones(max(shares), world))
@@ -127,9 +128,9 @@ def rounded_share(parallel: Parallel, case: Case, world: World) -> float:
 def wide_verdicts(case: Case, norms: tuple[float, float], share: float) -> Iterator[Verdict]:
     """Yield the verdicts on the norm, as reported and as gathered, and on the masters."""
     layout = case.layout.model_dump(mode="json")
-    told, gathered = norms
-    error = abs(told - gathered) / gathered if gathered else math.inf
+    reported, gathered = norms
+    error = abs(reported - gathered) / gathered if gathered else math.inf
     passed = error <= _SUM
-    yield Verdict("norm of these gradients", layout, [gathered], [told], _SUM, passed)
+    yield Verdict("norm of these gradients", layout, [gathered], [reported], _SUM, passed)
     passed = share <= _MOST_ROUNDED
     yield Verdict("masters in fp32", layout, 0.0, share, _MOST_ROUNDED, passed)

@@ -99,8 +99,8 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     yield _looked_at("trackers", lambda: _trackers(config))
     if config.cluster.port is not None:
         yield _looked_at("cluster.port", lambda: _port(config.cluster.port))
-    own = config.checkpoint.dir
-    root = Path(config.log.dir if own is None else own)
+    checkpoint_dir = config.checkpoint.dir
+    root = Path(config.log.dir if checkpoint_dir is None else checkpoint_dir)
     yield _looked_at("checkpoints", lambda: check_room(config, root, for_all=True))
     for text in config_notes(config):
         yield Finding("config", text, "note")

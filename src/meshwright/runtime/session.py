@@ -167,9 +167,9 @@ def prepare_job(
     for line in [*dataset.check(config.train), fine_tuning_words(config, dataset)]:
         if line is not None:
             say(line)
-    found = dataset.tokenizer
-    file = None if found.file is None else str(found.file)
-    record = RunTokenizer(found.name, found.eos_token, file, found.bos_ids)
+    tokenizer = dataset.tokenizer
+    file = None if tokenizer.file is None else str(tokenizer.file)
+    record = RunTokenizer(tokenizer.name, tokenizer.eos_token, file, tokenizer.bos_ids)
     job = Job(config, layout, machine, cache, folder, record, run=secrets.token_hex(8))
     if resume is not None:
         return resumed(job, dataset, resume)

@@ -204,24 +204,26 @@ def _drop_derived(stated: dict[str, Values], stored: Mapping[str, Values]) -> No
         section, key = name.split(".")
         return values[section].get(key, Value(None, "")).value
 
-    for name, others in _FOLLOWS.items():
+    for name, sources in _FOLLOWS.items():
         section, key = name.split(".")
         is_derived = stated[section].get(key, Value(None, "")).origin.startswith(_DERIVED)
-        if is_derived and any(value_of(stated, one) != value_of(stored, one) for one in others):
+        if is_derived and any(
+            value_of(stated, source) != value_of(stored, source) for source in sources
+        ):
             del stated[section][key]
 
 
 def _read_mapping(values: Mapping[str, Any], origin: str) -> list[tuple[str, str, Value]]:
     """Return the values of a dict of sections, of keys with their section, or of both."""
-    found = []
+    entries = []
     for name, value in values.items():
         if not isinstance(value, Mapping) or "." in name:
-            found.append(_read_key(name, _plain(value), origin))
+            entries.append(_read_key(name, _plain(value), origin))
         elif name not in SECTIONS:
             _check_known(name, "", origin)
         else:
-            found += [(name, key, Value(_plain(inner), origin)) for key, inner in value.items()]
-    return found
+            entries += [(name, key, Value(_plain(inner), origin)) for key, inner in value.items()]
+    return entries
 
 
 def _plain(value: Any) -> Any:
@@ -309,9 +311,9 @@ def _settle_length(train: Values) -> None:
     if not steps.origin.startswith("override"):
         return
     if epochs.origin.startswith("override"):
-        both = f"train.epochs = {epochs.value:g} ({epochs.origin}) and "
-        both += f"train.steps = {steps.value} ({steps.origin}) both say how long to train"
-        raise ConfigError(refusal(both, legal=["one of them"]))
+        rule = f"train.epochs = {epochs.value:g} ({epochs.origin}) and "
+        rule += f"train.steps = {steps.value} ({steps.origin}) both say how long to train"
+        raise ConfigError(refusal(rule, legal=["one of them"]))
     del train["epochs"]
 
 
@@ -478,14 +480,14 @@ def _read_key(name: str, value: Any, origin: str) -> tuple[str, str, Value]:
         name = "model.init_from" if Path(value).is_dir() else "model.preset"
     if "." not in name:
         if name not in ALIASES:
-            every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
-            legal = [k for k in every if k.split(".")[1] == name]
-            own, why = instead_of(name)
-            if not (legal := legal or own) and not why:
-                legal = nearest(name, ALIASES) or nearest(name, every, 2)
+            all_keys = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
+            legal = [k for k in all_keys if k.split(".")[1] == name]
+            replacements, hint = instead_of(name)
+            if not (legal := legal or replacements) and not hint:
+                legal = nearest(name, ALIASES) or nearest(name, all_keys, 2)
             if len(legal) == 1:
                 legal = [_ELSEWHERE.get((legal[0], value), legal[0])]
-            raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=why))
+            raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=hint))
         name, value = _expand(name, value, origin)
     section, key = name.split(".", 1)
     return section, key, Value(value, origin)
@@ -523,8 +525,8 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     if setting and is_of_kind(error):
         kind = kind_of(SECTIONS[section].model_fields[key].annotation)
         if kind != "a table" or len(error["loc"]) == 1:  # else it is a key inside
-            what = f"{section}.{key} = {shown(setting.value)}{where} must be {kind}"
-            return refusal(what, legal=_meant(f"{section}.{key}", setting.value, kind))
+            message = f"{section}.{key} = {shown(setting.value)}{where} must be {kind}"
+            return refusal(message, legal=_meant(f"{section}.{key}", setting.value, kind))
     name = ".".join([section, *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{name} is missing"

@@ -102,8 +102,8 @@ def _bases(section: Values) -> list[Values]:
     if name not in PRESETS:
         legal = nearest(str(name).rpartition("/")[2].lower(), PRESETS, 3) or sorted(PRESETS)
         hint = "A model that is no preset: download it, and give model.init_from=FOLDER"
-        what = f"model.preset = {name!r} ({named.origin}) is not known"
-        raise ConfigError(refusal(what, legal=legal, hint=hint if "/" in str(name) else ""))
+        rule = f"model.preset = {name!r} ({named.origin}) is not known"
+        raise ConfigError(refusal(rule, legal=legal, hint=hint if "/" in str(name) else ""))
     base = {key: Value(value, f"preset {name}") for key, value in PRESETS[name].items()}
     if named.value is None:
         base = {key: Value(value.value, "default") for key, value in base.items()}
@@ -180,9 +180,9 @@ def _tokenizer_file(name: str, origin: str) -> Path:
 def lacks_tokenizer_json(folder: Path, asked: str = "the tokenizer") -> str:
     """Return the refusal of a folder without a tokenizer.json, with the files that are there."""
     files = sorted(file.name for file in folder.iterdir() if "tok" in file.name.lower())
-    there = f", only {', '.join(files[:3])}" if files else ""
+    present = f", only {', '.join(files[:3])}" if files else ""
     return refusal(
-        f"{asked}: {folder} has no tokenizer.json{there}",
+        f"{asked}: {folder} has no tokenizer.json{present}",
         hint=(
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OUT) of transformers writes one "
             "from the tokenizer's other files"

@@ -50,21 +50,21 @@ def is_default_corpus(config: Config) -> bool:
 
 def unnamed_inputs(config: Config) -> list[str]:
     """Return notes on weights and data that nobody has named, of a config to be trained."""
-    found = []
+    notes = []
     model, tokenizer = config.model, config.data.tokenizer
     if model.preset is not None and model.init_from is None:
-        found.append(
+        notes.append(
             f"RANDOM WEIGHTS: model.preset = {model.preset} gives sizes alone; "
             "model.init_from=FOLDER starts from trained weights"
         )
     if is_default_corpus(config):
-        found.append(
+        notes.append(
             f"BUILT-IN DATA: Python's standard library, tokenized by {tokenizer!r}; set "
             "data.source and data.tokenizer to train on yours"
         )
     elif model.preset is not None and config.origins.get("data.tokenizer") == "default":
-        found.append(
+        notes.append(
             f"data.tokenizer = {tokenizer!r} is the default, which is not the tokenizer of "
             f"model.preset = {model.preset}"
         )
-    return found
+    return notes

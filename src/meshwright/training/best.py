@@ -33,11 +33,11 @@ class Best(NamedTuple):
     @classmethod
     def of(cls, losses: Iterable[tuple[int, float]]) -> Best:
         """Return the best of losses by step; of equal ones, the first."""
-        found = cls()
+        best = cls()
         for step, loss in losses:
-            is_lower = loss < found.loss
-            found = cls(step, loss) if is_lower else found._replace(since=found.since + 1)
-        return found
+            is_lower = loss < best.loss
+            best = cls(step, loss) if is_lower else best._replace(since=best.since + 1)
+        return best
 
     def is_final(self, evaluations: int) -> bool:
         """Whether so many evaluations in a row (0: no limit) were no better."""
@@ -67,8 +67,10 @@ class HeldOut:
             text = read_bytes(self._path).decode(errors="replace")
         text = exchange(text, dist.group.WORLD if world.size > 1 else None)[0]
         with foreign(str(self._path), CheckpointError):
-            kept = parse_json(text)
-            self.losses = [(int(at), float(loss)) for at, loss in kept if at <= step]
+            stored = parse_json(text)
+            self.losses = [
+                (int(evaluated), float(loss)) for evaluated, loss in stored if evaluated <= step
+            ]
         self.best = Best.of(self.losses)
         self.keep(self.best.step)
 
@@ -83,7 +85,7 @@ class HeldOut:
 
     def lacks(self, step: int) -> bool:
         """Whether no loss of a step is known; the same on all ranks."""
-        return all(at != step for at, _ in self.losses)
+        return all(evaluated != step for evaluated, _ in self.losses)
 
     def keep(self, step: int) -> None:
         """Keep a step, if it is the best and saved; a collective."""
@@ -95,11 +97,11 @@ class HeldOut:
 
         Raises `CheckpointError` if the disk refuses.
         """
-        self.losses = [*(one for one in self.losses if one[0] < step), (step, loss)]
+        self.losses = [*(entry for entry in self.losses if entry[0] < step), (step, loss)]
         self.best = Best.of(self.losses)
         if self._writes:
             # As text: JSON has no word for what is not finite.
-            text = json.dumps([[at, str(loss)] for at, loss in self.losses])
+            text = json.dumps([[evaluated, str(loss)] for evaluated, loss in self.losses])
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(self._path, text.encode())

@@ -63,14 +63,14 @@ def train(
     config, layout = job.config, job.layout
     engine = open_engine(job, world)
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
-    mine = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
+    indices = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
     emit(start_event(job, world, dataset, sampler, 0))
     clock, loss, step, stopped = StepClock(), float("nan"), 0, world.anyone(asked_to_stop())
     while step < config.train.steps and not stopped:
         step += 1
         world.recorder.step(step)
         clock.start()
-        rows = Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine))
+        rows = Batch.of(sampler.rows(step - 1, indices), keys(config, step, indices))
         batch = rows.to(world.device)
         clock.data_done()
         lr = learning_rate(step, config.train.steps, config.optimizer)
@@ -107,8 +107,8 @@ def open_engine(job: Job, world: World) -> Any:
     source = weights_source(job, world)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = tuple((0, size) for size in parameter.shape)
-            parameter.copy_(source(name, tuple(parameter.shape), whole))
+            region = tuple((0, size) for size in parameter.shape)
+            parameter.copy_(source(name, tuple(parameter.shape), region))
     for block in model.blocks:
         recompute(block, layout.recompute)
     model.to(world.device)

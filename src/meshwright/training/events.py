@@ -214,8 +214,8 @@ def _tracker(name: str, project: str, folder: Path, config: Mapping[str, Any]) -
         tracker = __import__(name)
     except ImportError:
         raise ConfigError(_missing(name)) from None
-    more = {"dir": str(folder)} if name == "wandb" else {}
-    tracker.init(project=project, name=folder.name, config=dict(config), **more)
+    options = {"dir": str(folder)} if name == "wandb" else {}
+    tracker.init(project=project, name=folder.name, config=dict(config), **options)
     return _Scalars(
         name, lambda numbers, step: tracker.log(dict(numbers), step=step), tracker.finish
     )

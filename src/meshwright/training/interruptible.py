@@ -36,15 +36,15 @@ class Interruptible:
         since, done, due = self._clock(), 0, 0
         for batch in self._batches:
             if done == due:
-                now = self._clock()
-                told = [float(self._asked_to_stop()), now - since]
-                votes, seconds = self._world.sum_on_host(told)
+                current = self._clock()
+                report = [float(self._asked_to_stop()), current - since]
+                votes, seconds = self._world.sum_on_host(report)
                 if votes > 0:
                     self.is_broken_off = True
                     return
                 # Every rank computes the same from the sum over all of them.
                 mean = seconds / self._world.size
                 due = max(1, min(2 * done, int(done * _VOTE_S / max(mean, 1e-9))))
-                since, done = now, 0
+                since, done = current, 0
             done += 1
             yield batch

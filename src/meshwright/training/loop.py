@@ -64,7 +64,7 @@ def train(
     trained, progress, saver = open_run(job, world, dataset, emit, resume)
     parallel, shards, optimizer = trained
     sampler = sampler_at(progress.position, dataset, config)
-    mine = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
+    indices = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
     emit(start_event(job, world, dataset, sampler, progress.step))
     scale, clip = progress.scale, config.train.clip_norm
     readings = Readings(job, world, parallel, emit, lag(world.device, scale), progress)
@@ -80,7 +80,7 @@ def train(
     while step < steps and not stopped and not held_out.is_over:
         step += 1
         begin(step, world, recording, readings)
-        batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
+        batch = feed.bring(Batch.of(sampler.rows(step - 1, indices), keys(config, step, indices)))
         readings.clock.data_done()
         lr = learning_rate(step, steps, config.optimizer)
         set_learning_rate(optimizer, lr)
@@ -130,10 +130,10 @@ def ended(
     world.recorder.phase("end")
     train = job.config.train
     stopped = stopped and (step < train.steps or train.eval_every > 0)
-    told: dict[str, object] = {}
+    fields: dict[str, object] = {}
     if not stopped and held_out is not None and held_out.is_over:
-        told["early"] = held_out.best.told
-    emit({"event": "end", "step": step, "loss": loss, "stopped": stopped, **told})
+        fields["early"] = held_out.best.told
+    emit({"event": "end", "step": step, "loss": loss, "stopped": stopped, **fields})
     return Summary(step, loss, stopped)
 
 
@@ -160,9 +160,9 @@ def share(batch: int, rank: int, ranks: int) -> range:
     return range(rank * size, (rank + 1) * size)
 
 
-def is_due(every: int, step: int, last: bool) -> bool:
-    """Whether something done `every` steps (0: never) and at the end is due."""
-    return every > 0 and (step % every == 0 or last)
+def is_due(interval: int, step: int, last: bool) -> bool:
+    """Whether something done at an `interval` of steps (0: never) and at the end is due."""
+    return interval > 0 and (step % interval == 0 or last)
 
 
 def is_pause(config: Config, step: int) -> bool:
@@ -245,8 +245,8 @@ def held_out_batches(
     """
     train = job.config.train
     held_out = dataset.held_out(train.seq_len, train.batch, train.eval_batches)
-    mine = share(train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
+    indices = share(train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
     count = min(train.eval_batches, max(1, held_out.samples // train.batch))
     emit({"event": "evaluating", "step": step, "batches": count})
-    for at in range(count):
-        yield Batch.of(held_out.rows(at, mine)).to(world.device)
+    for index in range(count):
+        yield Batch.of(held_out.rows(index, indices)).to(world.device)

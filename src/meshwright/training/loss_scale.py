@@ -37,8 +37,8 @@ class LossScale:
     @classmethod
     def settled(cls, train: TrainSpec) -> LossScale:
         """Return a constant scale for measurements: under fp16 the one that runs converge to."""
-        found = cls.of(train)
-        return cls(2.0**10, skips=True) if found.is_dynamic else found
+        scale = cls.of(train)
+        return cls(2.0**10, skips=True) if scale.is_dynamic else scale
 
     def update(self, *, overflowed: bool) -> None:
         """Adapt to whether a step's gradients overflowed on any rank."""

@@ -50,10 +50,10 @@ class StepClock:
 
     def lap(self, seconds: float | None = None) -> Lap:
         """End a step and keep running; `seconds` is its time if a device has measured it."""
-        now = time.perf_counter()
-        found = Lap(now - self._since if seconds is None else seconds, self._data_s)
-        self._since, self._data_s = now, 0.0
-        return found
+        end = time.perf_counter()
+        lap = Lap(end - self._since if seconds is None else seconds, self._data_s)
+        self._since, self._data_s = end, 0.0
+        return lap
 
     def rest(self) -> None:
         """Pause until the next start."""

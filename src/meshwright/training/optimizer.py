@@ -36,10 +36,10 @@ def build_optimizer(
     for rule in OPTIMIZERS[spec.name].rules:
         of_rule = [pair for pair in pairs if rule_of(spec, pair[1]) is rule]
         decayed = [parameter for parameter, part in of_rule if part.is_matrix]
-        rest = [parameter for parameter, part in of_rule if not part.is_matrix]
+        undecayed = [parameter for parameter, part in of_rule if not part.is_matrix]
         groups += [
             ParameterGroup(rule, spec.weight_decay, decayed),
-            ParameterGroup(rule, 0.0, rest),
+            ParameterGroup(rule, 0.0, undecayed),
         ]
     # A pipeline rank may have nothing to train: adapters on experts, and only dense layers.
     groups = [group for group in groups if group.parameters] or groups[:1]

@@ -47,8 +47,8 @@ class ArrivingNumbers:
         """Return them after waiting."""
         if self.there is not None:
             self.there.synchronize()
-        found: list[float] = self._numbers.tolist()
-        return found
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
 
 
 @dataclass
@@ -126,14 +126,14 @@ class Readings:
         """Read all steps but the last `left`."""
         due = [self._begun.popleft() for _ in range(len(self._begun) - left)]
         shares = []
-        for one in due:
-            share, one.norm, one.first = one.numbers.read()
-            there = one.numbers.there
-            one.lap = self.clock.lap(None if there is None else self._laps.until(there))
+        for step in due:
+            share, step.norm, step.first = step.numbers.read()
+            arrival = step.numbers.there
+            step.lap = self.clock.lap(None if arrival is None else self._laps.until(arrival))
             shares.append(share)
         *losses, votes = self._world.sum_on_host([*shares, float(stop)])
-        for one, one.loss in zip(due, losses, strict=True):
-            self._read.append(one)
+        for step, step.loss in zip(due, losses, strict=True):
+            self._read.append(step)
         return votes > 0
 
     def drain(self) -> None:
@@ -150,25 +150,25 @@ class Readings:
         skipped.
         """
         scale = self._scale
-        for one in self._told():
-            at = (one.norm, int(one.first), self._parallel, self._world)
-            tensor = overflowed(*at, scale, step=one.step)
+        for step in self._told():
+            arguments = (step.norm, int(step.first), self._parallel, self._world)
+            tensor = overflowed(*arguments, scale, step=step.step)
             if tensor is not None:
-                told = {"tensor": tensor, "loss_scale": scale.value}
-                self._emit({"event": "overflow", "step": one.step, **told})
+                overflow = {"tensor": tensor, "loss_scale": scale.value}
+                self._emit({"event": "overflow", "step": step.step, **overflow})
             is_last = last and not self._read and not self._begun
-            if is_last or one.step % self._job.config.train.log_every == 0:
-                read = (one.step, self.loss, one.norm, one.lr, scale.value)
+            if is_last or step.step % self._job.config.train.log_every == 0:
+                read = (step.step, self.loss, step.norm, step.lr, scale.value)
                 self._emit(step_event(*read, self.clock, self._job, self._world))
             if self._watch.is_spike(self.loss):
                 usual = self._watch.usual
-                found = {"step": one.step, "loss": self.loss, "usual": usual}
-                self._emit({"event": "loss_spike", **found})
+                spike = {"step": step.step, "loss": self.loss, "usual": usual}
+                self._emit({"event": "loss_spike", **spike})
 
     def _told(self) -> Iterator[_Step]:
         while self._read:
-            one = self._read.popleft()
-            assert one.lap is not None
-            self.clock.add(one.lap)
-            self.loss = one.loss
-            yield one
+            step = self._read.popleft()
+            assert step.lap is not None
+            self.clock.add(step.lap)
+            self.loss = step.loss
+            yield step

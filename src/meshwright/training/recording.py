@@ -88,20 +88,20 @@ class Recording:
         """Have rank 0 write what all ranks have of a step."""
         world, program = self._world, self._trained.parallel.program
         layout = program.layout
-        found = recorded(tape, world.recorder.label, pp=layout.pp, dp=layout.dp)
+        record = recorded(tape, world.recorder.label, pp=layout.pp, dp=layout.dp)
         is_same = [name_of(t) for t in tape.turns] == [name_of(t) for t in self._turns]
-        points = memory_points(self._turns, self._moments, found.turns if is_same else None)
-        at = layout.mesh.coordinates(world.rank)
-        mine = RankProfile(
+        points = memory_points(self._turns, self._moments, record.turns if is_same else None)
+        coordinates = layout.mesh.coordinates(world.rank)
+        profile = RankProfile(
             world.rank,
-            at,
-            tuple(stage.index for stage in program.held(at["pp"])),
-            found.spans,
+            coordinates,
+            tuple(stage.index for stage in program.held(coordinates["pp"])),
+            record.spans,
             self._with_fixed(points),
-            found.traffic,
-            found.causes,
+            record.traffic,
+            record.causes,
         )
-        ranks = gather_ranks(world, program, mine, found.began + self._offset)
+        ranks = gather_ranks(world, program, profile, record.began + self._offset)
         if world.rank == 0:
             put_step(self._job.folder, self._step_profile(step, ranks))
 
@@ -118,7 +118,7 @@ class Recording:
         """Return the profile of a step: its slowest rank says how long it took."""
         job, config = self._job, self._job.config
         train, cluster = config.train, config.cluster
-        seconds = max(sum(one.causes.values()) for one in ranks)
+        seconds = max(sum(rank.causes.values()) for rank in ranks)
         tokens_per_s = train.batch * train.seq_len / seconds
         tflops = tokens_per_s * flops_per_token(config.model, train.seq_len) / len(ranks) / 1e12
         limit = cluster.memory

@@ -28,16 +28,19 @@ def check_replicas(parallel: Parallel, world: World) -> None:
     """
     if world.size == 1:
         return
-    mine = {f"{held.name} {region_of(held, parallel)}": bits(held.shard) for held in parallel.held}
+    digests = {
+        f"{parameter.name} {region_of(parameter, parallel)}": bits(parameter.shard)
+        for parameter in parallel.held
+    }
     for module in parallel.modules.values():
-        mine |= {f"{name} of its stage": bits(one) for name, one in module.named_buffers()}
-    everyone = [json.loads(text) for text in exchange(json.dumps(mine), dist.group.WORLD)]
-    for key in dict.fromkeys(key for found in everyone for key in found):
-        holders = {rank: found[key] for rank, found in enumerate(everyone) if key in found}
+        digests |= {f"{name} of its stage": bits(buffer) for name, buffer in module.named_buffers()}
+    everyone = [json.loads(text) for text in exchange(json.dumps(digests), dist.group.WORLD)]
+    for key in dict.fromkeys(key for reported in everyone for key in reported):
+        holders = {rank: reported[key] for rank, reported in enumerate(everyone) if key in reported}
         usual, count = Counter(holders.values()).most_common(1)[0]
         if count == len(holders):
             continue
-        odd = [rank for rank, found in holders.items() if found != usual]
+        odd = [rank for rank, digest in holders.items() if digest != usual]
         name = key.split(" ", 1)[0]
         where = f"on rank {', '.join(map(str, odd))}"
         if 2 * count <= len(holders):
@@ -55,7 +58,7 @@ def bits(shard: Tensor) -> int:
     total = torch.zeros((), device=flat.device, dtype=torch.int64)
     # By pieces: in int64 the whole of a large shard would not fit beside it.
     for piece in torch.split(flat, _PERIOD * _PERIODS):
-        whole = len(piece) // _PERIOD * _PERIOD
-        rows, rest = piece[:whole].view(-1, _PERIOD), piece[whole:]
-        total += (rows.to(torch.int64) * weights).sum() + (rest * weights[: len(rest)]).sum()
+        aligned = len(piece) // _PERIOD * _PERIOD
+        rows, tail = piece[:aligned].view(-1, _PERIOD), piece[aligned:]
+        total += (rows.to(torch.int64) * weights).sum() + (tail * weights[: len(tail)]).sum()
     return int(total)

@@ -27,7 +27,7 @@ class RoutingReport:
         """Begin after the step `done`."""
         model, train = job.config.model, job.config.train
         self._job, self._world, self._parallel, self._emit = job, world, parallel, emit
-        layers = [one for one in range(model.n_layers) if model.has_experts(model.layer(one))]
+        layers = [layer for layer in range(model.n_layers) if model.has_experts(model.layer(layer))]
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._every = max(train.log_every, math.ceil(train.steps / _MOST))
         self._told = done
@@ -57,14 +57,14 @@ class RoutingReport:
         *met, even, small = self._world.sum_on_host(numbers.read())
         experts = self._job.config.model.experts
         dropped = [met.pop() for _ in self._places][::-1]
-        rows = [met[at : at + experts] for at in range(0, len(met), experts)]
+        rows = [met[start : start + experts] for start in range(0, len(met), experts)]
         sequences = steps * self._job.config.train.batch
         losses = (even / sequences, small / sequences)
         layers, ep = tuple(self._places), self._job.layout.ep
         routing = self._job.config.train.routing
         event = routing_event(step, steps, layers, rows, ep, losses, routing)
-        more = {"dropped": [int(count) for count in dropped]}
-        self._emit(event if self._job.config.train.expert_capacity is None else {**event, **more})
+        extra = {"dropped": [int(count) for count in dropped]}
+        self._emit(event if self._job.config.train.expert_capacity is None else {**event, **extra})
 
 
 def routing_event(
@@ -107,9 +107,12 @@ def routing_event(
 
 def _excess(met: list[list[float]], ranks: int) -> float:
     """Return how much more the busiest of some ranks have than the mean, as a share of it."""
-    most = mean = 0.0
+    busiest = mean = 0.0
     for row in met:
-        each = len(row) // ranks
-        sums = [sum(row[at : at + each]) for at in range(0, len(row), each)]
-        most, mean = most + max(sums), mean + sum(sums) / ranks
-    return most / mean - 1 if mean else 0.0
+        experts_per_rank = len(row) // ranks
+        sums = [
+            sum(row[start : start + experts_per_rank])
+            for start in range(0, len(row), experts_per_rank)
+        ]
+        busiest, mean = busiest + max(sums), mean + sum(sums) / ranks
+    return busiest / mean - 1 if mean else 0.0

@@ -82,8 +82,8 @@ def open_run(
         restore(trained, good, same_optimizer=_is_same_optimizer(job, good))
         progress = _progress(job, good)
         seconds = time.perf_counter() - started
-        told = {"step": progress.step, "path": str(good.folder), "seconds": seconds}
-        emit({"event": "resume", **told, "layout": good.manifest["layout"]})
+        fields = {"step": progress.step, "path": str(good.folder), "seconds": seconds}
+        emit({"event": "resume", **fields, "layout": good.manifest["layout"]})
     saver = Saver(
         job.checkpoints,
         world,
@@ -107,8 +107,8 @@ def _found(job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emi
     if good is None and job.resume:
         raise CheckpointError(f"{job.checkpoints} holds no step to resume from")
     if good is not None:
-        now = identity_of(job.config, dataset.identity)
-        refuse_changed(good.manifest, now, job.run, job.allowed)
+        identity = identity_of(job.config, dataset.identity)
+        refuse_changed(good.manifest, identity, job.run, job.allowed)
     return good
 
 
@@ -171,14 +171,14 @@ def save(
 
 def _scalars(trained: Trained, world: World) -> dict[str, float]:
     """Return the optimizer's scalars, of the first rank that trains weights; a collective."""
-    found = _everyones(dict(scalars_of(trained)), world)
-    return next(filter(None, found), {})
+    by_rank = _everyones(dict(scalars_of(trained)), world)
+    return next(filter(None, by_rank), {})
 
 
-def _everyones(mine: Any, world: World) -> list[Any]:
+def _everyones(value: Any, world: World) -> list[Any]:
     """Return what all ranks have, as JSON, by rank; a collective."""
     group = dist.group.WORLD if world.size > 1 else None
-    return [json.loads(text) for text in exchange(json.dumps(mine), group)]
+    return [json.loads(text) for text in exchange(json.dumps(value), group)]
 
 
 def position_of(sampler: object, world: World) -> dict[str, Any] | None:
@@ -188,8 +188,8 @@ def position_of(sampler: object, world: World) -> dict[str, Any] | None:
     """
     if not isinstance(sampler, StreamSampler):
         return None
-    found = map(StreamPosition.from_json, _everyones(sampler.position().to_json(), world))
-    return StreamPosition.joined(list(found)).to_json()
+    positions = map(StreamPosition.from_json, _everyones(sampler.position().to_json(), world))
+    return StreamPosition.joined(list(positions)).to_json()
 
 
 def saved_event(saved: Saved) -> dict[str, object]:

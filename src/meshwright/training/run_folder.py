@@ -58,8 +58,8 @@ class RunFolder:
 
     def steps_of(self, config: Config) -> Path:
         """The folder of the steps of a run with this config: its own, or `checkpoint.dir`."""
-        own = config.checkpoint.dir
-        return self.checkpoints if own is None else Path(own)
+        directory = config.checkpoint.dir
+        return self.checkpoints if directory is None else Path(directory)
 
     @property
     def lock(self) -> Path:
@@ -124,7 +124,7 @@ class Job:
         return self.folder.steps_of(self.config)
 
 
-def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
+def choose_folder(config: Config, started: datetime.datetime) -> RunFolder:
     """Return the run folder of a config, which must not hold a run yet.
 
     Raises `ConfigError` if it does, or if it cannot be written.
@@ -133,13 +133,13 @@ def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
     name = config.log.name
     if name is not None and (Path(name).name != name or name in ("", ".", "..")):
         raise ConfigError(f"log.name = {name!r} must be a plain folder name; log.dir sets where")
-    path = root / (name or _unused(root, now.strftime("run-%Y%m%d-%H%M%S")))
+    path = root / (name or _unused(root, started.strftime("run-%Y%m%d-%H%M%S")))
     check_links(path)
     if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
         legal = [f"log.name = {_unused(root, path.name)}"]
         hint = f"To continue that run: meshwright train --resume {shlex.quote(str(path))}"
-        what = f"run folder {path} already holds a run"
-        raise ConfigError(refusal(what, legal=legal, hint=hint))
+        rule = f"run folder {path} already holds a run"
+        raise ConfigError(refusal(rule, legal=legal, hint=hint))
     check_writable("run folder", path, "log.dir")
     return RunFolder(path)
 
@@ -192,7 +192,7 @@ def check_links(path: Path) -> None:
                 raise ConfigError(refusal(rule, hint="Put a copy of the file in its place"))
 
 
-def check_writable(what: str, path: Path, key: str) -> None:
+def check_writable(label: str, path: Path, key: str) -> None:
     """Refuse a folder that is not writable, with the system's reason and the `key`.
 
     Missing folders are created for the check, and removed after it.
@@ -205,7 +205,9 @@ def check_writable(what: str, path: Path, key: str) -> None:
         for folder in missing:
             folder.rmdir()
     except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be written: {error.strerror}; set {key}") from None
+        raise ConfigError(
+            f"{label} {path} cannot be written: {error.strerror}; set {key}"
+        ) from None
 
 
 def create(job: Job) -> None:
@@ -226,10 +228,10 @@ def create(job: Job) -> None:
     }
     if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
         template = job.config.data.chat_template
-        own = None if template is None else Path(template)
+        template_file = None if template is None else Path(template)
         from meshwright.data.hf_tokenizer import copy_tokenizer  # numpy, which plans do without
 
-        copy_tokenizer(Path(job.tokenizer.file), folder.path, own)
+        copy_tokenizer(Path(job.tokenizer.file), folder.path, template_file)
     _write(folder.plan, _json(plan))
     latest = folder.path.parent / "latest"
     with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost
@@ -252,7 +254,7 @@ def restore(job: Job) -> None:
     create(job)
 
 
-def put_step(folder: RunFolder, found: StepProfile) -> None:
+def put_step(folder: RunFolder, profile: StepProfile) -> None:
     """Put a step profile into a run's `ledger.json`, replacing one of the same source.
 
     A run continues without it: if the disk refuses, it prints a note.
@@ -261,7 +263,7 @@ def put_step(folder: RunFolder, found: StepProfile) -> None:
     before: tuple[StepProfile, ...] = ()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or damaged
         before = from_json(parse_json(read_text(path)))
-    profiles = [*(one for one in before if one.source != found.source), found]
+    profiles = [*(stored for stored in before if stored.source != profile.source), profile]
     try:
         write_atomic(path, (json.dumps(to_json(profiles), separators=(",", ":")) + "\n").encode())
     except DataError as error:
@@ -317,8 +319,8 @@ def tokenizer_of(path: Path) -> StoredTokenizer:
     """
     if not path.is_dir() and find_step(path) is None:
         raise ConfigError(f"{path} is not a folder")
-    found = stored_tokenizer(path)
-    if found is not None:
-        return found
+    tokenizer = stored_tokenizer(path)
+    if tokenizer is not None:
+        return tokenizer
     stored_spec(path)  # a folder of no model, or of one that is not supported, says so
     raise ConfigError(f"{path} does not say which tokenizer it was trained with; give --tokenizer")

@@ -22,12 +22,12 @@ class SpikeWatch:
 
     def is_spike(self, loss: float) -> bool:
         """Add a step's loss in nats; true if it stands out, or is not finite."""
-        found = loss != loss
+        spike = loss != loss
         if len(self._last) >= LEAST:
             losses = list(self._last)
             self.usual = statistics.median(losses[-RECENT:])
             change = statistics.median(abs(b - a) for a, b in pairwise(losses))
-            found = found or loss - self.usual > FACTOR * max(change, 1e-3 * abs(self.usual))
-        if not found:  # one spike must not make the next one usual
+            spike = spike or loss - self.usual > FACTOR * max(change, 1e-3 * abs(self.usual))
+        if not spike:  # one spike must not make the next one usual
             self._last.append(loss)
-        return found
+        return spike

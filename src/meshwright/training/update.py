@@ -37,7 +37,7 @@ class Updated(NamedTuple):
 
     def numbers(self) -> Tensor:
         """Return all of it, fp64 `[3]`, still on the device."""
-        return torch.stack([one.detach().double() for one in self])
+        return torch.stack([number.detach().double() for number in self])
 
 
 def gradients(parallel: Parallel, batch: Batch, world: World, loss_scale: float = 1.0) -> Updated:
@@ -66,15 +66,15 @@ def update(
     If a gradient is not finite on any rank, no rank's weights and states change; `overflowed` says
     so once the norm is read. `before_update` is called before any weight changes.
     """
-    found = gradients(parallel, batch, world, scale.value)
+    updated = gradients(parallel, batch, world, scale.value)
     world.recorder.phase("update")
     before_update()
     shards.take()
-    step_scaled(optimizer, found.norm, scale.value, clip_norm)
+    step_scaled(optimizer, updated.norm, scale.value, clip_norm)
     shards.give()
     shards.clear()
-    correct_routers(parallel.routers, found.norm)
-    return found
+    correct_routers(parallel.routers, updated.norm)
+    return updated
 
 
 def overflowed(
@@ -104,8 +104,8 @@ def overflowed(
 def _first_of_all(first: int, parallel: Parallel, world: World) -> str:
     """Return the first of what the ranks have found, in the model's order, and whose it is."""
     names = list(parallel.program.shardings)
-    held = parallel.held
-    place = names.index(held[first].name) if first < len(held) else len(names)
+    parameters = parallel.held
+    place = names.index(parameters[first].name) if first < len(parameters) else len(names)
     places = [row[0] for row in world.gather_on_host([float(place)])]
     rank = places.index(min(places))
     place = int(min(places))

@@ -71,7 +71,7 @@ class PlanSource:
 
         `names` has their key for each of ours.
         """
-        return {theirs: self.value(ours) for ours, theirs in names.items() if self.is_stated(ours)}
+        return {name: self.value(ours) for ours, name in names.items() if self.is_stated(ours)}
 
     def hub_name(self) -> str:
         """Return the model's folder, or its repository; raises `ConfigError` where it has none."""
@@ -93,8 +93,8 @@ class PlanSource:
             if key.startswith("model.") and key not in allowed and self._is_size(key)
         ]
         if extra:
-            told = ", ".join(f"{key} = {self.value(key)!r}" for key in extra)
-            raise ConfigError(f"the model is said by its name, which does not say {told}")
+            listed = ", ".join(f"{key} = {self.value(key)!r}" for key in extra)
+            raise ConfigError(f"the model is said by its name, which does not say {listed}")
 
     def _is_size(self, key: str) -> bool:
         origin = self.config.origins[key]

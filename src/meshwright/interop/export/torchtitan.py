@@ -36,7 +36,7 @@ def torchtitan_keys(source: PlanSource) -> dict[str, Any]:
         "training.seq_len": train.seq_len,
         "training.mixed_precision_param": _dtype(source),
         "training.enable_cpu_offload": layout.offload == "params",
-        **{theirs: getattr(layout, ours.partition(".")[2]) for theirs, ours in DEGREES.items()},
+        **{name: getattr(layout, ours.partition(".")[2]) for name, ours in DEGREES.items()},
         f"{PARALLEL}fsdp_reshard_after_forward": "never" if layout.zero == 2 else "always",
         "activation_checkpoint.mode": layout.recompute,
     }
@@ -81,7 +81,7 @@ def _pipeline(source: PlanSource) -> dict[str, Any]:
             f"torchtitan divides {layers} layers into stages of {per_stage}, which are "
             f"{math.ceil(layers / per_stage)}, not {layout.stages} stages"
         )
-    names = {ours: theirs for theirs, ours in SCHEDULE_NAMES.items()}
+    names = {ours: name for name, ours in SCHEDULE_NAMES.items()}
     return {
         f"{PARALLEL}pipeline_parallel_schedule": names[layout.schedule],
         f"{PARALLEL}pipeline_parallel_microbatch_size": layout.microbatch,

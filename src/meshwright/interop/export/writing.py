@@ -71,9 +71,9 @@ def written(trainer: Trainer, source: PlanSource, file: str) -> Written:
 
 def keys_of(trainer: Trainer, source: PlanSource) -> dict[str, Any]:
     """Return the flat keys of a trainer's config; raises `ConfigError` for what it cannot say."""
-    why = trainer.refusal(source.layout, source.config.model.n_layers)
-    if why is not None:
-        raise ConfigError(why)
+    reason = trainer.refusal(source.layout, source.config.model.n_layers)
+    if reason is not None:
+        raise ConfigError(reason)
     elsewhere = {*trainer.says, *trainer.scripted, *OWN_KEYS}
     unsaid = [key for key in source.stated() if key not in elsewhere]
     usual = {"train.compile": (False, "auto")}  # no trainer compiles unless it is told to
@@ -83,8 +83,8 @@ def keys_of(trainer: Trainer, source: PlanSource) -> dict[str, Any]:
         if source.value(key) not in (*usual.get(key, ()), _default(source, key))
     ]
     if unsaid:
-        told = ", ".join(f"{key} = {toml_value(source.value(key))}" for key in unsaid)
-        raise ConfigError(f"{trainer.name} ({trainer.file}) cannot say {told}; leave it out")
+        listed = ", ".join(f"{key} = {toml_value(source.value(key))}" for key in unsaid)
+        raise ConfigError(f"{trainer.name} ({trainer.file}) cannot say {listed}; leave it out")
     return _KEYS[trainer.name](source)
 
 
@@ -120,35 +120,40 @@ def layout_of(imported: Imported, devices: int) -> Layout:
     return resolve_layout(config, Machine("cuda", devices, 1, "to import", is_fixed=True))
 
 
-def differing(one: Layout, other: Layout, ignored: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
+def differing(
+    layout: Layout, other: Layout, ignored: Mapping[str, str]
+) -> dict[str, tuple[Any, Any]]:
     """Return the keys in which two layouts differ, with both values."""
-    found = {}
-    for key, value in one.model_dump().items():
+    differences = {}
+    for key, value in layout.model_dump().items():
         other_value = getattr(other, key)
-        idle = key in _IDLE and getattr(one, _IDLE[key]) == 1
+        idle = key in _IDLE and getattr(layout, _IDLE[key]) == 1
         if value != other_value and not idle and key not in ignored:
-            found[key] = (value, other_value)
-    return found
+            differences[key] = (value, other_value)
+    return differences
 
 
 def _check_read_back(trainer: Trainer, source: PlanSource, keys: Mapping[str, Any]) -> None:
     """Refuse what a trainer's keys do not say: read back, they mean something else."""
     imported = read_back(trainer, keys, source)
     other = layout_of(imported, source.devices)
-    found = differing(source.layout, other, trainer.beside)
-    told = [
-        f"layout.{key} = {value} (it would be {there})" for key, (value, there) in found.items()
+    differences = differing(source.layout, other, trainer.beside)
+    losses = [
+        f"layout.{key} = {value} (it would be {imported_value})"
+        for key, (value, imported_value) in differences.items()
     ]
     if trainer.name == "megatron":
         config = build_config({name: dict(values) for name, values in imported.given.items()})
-        here, there = (one.identity() for one in (source.config.model, config.model))
-        told += [
-            f"model.{key} = {here[key]} (it would be {there.get(key)})"
-            for key in here
-            if here[key] != there.get(key) and key not in _MODEL_NAMES
+        identity, imported_identity = (
+            model.identity() for model in (source.config.model, config.model)
+        )
+        losses += [
+            f"model.{key} = {identity[key]} (it would be {imported_identity.get(key)})"
+            for key in identity
+            if identity[key] != imported_identity.get(key) and key not in _MODEL_NAMES
         ]
-    if told:
-        raise ConfigError(f"{trainer.name} ({trainer.file}) cannot say {'; '.join(told)}")
+    if losses:
+        raise ConfigError(f"{trainer.name} ({trainer.file}) cannot say {'; '.join(losses)}")
 
 
 def _notes(trainer: Trainer, source: PlanSource) -> list[str]:
@@ -158,8 +163,8 @@ def _notes(trainer: Trainer, source: PlanSource) -> list[str]:
     ]
     scripted = [key for key in source.stated() if key in trainer.scripted]
     if scripted:
-        told = ", ".join(f"{key} = {toml_value(source.value(key))}" for key in scripted)
-        notes.append(f"{told}: of your script, not of this file")
+        listed = ", ".join(f"{key} = {toml_value(source.value(key))}" for key in scripted)
+        notes.append(f"{listed}: of your script, not of this file")
     left = [key for key in source.stated() if key in OWN_KEYS]
     if left:
         notes.append(f"{', '.join(left)}: of Meshwright's own loop, left out")
@@ -184,10 +189,10 @@ def nest(keys: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in keys.items():
         *sections, name = key.split(".")
-        at = nested
+        table = nested
         for section in sections:
-            at = at.setdefault(section, {})
-        at[name] = value
+            table = table.setdefault(section, {})
+        table[name] = value
     return nested
 
 
@@ -202,12 +207,12 @@ def _script(head: str, keys: Mapping[str, Any]) -> str:
     """Return Megatron-LM's arguments as a script that starts pretrain_gpt.py."""
     of_launcher = ("nproc-per-node", "nnodes")
     started = " ".join(f"--{name} {keys[name]}" for name in of_launcher if name in keys)
-    words = [
+    arguments = [
         f"--{name}" if value is True else f"--{name} {shlex.quote(_plain(value))}"
         for name, value in keys.items()
         if name not in of_launcher and value is not False
     ]
-    joined = " \\\n    ".join([f"torchrun {started} pretrain_gpt.py", *words, '"$@"'])
+    joined = " \\\n    ".join([f"torchrun {started} pretrain_gpt.py", *arguments, '"$@"'])
     return f"#!/bin/bash\n# {head}; data, tokenizer and checkpoints are your arguments\n{joined}\n"
 
 

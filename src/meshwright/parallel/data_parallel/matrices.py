@@ -24,16 +24,18 @@ class WholeMatrices:
     def __init__(
         self,
         leaves: Sequence[nn.Parameter] = (),
-        held: Sequence[HeldParameter] = (),
+        parameters: Sequence[HeldParameter] = (),
         groups: Groups | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`leaves` are the optimizer's tensors of the parameters `held`.
+        """`leaves` are the optimizer's tensors of the `parameters`.
 
         Gathering is done on `device`, where groups communicate.
         """
-        pairs = zip(leaves, held, strict=True)
-        self._shardings: Mapping[int, Sharding] = {id(leaf): one.sharding for leaf, one in pairs}
+        pairs = zip(leaves, parameters, strict=True)
+        self._shardings: Mapping[int, Sharding] = {
+            id(leaf): parameter.sharding for leaf, parameter in pairs
+        }
         self._groups, self._device = groups, device
 
     def whole(self, leaf: Tensor, shard: Tensor) -> Tensor:
@@ -44,31 +46,31 @@ class WholeMatrices:
         sharding = self._shardings.get(id(leaf))
         if sharding is None or self._groups is None:
             return shard
-        whole = shard.to(self._device)
+        matrix = shard.to(self._device)
         if sharding.cuts_rows_of_matrix:
-            whole = _gathered_rows(whole, sharding, self._groups.shard)
+            matrix = _gathered_rows(matrix, sharding, self._groups.shard)
         if sharding.tp_dim is not None:
-            whole = _gathered(whole, sharding.tp_dim, self._groups.tp)
-        return whole
+            matrix = _gathered(matrix, sharding.tp_dim, self._groups.tp)
+        return matrix
 
-    def shard(self, leaf: Tensor, whole: Tensor) -> Tensor:
+    def shard(self, leaf: Tensor, matrix: Tensor) -> Tensor:
         """Return this rank's shard of what `whole` has returned for a leaf."""
         sharding = self._shardings.get(id(leaf))
         if sharding is None or self._groups is None:
-            return whole
+            return matrix
         if sharding.tp_dim is not None:
-            whole = whole.chunk(sharding.tp, sharding.tp_dim)[self._groups.tp.rank]
+            matrix = matrix.chunk(sharding.tp, sharding.tp_dim)[self._groups.tp.rank]
         if sharding.cuts_rows_of_matrix:
             start = self._groups.shard.rank * sharding.rows_each
-            whole = whole[start : start + sharding.rows_each]
-        return whole
+            matrix = matrix[start : start + sharding.rows_each]
+        return matrix
 
 
 def _gathered_rows(shard: Tensor, sharding: Sharding, link: Link) -> Tensor:
     """Return a matrix of which each rank has as many rows, but for the last ones."""
-    each, rows = sharding.rows_each, sharding.tp_shape[0]
-    if len(shard) < each:
-        padded = shard.new_zeros(each, *shard.shape[1:])
+    rows_per_rank, rows = sharding.rows_each, sharding.tp_shape[0]
+    if len(shard) < rows_per_rank:
+        padded = shard.new_zeros(rows_per_rank, *shard.shape[1:])
         padded[: len(shard)] = shard
         shard = padded
     return _gathered(shard, 0, link)[:rows]
@@ -76,8 +78,8 @@ def _gathered_rows(shard: Tensor, sharding: Sharding, link: Link) -> Tensor:
 
 def _gathered(shard: Tensor, dim: int, link: Link) -> Tensor:
     """Return tensors of equal shape from all ranks of a link, joined along a dim."""
-    whole = shard.new_empty(link.size * len(shard), *shard.shape[1:])
-    dist.all_gather_into_tensor(whole, shard.contiguous(), group=link.required)
+    gathered = shard.new_empty(link.size * len(shard), *shard.shape[1:])
+    dist.all_gather_into_tensor(gathered, shard.contiguous(), group=link.required)
     if dim == 0:
-        return whole
-    return torch.cat(whole.chunk(link.size), dim)
+        return gathered
+    return torch.cat(gathered.chunk(link.size), dim)

@@ -36,7 +36,7 @@ class GradientPrint(NamedTuple):
 
 
 class ReplicaAlarms:
-    """Checks the gradients of every `every`-th step before its update.
+    """Checks the gradients of every `interval`-th step before its update.
 
     `alarms` has what was said, on every rank: gradients that should be equal and differ, parameters
     that no rank has a gradient of, gradients that are all zero or not finite, ranks that clip by
@@ -44,9 +44,9 @@ class ReplicaAlarms:
     """
 
     def __init__(
-        self, model: nn.Module, *, every: int = 1, say: Callable[[str], None] = print
+        self, model: nn.Module, *, interval: int = 1, say: Callable[[str], None] = print
     ) -> None:
-        self._reader, self._every, self._say = ModelReader(model), every, say
+        self._reader, self._every, self._say = ModelReader(model), interval, say
         self._steps = 0
         self._parameters = list[nn.Parameter]()
         self._known = list[list[tuple[str, tuple[int, ...], float]]]()
@@ -94,25 +94,25 @@ class ReplicaAlarms:
     def _exchanged(self) -> list[dict[str, GradientPrint | None]]:
         """Return all ranks' numbers, by rank and name; a collective."""
         device = self._parameters[0].device
-        most = max(map(len, self._known)) + 1
-        mine = torch.full((most, 2), _ABSENT, device=device)
-        mine[-1, 0], self._norm = self._norm, _ABSENT
+        rows = max(map(len, self._known)) + 1
+        local = torch.full((rows, 2), _ABSENT, device=device)
+        local[-1, 0], self._norm = self._norm, _ABSENT
         for row, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
-                mine[row] = _numbers(parameter.grad)
-        numbers = [mine]
+                local[row] = _numbers(parameter.grad)
+        numbers = [local]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            numbers = [torch.empty_like(mine) for _ in self._known]
-            dist.all_gather(numbers, mine)
-        found, self._norms = [], []
+            numbers = [torch.empty_like(local) for _ in self._known]
+            dist.all_gather(numbers, local)
+        by_rank, self._norms = [], []
         for known, values in zip(self._known, torch.stack(numbers).tolist(), strict=True):
             prints = dict[str, GradientPrint | None]()
             for (name, place, tolerance), (norm, total) in zip(known, values, strict=False):
                 is_there = norm != _ABSENT
                 prints[name] = GradientPrint(place, norm, total, tolerance) if is_there else None
             self._norms.append(values[-1][0])
-            found.append(prints)
-        return found
+            by_rank.append(prints)
+        return by_rank
 
 
 def found_alarms(by_rank: Sequence[Mapping[str, GradientPrint | None]]) -> list[str]:
@@ -121,13 +121,13 @@ def found_alarms(by_rank: Sequence[Mapping[str, GradientPrint | None]]) -> list[
     absent, apart, infinite, total = list[str](), list[str](), list[str](), 0.0
     for name in names:
         prints = [prints.get(name) for prints in by_rank]
-        there = [each for each in prints if each is not None]
-        total += sum(each.norm for each in there)
-        if not there:
+        present = [gradient for gradient in prints if gradient is not None]
+        total += sum(gradient.norm for gradient in present)
+        if not present:
             absent.append(name)
-        elif not all(each.norm < float("inf") for each in there):
+        elif not all(gradient.norm < float("inf") for gradient in present):
             infinite.append(name)
-        elif any(_differ(a, b) for a, b in pairwise(sorted(there))):
+        elif any(_differ(a, b) for a, b in pairwise(sorted(present))):
             apart.append(name)
     if names and len(absent) == len(names):
         return ["no parameter has a gradient"]
@@ -160,7 +160,7 @@ def _place(parameter: Tensor) -> tuple[int, ...]:
         return tuple(parameter.shape)
     where: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
     pairs = zip(where, parameter.placements, strict=True)
-    shards = [at for at, placement in pairs if not placement.is_replicate()]
+    shards = [place for place, placement in pairs if not placement.is_replicate()]
     return (*shards, *parameter._local_tensor.shape)
 
 

@@ -60,8 +60,8 @@ def around_clipping(around: Callable[[Callable[[], Any], float], Any]) -> Iterat
 
 def full(tensor: Any) -> Tensor:
     """Return the whole of a DTensor, a plain tensor as it is."""
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
 
 
 def number_of(value: Any) -> float:

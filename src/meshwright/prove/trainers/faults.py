@@ -118,11 +118,11 @@ class Namer:
         left: float,
     ) -> NamedFault:
         """Name a fault of copies that should be equal: by their sum over an axis, or by rank."""
-        whole = [axis for axis in self.axes if axis.name not in gathered.sharded_over]
-        for axis in axes_and_products(whole):
-            found = _sum_over(axis, values, exact, left)
-            if found is not None:
-                return found
+        unsharded = [axis for axis in self.axes if axis.name not in gathered.sharded_over]
+        for axis in axes_and_products(unsharded):
+            fault = _sum_over(axis, values, exact, left)
+            if fault is not None:
+                return fault
         right = [rank for rank in values if rank not in wrong]
         by_rank = f"differs between ranks {_listed(sorted(values))}"
         if right:
@@ -132,8 +132,8 @@ class Namer:
             first = named[0]
             how = f"{first.how} on ranks {_listed(wrong)} alone" if right else first.how
             return NamedFault(first.kind, how, wrong, first.axes, first.ratio)
-        each = [f"on rank {f.ranks[0]} {f.how}" for f in named if f.is_explained]
-        how = "; ".join([by_rank, *each[:4]])
+        explained = [f"on rank {f.ranks[0]} {f.how}" for f in named if f.is_explained]
+        how = "; ".join([by_rank, *explained[:4]])
         return NamedFault("replicas differ", how, wrong)
 
     def _of_equal(
@@ -142,8 +142,8 @@ class Namer:
         """Name the fault of one value by the combination of contributions that it is."""
         for guess in self._hypotheses():
             pattern = self.replayed.summed(tensor, guess.weights) * self.scale
-            ratio, rest = _fitted(value, pattern)
-            if rest > left:
+            ratio, residual = _fitted(value, pattern)
+            if residual > left:
                 continue
             if guess.is_scaled:
                 axes, how = factor_of(ratio, self.axes, self._microbatches)
@@ -153,9 +153,9 @@ class Namer:
             axes, how = factor_of(ratio, self.axes, self._microbatches)
             return NamedFault(guess.kind, f"{guess.how}, and {how}", ranks, guess.axes, ratio)
         exact = self.replayed.summed(tensor) * self.scale
-        ratio, rest = _fitted(value, exact)
-        if rest < 1:
-            how = f"is {ratio:.4g} times the reference and a rest of {rest:.2g} of its size"
+        ratio, residual = _fitted(value, exact)
+        if residual < 1:
+            how = f"is {ratio:.4g} times the reference and a rest of {residual:.2g} of its size"
         else:
             how = "has nothing of the reference"
         return NamedFault("wrong", how, ranks)
@@ -211,14 +211,14 @@ class Namer:
             "each data rank": lambda p: p.data_rank,
             "each microbatch": lambda p: p.microbatch,
         }
-        for of, key in keys.items():
+        for unit, key in keys.items():
             counts = dict.fromkeys(map(key, parts), 0)
             for part in parts:
                 counts[key(part)] += part.targets
             if len(set(counts.values())) == 1:
                 continue
             weights = tuple(total / len(counts) / counts[key(part)] for part in parts)
-            how = f"is a mean over the targets of {of}, not over those of the global batch"
+            how = f"is a mean over the targets of {unit}, not over those of the global batch"
             yield _Hypothesis("local token count", weights, how)
 
 
@@ -228,11 +228,11 @@ def _sum_over(
     """Return the fault that copies have whose sum over an axis is the reference, or a multiple."""
     ratios = []
     for group in axis.groups:
-        some = [values[rank] for rank in group if rank in values]
-        if len(some) != len(group):
+        copies = [values[rank] for rank in group if rank in values]
+        if len(copies) != len(group):
             return None
-        ratio, rest = _fitted(sum(some[1:], some[0]), exact)
-        if rest > left or abs(ratio) < left:
+        ratio, residual = _fitted(sum(copies[1:], copies[0]), exact)
+        if residual > left or abs(ratio) < left:
             return None
         ratios.append(ratio)
     near = max(_NEAR, left)
@@ -285,9 +285,9 @@ def _distance(value: Tensor, exact: Tensor) -> float:
 
 def _spread(values: Mapping[int, Tensor]) -> float:
     """Return the largest distance of a copy from the first, relative to the largest."""
-    first, *others = values.values()
+    first, *copies = values.values()
     size = max(value.norm().item() for value in values.values())
-    far = max((torch.dist(value, first).item() for value in others), default=0.0)
+    far = max((torch.dist(value, first).item() for value in copies), default=0.0)
     return float(far / max(size, 1e-300))
 
 

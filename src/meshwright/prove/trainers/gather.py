@@ -91,20 +91,20 @@ class ModelReader:
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights on the host, one at a time; a collective."""
         with self._summoned(gradients=False):
-            found = {}
+            by_name = {}
             for name, parameter in self.parameters().items():
-                found[name] = whole(_of_deepspeed(parameter, "safe_get_full_fp32_param"))
-            return found
+                by_name[name] = whole(_of_deepspeed(parameter, "safe_get_full_fp32_param"))
+            return by_name
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the whole gradients on the host, None where there is none; a collective."""
         with self._summoned(gradients=True):
-            found = dict[str, Tensor | None]()
+            by_name = dict[str, Tensor | None]()
             for name, parameter in self.parameters().items():
                 gradient = _gradient(parameter)
-                found[name] = None if gradient is None else whole(gradient)
-            return found
+                by_name[name] = None if gradient is None else whole(gradient)
+            return by_name
 
     def sharded_over(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the axes that shard each parameter."""
@@ -124,24 +124,24 @@ class ModelReader:
 
     def axes(self) -> list[MeshAxis]:
         """Return the axes of all meshes and groups of the model, by all ranks; a collective."""
-        mine = dict[str, tuple[int, ...]]()
+        ranks = dict[str, tuple[int, ...]]()
         for parameter in self.parameters().values():
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
                 for dim, name in enumerate(_axis_names(mesh)):
-                    mine.setdefault(name, tuple(dist.get_process_group_ranks(mesh.get_group(dim))))
+                    ranks.setdefault(name, tuple(dist.get_process_group_ranks(mesh.get_group(dim))))
         for module in self.root.modules():
             for name, group in _groups(module).items():
-                mine.setdefault(name, tuple(dist.get_process_group_ranks(group)))
-        return assembled_axes(everyones(mine))
+                ranks.setdefault(name, tuple(dist.get_process_group_ranks(group)))
+        return assembled_axes(everyones(ranks))
 
 
 def assembled_axes(by_rank: Sequence[Mapping[str, tuple[int, ...]]]) -> list[MeshAxis]:
     """Return the axes of a run from each rank's own groups; all ranks together are the last."""
-    names = list(dict.fromkeys(name for mine in by_rank for name in mine))
+    names = list(dict.fromkeys(name for axis_ranks in by_rank for name in axis_ranks))
     axes = list[MeshAxis]()
     for name in names:
-        groups = {tuple(sorted(mine[name])) for mine in by_rank if name in mine}
+        groups = {tuple(sorted(axis_ranks[name])) for axis_ranks in by_rank if name in axis_ranks}
         if len({len(group) for group in groups}) == 1:
             axes.append(MeshAxis(name, tuple(sorted(groups))))
     everyone = tuple(range(len(by_rank)))
@@ -155,11 +155,11 @@ def shared_copies(tensors: Mapping[str, Tensor | None]) -> dict[str, dict[str, l
 
     "none" is the digest where a rank has no tensor.
     """
-    found = dict[str, dict[str, list[int]]]()
+    ranks_of = dict[str, dict[str, list[int]]]()
     for rank, digests in enumerate(everyones({n: digest(t) for n, t in tensors.items()})):
         for name, value in digests.items():
-            found.setdefault(name, {}).setdefault(value, []).append(rank)
-    return found
+            ranks_of.setdefault(name, {}).setdefault(value, []).append(rank)
+    return ranks_of
 
 
 def digest(tensor: Tensor | None) -> str:
@@ -236,8 +236,8 @@ def _of_deepspeed(parameter: nn.Parameter, read: str) -> Tensor:
         return parameter
     from deepspeed import utils
 
-    found = getattr(utils, read)(parameter)
-    return parameter if found is None else found
+    tensor = getattr(utils, read)(parameter)
+    return parameter if tensor is None else tensor
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -245,7 +245,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
     if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_full_grad
 
-        found: Tensor | None = safe_get_full_grad(parameter)
-        return found
+        gradient: Tensor | None = safe_get_full_grad(parameter)
+        return gradient
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if parameter.grad is not None else main

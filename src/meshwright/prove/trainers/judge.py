@@ -205,16 +205,16 @@ class _StepJudge:
         self._order = [name for name in order if name in names]
         self._order += [name for name in names if name not in order]
         self._exact = {name: replayed.summed(name) * self._scale for name in names}
-        rounded = [{n: t * self._scale for n, t in one.items()} for one in replayed.rounded]
+        rounded = [{n: t * self._scale for n, t in sample.items()} for sample in replayed.rounded]
         self._expected = Expected(self._exact, rounded)
         self.shares = list[float]()
 
     def faults(self) -> Iterator[StepFault]:
         """Yield what is wrong, in the order of computation; later quantities if earlier agree."""
         for compare in (self._weights, self._losses, self._gradients, self._norms, self._updates):
-            found = list(compare())
-            yield from found
-            if found and compare != self._norms:
+            step_faults = list(compare())
+            yield from step_faults
+            if step_faults and compare != self._norms:
                 return
 
     def _weights(self) -> Iterator[StepFault]:
@@ -224,7 +224,7 @@ class _StepJudge:
         self, quantity: StepQuantity, tensors: Mapping[str, GatheredTensor], bound: float
     ) -> Iterator[StepFault]:
         """Yield the tensors whose copies differ by more than rounding, as one fault."""
-        apart, ranks, most = list[str](), set[int](), 0.0
+        apart, ranks, largest = list[str](), set[int](), 0.0
         for name, gathered in tensors.items():
             values = [copy.value for copy in gathered.copies if copy.value is not None]
             size = max((value.double().norm().item() for value in values), default=0.0)
@@ -233,7 +233,7 @@ class _StepJudge:
             if not off <= limit * size:
                 apart.append(name)
                 ranks |= {copy.ranks[0] for copy in gathered.copies}
-                most = max(most, off / max(size, 1e-300))
+                largest = max(largest, off / max(size, 1e-300))
         if apart:
             when = "before" if quantity == "weights" else "after"
             sentence = (
@@ -241,7 +241,7 @@ class _StepJudge:
                 f"should hold the same, {when} the update"
             )
             kind = "replicas differ"
-            yield self._fault(quantity, kind, sentence, apart, ranks=ranks, error=most)
+            yield self._fault(quantity, kind, sentence, apart, ranks=ranks, error=largest)
 
     def _losses(self) -> Iterator[StepFault]:
         pairs = zip(self._observed.losses, self._replayed.losses, strict=False)
@@ -373,7 +373,7 @@ class _StepJudge:
         """Return the axes, and how a norm counts some parameters more or less than once."""
         total = sum(squares.values())
         sizes = {axis.name: axis.size for axis in axes_and_products(self._axes)}
-        for what, names in self._classes().items():
+        for label, names in self._classes().items():
             part = sum(squares[name] for name in names)
             if not part:
                 continue
@@ -381,9 +381,9 @@ class _StepJudge:
             for axis, size in sizes.items():
                 for factor, shown in ((size, f"{size} times"), (1 / size, f"1/{size} times")):
                     if abs(count - factor) <= _NORM_NEAR * max(total / part, 1) * factor:
-                        return (axis,), f"it counts {what} {shown}, the size of {axis}"
+                        return (axis,), f"it counts {label} {shown}, the size of {axis}"
             if abs(count) <= _NORM_NEAR * total / part:
-                return (), f"it leaves out {what}"
+                return (), f"it leaves out {label}"
         return (), f"it is {norm / math.sqrt(total):.4g} times too large"
 
     def _classes(self) -> dict[str, list[str]]:
@@ -393,8 +393,8 @@ class _StepJudge:
         classes["all parameters"] = names
         for name in names:
             over = self._observed.gradients[name].sharded_over
-            what = f"parameters sharded over {' and '.join(over)}" if over else "whole parameters"
-            classes.setdefault(what, []).append(name)
+            label = f"parameters sharded over {' and '.join(over)}" if over else "whole parameters"
+            classes.setdefault(label, []).append(name)
             if "expert" in name:
                 classes.setdefault("experts", []).append(name)
         for name in names:
@@ -402,10 +402,10 @@ class _StepJudge:
         return classes
 
     def _updates(self) -> Iterator[StepFault]:
-        found = list(self._replicas("update", self._observed.updates, 1e-6))
-        yield from found
+        differing = list(self._replicas("update", self._observed.updates, 1e-6))
+        yield from differing
         expected = self._replayed.updates
-        if found or expected is None:
+        if differing or expected is None:
             return
         wrong, ratios = list[str](), list[float]()
         worst = _Error("", 0.0, 1.0)

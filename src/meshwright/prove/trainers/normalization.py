@@ -43,8 +43,8 @@ def target_weights(logits: Tensor, data_rank: int, microbatch: int) -> TargetWei
     target = flat.argmin(-1, keepdim=True)
     weight = -flat.gather(-1, target) / (1 - softmax.gather(-1, target)).clamp(min=1e-12)
     one_hot = torch.zeros_like(flat).scatter_(-1, target, 1.0)
-    rest = (flat - weight * (softmax - one_hot)).norm() / flat.norm().clamp(min=1e-300)
-    if not float(rest) <= _REST:
+    residual = (flat - weight * (softmax - one_hot)).norm() / flat.norm().clamp(min=1e-300)
+    if not float(residual) <= _REST:
         return unknown
     used = weight[weight > 0]
     if not used.numel():
@@ -58,18 +58,19 @@ def convention_text(weights: Sequence[TargetWeights], scale: float) -> str:
 
     `scale` is what the sum over data ranks is multiplied by.
     """
-    if not weights or not all(one.targets for one in weights):
+    if not weights or not all(part.targets for part in weights):
         return "the loss is no plain cross-entropy of the model's output: its mean is not examined"
-    total = sum(one.total for one in weights) * scale
-    count = sum(one.targets for one in weights)
-    least, most = min(one.least for one in weights), max(one.most for one in weights)
-    if most <= least * (1 + _NEAR):
+    total = sum(part.total for part in weights) * scale
+    count = sum(part.targets for part in weights)
+    smallest, largest = min(part.least for part in weights), max(part.most for part in weights)
+    if largest <= smallest * (1 + _NEAR):
         text = f"each of the {count} targets of a step has the same weight"
-    elif all(one.most <= one.least * (1 + _NEAR) for one in weights):
+    elif all(part.most <= part.least * (1 + _NEAR) for part in weights):
         text = (
             "the loss is a mean of microbatches' means: with unequal numbers of targets "
-            f"({min(one.targets for one in weights)} to {max(one.targets for one in weights)}), "
-            f"a target weighs up to {most / least:.3g} times as much as another"
+            f"({min(part.targets for part in weights)} to "
+            f"{max(part.targets for part in weights)}), "
+            f"a target weighs up to {largest / smallest:.3g} times as much as another"
         )
     else:
         text = "targets of a microbatch have different weights"

@@ -103,8 +103,8 @@ def joined(axes: Sequence[MeshAxis]) -> MeshAxis:
 def axes_and_products(axes: Iterable[MeshAxis]) -> list[MeshAxis]:
     """Return the axes of more than one rank, then those of two, then of three of them together."""
     single = [axis for axis in axes if axis.size > 1]
-    found = list(single)
+    combined = list(single)
     for count in range(2, min(len(single), 3) + 1):
-        found += [joined(some) for some in combinations(single, count)]
-    distinct = {axis.groups: axis for axis in reversed(found)}
-    return [axis for axis in found if distinct[axis.groups] is axis]
+        combined += [joined(subset) for subset in combinations(single, count)]
+    distinct = {axis.groups: axis for axis in reversed(combined)}
+    return [axis for axis in combined if distinct[axis.groups] is axis]

@@ -100,8 +100,8 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[inner]
     if kind == "dict":
         return {k: decode(v, tensors) for k, v in inner.items()}
-    made = [decode(v, tensors) for v in inner]
-    return made if kind == "list" else tuple(made)
+    items = [decode(v, tensors) for v in inner]
+    return items if kind == "list" else tuple(items)
 
 
 def summary_of(output: Tensor) -> float:
@@ -159,7 +159,7 @@ def load_step(folder: Path, number: int, ranks: int) -> LoadedStep:
         kind: _gathered(kind, facts[0]["holders"][kind], tensors, facts[0]["sharded"])
         for kind in ("weights", "gradients", "after")
     }
-    norms = {rank: one["norm"] for rank, one in enumerate(facts) if one["norm"] is not None}
+    norms = {rank: fact["norm"] for rank, fact in enumerate(facts) if fact["norm"] is not None}
     return LoadedStep(
         [_microbatches(facts[rank], tensors[rank]) for rank in range(ranks)],
         gathered["weights"],
@@ -189,8 +189,8 @@ def _gathered(
 
 
 def _microbatches(facts: Any, tensors: Mapping[str, Tensor]) -> list[RecordedMicrobatch]:
-    found = []
-    for place, one in enumerate(facts["microbatches"]):
+    microbatches = []
+    for place, microbatch in enumerate(facts["microbatches"]):
         parts: dict[str, dict[str, Tensor]] = {
             kind: {
                 key.split("|", 2)[2]: tensor
@@ -199,7 +199,9 @@ def _microbatches(facts: Any, tensors: Mapping[str, Tensor]) -> list[RecordedMic
             }
             for kind in ("inputs", "outputs")
         }
-        values = {int(k): v for k, v in one["values"].items()}
+        values = {int(k): v for k, v in microbatch["values"].items()}
         gradients = {int(k): v for k, v in parts["outputs"].items()}
-        found.append(RecordedMicrobatch(one["inputs"], parts["inputs"], values, gradients))
-    return found
+        microbatches.append(
+            RecordedMicrobatch(microbatch["inputs"], parts["inputs"], values, gradients)
+        )
+    return microbatches

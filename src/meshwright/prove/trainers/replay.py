@@ -95,13 +95,15 @@ class Replayer:
         rounded = [list(self._sample(steps, seed)) for seed in range(_SAMPLES)]
         replayed = []
         for number in range(len(steps)):
-            some = [sample[number] for sample in rounded]
+            samples = [sample[number] for sample in rounded]
             replayed.append(
                 ReplayedStep(
                     exact[number].contributions,
-                    [one.total for one in some],
+                    [rounded_step.total for rounded_step in samples],
                     None,
-                    _losses(exact[number].losses, [one.losses for one in some]),
+                    _losses(
+                        exact[number].losses, [rounded_step.losses for rounded_step in samples]
+                    ),
                 )
             )
         return Replay(replayed, self._order, self._weighting)
@@ -210,12 +212,12 @@ def _losses(
     exact: Sequence[float], rounded: Sequence[Sequence[float]]
 ) -> list[tuple[float, float]]:
     """Return each number of a microbatch, and its relative tolerance."""
-    found = []
+    losses = []
     for place, value in enumerate(exact):
         size = max(abs(value), 1e-12)
         noise = max(abs(sample[place] - value) for sample in rounded) / size
-        found.append((value, MARGIN * noise + _LEAST_OF_LOSS * 2.0**-24))
-    return found
+        losses.append((value, MARGIN * noise + _LEAST_OF_LOSS * 2.0**-24))
+    return losses
 
 
 def _summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -245,10 +247,10 @@ def replay_updates(
 ) -> list[Expected]:
     """Return what the optimizer adds to the weights, given the run's own gradients and norms."""
     exact, rounded = _updates(steps, kind, torch.float64), _updates(steps, kind, None)
-    found = []
-    for step, some, others in zip(steps, exact, rounded, strict=True):
-        found.append(Expected(some, [others], _first_copies(step.weights)))
-    return found
+    expected = []
+    for step, exact_update, rounded_update in zip(steps, exact, rounded, strict=True):
+        expected.append(Expected(exact_update, [rounded_update], _first_copies(step.weights)))
+    return expected
 
 
 def _updates(
@@ -265,7 +267,7 @@ def _updates(
     ]
     groups = [group for group in groups if group["params"]]
     optimizer = kind(groups, **{k: v for k, v in groups[0].items() if k == "lr"})
-    found = []
+    updates = []
     for step in steps:
         settings = [group["settings"] for group in step.groups if group["names"]]
         for group, values in zip(optimizer.param_groups, settings, strict=False):
@@ -280,12 +282,12 @@ def _updates(
                 gradient = gradients.get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype) * clip
         optimizer.step()
-        found.append(
+        updates.append(
             {n: p.detach().double() - before[n].double() for n, p in parameters.items()}
             if dtype is None
             else {n: p.detach() - before[n].to(dtype) for n, p in parameters.items()}
         )
-    return found
+    return updates
 
 
 def _first_copies(tensors: Mapping[str, GatheredTensor]) -> dict[str, Tensor]:

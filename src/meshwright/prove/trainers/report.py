@@ -54,47 +54,47 @@ class TrainerVerdict:
 
     def write(self, folder: Path) -> None:
         """Write `verdict.json`, and `issue.md` if there is a fault."""
-        found = self.as_dict()
-        (folder / VERDICT).write_text(json.dumps(found, indent=1) + "\n")
+        document = self.as_dict()
+        (folder / VERDICT).write_text(json.dumps(document, indent=1) + "\n")
         if self.verdict.faults:
-            (folder / ISSUE).write_text(issue_text(found))
+            (folder / ISSUE).write_text(issue_text(document))
 
 
-def verdict_lines(found: dict[str, Any]) -> list[str]:
+def verdict_lines(verdict: dict[str, Any]) -> list[str]:
     """Return the lines of a verdict that `as_dict` or a file has."""
-    layout = ", ".join(f"{name} = {size}" for name, size in found["axes"].items()) or "one rank"
-    head = f"{found['world']} ranks ({layout}), {found['steps']} steps"
-    notes = [f"  {note}" for note in found["notes"]]
-    if found["refused"] is not None:
-        return [f"REFUSED {head}: {found['refused']}", *notes]
-    if not found["faults"]:
-        worst = found["worst_share_of_tolerance"]
-        text = f"PASS {head}: {found['compared']} tensors and numbers are those of one process"
+    layout = ", ".join(f"{name} = {size}" for name, size in verdict["axes"].items()) or "one rank"
+    head = f"{verdict['world']} ranks ({layout}), {verdict['steps']} steps"
+    notes = [f"  {note}" for note in verdict["notes"]]
+    if verdict["refused"] is not None:
+        return [f"REFUSED {head}: {verdict['refused']}", *notes]
+    if not verdict["faults"]:
+        worst = verdict["worst_share_of_tolerance"]
+        text = f"PASS {head}: {verdict['compared']} tensors and numbers are those of one process"
         return [f"{text}; the largest error is {worst:.0%} of its tolerance", *notes]
-    lines = [f"FAIL {head}: {len(found['faults'])} faults"]
-    for fault in found["faults"][:_SHOWN]:
+    lines = [f"FAIL {head}: {len(verdict['faults'])} faults"]
+    for fault in verdict["faults"][:_SHOWN]:
         lines.append(f"  [{fault['kind']}] step {fault['step']}: {fault['sentence']}")
         lines.append(
             f"     off by {_short(fault['error'])}, tolerated {_short(fault['tolerance'])}"
         )
-    if len(found["faults"]) > _SHOWN:
-        lines.append(f"  and {len(found['faults']) - _SHOWN} more in {VERDICT}")
+    if len(verdict["faults"]) > _SHOWN:
+        lines.append(f"  and {len(verdict['faults']) - _SHOWN} more in {VERDICT}")
     return lines + notes
 
 
-def issue_text(found: dict[str, Any]) -> str:
+def issue_text(verdict: dict[str, Any]) -> str:
     """Return Markdown for an issue tracker: what is wrong, where, with which versions."""
-    layout = ", ".join(f"{name} = {size}" for name, size in found["axes"].items())
-    packages = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    layout = ", ".join(f"{name} = {size}" for name, size in verdict["axes"].items())
+    packages = ", ".join(f"{name} {number}" for name, number in verdict["versions"].items())
     lines = [
         "## Gradients differ from those of one process",
         "",
-        f"{found['world']} ranks ({layout}); {packages}.",
+        f"{verdict['world']} ranks ({layout}); {packages}.",
         "The same microbatches, replayed in one process on the unsharded model from the same "
         "weights, give other values:",
         "",
     ]
-    for fault in found["faults"]:
+    for fault in verdict["faults"]:
         lines.append(f"- **{fault['kind']}** (step {fault['step']}): {fault['sentence']}.")
         ranks = ", ".join(map(str, fault["ranks"]))
         lines.append(
@@ -103,20 +103,20 @@ def issue_text(found: dict[str, Any]) -> str:
         )
         if len(fault["tensors"]) > 2:
             lines += ["", "  Parameters:", *(f"  - `{name}`" for name in fault["tensors"]), ""]
-    lines += ["", *(f"- {note}" for note in found["notes"]), ""]
+    lines += ["", *(f"- {note}" for note in verdict["notes"]), ""]
     return "\n".join(lines)
 
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a run uses, and Python's."""
-    found = {"python": sys.version.split()[0]}
+    by_package = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
         if name == "torch" or name.replace("-", ".") in sys.modules or name in sys.modules:
             try:
-                found[name] = version(name)
+                by_package[name] = version(name)
             except PackageNotFoundError:
                 continue
-    return found
+    return by_package
 
 
 def _short(number: Any) -> str:

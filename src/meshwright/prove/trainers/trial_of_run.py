@@ -62,13 +62,13 @@ def _compared(
     steps = [load_step(facts.folder, n + 1, facts.world) for n in range(facts.steps)]
     _refuse(facts, steps)
     shapes = _shapes(model, steps[0], reference)
-    whole = [_whole(step, shapes, facts.axes, notes) for step in steps]
-    weights = _values(whole[0].weights)
+    gathered = [_whole(step, shapes, facts.axes, notes) for step in steps]
+    weights = _values(gathered[0].weights)
     dtype = next(iter(weights.values())).dtype
     precision = Precision(dtype, facts.compute_dtype or dtype)
-    replay = Replayer(lambda: make_twin(model, weights, reference), precision).run(whole)
-    if facts.optimizer is not None and all(step.groups for step in whole):
-        updates = replay_updates(whole, facts.optimizer)
+    replay = Replayer(lambda: make_twin(model, weights, reference), precision).run(gathered)
+    if facts.optimizer is not None and all(step.groups for step in gathered):
+        updates = replay_updates(gathered, facts.optimizer)
         pairs = zip(replay.steps, updates, strict=True)
         replay.steps = [step._replace(updates=expected) for step, expected in pairs]
     else:
@@ -76,7 +76,7 @@ def _compared(
             "updates are compared between ranks only: the optimizer is not one of torch.optim that "
             "begins with these steps"
         )
-    observed = [_observed(step) for step in whole]
+    observed = [_observed(step) for step in gathered]
     verdict = judge(observed, replay.steps, facts.axes, replay.order)
     rows = data_rows(steps[0])
     scale = 1.0 if verdict.convention == "sum" else 1 / len({row.data_rank for row in rows})
@@ -93,10 +93,10 @@ def _wrong_divisor(
     weighting: Sequence[TargetWeights], scale: float, axes: Sequence[MeshAxis]
 ) -> StepFault | None:
     """Return the fault of a mean whose weights add up to a product of axes, or its inverse."""
-    if not weighting or not all(one.targets for one in weighting):
+    if not weighting or not all(weights.targets for weights in weighting):
         return None
-    total = sum(one.total for one in weighting) * scale
-    microbatches = len({one.microbatch for one in weighting})
+    total = sum(weights.total for weights in weighting) * scale
+    microbatches = len({weights.microbatch for weights in weighting})
     names, how = factor_of(total, axes, microbatches)
     if not names or abs(total - 1) < 1e-3:
         return None
@@ -146,14 +146,14 @@ def _whole(
         kinds[kind] = {}
         for name, gathered in getattr(step, kind).items():
             shape = shapes.get(name)
-            found = gathered if shape is None else assembled(gathered, shape, axes)
-            if found is None:
+            tensor = gathered if shape is None else assembled(gathered, shape, axes)
+            if tensor is None:
                 note = f"not compared: {name}, whose shards fit together in no sure way"
                 notes += [note] if note not in notes else []
                 if kind == "weights":
                     raise ConfigError(f"{note}; pass reference= and a layout with one such axis")
                 continue
-            kinds[kind][name] = found
+            kinds[kind][name] = tensor
     return LoadedStep(
         step.microbatches, kinds["weights"], kinds["gradients"], kinds["after"], step.norms,
         step.max_norm, step.groups,

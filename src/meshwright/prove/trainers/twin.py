@@ -158,8 +158,8 @@ def _whole_parameter(
         value = weights.get(clean_name(name))
         value = parameter.detach().cpu() if value is None else value
         copies[id(parameter)] = nn.Parameter(value.clone(), parameter.requires_grad)
-    made: nn.Parameter = copies[id(parameter)]
-    return made
+    copied: nn.Parameter = copies[id(parameter)]
+    return copied
 
 
 def without_dropout(model: nn.Module) -> list[str]:

@@ -197,8 +197,8 @@ class TrainerWatch:
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         if not self.is_on or not self._step.microbatches:
             return False
-        mine = {id(parameter) for parameter in self._model.parameters()}
-        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+        ids = {id(parameter) for parameter in self._model.parameters()}
+        return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
     def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._step.gradients is None:
@@ -251,15 +251,15 @@ class TrainerWatch:
         ):
             return step()
         self._before_update(None)
-        found = step()
+        result = step()
         if not self.is_on:
-            return found
+            return result
         norm = engine.get_global_grad_norm()
         limit = engine.gradient_clipping()
         if norm is not None and limit:
             self._step.norm, self._step.max_norm = number_of(norm), float(limit)
         self._after_update()
-        return found
+        return result
 
     def _compare(self) -> None:
         axes = self._reader.axes()

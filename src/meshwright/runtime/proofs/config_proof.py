@@ -123,8 +123,8 @@ def question_of(config: Config, environ: Mapping[str, str]) -> Question:
     packed, chat = config.data.packing == "documents", config.data.format == "chat"
     specs = config.model, config.train, layout
     cases = tuple(shrink(*specs, config.optimizer, packed=packed, chat=chat))
-    whole = Case(*specs, packed, config.train.steps, config.optimizer, chat=chat)
-    lost = sorted({name for case in cases for name in not_kept(whole, case)})
+    unshrunk = Case(*specs, packed, config.train.steps, config.optimizer, chat=chat)
+    lost = sorted({name for case in cases for name in not_kept(unshrunk, case)})
     return Question(layout, cases, tuple(lost), tuple(not_proven(config)))
 
 
@@ -142,10 +142,10 @@ def layout_of(config: Config, environ: Mapping[str, str]) -> Layout:
 def check_gpus(cases: Sequence[Case], environ: Mapping[str, str]) -> None:
     """Refuse cases with more ranks than there are GPUs."""
     check_build("cuda", find_gpus(environ), torch_build())
-    most, gpus = max((case.layout.world for case in cases), default=0), count_gpus(environ)
-    if most > gpus:
+    ranks, gpus = max((case.layout.world for case in cases), default=0), count_gpus(environ)
+    if ranks > gpus:
         raise ConfigError(
-            f"--device cuda needs a GPU for each of {most} ranks, and there are {gpus}; nearest: "
+            f"--device cuda needs a GPU for each of {ranks} ranks, and there are {gpus}; nearest: "
             "--device cpu, where ranks are processes"
         )
 
@@ -168,16 +168,16 @@ def prove_all(
         return replace(outcome, verdicts=(*outcome.verdicts, *also))
 
     ends = time.monotonic() + seconds
-    rest = sum(case.layout.world for case in cases)
-    for some in by_world(cases):
-        ranks = sum(case.layout.world for case in some)
+    ranks_left = sum(case.layout.world for case in cases)
+    for same_world in by_world(cases):
+        ranks = sum(case.layout.world for case in same_world)
         proven = prove_cases(
-            some,
+            same_world,
             environ,
             lambda outcome: show(whole(outcome)),
             device=device,
-            seconds=(ends - time.monotonic()) * ranks / rest,
+            seconds=(ends - time.monotonic()) * ranks / ranks_left,
         )
         outcomes += map(whole, proven)
-        rest -= ranks
+        ranks_left -= ranks
     return outcomes

@@ -55,9 +55,9 @@ def _end(watched: Any) -> None:
 
 def _run_next() -> None:
     """Run the `sitecustomize` that this one hides, if there is one."""
-    here = Path(__file__).parent.resolve()
-    rest = [path for path in sys.path if Path(path or ".").resolve() != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+    folder = Path(__file__).parent.resolve()
+    search_path = [path for path in sys.path if Path(path or ".").resolve() != folder]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", search_path)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -42,12 +42,12 @@ class Muon(torch.optim.Optimizer):
         super().__init__([group.as_torch() for group in groups], {"lr": spec.lr})
         self._spec, self._matrices = spec, matrices
         pairs = list(zip(groups, self.param_groups, strict=True))
-        self._own = [group for of, group in pairs if of.rule.needs_matrix]
-        others = [group for of, group in pairs if not of.rule.needs_matrix]
+        self._own = [group for rule_group, group in pairs if rule_group.rule.needs_matrix]
+        other_groups = [group for rule_group, group in pairs if not rule_group.rule.needs_matrix]
         self._adamw: torch.optim.AdamW | None = None
-        if others:
+        if other_groups:
             self._adamw = torch.optim.AdamW(
-                others, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
+                other_groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
             )
             self._adamw.state = self.state
 
@@ -88,9 +88,9 @@ class Muon(torch.optim.Optimizer):
     def _orthogonal(self, weight: Tensor, direction: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Return this rank's shard of an orthogonalized matrix, and the matrix's shape."""
         direction = direction.to(_DTYPES[self._spec.ns_precision], copy=True)
-        whole = self._matrices.whole(weight, direction)
-        orthogonal = orthogonalize(whole, self._spec.ns_steps)
-        shape = whole.shape[-2], whole.shape[-1]
+        matrix = self._matrices.whole(weight, direction)
+        orthogonal = orthogonalize(matrix, self._spec.ns_steps)
+        shape = matrix.shape[-2], matrix.shape[-1]
         return self._matrices.shard(weight, orthogonal).to(weight.device), shape
 
 
