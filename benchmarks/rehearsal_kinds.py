@@ -203,7 +203,7 @@ FAULTS = (
     ),
     Fault(
         "a sum over data parallelism is left out",
-        (f"{_ROOM}.parallel", "        if self.groups.data.size > 1:\n", "        if False:\n"),
+        (f"{_ROOM}.apply", "        if self.groups.data.size > 1:\n", "        if False:\n"),
         "dp2 mb2",
         "messages",
     ),

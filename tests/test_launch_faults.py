@@ -158,7 +158,8 @@ def test_what_a_killed_rank_held_is_compared_with_the_memory_of_its_machine(conf
     monkeypatch.setattr(explain, "memory_of_machine", lambda: (16 * GIB, GIB))
     assert memory_words(job.folder, 1) == ""  # before the first step nothing is known
     peaks = {"0": GIB, "1": 2 * GIB}
-    append_event(job.folder.events, {"event": "step", "step": 7, "peak_memory_bytes": peaks})
+    step = {"event": "step", "step": 7, "step_time_s": 1.0, "loss": 2.0}
+    append_event(job.folder.events, step | {"peak_memory_bytes": peaks})
     assert memory_words(job.folder, 1) == (
         " (its process held 2.00 GiB and the ranks of this machine 3.00 GiB of 16.00 GiB at step 7)"
     )

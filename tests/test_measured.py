@@ -244,7 +244,7 @@ def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
     )
     work = work_of(setting, layout)
     seconds = kernels.layer(work, work.layers[0], 1, 1, "ring", "none").total
-    assert seconds == pytest.approx(parts.whole, rel=1e-3)
+    assert seconds == pytest.approx(parts.block, rel=1e-3)
     assert kernels.optimizer_bandwidth == pytest.approx(5e9)
     assert constants["matmul.gain"] == pytest.approx(2)
     for count, matmul in ((2, "torch"), (4, "onednn")):

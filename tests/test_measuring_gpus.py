@@ -184,5 +184,5 @@ def test_a_block_is_predicted_to_take_what_it_took():
     kernels = h200({f"h100-hbm3e.{name}": value for name, value in found.items()}).kernels()
     work = layout_work(shape.spec, shape.length, "bf16", 1, False, 1, "ring", shape.rows, "none")
     assert kernels.layer(work, work.layers[0], 1, 1, "ring", "none").total == pytest.approx(
-        parts.whole
+        parts.block
     )

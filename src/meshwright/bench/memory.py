@@ -30,7 +30,6 @@ from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
-from meshwright.spec.training import OptimizerSpec
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.update import update
@@ -85,7 +84,7 @@ def measure(world: World, case: Case) -> Measured:
     ):
         parallel = build(program, groups, world.device, seeded(model, 0))
         shards = Shards(parallel.trained, on_host=layout.offload == "optimizer")
-        optimizer = build_optimizer(shards.leaves, shards.parts, OptimizerSpec())
+        optimizer = build_optimizer(shards.leaves, shards.parts, case.optimizer)
         world.recorder.tape = LabellingTape()
         with labelled_gradients(parallel, shards):
             for step in range(STEPS):

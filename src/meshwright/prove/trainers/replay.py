@@ -8,12 +8,13 @@ to a gradient is known by itself. One replay is in fp64; others have the run's r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -253,6 +254,21 @@ def replay_updates(
     return expected
 
 
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Run optimizers without the hooks that the script has registered for all of them.
+
+    What such a hook does to the weights of the run would otherwise be done to the copy, too.
+    """
+    registered = _global_optimizer_post_hooks
+    kept_hooks = dict(registered)
+    registered.clear()
+    try:
+        yield
+    finally:
+        registered.update(kept_hooks)
+
+
 def _updates(
     steps: Sequence[LoadedStep], kind: type[torch.optim.Optimizer], dtype: torch.dtype | None
 ) -> list[dict[str, Tensor]]:
@@ -281,7 +297,8 @@ def _updates(
                 parameter.copy_(before[name])
                 gradient = gradients.get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype) * clip
-        optimizer.step()
+        with _without_global_hooks():
+            optimizer.step()
         updates.append(
             {n: p.detach().double() - before[n].double() for n, p in parameters.items()}
             if dtype is None

@@ -93,12 +93,11 @@ class TrainerWatch:
         model = self._model
         before = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         after = model.register_forward_hook(self._forward_ends, prepend=True)
-        steps = (
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ends),
-        )
-        for handle in (before, after, *steps):
+        begins = register_optimizer_step_pre_hook(self._step_begins)
+        for handle in (before, after, begins):
             undo.callback(handle.remove)
+        self._ends = register_optimizer_step_post_hook(self._step_ends)
+        undo.callback(lambda: self._ends.remove())
         leaf = next((m for m in model.modules() if _is_leaf(m)), None)
         if leaf is not None:
             undo.callback(leaf.register_forward_pre_hook(self._note_dtype).remove)
@@ -188,6 +187,8 @@ class TrainerWatch:
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_ours(optimizer) and not self._reader.is_deepspeed:
+            self._ends.remove()  # what others do to the weights after the step is part of it
+            self._ends = register_optimizer_step_post_hook(self._step_ends)
             self._before_update(optimizer)
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
