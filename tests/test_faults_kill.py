@@ -71,7 +71,7 @@ def test_a_rank_killed_before_the_first_step(go, whole, phase):
     folder, _, events = go(f"1:{phase}:0:kill")
     restart = of(events, "restart")[0]
     where = "before it joined the others" if phase == "start" else "loading"
-    assert re.match(rf"rank 1 was killed by SIGKILL, .*\), {where}$", restart["cause"])
+    assert re.match(rf"rank 1 was killed by SIGKILL, .*, {where}$", restart["cause"])
     assert (restart["from_step"], restart["lost_steps"]) == (0, 0)
     assert last_files(folder) == whole()
 
