@@ -19,7 +19,7 @@ from meshwright.interop.degrees import (
 from meshwright.interop.fsdp import read_context, read_fsdp, read_recompute
 from meshwright.interop.names import need_model, read_hub_name
 from meshwright.interop.source import ImportSource
-from meshwright.interop.trainer import read_adapters, read_rates
+from meshwright.interop.training_arguments import read_adapters, read_rates
 
 DEGREES: Final = {
     "dp_replicate_size": "layout.dp_replicate",

@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.interop.flat import SYSTEMS, System, read_mapping, read_text
-from meshwright.interop.renamed import MEGATRON_KEYS
-from meshwright.interop.renamed import SECTIONS as OF_BRIDGE
+from meshwright.interop.on_megatron import MEGATRON_KEYS
+from meshwright.interop.on_megatron import SECTIONS as OF_BRIDGE
 
 # GPT-NeoX's configs may be JSON too; these keys are none of DeepSpeed's.
 _NEOX_KEYS = frozenset(("num_layers", "pipe_parallel_size", "vocab_file", "train_iters"))

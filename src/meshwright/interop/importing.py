@@ -17,18 +17,18 @@ from meshwright.interop.flat import System, flatten, merge, read_mapping, read_t
 from meshwright.interop.gpt_neox import read_gpt_neox
 from meshwright.interop.hugging_face import read_hugging_face
 from meshwright.interop.megatron import read_megatron
-from meshwright.interop.prime_rl import read_prime_rl
-from meshwright.interop.renamed import (
+from meshwright.interop.on_megatron import (
     read_nemo,
     read_swift,
     spelled_as_megatron,
     spelled_as_swift,
 )
+from meshwright.interop.prime_rl import read_prime_rl
 from meshwright.interop.report import Filled, KeyReport, Report
 from meshwright.interop.source import ImportSetting, ImportSource
 from meshwright.interop.table import load_table
 from meshwright.interop.torchtitan import read_torchtitan
-from meshwright.interop.trainer import read_trainer
+from meshwright.interop.training_arguments import read_trainer
 from meshwright.spec.dump import toml_value
 from meshwright.spec.loading import SECTIONS, read_given
 from meshwright.spec.resolve import Value, Values

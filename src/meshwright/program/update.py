@@ -72,7 +72,7 @@ def matrix_gathers(program: Program, coordinates: Mapping[str, int]) -> Iterator
 
 
 def update_flops(program: Program, coordinates: Mapping[str, int]) -> float:
-    """Return the FLOPs of a rank's matrix products in the update."""
+    """Return the FLOPs of a rank's matmuls in the update."""
     return sum(
         matrix.matrices * matrix.rule.flops(program.optimizer, *matrix.sides)
         for matrix in whole_matrices(program, coordinates)

@@ -59,7 +59,8 @@ class Expected(NamedTuple):
         bound = max(margin * noise, LEAST * 2.0**-24 * size, 1e-300)
         if self.added_to is not None:  # an update that vanishes may be one rounding of a weight
             bound = max(bound, 2.0**-24 * part(self.added_to[name]).double().norm().item())
-        if tensor is not None and exact.dim() and not tensor[len(exact) :].any():
+        has_rows = tensor is not None and 0 < exact.dim() == tensor.dim()
+        if has_rows and tensor is not None and not tensor[len(exact) :].any():
             tensor = tensor[: len(exact)]
         if tensor is None or tensor.shape != exact.shape:
             return (math.inf if exact.numel() else 0.0), 1.0

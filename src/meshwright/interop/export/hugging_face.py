@@ -11,7 +11,7 @@ from typing import Any, Final
 from meshwright.errors import ConfigError
 from meshwright.interop.accelerate import FSDP, PARALLEL
 from meshwright.interop.export.source import PlanSource
-from meshwright.interop.trainer import NATIVE
+from meshwright.interop.training_arguments import NATIVE
 
 _GIVEN: Final = {
     "train.steps": "max_steps",

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from meshwright.prove.trainers.judge import RunVerdict
 from meshwright.prove.trainers.observed import MeshAxis
+from meshwright.units import counted
 
 VERDICT: Final = "verdict.json"
 ISSUE: Final = "issue.md"
@@ -71,7 +72,7 @@ def verdict_lines(verdict: dict[str, Any]) -> list[str]:
         worst = verdict["worst_share_of_tolerance"]
         text = f"PASS {head}: {verdict['compared']} tensors and numbers are those of one process"
         return [f"{text}; the largest error is {worst:.0%} of its tolerance", *notes]
-    lines = [f"FAIL {head}: {len(verdict['faults'])} faults"]
+    lines = [f"FAIL {head}: {counted(len(verdict['faults']), 'fault')}"]
     for fault in verdict["faults"][:_SHOWN]:
         lines.append(f"  [{fault['kind']}] step {fault['step']}: {fault['sentence']}")
         lines.append(

@@ -25,6 +25,7 @@ from meshwright.prove.trainers.recording import LoadedStep, load_step
 from meshwright.prove.trainers.replay import Precision, Replayer, data_rows, replay_updates
 from meshwright.prove.trainers.report import TrainerVerdict
 from meshwright.prove.trainers.twin import make_twin, named
+from meshwright.units import counted
 
 
 class RunFacts(NamedTuple):
@@ -184,7 +185,7 @@ def _note_rows(facts: RunFacts, step: LoadedStep, notes: list[str]) -> None:
     data_ranks = len({row.data_rank for row in data_rows(step)})
     places = len(data_rows(step)) // data_ranks
     notes.append(
-        f"the {facts.world} ranks read the rows of {data_ranks} data ranks, "
+        f"the {facts.world} ranks read the rows of {counted(data_ranks, 'data rank')}, "
         f"{places} microbatches a step"
     )
     data_axes = {"dp", "shard", "replicate", "fsdp", "dp_shard", "dp_replicate"}

@@ -58,7 +58,7 @@ class UpdateRule:
         return elements * self.element_bytes(spec) + self.number_bytes(spec)
 
 
-def _the_only_one(part: Part) -> int:
+def _first_rule(part: Part) -> int:
     return 0
 
 
@@ -75,7 +75,7 @@ class Optimizer:
     name: str
     label: str
     rules: tuple[UpdateRule, ...]
-    rule_number: Callable[[Part], int] = _the_only_one
+    rule_number: Callable[[Part], int] = _first_rule
     keys: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -32,9 +32,9 @@ def _moved(spec: OptimizerSpec) -> int:
 
 
 def _flops(spec: OptimizerSpec, rows: int, columns: int) -> float:
-    """Return those of Newton-Schulz: each iteration has two products of the Gram matrix's size.
+    """Return the FLOPs of Newton-Schulz: three matmuls an iteration.
 
-    And one of the Gram matrix with itself.
+    One makes the Gram matrix, one squares it, and one multiplies the polynomial by the matrix.
     """
     short, long = sorted((rows, columns))
     return spec.ns_steps * (4.0 * short * short * long + 2.0 * short**3)

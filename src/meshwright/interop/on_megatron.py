@@ -15,7 +15,7 @@ from meshwright.interop.fsdp import read_context, read_recompute
 from meshwright.interop.megatron import read_megatron
 from meshwright.interop.names import model_names, need_model, read_hub_name
 from meshwright.interop.source import ImportSource
-from meshwright.interop.trainer import read_adapters, read_rates, read_trainer
+from meshwright.interop.training_arguments import read_adapters, read_rates, read_trainer
 
 # Sections of Megatron-Bridge's config whose keys are Megatron-LM's arguments.
 SECTIONS: Final = ("model", "train", "optimizer", "scheduler", "ddp", "dist")
