@@ -94,8 +94,8 @@ def rounded_sums():
 def decayed_vectors():
     real = trial.build_optimizer
 
-    def build(leaves, parts, spec):
-        optimizer = real(leaves, parts, spec)
+    def build(leaves, parts, spec, matrices=None):
+        optimizer = real(leaves, parts, spec, matrices)
         for group in optimizer.param_groups:
             group["weight_decay"] = spec.weight_decay
         return optimizer
