@@ -157,7 +157,7 @@ def example(tmp_path, corpus, *overrides):
 def test_long_context_is_refused_alone(tmp_path, corpus, capsys):
     with pytest.raises(RankFailed) as caught:
         train(example(tmp_path, corpus), clean_environ())
-    limit = r"more than was left of cluster\.memory = 350\.00 MiB"
+    limit = r"more than was left of cluster\.memory = 300\.00 MiB"
     assert re.search(rf"rank 0 asked for .*, {limit}\. What would fit: ", str(caught.value))
     assert main(str(caught.value).partition("meshwright ")[2].split()) == 0
     told = capsys.readouterr().out
