@@ -28,12 +28,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.groups import Link
+from meshwright.comm.world import World
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.pipeline import Pipeline, Scale
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.parallel.tensor_parallel.deferred import Deferral
-from meshwright.parallel.transport.groups import Link
-from meshwright.parallel.transport.world import World
 from meshwright.program.schedule import (
     SCHEDULES,
     Action,

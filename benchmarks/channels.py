@@ -22,10 +22,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.layouts import Stepper
+from meshwright.comm import groups
+from meshwright.comm.world import World
+from meshwright.kernels.fp32_matmuls import take_route
 from meshwright.layout import Layout
-from meshwright.parallel.kernels.products import take_route
-from meshwright.parallel.transport import groups
-from meshwright.parallel.transport.world import World
 from meshwright.prove.case import Case
 from meshwright.runtime.ranks.rank_environ import ALLOCATOR
 from meshwright.spec.loading import load_config

@@ -30,12 +30,12 @@ from meshwright.checkpoint.commit import steps
 from meshwright.checkpoint.restore import StoredSource, newest_good, restore
 from meshwright.checkpoint.saver import Saved, Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
+from meshwright.comm.groups import open_groups
+from meshwright.comm.world import World
+from meshwright.kernels.fp32_matmuls import target_of
 from meshwright.layout import Layout
 from meshwright.parallel.build import Source, build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.kernels.products import target_of
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

@@ -24,11 +24,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.memory import measure
+from meshwright.comm.world import World
 from meshwright.cost.price import worst_memory
 from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
-from meshwright.parallel.transport.world import World
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.spec.loading import load_config
@@ -79,7 +79,7 @@ def row(world: World, trained: str, label: str) -> dict[str, Any]:
 
 def predicted() -> list[dict[str, Any]]:
     """Return what is predicted of Llama 3 8B on one H100."""
-    setting = setting_of(load_config(None, list(LARGE)))
+    setting = cost_inputs_of(load_config(None, list(LARGE)))
     found = []
     for trained, lora in WAYS.items():
         own = replace(setting, model=adapted(setting.model, lora))

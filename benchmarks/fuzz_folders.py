@@ -16,10 +16,10 @@ from meshwright.checkpoint.commit import MANIFEST, digest_of, fingerprint, step_
 from meshwright.checkpoint.inspect import inspect
 from meshwright.checkpoint.tensors import Stored
 from meshwright.checkpoint.weights import load_model, write_weights
+from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.errors import ConfigError
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import INDEX, load_hf, save_hf
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.program.profile import to_json
 from meshwright.program.shards import whole
 from meshwright.report.run import report

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.transport.world import World
+from meshwright.comm.world import World
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from benchmarks.gpu_alone import world_of_one
 from benchmarks.gpu_predicted import peak
 from benchmarks.gpu_rows import MICROBATCHES
 from meshwright.bench.layouts import Stepper
+from meshwright.comm.world import World
 from meshwright.layout import Layout
-from meshwright.parallel.transport.world import World
 from meshwright.prove.case import Case
 from meshwright.spec.loading import load_config
 from meshwright.units import format_bytes

@@ -12,20 +12,20 @@ from meshwright.cost.calibration import (
     over_shipped,
     parse_calibration,
 )
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import price
-from meshwright.cost.setting import Setting
 from meshwright.cost.timeline import timeline
+from meshwright.kernels.processor import processor
 from meshwright.layout import Layout
-from meshwright.parallel.machine.processor import processor
-from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.program.lower import lower
 from meshwright.program.model_flops import flops_per_token
 from meshwright.spec.loading import Config, load_config
 
 
-def setting(config: Config, layout: Layout, calibration: Calibration | None = None) -> Setting:
+def setting(config: Config, layout: Layout, calibration: Calibration | None = None) -> CostInputs:
     """Return what a layout of one rank is priced for."""
-    return on_cluster(setting_of(config, calibration, layout.world, processor()), layout)
+    return on_cluster(cost_inputs_of(config, calibration, layout.world, processor()), layout)
 
 
 def peak(config: Config, layout: Layout) -> int:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.staged import Staged
-from meshwright.parallel.machine.rendezvous import loopback_interface
-from meshwright.parallel.transport.world import World
+from meshwright.comm.rendezvous import loopback_interface
+from meshwright.comm.world import World
 from meshwright.prove.case import Case
 from meshwright.prove.suite import Suite
 

@@ -21,7 +21,7 @@ from benchmarks.gpu_machine import look
 from benchmarks.gpu_profile import profiled
 from meshwright.bench.calibrate import Effort, calibrate
 from meshwright.bench.layouts import Stepper, Timed, peak_bytes, release, timed
-from meshwright.parallel.transport.world import World
+from meshwright.comm.world import World
 from meshwright.prove.case import Case
 from meshwright.prove.suite import Suite
 

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.bench.memory import HeldMemory, measure
+from meshwright.bench.memory import AllocatedMemory, measure
+from meshwright.comm.world import World
 from meshwright.layout import Layout
-from meshwright.parallel.transport.world import World
 from meshwright.program.lower import Program, lower
 from meshwright.prove.case import Case
 from meshwright.spec.model import ModelSpec
@@ -38,7 +38,7 @@ MICROBATCHES: Final = 4
 
 
 @dataclass(frozen=True)
-class Setting:
+class CostInputs:
     """A model, the length of a row, and the layouts that it is measured under, `{n}` ranks each."""
 
     name: str
@@ -47,13 +47,13 @@ class Setting:
     layouts: tuple[str, ...]
 
 
-STATES: Final = Setting(
+STATES: Final = CostInputs(
     "states",
     model_spec(dim=192, n_layers=16, n_heads=4, n_kv_heads=4, ffn_dim=512, vocab_size=256),
     32,
     ("dp{n}", "shard{n} zero1", "shard{n} zero2", "shard{n} zero3", "tp{n}", "pp{n} 1f1b"),
 )
-ACTIVATIONS: Final = Setting(
+ACTIVATIONS: Final = CostInputs(
     "activations",
     model_spec(dim=128, n_layers=8, n_heads=4, n_kv_heads=4, ffn_dim=352, vocab_size=512),
     2048,
@@ -61,7 +61,7 @@ ACTIVATIONS: Final = Setting(
 )
 
 
-def theory(program: Program, pp_rank: int) -> HeldMemory:
+def theory(program: Program, pp_rank: int) -> AllocatedMemory:
     """Return what a rank of a fp32 Llama holds at its peak after the papers, in bytes.
 
     States: 4 bytes per weight, 4 per gradient and K = 8 for AdamW, of which ZeRO cuts as much as
@@ -88,7 +88,7 @@ def theory(program: Program, pp_rank: int) -> HeldMemory:
     kept = in_flight * layer * sum(len(stage.layers) for stage in stages)
     if stages[-1].is_last:  # the last norm; softmax, its gradient and that of the logits
         kept += 2 * model.dim / stream_ranks + 3 * model.vocab_size / layout.tp
-    return HeldMemory(
+    return AllocatedMemory(
         parameters=4 * weights / cuts[0],
         gradients=4 * weights / cuts[1],
         optimizer=8 * weights / cuts[2],
@@ -96,7 +96,7 @@ def theory(program: Program, pp_rank: int) -> HeldMemory:
     )
 
 
-def row(world: World, setting: Setting, label: str) -> dict[str, Any]:
+def row(world: World, setting: CostInputs, label: str) -> dict[str, Any]:
     """Return what the rank with the highest peak holds, beside the theory; a collective."""
     layout = Layout.parse(f"{label} mb1")
     train = TrainSpec(batch=MICROBATCHES * layout.dp, seq_len=setting.seq_len)

@@ -28,8 +28,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.memory import measure
+from meshwright.comm.world import World
 from meshwright.cost.timeline import timeline
-from meshwright.parallel.transport.world import World
 from meshwright.program.lower import lower
 from meshwright.program.target import Processor, Target, route
 from meshwright.prove.case import Case

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.groups import open_groups
+from meshwright.comm.world import World
+from meshwright.kernels.fp32_matmuls import target_of
 from meshwright.layout import Layout
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.kernels.products import target_of
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

@@ -31,9 +31,9 @@ import torch.multiprocessing as mp
 
 from benchmarks.flight_recorder import DEMO, RANKS, STEPS, Training, interval
 from meshwright.checkpoint.state import Trained
-from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.transport.world import World
+from meshwright.comm.collective_recorder import CollectiveRecorder
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.world import World
 from meshwright.runtime.machines.machine import detect
 from meshwright.spec.loading import Config, load_config
 from meshwright.training.recording import MEMORY_AFTER, Recording

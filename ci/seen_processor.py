@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.kernels.products import target_of
-from meshwright.parallel.machine.processor import processor_facts
+from meshwright.kernels.fp32_matmuls import target_of
+from meshwright.kernels.processor import processor_facts
 from meshwright.spec.training import TrainSpec
 
 

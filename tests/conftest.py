@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from forking import Forks, Server
 from meshwright.cost.calibration import SHIPPED
-from meshwright.parallel.kernels.products import take_route
+from meshwright.kernels.fp32_matmuls import take_route
 from meshwright.runtime.pricing.measured import VARIABLE
 from meshwright.spec.loading import load_config
 from outcomes import Outcomes

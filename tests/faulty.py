@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.checkpoint.commit import read_manifest, step_name, verify
 from meshwright.checkpoint.weights import load_model
-from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
+from meshwright.comm.flight_recorder_file import read_flight_recorder
 from meshwright.runtime.session import train
 from outcomes import outcome_of
 from runs import TINY, clean_environ, faulty_worker, rank_pids

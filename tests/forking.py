@@ -67,7 +67,7 @@ FORKED: Final = {
 # Imported by the server: what ranks, commands and tests on ranks would import themselves.
 PRELOADED: Final = (
     *("torch", "torch._dynamo", "torch.profiler", "safetensors.torch"),
-    *("pytest", "hypothesis", "transformers", "meshwright.simulate.rehearse"),
+    *("pytest", "hypothesis", "transformers", "meshwright.simulate.dry_run"),
     *("meshwright.runtime.ranks.worker", "meshwright.runtime.proofs.proof_worker"),
     *("meshwright.runtime.measure.bench_worker", "meshwright.runtime.session"),
     "meshwright.cli.train",

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch._dynamo.utils import counters
 
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.groups import open_groups
+from meshwright.kernels.compiled import compile_block
+from meshwright.kernels.fp32_matmuls import target_of
 from meshwright.layout import Layout
 from meshwright.parallel import build
-from meshwright.parallel.kernels.compiled import compile_block
-from meshwright.parallel.kernels.products import target_of
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.program.target import Route
 from meshwright.prove.batches import make_batch

@@ -8,10 +8,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import graphs
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.parallel import build
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.program.target import Target
 from meshwright.simulate.fake import fake_world, replaced

@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from meshwright.checkpoint.adapters import AdapterSource, both
 from meshwright.checkpoint.weights import weights_from
+from meshwright.comm.groups import open_groups
 from meshwright.data import IGNORE, open_data
+from meshwright.kernels.fp32_matmuls import target_of
 from meshwright.layout import Layout
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.build import build
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.gather import on_stages
-from meshwright.parallel.kernels.products import target_of
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.compare import mine
 from meshwright.spec.training import DataSpec, OptimizerSpec, TrainSpec

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.groups import Link
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.pipeline import Pipeline, Scale
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.parallel.tensor_parallel.deferred import Deferral
-from meshwright.parallel.transport.groups import Link
 from meshwright.program.profile import RankProfile, Span
 
 

@@ -147,7 +147,7 @@ def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed as dist
 
-    from meshwright.parallel.transport.world import World
+    from meshwright.comm.world import World
 
     faulthandler.enable()
     torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
-from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.program.lower import lower
 from meshwright.program.profile import RankProfile, StepProfile
 from meshwright.report.agreement import agreement
@@ -26,7 +26,7 @@ LENGTH_S = 2.5
 
 def planned(label):
     layout = Layout.parse(label)
-    found = on_cluster(setting_of(load_config(None, WORDS)), layout)
+    found = on_cluster(cost_inputs_of(load_config(None, WORDS)), layout)
     return predicted_profile(found, layout), lower(
         found.model, found.train, found.optimizer, layout
     )

@@ -11,12 +11,12 @@ from torch._functorch.compilers import nop
 from torch._inductor.fx_passes import micro_pipeline_tp
 
 from graphs import compiled
+from meshwright.comm.groups import Link
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.layout import Layout
 from meshwright.layout.rules import broken, nearest_legal
 from meshwright.parallel import build
 from meshwright.parallel.tensor_parallel.async_tp import OPTIONS, take_async_tp
-from meshwright.parallel.transport.groups import Link
 from meshwright.program.target import Target
 from meshwright.runtime.machines.accelerators import Gpus
 from meshwright.runtime.machines.engine import check_async_tp

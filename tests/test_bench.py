@@ -13,14 +13,14 @@ import torch.distributed as dist
 from meshwright.bench import blocks, links, shares
 from meshwright.bench.device import by_device, saturation
 from meshwright.cli.main import main
+from meshwright.comm import shared
+from meshwright.comm.groups import open_groups
+from meshwright.comm.world import World, exchange
 from meshwright.cost.calibration import as_toml, parse_calibration, read_calibration
 from meshwright.cost.work import Product
 from meshwright.layout import Layout
 from meshwright.parallel.tensor_parallel.tp_regions import all_reduce
-from meshwright.parallel.transport import shared
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World, exchange
-from meshwright.planner.plan import plan, setting_of
+from meshwright.planner.plan import cost_inputs_of, plan
 from meshwright.spec.loading import load_config
 from ranks import on_ranks
 
@@ -66,7 +66,7 @@ def test_a_calibration_is_read_as_it_was_written():
 def test_what_was_measured_takes_the_place_of_the_catalogue(tmp_path):
     path = tmp_path / "here.toml"
     path.write_text(as_toml({"cpu": {"peak.fp32": 3e11, "bandwidth": 7e9}}, "", ""))
-    setting = setting_of(load_config(None, []), read_calibration(path))
+    setting = cost_inputs_of(load_config(None, []), read_calibration(path))
     assert setting.cluster.device.peaks["fp32"] == 3e11
     assert setting.cluster.device.bandwidth == 7e9
 

@@ -8,9 +8,9 @@ import torch
 
 from meshwright.checkpoint.commit import old_steps, point, prune, steps
 from meshwright.cli import main
+from meshwright.comm.world import World
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.hf import load_hf
-from meshwright.parallel.transport.world import World
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
 from meshwright.runtime.supervise.diagnosis import diagnose

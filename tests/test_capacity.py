@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.cost.calibration import shipped_calibration
-from meshwright.cost.setting import imbalance_of
+from meshwright.cost.inputs import imbalance_of
 from meshwright.layout import Layout
 from meshwright.models.balance import Balance, Sequences, full_at
 from meshwright.models.experts import ExpertMLP
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.expert_parallel.routing import take_counts
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.events import dropped_share
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from meshwright.comm import channel, shared
+from meshwright.comm.channel import LARGEST, ROOM, open_channel
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.flight_recorder_file import RECORD, RING_AT, SLOTS
+from meshwright.comm.groups import open_groups
+from meshwright.comm.tape import Tape
+from meshwright.comm.world import World, exchange
 from meshwright.layout import Layout
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.record.flight_recorder_file import RECORD, RING_AT, SLOTS
-from meshwright.parallel.record.tape import Tape
-from meshwright.parallel.transport import channel, shared
-from meshwright.parallel.transport.channel import LARGEST, ROOM, open_channel
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World, exchange
 from meshwright.runtime.supervise.explain import TIMED_OUT, lost_a_peer
 from ranks import on_ranks, ranks
 

@@ -9,9 +9,9 @@ import torch
 from loops import CHAT, DATA, OPTIMIZER, STEPS, plain_steps, sampled
 from loops import TRAIN as ROWS
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.data import IGNORE
 from meshwright.layout import Layout
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix

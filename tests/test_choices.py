@@ -10,7 +10,7 @@ from meshwright.cost.calibration import as_toml
 from meshwright.layout import Layout, Machine
 from meshwright.planner.choices import choices, rows_of
 from meshwright.planner.compiling import CompileChoice
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.runtime.ranks.rank_environ import ALLOCATOR, rank_environ, sets_allocator
 from meshwright.spec.loading import load_config
 
@@ -42,7 +42,7 @@ def here(tmp_path):
 
 def test_each_choice_has_its_gain_and_what_changes_it(here):
     config = load_config(None, here)
-    setting, layout = setting_of(config), Layout.parse("tp2 mb8")
+    setting, layout = cost_inputs_of(config), Layout.parse("tp2 mb8")
     found = {
         one.subject: one for one in choices(config, setting, layout, CompileChoice(True, "it pays"))
     }
@@ -60,7 +60,7 @@ def test_each_choice_has_its_gain_and_what_changes_it(here):
 def told_of(words, layout):
     config = load_config(None, words)
     choice = CompileChoice(False, "as asked for")
-    found = choices(config, setting_of(config), Layout.parse(layout), choice)
+    found = choices(config, cost_inputs_of(config), Layout.parse(layout), choice)
     return {one.subject: one for one in found}
 
 
@@ -83,16 +83,16 @@ def test_products_that_take_the_slower_library_are_told_and_priced_so(here):
     assert one.gain == pytest.approx(0.8)
     assert one.text.startswith("torch's, 0.80 x the speed of auto's")
     auto, own = (
-        setting_of(load_config(None, [*here, *words])).kernels()
+        cost_inputs_of(load_config(None, [*here, *words])).kernels()
         for words in ([], ["train.matmul=torch"])
     )
     assert own.peak == own.head_peak == pytest.approx(0.6 / 0.9 * auto.peak)
     assert auto.head_peak == auto.peak
     assert (auto.half, own.half) == (40, 10)
-    onednn = setting_of(load_config(None, [*here, "train.matmul=onednn"])).kernels()
+    onednn = cost_inputs_of(load_config(None, [*here, "train.matmul=onednn"])).kernels()
     assert (onednn.peak, onednn.half) == (auto.peak, 40)  # as auto, where it was not told apart
     bf16 = [*here, "train.matmul=torch", "train.precision=bf16"]
-    assert setting_of(load_config(None, bf16)).kernels().half != 10
+    assert cost_inputs_of(load_config(None, bf16)).kernels().half != 10
 
 
 def test_plan_prints_and_hands_on_what_is_chosen(here, capsys):

@@ -14,7 +14,7 @@ from ci.parts import PROCESSOR_SHARES, of_commit
 from ci.processor_table import TABLE
 from ci.processors import Run, main, table
 
-from meshwright.parallel.machine.processor import fingerprint, processor
+from meshwright.kernels.processor import fingerprint, processor
 from meshwright.program.target import route
 
 ROOT = Path(__file__).parents[1]

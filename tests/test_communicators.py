@@ -5,14 +5,14 @@ import itertools
 import pytest
 import torch
 
+from meshwright.comm.collective_recorder import CollectiveRecorder
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.flight_recorder_file import TRANSFERS
+from meshwright.comm.groups import open_groups, pairs_of, warm
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.record.flight_recorder_file import TRANSFERS
-from meshwright.parallel.transport.groups import open_groups, pairs_of, warm
 from meshwright.program.lower import lower
 from meshwright.program.schedule import compute_tables, stage_ranks, with_transfers
 from meshwright.program.target import Target

@@ -20,7 +20,7 @@ from meshwright.cost.price import price
 from meshwright.errors import EXIT_REFUSED, ConfigError
 from meshwright.layout import Layout, Machine
 from meshwright.planner.compiling import choose, with_compile
-from meshwright.planner.plan import plan, setting_of
+from meshwright.planner.plan import cost_inputs_of, plan
 from meshwright.planner.saved import load_planned
 from meshwright.prove.case import Case
 from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
@@ -44,11 +44,11 @@ def measured(tmp_path):
 
 
 def chosen(*words, lacks=None):
-    return choose(setting_of(load_config(None, ["cluster.device=cpu", *words])), LAYOUT, lacks)
+    return choose(cost_inputs_of(load_config(None, ["cluster.device=cpu", *words])), LAYOUT, lacks)
 
 
 def test_auto_compiles_where_the_run_repays_it(measured):
-    setting = setting_of(load_config(None, [measured]))
+    setting = cost_inputs_of(load_config(None, [measured]))
     plain = price(setting, LAYOUT).time
     compiled = price(with_compile(setting, compiles=True), LAYOUT).time
     assert compiled.causes["compute"] < plain.causes["compute"]

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from conformance_cases import CASES, SHARED_OUT, labelled, make
+from meshwright.comm.groups import open_groups
+from meshwright.comm.wire import Wire, WireMessage, WorkCounter
 from meshwright.layout import Layout
 from meshwright.parallel.build import build, seeded
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.wire import Wire, WireMessage, WorkCounter
 from meshwright.program.collectives import collectives
 from meshwright.program.flops import attention_flops, matmul_flops
 from meshwright.program.lower import lower
@@ -48,7 +48,7 @@ def test_a_program_is_what_its_ranks_do(case):
 
 # What is wrong must be found.
 
-COLLECTIVES = "meshwright.parallel.transport.wire.collectives"
+COLLECTIVES = "meshwright.comm.wire.collectives"
 
 
 def lying(change):

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conformance_cases import CASES, labelled
+from meshwright.comm.gloo_threads import wait_for_gloo_threads
+from meshwright.comm.groups import open_groups
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.gradients import local_shard
-from meshwright.parallel.transport.gloo_threads import wait_for_gloo_threads
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.operations import operations
 from meshwright.prove.batches import make_batch
 from meshwright.prove.compare import mine, program_of

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import ConfigError
+from meshwright.kernels import block_attention
 from meshwright.parallel.context_parallel import ring as rounds
 from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
-from meshwright.parallel.kernels import block_attention
 from ranks import on_ranks, ranks
 
 KINDS = {"ring": Ring, "ulysses": Ulysses}

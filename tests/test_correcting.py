@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.layout import Layout, Machine
-from meshwright.planner.plan import explain, setting_of
+from meshwright.planner.plan import cost_inputs_of, explain
 from meshwright.program.events import Events
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
@@ -40,7 +40,7 @@ def run_of(tmp_path, label, slower, steps=AT):
     tokenizer = RunTokenizer("bytes", None, None)
     job = Job(config, layout, GPUS, tmp_path, folder, tokenizer)
     create(job)
-    found = explain(setting_of(config), layout)
+    found = explain(cost_inputs_of(config), layout)
     peak = {"0": round(found.memory.allocated)}
     with job.folder.events.open("a") as lines:
         for step in range(1, steps + 1):
@@ -57,12 +57,12 @@ def test_the_20th_step_corrects_what_is_predicted_of_the_cluster(tmp_path, envir
     monkeypatch.setattr(sys, "argv", ["correction", str(job.folder.path)])
     main()
     (event,) = [one for one in Events.read(job.folder.events) if one["event"] == "measured"]
-    plain = explain(setting_of(job.config), job.layout).time.total
+    plain = explain(cost_inputs_of(job.config), job.layout).time.total
     assert event["step_time_s"] == pytest.approx(1.5 * plain)
     assert event["compute"] > 1.4
     assert event["memory"] == pytest.approx(1, abs=0.01)
     # What is planned for that cluster next is what was measured.
-    after = setting_of(as_measured_here(load_config(None, WORDS), environ))
+    after = cost_inputs_of(as_measured_here(load_config(None, WORDS), environ))
     assert explain(after, job.layout).time.total == pytest.approx(1.5 * plain, rel=2e-3)
     # All is computed anew in this layout: another is faster, and the report says so.
     assert event["faster"]["own_step_time_s"] == pytest.approx(1.5 * plain, rel=2e-3)

@@ -1,7 +1,7 @@
 """What a rank's device has not come to stays open in its flight recorder, and a hang names it."""
 
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.flight_recorder_file import read_flight_recorder
 from meshwright.runtime.supervise.explain import Witness, explain
 
 

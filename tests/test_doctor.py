@@ -9,8 +9,8 @@ import pytest
 
 from faulty import start_train, wait_for, wait_for_steps
 from meshwright.cli import main
+from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.errors import RankFailed
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.runtime.doctor import examine_config, examine_machine
 from meshwright.runtime.session import prepare_job, train
 from meshwright.runtime.supervise import diagnosis
@@ -56,7 +56,7 @@ def recorders(tmp_path, clock):
 
 
 def said(folder, *processes):
-    from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
+    from meshwright.comm.flight_recorder_file import read_flight_recorder
 
     found = [
         Witness(rank, read_flight_recorder(folder.flight_recorder(rank)), process)

@@ -4,16 +4,16 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn.attention import varlen
+from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.data.sampler import Rows
+from meshwright.kernels import varlen
+from meshwright.kernels.block_attention import has_cuda_flash
+from meshwright.kernels.varlen import attend_varlen, bounds_of, takes_bounds
 from meshwright.models.attention import attend
 from meshwright.models.context import causal_mask
 from meshwright.parallel.batch import Batch, Feed
-from meshwright.parallel.kernels import documents
-from meshwright.parallel.kernels.block_attention import has_cuda_flash
-from meshwright.parallel.kernels.documents import attend_documents, bounds_of, takes_bounds
 from meshwright.program.attention import ScoreBounds
 from syncs import Syncs
 
@@ -60,10 +60,10 @@ def test_it_is_attention_with_a_mask(rows, kv_heads):
     tensors = [x[rows] for x in draw(torch.float64, kv_heads)]
     mask = causal_mask(SEGMENTS[rows], SEGMENTS[rows], None)
     wanted = run(attend, tensors, mask)
-    found = run(attend_documents, tensors, bounds_of(SEGMENTS)[rows])
+    found = run(attend_varlen, tensors, bounds_of(SEGMENTS)[rows])
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    for one, other in zip(run(attend_documents, tensors, mask), wanted, strict=True):
+    for one, other in zip(run(attend_varlen, tensors, mask), wanted, strict=True):
         assert torch.equal(one, other)
     if rows != slice(0, 1):
         assert not torch.allclose(found[0], attend(*tensors, None))
@@ -71,9 +71,9 @@ def test_it_is_attention_with_a_mask(rows, kv_heads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_its_dtype_is_that_of_the_queries(dtype):
-    exact = run(attend_documents, draw(torch.float64), bounds_of(SEGMENTS))
+    exact = run(attend_varlen, draw(torch.float64), bounds_of(SEGMENTS))
     tensors = [x.detach().to(dtype).requires_grad_() for x in draw(torch.float64)]
-    for one, other in zip(run(attend_documents, tensors, bounds_of(SEGMENTS)), exact, strict=True):
+    for one, other in zip(run(attend_varlen, tensors, bounds_of(SEGMENTS)), exact, strict=True):
         assert one.dtype == dtype
         error = (one.double() - other).abs().max() / other.abs().max()
         assert error < 8 * torch.finfo(dtype).eps
@@ -81,7 +81,7 @@ def test_its_dtype_is_that_of_the_queries(dtype):
 
 def test_torch_finds_nothing_wrong_with_the_operation():
     """Schema, fake tensors, strides and autograd as torch's own check wants them."""
-    op = torch.ops.meshwright.attend_documents.default
+    op = torch.ops.meshwright.attend_varlen.default
     torch.library.opcheck(op, (*draw(), bounds_of(SEGMENTS)))
 
 
@@ -106,18 +106,16 @@ def by_loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=None):
 
 def test_a_gpu_gets_all_documents_in_one_call(monkeypatch):
     """What the kernel is handed, with a stand-in for the kernel: it was not run on a GPU here."""
-    from meshwright.parallel.kernels import documents
-
-    monkeypatch.setattr(varlen, "varlen_attn", by_loop)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", by_loop)
     tensors = draw(torch.float64)
-    found = run(documents._by_varlen, tensors, bounds_of(SEGMENTS))
-    wanted = run(attend_documents, tensors, bounds_of(SEGMENTS))
+    found = run(varlen._by_varlen, tensors, bounds_of(SEGMENTS))
+    wanted = run(attend_varlen, tensors, bounds_of(SEGMENTS))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
     bounds = bounds_of(SEGMENTS)
-    monkeypatch.setattr(varlen, "varlen_attn", lambda q, *rest, **more: q)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", lambda q, *rest, **more: q)
     with Syncs() as syncs:
-        documents._by_varlen(*tensors, bounds)
+        varlen._by_varlen(*tensors, bounds)
     assert syncs == []
 
 
@@ -128,14 +126,14 @@ def test_which_devices_go_by_documents():
     gpu, plain = torch.device("cuda", 0), ScoreBounds()
     all_kinds = [plain, ScoreBounds(None, 50.0), ScoreBounds(sinks=True)]
     with (
-        mock.patch.object(documents, "has_cuda_flash", lambda _, dtype, __: dtype.itemsize == 2),
-        mock.patch.object(documents.flex, "HAS_TRITON", True),
+        mock.patch.object(varlen, "has_cuda_flash", lambda _, dtype, __: dtype.itemsize == 2),
+        mock.patch.object(varlen.flex, "HAS_TRITON", True),
     ):
         assert all(takes_bounds(gpu, torch.float32, 64, scores) for scores in all_kinds)
         assert all(takes_bounds(gpu, torch.bfloat16, 64, scores) for scores in all_kinds)
         assert not takes_bounds(gpu, torch.float32, 12)  # too narrow for its kernel
         assert not takes_bounds(gpu, torch.float64, 64)
-        with mock.patch.object(documents.flex, "HAS_TRITON", False):
+        with mock.patch.object(varlen.flex, "HAS_TRITON", False):
             assert not any(takes_bounds(gpu, torch.float32, 64, scores) for scores in all_kinds)
             found = [takes_bounds(gpu, torch.bfloat16, 64, scores) for scores in all_kinds]
             assert found == [True, False, False]

@@ -13,8 +13,8 @@ import traceback
 
 import pytest
 
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.record.flight_recorder_file import forget, read_flight_recorder
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.flight_recorder_file import forget, read_flight_recorder
 from meshwright.runtime.session import train
 from meshwright.runtime.supervise.supervisor import failure_of
 from meshwright.training.events import JsonLines

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.cost.setting import work_of
+from meshwright.comm.groups import open_groups
+from meshwright.cost.inputs import work_of
 from meshwright.layout import Layout
 from meshwright.parallel.expert_parallel.dispatch import _Trade
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import build_small, mine, program_of
@@ -73,7 +73,7 @@ def test_the_shared_expert_computes_while_tokens_travel(recompute):
 def test_what_travels_beside_the_shared_expert_costs_less():
     cluster = ["cluster.preset=h100-sxm", "cluster.nodes=2", "train.batch=64", "layout.ep=16"]
     model = ["model.preset=qwen2-57b-a14b", "train.seq_len=4096"]
-    setting = setting_of(load_config(None, [*model, *cluster]))
+    setting = cost_inputs_of(load_config(None, [*model, *cluster]))
     layout = Layout.parse("shard16 zero3 ep16 mb1")
     work = work_of(setting, layout)
     kind = next(one for one in work.layers if any(p.of_shared for p in one.products))

@@ -16,16 +16,16 @@ from meshwright.checkpoint.restore import StoredSource, newest_good, restore, st
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
 from meshwright.cli import main
+from meshwright.comm import measured_step
+from meshwright.comm.flight_recorder_file import Group
+from meshwright.comm.groups import Link, open_groups
 from meshwright.layout import Layout
 from meshwright.models.experts import Experts
 from meshwright.models.routers import Routing, same
 from meshwright.parallel.build import build, seeded
-from meshwright.parallel.data_parallel.data import replicas_of
 from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.data_parallel.sharded import replicas_of
 from meshwright.parallel.expert_parallel.dispatch import send_to_experts
-from meshwright.parallel.observe import measured
-from meshwright.parallel.record.flight_recorder_file import Group
-from meshwright.parallel.transport.groups import Link, open_groups
 from meshwright.planner.plan import plan
 from meshwright.program.lower import lower
 from meshwright.program.messages import Axis
@@ -284,7 +284,7 @@ def test_faults_of_shared_out_experts_are_caught_and_located(fault, label, quant
 
 def test_every_axis_of_messages_has_a_cause_and_ranks():
     """A step is measured along each of them, and a report says which link it crosses."""
-    assert set(get_args(Axis)) - {"world"} == set(measured._CAUSES)
+    assert set(get_args(Axis)) - {"world"} == set(measured_step._CAUSES)
     assert set(get_args(Axis)) == set(causes._JOINED)
 
 

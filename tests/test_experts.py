@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.comm.wire import WorkCounter
 from meshwright.errors import ConfigError
+from meshwright.kernels.recompute import _policy
 from meshwright.models import build_model, grouped, init_model
 from meshwright.models.experts import ExpertMLP
-from meshwright.parallel.kernels.recompute import _policy
-from meshwright.parallel.transport.wire import WorkCounter
 from meshwright.spec.hf import hf_config, spec_from_hf
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import active_parameter_count, parameter_count

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from meshwright.layout import Layout
-from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
-from meshwright.parallel.record.flight_recorder import FlightRecorder, Pending
-from meshwright.parallel.record.flight_recorder_file import (
+from meshwright.comm.collective_recorder import CollectiveRecorder
+from meshwright.comm.flight_recorder import FlightRecorder, Pending
+from meshwright.comm.flight_recorder_file import (
     SIZE,
     SLOTS,
     FlightRecorderFile,
@@ -16,10 +15,11 @@ from meshwright.parallel.record.flight_recorder_file import (
     ranks_of,
     read_flight_recorder,
 )
-from meshwright.parallel.record.tape import Tape
+from meshwright.comm.groups import open_groups
+from meshwright.comm.tape import Tape
+from meshwright.comm.world import World
+from meshwright.layout import Layout
 from meshwright.parallel.tensor_parallel.tp_regions import all_reduce, begin_gather, begin_scatter
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World
 from ranks import ranks
 
 
@@ -121,7 +121,7 @@ def test_ranks_of_any_group_are_kept():
 
 def entered(recorder):
     file = recorder._memory
-    from meshwright.parallel.record.flight_recorder_file import RECORD, RING_AT
+    from meshwright.comm.flight_recorder_file import RECORD, RING_AT
 
     rows = [RECORD.unpack_from(file, RING_AT + slot * RECORD.size) for slot in range(SLOTS)]
     return sorted(row for row in rows if row[0])
@@ -129,7 +129,7 @@ def entered(recorder):
 
 @ranks(2)
 def test_every_collective_is_entered(world: World):
-    from meshwright.parallel.record.flight_recorder_file import KINDS
+    from meshwright.comm.flight_recorder_file import KINDS
 
     fresh = World(world.rank, 2, world.device, world.store, world.opened)
     groups = open_groups(Layout.parse("tp2"), fresh)
@@ -164,7 +164,7 @@ def test_every_collective_is_entered(world: World):
 def test_what_fsdp_sends_is_entered(world: World):
     from torch.distributed.fsdp import fully_shard
 
-    from meshwright.parallel.record.flight_recorder_file import KINDS
+    from meshwright.comm.flight_recorder_file import KINDS
 
     fresh = World(world.rank, 2, world.device, world.store, world.opened)
     groups = open_groups(Layout.parse("shard2 zero3"), fresh)

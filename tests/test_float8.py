@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from graphs import compiled
+from meshwright.comm.groups import open_groups
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.layout.rules import broken, nearest_legal
 from meshwright.parallel.build import build, seeded
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.target import Target
@@ -22,8 +22,8 @@ from meshwright.prove.compare import mine, program_of
 from meshwright.prove.suite import Suite
 from meshwright.runtime.machines import engine
 from meshwright.runtime.session import prepare_job
+from meshwright.simulate.dry_run import dry_run
 from meshwright.simulate.on_standin import watch
-from meshwright.simulate.rehearse import rehearse
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
@@ -85,9 +85,7 @@ def gathers(label, target=GPU, **changes):
 def test_fsdp2_gathers_a_byte_for_each_weight_of_a_product(zero):
     found, *others = gathers(f"shard2 zero{zero} mb2")
     plain = gathers(f"shard2 zero{zero} mb2", fp8=False)
-    matrices = [
-        part for part in parts(MODEL) if part.name.startswith("layers.") and part.is_product
-    ]
+    matrices = [part for part in parts(MODEL) if part.name.startswith("layers.") and part.is_matmul]
     assert (found.kind, found.axis, found.count) == ("all_reduce", "shard", 1)
     assert (found.phase, found.purpose, found.bytes) == ("step", "scales", 4 * len(matrices))
     saved = sum(part.numel for part in matrices) // MODEL.n_layers
@@ -197,7 +195,7 @@ def test_a_rehearsal_gathers_the_bytes_that_are_predicted(label):
     torchao()
     train = TRAIN.model_copy(update={"batch": 12, "seq_len": 64})
     program = lower(WIDE, train, OptimizerSpec(), Layout.parse(label), Target("cpu", fsdp2=True))
-    found, said = rehearse(program, 0), timeline(program, 0)
+    found, said = dry_run(program, 0), timeline(program, 0)
     most = max(moment.held.get("gathered", 0) for moment in said.moments)
     assert max(phase.peak["gathered"] for phase in found.phases) == most
     assert found.worst.peak["buffers"] == said.peak.held["communication buffers"]

@@ -18,8 +18,8 @@ import pytest
 from faulty import events_of, of
 from meshwright.checkpoint.commit import LOCK, clean, purge, steps
 from meshwright.cli import main
+from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.program.events import Events
 from meshwright.report.markup import Html, escape
 from meshwright.report.page import Page, grid, prose, titled

@@ -6,10 +6,10 @@ from itertools import product
 import pytest
 import torch
 
+from meshwright.comm.groups import open_groups
 from meshwright.cost.catalogue import cluster_of, find_device
 from meshwright.layout import Layout, broken, nearest_legal
 from meshwright.parallel.context_parallel.context import positions
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.planner.space import cores
 from meshwright.program.lower import lower
 from meshwright.program.pieces import pieces_of

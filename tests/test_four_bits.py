@@ -10,19 +10,19 @@ import torch
 from benchmarks.fine_tuning import tables
 
 from meshwright.bench.memory import measure
+from meshwright.comm.groups import open_groups
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken, nearest_legal
 from meshwright.models.nf4 import LEVELS, dequantise, quantise
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.build import build, fill, seeded
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.compare import program_of
 from meshwright.prove.conformance import prove_conformance
-from meshwright.prove.four_bits import in_four_bits
 from meshwright.prove.locate import locate
+from meshwright.prove.nf4_reference import in_nf4
 from meshwright.prove.parity import check, prove_parity
 from meshwright.prove.shrink import shrink
 from meshwright.simulate.run import simulate
@@ -76,7 +76,7 @@ def test_four_bits_are_the_nearest_levels_and_are_found_again(dtype):
     assert packed.dtype == torch.uint8
     assert packed.shape == (70, 108)  # 4.5 bits each
     made = dequantise(packed, dtype)
-    torch.testing.assert_close(made, in_four_bits(weight), rtol=0, atol=0)
+    torch.testing.assert_close(made, in_nf4(weight), rtol=0, atol=0)
     assert torch.equal(quantise(made), packed)
     # Outputs, and inputs in whole blocks, are quantised apart: as ranks of tp have them.
     assert torch.equal(quantise(weight[35:]), packed[35:])
@@ -131,7 +131,7 @@ def test_fsdp2_leaves_four_bits_alone(label):
 
 def another_level(parallel: Parallel) -> None:
     """Change one number of one weight by a level."""
-    held = next(one for one in parallel.held if one.sharding.part.four_bits)
+    held = next(one for one in parallel.held if one.sharding.part.is_nf4)
     held.shard[0, 0] ^= 0x10
 
 
@@ -191,7 +191,7 @@ def test_a_weight_takes_four_and_a_half_bits():
             for base in ("nf4", "precision")
         )
         assert packed.stored_bytes(2) * 8 == 4.5 * plain.stored_bytes(1)
-    packed = {one.name.split(".", 2)[-1] for one in parts(model()) if one.four_bits}
+    packed = {one.name.split(".", 2)[-1] for one in parts(model()) if one.is_nf4}
     names = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
     assert packed == {f"{one}.weight" for one in names}
 
@@ -219,7 +219,7 @@ def test_what_is_saved_becomes_the_same_four_bits():
 
 def test_a_config_says_how_frozen_weights_are_kept(tmp_path):
     config = load_config(None, ["lora.rank=4", "lora.base=nf4"])
-    assert config.model.lora.four_bits
+    assert config.model.lora.is_nf4
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
     assert load_config(file).model == config.model
@@ -247,7 +247,7 @@ def test_layouts_that_cut_blocks_are_refused(label, sizes, told, legal):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_small_case_of_a_config_keeps_whole_blocks(tp):
     (case,) = shrink(model(n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=256), TRAIN, Layout(tp=tp))
-    assert case.model.lora.four_bits
+    assert case.model.lora.is_nf4
     assert broken(case.model, case.train, case.layout) is None
 
 

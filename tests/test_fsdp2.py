@@ -9,13 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance_cases import make
 from meshwright.bench.memory import measure
+from meshwright.comm.groups import open_groups
+from meshwright.comm.wire import Wire
 from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
 from meshwright.parallel.build import build, describe, seeded
-from meshwright.parallel.data_parallel.data import _state
+from meshwright.parallel.data_parallel.sharded import _state
 from meshwright.parallel.tensor_parallel.deferred import Deferral
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.wire import Wire
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.target import Target

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from meshwright.comm import interfaces
+from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.errors import ConfigError
-from meshwright.parallel.machine import interfaces
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.runtime.machines import gather
 from meshwright.runtime.machines.gather import Gathering, check_sights, logged, make_copy, sight
 from meshwright.runtime.supervise.diagnosis import diagnose

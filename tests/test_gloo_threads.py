@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.parallel.transport.gloo_threads import wait_for_gloo_threads
+from meshwright.comm.gloo_threads import wait_for_gloo_threads
 from ranks import ranks
 
 MESSAGES = 50

@@ -17,13 +17,13 @@ from meshwright.bench import device as on_device
 from meshwright.cost.calibration import as_toml, parse_calibration, shipped_calibration
 from meshwright.cost.catalogue import catalogue, find_device
 from meshwright.cost.rows import read_row
+from meshwright.kernels import fp32_matmuls
+from meshwright.kernels.fp32_matmuls import take_route, target_of
 from meshwright.layout import Machine, resolve_layout
 from meshwright.models.attention import attend, spread
-from meshwright.parallel.kernels import products
-from meshwright.parallel.kernels.products import take_route, target_of
 from meshwright.planner.compiling import unmeasured
 from meshwright.planner.microbatch import fastest
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations
 from meshwright.program.target import Target, takes_tf32
@@ -31,7 +31,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.suite import _in_full
 from meshwright.runtime.checks import notes
 from meshwright.runtime.pricing import planned
-from meshwright.runtime.pricing.planned import on_machine, setting_on, settled
+from meshwright.runtime.pricing.planned import cost_inputs_on, on_machine, settled
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import Part
@@ -95,7 +95,7 @@ def test_the_planner_plans_for_that_precision(monkeypatch):
     here(monkeypatch)
     config = on_machine(load_config(None, []), GPUS)
     assert config.train.precision == "bf16"
-    assert setting_of(config).products == "bf16"
+    assert cost_inputs_of(config).products == "bf16"
 
 
 @pytest.mark.parametrize("name", [H100, "Quadro FX"])
@@ -127,7 +127,7 @@ def test_the_microbatch_is_the_fastest_that_fits(monkeypatch):
     here(monkeypatch)
     config = on_gpus(*BIG)
     layout = resolve_layout(config, GPUS)
-    setting = setting_on(config, GPUS, layout)
+    setting = cost_inputs_on(config, GPUS, layout)
     assert config.layout.microbatch == layout.microbatch
     assert "80.00 GiB, as predicted" in config.origins["layout.microbatch"]
     assert portable(config).layout.microbatch is None  # another machine has other memory
@@ -182,7 +182,7 @@ def test_what_stays_in_fp32_takes_tf32_unless_asked_not_to(monkeypatch):
         assert target.tf32 is takes_tf32(matmul)
     take_route("torch", torch.device("cpu"))
     assert asked == ["high", "highest"]
-    assert products.target_of(train, torch.device("cpu")).tf32 is False
+    assert fp32_matmuls.target_of(train, torch.device("cpu")).tf32 is False
 
 
 def test_a_proof_has_its_products_in_full_fp32():
@@ -201,7 +201,7 @@ def test_tf32_has_a_peak_of_its_own_and_is_priced_by_it():
     assert find_device("v100-32gb").peak("fp32", tf32=True) == find_device("v100-32gb").peak("fp32")
     words = ["cluster.preset=h100-sxm", "train.precision=fp32"]
     auto, own = (
-        setting_of(load_config(None, [*words, *more])) for more in ([], ["train.matmul=torch"])
+        cost_inputs_of(load_config(None, [*words, *more])) for more in ([], ["train.matmul=torch"])
     )
     assert auto.peak / own.peak == pytest.approx(h100.peaks["tf32"] / h100.peaks["fp32"])
     assert auto.kernels().peak > own.kernels().peak
@@ -227,7 +227,7 @@ def test_a_gpu_has_peaks_of_both_measured_and_products_are_priced_by_their_own(m
     every = replace(own, constants={**shipped_calibration().constants, **own.constants})
     words = ["cluster.preset=h100-sxm", "train.precision=fp32"]
     for matmul, rate in (("auto", 400e12), ("torch", 50e12)):
-        found = setting_of(load_config(None, [*words, f"train.matmul={matmul}"]), every)
+        found = cost_inputs_of(load_config(None, [*words, f"train.matmul={matmul}"]), every)
         assert found.kernels().peak == pytest.approx(rate, rel=1e-3)
         assert found.kernels().half == pytest.approx(half)
 
@@ -235,7 +235,7 @@ def test_a_gpu_has_peaks_of_both_measured_and_products_are_priced_by_their_own(m
 def test_rows_of_measurements_say_tf32_themselves():
     row = {"gpu": "A100", "layers": 4, "hidden": 512, "heads": 8, "seq": 512, "gbs": 8, "mbs": 1}
     row |= {"n_gpus": 8, "vocab": 32000, "framework": "megatron"}
-    calibration = setting_of(load_config(None, [])).calibration
+    calibration = cost_inputs_of(load_config(None, [])).calibration
     peaks = {
         word: read_row({**row, "precision": word}, calibration).setting.peak
         for word in ("fp32", "tf32")
@@ -292,7 +292,7 @@ def test_the_program_keeps_the_copies():
 def test_the_optimizer_takes_a_step_in_one_operation():
     found = []
 
-    class Seen(TorchDispatchMode):
+    class VisibleKeys(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             found.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
@@ -302,7 +302,7 @@ def test_the_optimizer_takes_a_step_in_one_operation():
     for one in weights:
         one.grad = torch.zeros_like(one)
     made.step()
-    with Seen():
+    with VisibleKeys():
         made.step()
     # Of all weights together, and of the loss scale and clipping.
     assert [name for name in found if "foreach" in name or "adam" in name] == [

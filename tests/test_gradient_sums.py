@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cost.elements import elements_of
+from meshwright.cost.inputs import layers_of_ranks
 from meshwright.cost.price import price
-from meshwright.cost.setting import held_by
 from meshwright.cost.sums import sums_of
 from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.spec.loading import load_config
 
 
 def setting(precision="bf16", system="meshwright"):
     words = ["model.preset=olmoe-1b-7b", "train.batch=16", f"train.precision={precision}"]
     cluster = ["cluster.preset=h100-sxm", "cluster.devices_per_node=8"]
-    found = setting_of(load_config(None, [*words, "train.seq_len=512", *cluster]), None, 8)
+    found = cost_inputs_of(load_config(None, [*words, "train.seq_len=512", *cluster]), None, 8)
     return replace(found, system=SYSTEMS[system])
 
 
@@ -34,7 +34,7 @@ def setting(precision="bf16", system="meshwright"):
 def test_sums_move_the_bytes_of_gradients(precision, label, moved):
     found, layout = setting(precision), Layout.parse(label)
     kernels = found.kernels()
-    (held,) = held_by(found, layout)
+    (held,) = layers_of_ranks(found, layout)
     weights = elements_of(found.model, layout, held).total
     seconds = sums_of(found, kernels, layout).of(held)
     assert seconds == pytest.approx(weights * moved / kernels.bandwidth, rel=1e-6)
@@ -45,7 +45,7 @@ def test_a_step_takes_as_much_longer():
     with_sums = setting()
     without = replace(with_sums, system=replace(with_sums.system, sums_apart=False))
     kernels = with_sums.kernels()
-    (held,) = held_by(with_sums, layout)
+    (held,) = layers_of_ranks(with_sums, layout)
     more = 2 * sums_of(with_sums, kernels, layout).of(held)
     ours, others = price(with_sums, layout).time, price(without, layout).time
     assert ours.total - others.total == pytest.approx(more)
@@ -55,5 +55,5 @@ def test_a_step_takes_as_much_longer():
 
 def test_other_systems_have_it_in_their_constants():
     found, layout = setting(system="megatron-core"), Layout.parse("dp8 mb1")
-    (held,) = held_by(found, layout)
+    (held,) = layers_of_ranks(found, layout)
     assert sums_of(found, found.kernels(), layout).of(held) == 0

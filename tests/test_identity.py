@@ -22,9 +22,9 @@ from meshwright.checkpoint.restore import newest_good
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import Chunks
 from meshwright.checkpoint.tensors import Chunk
+from meshwright.comm.rendezvous import Rendezvous
 from meshwright.data import open_data
 from meshwright.errors import CheckpointError, ConfigError, RankFailed
-from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.runtime.checks.notes import run_notes
 from meshwright.runtime.checks.resuming import Resume
 from meshwright.runtime.machines.gather import check_sights, hand_over, sight

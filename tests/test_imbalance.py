@@ -12,7 +12,7 @@ from meshwright.cost.price import price
 from meshwright.cost.rows import predict_row, read_row
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
-from meshwright.planner.plan import check_legal, setting_of
+from meshwright.planner.plan import check_legal, cost_inputs_of
 from meshwright.simulate.run import simulate
 from meshwright.spec.loading import load_config
 from test_predict_experts import ROW
@@ -26,7 +26,7 @@ DEFAULT = shipped_calibration().constants["any.experts.imbalance"]
 
 
 def priced(label, *words):
-    return price(setting_of(load_config(None, [*WORDS, *words])), Layout.parse(label))
+    return price(cost_inputs_of(load_config(None, [*WORDS, *words])), Layout.parse(label))
 
 
 def test_time_and_memory_are_those_of_the_busiest_rank():
@@ -136,7 +136,7 @@ def test_a_plan_says_what_it_took(capsys):
     ],
 )
 def test_an_imbalance_of_nothing_is_refused(words, rule, legal):
-    setting = setting_of(load_config(None, words))
+    setting = cost_inputs_of(load_config(None, words))
     with pytest.raises(ConfigError, match=rule) as found:
         check_legal(setting, Layout.parse("mb4"))
     assert legal in str(found.value)

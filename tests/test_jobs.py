@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from meshwright.cli import main
-from meshwright.parallel.machine.secret import Secret
+from meshwright.comm.secret import Secret
 from meshwright.runtime.jobs import job as jobs
 from meshwright.runtime.jobs.job import parse_time
 from meshwright.runtime.supervise.supervisor import listen_on_loopback

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.comm import shared
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.parallel.tensor_parallel.deferred import Deferral, linears
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport import shared
-from meshwright.parallel.transport.groups import open_groups
 from ranks import ranks
 
 NAMES = {

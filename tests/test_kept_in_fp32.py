@@ -12,7 +12,7 @@ from meshwright.cli import eval as evaluation
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import WEIGHTS, load_hf, save_hf
 from meshwright.models.hf_names import hf_name
-from meshwright.parallel.data_parallel.data import round_frozen
+from meshwright.parallel.data_parallel.sharded import round_frozen
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parts import buffers, kept_in_fp32
 from meshwright.spec.resolve import model_spec

@@ -10,12 +10,12 @@ from meshwright.checkpoint.restore import StoredSource, newest_good, stored_of
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
 from meshwright.checkpoint.weights import load_model
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout, broken
 from meshwright.models.balance import Sequences
 from meshwright.models.routers import Routing, SigmoidRouter
 from meshwright.parallel.build import build
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.parity import check, prove_parity

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.groups import Link
 from meshwright.layout import Layout
-from meshwright.parallel.data_parallel.gradients import HeldParameter, global_norm, norms
+from meshwright.parallel.data_parallel.gradients import GatheredParameter, global_norm, norms
 from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.parallel.tensor_parallel.deferred import Deferral
-from meshwright.parallel.transport.groups import Link
 from meshwright.parallel.user_models.parallelize import clip_grad_norm
 from meshwright.program.lower import lower
 from meshwright.program.schedule import Action
@@ -25,7 +25,7 @@ def long_gradient() -> torch.Tensor:
     return torch.randn(LONG, generator=torch.Generator().manual_seed(0))
 
 
-def held(*gradients: torch.Tensor) -> list[HeldParameter]:
+def held(*gradients: torch.Tensor) -> list[GatheredParameter]:
     """Parameters that one rank holds whole, with these gradients."""
     program = lower(MODEL, TrainSpec(batch=1, seq_len=8), OptimizerSpec(), Layout())
     name, sharding = next(iter(program.shardings.items()))
@@ -33,7 +33,7 @@ def held(*gradients: torch.Tensor) -> list[HeldParameter]:
     for gradient in gradients:
         parameter = nn.Parameter(torch.empty(gradient.shape))
         parameter.grad = gradient
-        found.append(HeldParameter(name, 0, parameter, sharding, 1))
+        found.append(GatheredParameter(name, 0, parameter, sharding, 1))
     return found
 
 

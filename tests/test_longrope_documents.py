@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from meshwright.checkpoint.weights import load_model
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.data import open_data
 from meshwright.data.sampler import IGNORE
 from meshwright.evaluate.requests import Ask, answer
@@ -19,7 +20,6 @@ from meshwright.models import build_model, init_model
 from meshwright.models.generate import generate
 from meshwright.models.hf import save_hf
 from meshwright.models.rope import Rope, lengths_of
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance

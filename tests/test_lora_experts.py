@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from meshwright.bench.memory import measure
+from meshwright.comm.groups import open_groups
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
 from meshwright.models import build_model
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.parallel.user_models.parallelize import _refuse_adapters
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case

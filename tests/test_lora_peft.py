@@ -10,13 +10,13 @@ from meshwright.checkpoint.adapters import AdapterSource, both, merge, write_ada
 from meshwright.checkpoint.hf_exchange import export_adapter
 from meshwright.checkpoint.weights import load_model, weights_from, write_weights
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout
 from meshwright.models import build_model
 from meshwright.models.hf import load_hf, save_hf
 from meshwright.parallel.build import build
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.program.shards import whole
 from meshwright.prove.batches import make_batch

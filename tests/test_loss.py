@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from meshwright.comm.groups import Link
 from meshwright.data.sampler import IGNORE
 from meshwright.parallel import loss
 from meshwright.parallel.loss import loss_sum
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport.groups import Link
 from meshwright.program.sizes import loss_rows
 from meshwright.program.target import Target
 from ranks import ranks

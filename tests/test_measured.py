@@ -21,12 +21,12 @@ from meshwright.cost.calibration import (
     read_calibration,
     shipped_calibration,
 )
-from meshwright.cost.setting import work_of
+from meshwright.cost.inputs import work_of
 from meshwright.errors import ConfigError
+from meshwright.kernels.processor import fingerprint
 from meshwright.layout import Layout
-from meshwright.parallel.machine.processor import fingerprint
 from meshwright.planner.lightest import with_train
-from meshwright.planner.plan import as_json, plan, setting_of
+from meshwright.planner.plan import as_json, cost_inputs_of, plan
 from meshwright.runtime.machines.machine import detect
 from meshwright.runtime.pricing import measured
 from meshwright.runtime.pricing.measured import (
@@ -69,7 +69,7 @@ def test_what_is_kept_is_found_where_nothing_else_is_named(environ, tmp_path):
     found = as_measured_here(config, environ)
     assert found.cluster.calibration == str(path)
     assert found.origins["cluster.calibration"] == "measured here, 2026-01-01: a test"
-    assert setting_of(found).cluster.device.peaks["fp32"] == 3e11
+    assert cost_inputs_of(found).cluster.device.peaks["fp32"] == 3e11
     assert as_measured_here(config, {**environ, VARIABLE: "shipped"}) is config
     for words in (["cluster.preset=h100-sxm"], ["cluster.calibration=own.toml"], SHIPPED):
         other = load_config(None, words)
@@ -118,14 +118,14 @@ def test_what_is_of_other_blocks_is_left_out(environ):
     assert blocks_of(deeper.model, deeper.train.seq_len) == own
     constants = {"compile.gain.fp32": 2.0, "peak.fp32": 3e11}
     found = read_calibration(keep_one(environ, constants, blocks=own))
-    assert setting_of(config, found).measured("compile.gain.fp32") == 2
+    assert cost_inputs_of(config, found).measured("compile.gain.fp32") == 2
     other = load_config(None, [*CPU, "model.dim=128"])
-    assert setting_of(other, found).measured("compile.gain.fp32") is None
-    assert setting_of(other, found).measured("peak.fp32") == 3e11
-    longer = with_train(setting_of(config, found), seq_len=2 * config.train.seq_len)
+    assert cost_inputs_of(other, found).measured("compile.gain.fp32") is None
+    assert cost_inputs_of(other, found).measured("peak.fp32") == 3e11
+    longer = with_train(cost_inputs_of(config, found), seq_len=2 * config.train.seq_len)
     assert longer.measured("compile.gain.fp32") is None
     found = read_calibration(keep_one(environ, constants))  # it does not say whose
-    assert setting_of(other, found).measured("compile.gain.fp32") == 2
+    assert cost_inputs_of(other, found).measured("compile.gain.fp32") == 2
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
     every = replace(found, constants={**shipped_calibration().constants, **found.constants})
     words = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 1024}
     given = [*CPU, "train.seq_len=512", *(f"model.{key}={value}" for key, value in words.items())]
-    setting = setting_of(load_config(None, given), every)
+    setting = cost_inputs_of(load_config(None, given), every)
     layout, kernels = Layout.parse("dp1 mb1"), setting.kernels()
     assert setting.model.model_copy(update={"n_layers": 1, "vocab_size": 0}) == (
         shape.spec.model_copy(update={"vocab_size": 0})
@@ -248,7 +248,9 @@ def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
     assert kernels.optimizer_bandwidth == pytest.approx(5e9)
     assert constants["matmul.gain"] == pytest.approx(2)
     for count, matmul in ((2, "torch"), (4, "onednn")):
-        other = setting_of(load_config(None, [*given, f"train.matmul={matmul}"]), every).kernels()
+        other = cost_inputs_of(
+            load_config(None, [*given, f"train.matmul={matmul}"]), every
+        ).kernels()
         assert other.peak == pytest.approx(kernels.peak / count, rel=1e-4)
         assert other.half == kernels.half == half
 
@@ -258,10 +260,10 @@ def test_own_blocks_come_before_usual_ones_and_channels_only_where_there_are_any
     own = blocks_of(config.model, config.train.seq_len)
     constants = {"moves.fp32": 1.0, "blocks.moves.fp32": 2.0, "inner.rate": 1e9}
     path = keep_one(environ, constants, blocks=own)
-    setting = setting_of(as_measured_here(config, environ))
+    setting = cost_inputs_of(as_measured_here(config, environ))
     assert setting.kernels().moves == 2
     longer = load_config(None, [*CPU, "train.seq_len=64"])
-    assert setting_of(as_measured_here(longer, environ)).kernels().moves == 1
+    assert cost_inputs_of(as_measured_here(longer, environ)).kernels().moves == 1
     assert any(".channel." in name for name in shipped_calibration().constants)
     assert not any(".channel." in name for name in read_calibration(path).constants)
 

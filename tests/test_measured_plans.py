@@ -13,7 +13,7 @@ from meshwright.cost.measured import Measurement, correct, corrected
 from meshwright.cost.price import price
 from meshwright.cost.rows import read_row
 from meshwright.layout import Layout
-from meshwright.planner.plan import explain, setting_of
+from meshwright.planner.plan import cost_inputs_of, explain
 from meshwright.runtime.pricing.measured import VARIABLE
 from meshwright.spec.loading import load_config
 from test_predict_rows import ROW
@@ -34,7 +34,7 @@ def predicted(capsys, *words):
 
 
 def test_one_row_is_one_factor_of_what_is_computed():
-    setting = setting_of(load_config(None, WORDS))
+    setting = cost_inputs_of(load_config(None, WORDS))
     layout = Layout.parse(LAYOUT)
     plain = explain(setting, layout)
     measured = Measurement(setting, layout, 1.4 * plain.time.total, 1.1 * plain.memory.total)

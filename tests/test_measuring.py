@@ -16,7 +16,7 @@ from meshwright.cli.main import main
 from meshwright.cost.calibration import as_toml, parse_calibration, read_calibration
 from meshwright.errors import ConfigError, DataError, RankFailed, StoppedOnRequest
 from meshwright.layout import Layout
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.prove.case import Case
 from meshwright.report.record import read_run
 from meshwright.runtime import session
@@ -60,7 +60,7 @@ def start(tmp_path):
 
 
 def peak_of(config):
-    return setting_of(config).cluster.device.peaks["fp32"]
+    return cost_inputs_of(config).cluster.device.peaks["fp32"]
 
 
 def test_the_first_start_measures_keeps_and_says_so(start):
@@ -120,8 +120,8 @@ def test_nothing_is_measured_on_a_gpu_or_where_the_environment_says_so(start, mo
 
 def test_shipped_is_a_name_for_the_constants_of_the_package(start):
     start()
-    named = setting_of(load_config(None, [*CPU, "cluster.calibration=shipped"]))
-    assert named == setting_of(load_config(None, CPU))
+    named = cost_inputs_of(load_config(None, [*CPU, "cluster.calibration=shipped"]))
+    assert named == cost_inputs_of(load_config(None, CPU))
     assert named.cluster.device.peaks["fp32"] != 1e11
 
 
@@ -253,7 +253,7 @@ def test_a_start_measures_both_ways_of_products_and_what_its_blocks_do(tmp_path)
     is_quiet = read_calibration(Path(found.cluster.calibration)).is_quiet
     assert ("cpu.inner.rate" in own) == is_quiet
     assert "cpu.times.send" not in own
-    assert setting_of(found).kernels().network.times["send"] == 0.348
+    assert cost_inputs_of(found).kernels().network.times["send"] == 0.348
     assert re.match(r"note: this CPU was measured in .*: /", said[1])
 
 

@@ -16,7 +16,7 @@ from meshwright.cost.calibration import Calibration, over_shipped
 from meshwright.cost.price import price
 from meshwright.cost.work import layout_work
 from meshwright.layout import Layout, Machine
-from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.prove.case import Case
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
@@ -152,7 +152,7 @@ def test_what_a_gpu_is_given_to_do_takes_longer_than_giving_it():
 def h200(constants):
     config = load_config(None, WORDS)
     known = over_shipped(Calibration(constants))
-    return on_cluster(setting_of(config, known), Layout(microbatch=2))
+    return on_cluster(cost_inputs_of(config, known), Layout(microbatch=2))
 
 
 def test_before_a_gpu_the_host_runs_ahead():

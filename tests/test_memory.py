@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from meshwright.bench.memory import measure
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.build import build, seeded
-from meshwright.parallel.data_parallel.data import _param_groups, _state, replicas_of, wrapped
 from meshwright.parallel.data_parallel.gradients import local_shard
 from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.data_parallel.sharded import _param_groups, _state, replicas_of, wrapped
 from meshwright.parallel.tensor_parallel.deferred import Deferral, linear
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.spec.parts import parts

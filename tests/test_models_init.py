@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.flight_recorder_file import read_flight_recorder
 from meshwright.models import build_model, init, init_model, init_parameter
 from meshwright.models.init import parameter_seed
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec

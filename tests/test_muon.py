@@ -12,16 +12,16 @@ from conformance_cases import make
 from meshwright.checkpoint.restore import StoredSource, newest_good, restore
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
+from meshwright.comm.groups import open_groups
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.cost.catalogue import cluster_of, find_device
+from meshwright.cost.inputs import CostInputs, layers_of_ranks
 from meshwright.cost.optimizer import matrix_seconds
-from meshwright.cost.setting import Setting, held_by
 from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.gather import whole_of
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.program.update import matrix_gathers, update_flops
 from meshwright.prove.batches import make_batch
@@ -30,7 +30,7 @@ from meshwright.prove.compare import mine
 from meshwright.prove.optimizer import is_hidden_matrix
 from meshwright.prove.suite import Suite
 from meshwright.prove.trial import _like
-from meshwright.simulate.rehearse import rehearse
+from meshwright.simulate.dry_run import dry_run
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part, parts
 from meshwright.spec.resolve import model_spec
@@ -190,9 +190,9 @@ def test_layouts_update_as_one_device_does(case):
 def test_a_dry_run_sends_and_computes_what_the_program_says(label, model):
     case = muon(label, model)
     program = lower(case.model, case.train, case.optimizer, case.layout)
-    dry_run = rehearse(program, case.layout.world - 1)
-    assert dry_run.messages == dry_run.expected
-    assert dry_run.update > 0
+    run = dry_run(program, case.layout.world - 1)
+    assert run.messages == run.expected
+    assert run.update > 0
 
 
 class CountingKernels:
@@ -222,8 +222,8 @@ def test_the_price_is_of_the_programs_messages_and_products(label, model):
     program = lower(case.model, case.train, case.optimizer, layout)
     cluster = cluster_of(find_device("h100-sxm"), layout.world)
     specs = case.model, case.train, case.optimizer
-    setting = Setting(*specs, cluster, SYSTEMS["meshwright"], shipped_calibration(), "fp32")
-    for place, held in enumerate(held_by(setting, layout)):
+    setting = CostInputs(*specs, cluster, SYSTEMS["meshwright"], shipped_calibration(), "fp32")
+    for place, held in enumerate(layers_of_ranks(setting, layout)):
         at = layout.mesh.coordinates(layout.mesh.rank({"pp": place}))
         sent = sum(message.bytes * message.count for message in matrix_gathers(program, at))
         computed = update_flops(program, at)

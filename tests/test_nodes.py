@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from meshwright.checkpoint.weights import load_model
+from meshwright.comm.rendezvous import Rendezvous, Seat, own_seat, seated
 from meshwright.cost.network import place
 from meshwright.errors import ConfigError
 from meshwright.layout import Mesh
-from meshwright.parallel.machine.rendezvous import Rendezvous, Seat, own_seat, seated
 from meshwright.runtime.machines.machine import on_nodes
 from meshwright.runtime.session import train
 from meshwright.runtime.supervise.supervisor import listen_on_loopback

@@ -10,6 +10,7 @@ import torch
 from conformance_cases import CASES, labelled
 from meshwright.bench.memory import measure
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.cost.host import host_bytes
 from meshwright.cost.moves import has_own_input, input_kept, moved_bytes
 from meshwright.cost.peak import peak
@@ -19,10 +20,9 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken, nearest_legal
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.offload import Stay
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.parallel.user_models.parallelize import parallelize
 from meshwright.planner.advice import warnings
-from meshwright.planner.plan import plan, setting_of
+from meshwright.planner.plan import cost_inputs_of, plan
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations
 from meshwright.program.sizes import Sizes
@@ -30,7 +30,7 @@ from meshwright.program.target import Processor, Target, route
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
-from meshwright.simulate.rehearse import rehearse
+from meshwright.simulate.dry_run import dry_run
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
@@ -202,7 +202,7 @@ def rehearsed(label, rank=0):
         Layout.parse(label),
         Target("cpu", route("torch", Processor())),
     )
-    return rehearse(program, rank).worst.total, timeline(program, rank).peak.total
+    return dry_run(program, rank).worst.total, timeline(program, rank).peak.total
 
 
 @pytest.mark.slow  # the peaks that the profiler sees are tested
@@ -218,7 +218,7 @@ def test_a_rehearsal_has_less_on_the_device(label):
 
 def test_a_link_that_is_slow_is_waited_for():
     """A copy beside a layer's work is nearly hidden until it is longer; then the rest counts."""
-    plain = setting_of(load_config(None, PLANNED))
+    plain = cost_inputs_of(load_config(None, PLANNED))
     layout = Layout.parse("shard8 zero1 mb1 recompute-full")
     moving = layout.model_copy(update={"offload": "activations"})
     before, after = price(plain, layout), price(plain, moving)

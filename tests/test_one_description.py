@@ -9,13 +9,13 @@ from meshwright.cost.calibration import shipped_calibration
 from meshwright.cost.catalogue import cluster_of, find_device
 from meshwright.cost.data_messages import data_messages, unit_messages
 from meshwright.cost.elements import elements_of
+from meshwright.cost.inputs import CostInputs, layers_of_ranks
 from meshwright.cost.memory import model_states
 from meshwright.cost.price import estimated, price, worst_estimate
 from meshwright.cost.profile import predicted_profile
-from meshwright.cost.setting import Setting, held_by
 from meshwright.cost.step import pace_of
 from meshwright.cost.systems import SYSTEMS
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.planner.lightest import lightest
 from meshwright.planner.rank import Search
@@ -37,7 +37,7 @@ def setting(device="h100-sxm", devices=8, model=MODEL, **train):
     values = {"batch": 32, "seq_len": 512, "precision": "bf16"} | train
     cluster = cluster_of(find_device(device), devices)
     spec = TrainSpec(**values)
-    return Setting(
+    return CostInputs(
         model, spec, OptimizerSpec(), cluster, OURS, shipped_calibration(), spec.precision
     )
 
@@ -98,7 +98,7 @@ def test_every_pipeline_rank_updates_the_elements_that_it_holds(label, model):
     """The last one a copy of the embedding, where the head is tied to it."""
     layout, one = Layout.parse(label), setting(model=model)
     program = lower(model, one.train, one.optimizer, layout)
-    for place, held in enumerate(held_by(one, layout)):
+    for place, held in enumerate(layers_of_ranks(one, layout)):
         at = layout.mesh.coordinates(layout.mesh.rank({"pp": place}))
         names = {n for stage in program.held(place) for n in program.parameters(stage)}
         real = 0
@@ -116,7 +116,7 @@ def test_gradients_travel_in_the_dtype_of_the_program(reduce_dtype):
     one = setting(reduce_dtype=reduce_dtype)
     program = lower(MODEL, one.train, one.optimizer, layout, one.target)
     sent = sum(m.bytes * m.count for m in collectives(program, 0) if m.axis == "replicate")
-    kernels, held = one.kernels(), held_by(one, layout)[0]
+    kernels, held = one.kernels(), layers_of_ranks(one, layout)[0]
     seconds = kernels.network.seconds("all_reduce", sent, 8, 1, "replicate")
     assert data_messages(one, kernels, layout, held) == pytest.approx(seconds)
 
@@ -126,7 +126,7 @@ def test_weights_are_gathered_in_the_bytes_of_the_program(zero):
     """In float8 those of products, which the scales travel before."""
     model = MODEL.model_copy(update={"vocab_size": 2000})  # so that a block is the largest unit
     layout, one = Layout.parse(f"shard8 zero{zero} mb2"), setting(model=model, fp8=True)
-    kernels, held = one.kernels(), held_by(one, layout)[0]
+    kernels, held = one.kernels(), layers_of_ranks(one, layout)[0]
     sent = collectives(lower(model, one.train, one.optimizer, layout, one.target), 0)
     weights = [m for m in sent if m.purpose == "weights"]
     (scales,) = [m for m in sent if m.purpose == "scales"]
@@ -206,7 +206,7 @@ def test_what_zero_sends_in_a_microbatch_is_priced_as_the_program_says(model, ze
     layout = Layout.parse(f"zero{zero} {label}")
     kernels, found = one.kernels(), unit_messages(one, one.kernels(), layout)
     program = lower(one.model, one.train, one.optimizer, layout, Target("gpu"))
-    for place, held in enumerate(held_by(one, layout)):
+    for place, held in enumerate(layers_of_ranks(one, layout)):
         rank = layout.mesh.rank({"pp": place})
         sent = sum(
             message.count
@@ -228,7 +228,7 @@ def test_the_ends_are_waited_for_where_they_are_held():
         for one in (setting(model=model) for model in (MODEL, wide))
     ]
     first, last = (
-        [one.passes(HeldLayers((0,), at == "first", at == "last")) for one in gathers]
+        [one.passes(RankLayers((0,), at == "first", at == "last")) for one in gathers]
         for at in ("first", "last")
     )
     assert first[1][0] > 10 * first[0][0]  # the embedding, in the forward

@@ -12,7 +12,7 @@ from meshwright.cost.profile import predicted_profile
 from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.planner.plan import on_cluster, plan, prediction_json, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster, plan, prediction_json
 from meshwright.planner.rank import MARGIN
 from meshwright.program.lower import lower
 from meshwright.prove.matrix import matrix
@@ -27,7 +27,7 @@ def cases(world):
     config = load_config(None, ("model.dim=64", "model.n_layers=8"))
     for case in matrix(world):
         if case.refused is None:
-            found = replace(setting_of(config), model=case.model, train=case.train)
+            found = replace(cost_inputs_of(config), model=case.model, train=case.train)
             yield replace(on_cluster(found, case.layout), packed=case.packed), case.layout
 
 
@@ -80,7 +80,7 @@ def test_every_layout_of_a_ranking_is_explained_by_its_numbers(words):
 def test_no_layout_is_ranked_whose_walk_does_not_fit():
     """By closed forms this one took 73 GiB of 80, by its program 104: a buffer for each stage."""
     words = (*LARGE[:2], "cluster.nodes=64", "train.batch=1024")
-    found = setting_of(load_config(None, words))
+    found = cost_inputs_of(load_config(None, words))
     layout = Layout.parse("dp2 shard16 zero2 tp2 sp cp2-ring pp4 interleaved_1f1b v20 mb1")
     assert not worst_memory(found, layout).fits
     assert not brief(found, layout, 0).fits
@@ -127,7 +127,7 @@ def test_the_worst_rank_of_all_is_found_at_the_ends_of_those_alike(name, zero):
     stages = f" v{virtual}" if virtual > 1 else ""
     layout = Layout.parse(f"{zero} pp8 {name}{stages} mb1")
     words = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=2")
-    found = setting_of(load_config(None, (*words, "train.batch=96")))
+    found = cost_inputs_of(load_config(None, (*words, "train.batch=96")))
     every, worst = memories(found, layout), worst_memory(found, layout)
     assert worst.total == max(one.total for one in every)
     for one in every:
@@ -143,7 +143,7 @@ def test_more_microbatches_than_are_walked_hold_no_more(name, policy):
     label = f"{data} {policy.removeprefix('zero0 ')} pp4 {name}{stages}"
     layout = Layout.parse(label)
     words = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=1")
-    found = setting_of(load_config(None, (*words, "train.batch=128")))
+    found = cost_inputs_of(load_config(None, (*words, "train.batch=128")))
     assert layout.microbatches(128) == 64
     whole = lower(found.model, found.train, found.optimizer, layout, found.target)
     for rank in range(layout.pp):

@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.cost.catalogue import cluster_of, find_device
+from meshwright.cost.inputs import CostInputs, layers_of_ranks
 from meshwright.cost.memory import model_states
-from meshwright.cost.setting import Setting, held_by
 from meshwright.cost.systems import SYSTEMS
 from meshwright.cost.timeline import timeline
+from meshwright.kernels.fp32_matmuls import target_of
 from meshwright.layout import Layout
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.kernels.products import target_of
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.program.optimizer import saved_bytes
 from meshwright.prove.case import Case
 from meshwright.prove.draw import draw
-from meshwright.simulate.rehearse import rehearse
+from meshwright.simulate.dry_run import dry_run
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
@@ -37,16 +37,16 @@ SPECS = [
 CASES = draw(48, 40, worlds=(2, 3, 4, 6))
 
 
-def setting_of(case: Case) -> Setting:
+def cost_inputs_of(case: Case) -> CostInputs:
     cluster = cluster_of(find_device("cpu"), case.layout.world)
     specs = case.model, case.train, case.optimizer
     system = SYSTEMS["meshwright"]
-    return Setting(*specs, cluster, system, shipped_calibration(), case.train.precision)
+    return CostInputs(*specs, cluster, system, shipped_calibration(), case.train.precision)
 
 
 def closed_form(case: Case, pp_rank: int) -> float:
-    setting = setting_of(case)
-    terms = model_states(setting, case.layout, held_by(setting, case.layout)[pp_rank])
+    setting = cost_inputs_of(case)
+    terms = model_states(setting, case.layout, layers_of_ranks(setting, case.layout)[pp_rank])
     return sum(term.bytes for term in terms if term.category == "optimizer")
 
 
@@ -77,7 +77,7 @@ def test_the_closed_form_is_the_walk(case, spec):
 def test_the_walk_is_the_dry_run(case, spec):
     program = lower(case.model, case.train, spec, case.layout)
     for rank in (0, case.layout.world - 1):
-        after = rehearse(program, rank).phases[-1].end
+        after = dry_run(program, rank).phases[-1].end
         assert after["optimizer"] == walked(program, rank)
 
 

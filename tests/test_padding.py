@@ -9,6 +9,7 @@ import torch
 
 from loops import CHAT
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.data import open_data
 from meshwright.data.sampler import IGNORE, PADDING
 from meshwright.data.whole import filled_row
@@ -18,7 +19,6 @@ from meshwright.models.context import Context, Unpadded
 from meshwright.models.experts import ExpertMLP
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.expert_parallel.routing import correct_routers, take_counts
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
+from meshwright.comm.groups import open_groups
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.runtime.session import train
 from meshwright.spec.parts import Part

@@ -10,6 +10,7 @@ from meshwright.cost.calibration import parse_calibration, shipped_calibration
 from meshwright.cost.catalogue import catalogue, cluster_of, find_device, find_link
 from meshwright.cost.data_messages import data_messages
 from meshwright.cost.elements import weights
+from meshwright.cost.inputs import CostInputs, work_of
 from meshwright.cost.memory import (
     kept_per_layer,
     model_states,
@@ -24,9 +25,8 @@ from meshwright.cost.pipeline import (
     waiting,
 )
 from meshwright.cost.price import price, worst_memory
-from meshwright.cost.setting import Setting, work_of
 from meshwright.cost.systems import SYSTEMS
-from meshwright.cost.work import HeldLayers, layout_work
+from meshwright.cost.work import RankLayers, layout_work
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
@@ -50,13 +50,13 @@ def setting(model=SEVEN, device="h100-sxm", devices=8, system=OURS, **train):
     values = {"batch": 64, "seq_len": 4096, "precision": "bf16"} | train
     cluster = cluster_of(find_device(device), devices)
     spec = TrainSpec(**values)
-    return Setting(
+    return CostInputs(
         model, spec, OptimizerSpec(), cluster, system, shipped_calibration(), spec.precision
     )
 
 
 def states(layout, element=2, system=OURS, device="h100-sxm"):
-    held, sums = HeldLayers((SEVEN.n_layers,), True, True), {}
+    held, sums = RankLayers((SEVEN.n_layers,), True, True), {}
     one = setting(device=device, system=system, precision={2: "bf16", 4: "fp32"}[element])
     for term in model_states(one, layout, held):
         sums[term.category] = sums.get(term.category, 0) + term.bytes
@@ -65,7 +65,7 @@ def states(layout, element=2, system=OURS, device="h100-sxm"):
 
 @pytest.mark.parametrize("each", [[5.0], [5.0, 7.0, 11.0]])
 def test_a_sum_over_layers_needs_one_number_for_each_kind(each):
-    held = HeldLayers((2, 3), True, True)
+    held = RankLayers((2, 3), True, True)
     assert held.total([5.0, 7.0]) == 31.0
     with pytest.raises(ValueError, match="zip"):
         held.total(each)
@@ -163,7 +163,7 @@ def test_zero_on_cpus_keeps_weights_whole():
         found = states(layout, element, **where)
         assert (found["weights"], found["gathered"]) == (4 * count // 8, element * count)
     # What goes to the ranks that sum it, and a gather.
-    ours, held = setting(device="cpu", precision="fp32"), HeldLayers((SEVEN.n_layers,), True, True)
+    ours, held = setting(device="cpu", precision="fp32"), RankLayers((SEVEN.n_layers,), True, True)
     kernels = ours.kernels()
     gather = kernels.network.seconds("rows", 4 * count, 8, 1)
     exchange = kernels.network.seconds("all_to_all", 4 * count, 8, 1)

@@ -14,7 +14,7 @@ from meshwright.cost.systems import SYSTEMS
 from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.program.actions import Action
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
@@ -28,7 +28,7 @@ H100 = ["cluster.preset=h100-sxm", "train.precision=bf16"]
 
 
 def setting(*words):
-    return setting_of(load_config(None, [*MODEL, *words]))
+    return cost_inputs_of(load_config(None, [*MODEL, *words]))
 
 
 def predicted(label, *words, **options):
@@ -45,7 +45,7 @@ def cases(world):
     config = load_config(None, MODEL)
     for case in matrix(world):
         if case.refused is None:
-            found = replace(setting_of(config), model=case.model, train=case.train)
+            found = replace(cost_inputs_of(config), model=case.model, train=case.train)
             yield case, on_cluster(found, case.layout)
 
 

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meshwright.errors import ConfigError
-from meshwright.parallel.machine.interfaces import (
+from meshwright.comm.interfaces import (
     address_towards,
     asked_for,
     interface_of,
@@ -15,7 +14,8 @@ from meshwright.parallel.machine.interfaces import (
     is_loopback,
     own_address,
 )
-from meshwright.parallel.machine.rendezvous import Rendezvous
+from meshwright.comm.rendezvous import Rendezvous
+from meshwright.errors import ConfigError
 from meshwright.runtime.machines import system
 from meshwright.runtime.machines.reach import links_finding, measure_links
 from meshwright.runtime.machines.system import examine_system, loopback_speed

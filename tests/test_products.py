@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.kernels.compiled import compile_block
+from meshwright.kernels.fp32_matmuls import has_onednn, take_route
+from meshwright.kernels.processor import processor
 from meshwright.parallel.allocations import events_of, pieces_of
-from meshwright.parallel.kernels.compiled import compile_block
-from meshwright.parallel.kernels.products import has_onednn, take_route
-from meshwright.parallel.machine.processor import processor
 from meshwright.program import target
 from meshwright.program.target import Processor, Route, route
 
@@ -159,7 +159,7 @@ def test_a_sum_gets_its_product_in_pieces(columns, monkeypatch):
 
 ALONE = """
 import torch
-from meshwright.parallel.kernels.products import take_route
+from meshwright.kernels.fp32_matmuls import take_route
 
 def kernel():
     lines = torch._C._dispatch_dump("aten::mm").splitlines()
@@ -171,7 +171,7 @@ take_route("torch", cpu)
 assert kernel() == own, kernel()
 before = a @ a
 take_route("onednn", cpu)
-assert "meshwright/parallel/kernels/products.py" in kernel(), kernel()
+assert "meshwright/kernels/fp32_matmuls.py" in kernel(), kernel()
 torch.testing.assert_close(a @ a, before, rtol=1e-5, atol=1e-4)
 take_route("torch", cpu)
 assert torch.equal(a @ a, before)

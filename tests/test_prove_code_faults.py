@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import ops
 from meshwright.parallel import loss
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.data_parallel.masters import Weight
+from meshwright.parallel.data_parallel.master_weights import Weight
 from meshwright.parallel.tensor_parallel.tensor import together
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.prove import compare, trial
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix

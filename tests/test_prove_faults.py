@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.groups import Link, open_groups
 from meshwright.layout import Layout
-from meshwright.parallel.data_parallel.data import replicas_of, wrapped
+from meshwright.parallel.data_parallel.sharded import replicas_of, wrapped
 from meshwright.parallel.tensor_parallel.tensor import together
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport.groups import Link, open_groups
 from meshwright.prove.case import Case
 from meshwright.prove.parity import check, prove_parity
 from meshwright.spec.resolve import model_spec

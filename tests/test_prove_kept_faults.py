@@ -9,13 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import balance, blockwise, transformer
 from meshwright.models.balance import Balance
 from meshwright.models.planned_cut import PlannedCut
 from meshwright.models.routers import SigmoidRouter
 from meshwright.parallel.context_parallel import ring
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.prove import trial
 from meshwright.prove.parity import check
 from meshwright.prove.rates import prove_rates

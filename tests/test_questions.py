@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
 from meshwright.planner.fine_tuning import fine_tunings
 from meshwright.planner.lightest import lightest, lightest_of, with_train
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.planner.questions import (
     cheapest,
     fewest_devices,
@@ -86,7 +86,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
 def test_the_longest_context_is_found_where_the_closed_form_takes_too_much_for_it():
     """Its estimate says that a million tokens fit, which no exact layout does."""
     words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm"]
-    one = setting_of(mw.load_config(overrides=words))
+    one = cost_inputs_of(mw.load_config(overrides=words))
     length, found = longest_context(one, 8)
     assert length >= 1 << 19
     assert found.memory.total <= 0.95 * found.memory.limit
@@ -127,17 +127,17 @@ def test_the_cheapest_token():
 def test_what_can_be_fine_tuned():
     """Adapters fit where all weights need offload, and leave room for longer sequences."""
     one = with_train(replace(A40S, cluster=on_devices(A40S.cluster, 2)), batch=8)
-    whole, adapters, four_bits = fine_tunings(one, 2)
+    whole, adapters, is_nf4 = fine_tunings(one, 2)
     assert (whole.trained, whole.longest) == ("all weights", None)
     assert whole.prediction.layout.offload == "optimizer"
     assert adapters.trained == "adapters of rank 16"
     assert adapters.prediction.memory.total <= 0.95 * 48 * 2**30
     assert adapters.prediction.layout.offload == "none"
     assert adapters.longest[0] >= 4096
-    assert four_bits.trained == "adapters of rank 16, 4-bit"
-    assert four_bits.prediction.layout.zero < 3
-    assert four_bits.prediction.memory.total <= 0.95 * 48 * 2**30
-    assert four_bits.longest[0] > adapters.longest[0]
+    assert is_nf4.trained == "adapters of rank 16, 4-bit"
+    assert is_nf4.prediction.layout.zero < 3
+    assert is_nf4.prediction.memory.total <= 0.95 * 48 * 2**30
+    assert is_nf4.longest[0] > adapters.longest[0]
     # Those of the model itself, and of what a family stores layer by layer.
     lora = Lora(rank=4, alpha=8.0, targets=("q_proj",))
     adapted = replace(one, model=one.model.model_copy(update={"lora": lora}))
@@ -236,9 +236,9 @@ def test_fine_tuning_on_the_command_line(capsys, monkeypatch):
     assert "adapters of rank" in out.out
     assert max(map(len, out.out.splitlines())) <= 80
     code, out = run(capsys, "plan", *TWO, "--fine-tune", "--json")
-    whole, adapters, four_bits = json.loads(out.out)["answers"]["fine_tuning"]
+    whole, adapters, is_nf4 = json.loads(out.out)["answers"]["fine_tuning"]
     assert whole["longest"] is None
-    assert adapters["longest"]["seq_len"] <= four_bits["longest"]["seq_len"]
+    assert adapters["longest"]["seq_len"] <= is_nf4["longest"]["seq_len"]
     assert adapters["fastest"]["tokens_per_s"] > whole["fastest"]["tokens_per_s"]
 
 

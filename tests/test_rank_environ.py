@@ -71,7 +71,7 @@ def test_a_rank_that_others_have_started_has_it_before_torch_reads_it(monkeypatc
     monkeypatch.setattr(session, "detect", lambda *_: gpus)
     monkeypatch.setattr(session, "settled", lambda config, _: config)
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr("meshwright.parallel.transport.world.join", join)
+    monkeypatch.setattr("meshwright.comm.world.join", join)
     monkeypatch.setattr("meshwright.runtime.ranks.worker.follow_parent", lambda _: None)
     monkeypatch.setattr("meshwright.runtime.ranks.worker.StopRequest.listen", lambda _: None)
     with pytest.raises(Joined):

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from meshwright.cli import main
+from meshwright.comm.rendezvous import Rendezvous
+from meshwright.comm.secret import Secret
 from meshwright.errors import RankFailed
-from meshwright.parallel.machine.rendezvous import Rendezvous
-from meshwright.parallel.machine.secret import Secret
 from meshwright.runtime.jobs import on_ray
 from meshwright.runtime.jobs.job import JobSpec
 from meshwright.runtime.jobs.on_ray import (

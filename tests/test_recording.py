@@ -8,19 +8,19 @@ from collections import Counter
 import pytest
 import torch
 
+from meshwright.comm.clock import DeviceClock, clock_offset
+from meshwright.comm.collective_recorder import CollectiveRecorder
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.groups import open_groups
+from meshwright.comm.measured_step import MeasuredMoment, memory_points, recorded
+from meshwright.comm.tape import Tape
+from meshwright.comm.wire import Wire, WireMessage, expected_messages
+from meshwright.comm.world import World
 from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
 from meshwright.parallel.allocations import AllocatedPiece, LabellingTape, MemoryProfile, moments_of
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.observe.clock import DeviceClock, clock_offset
-from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
-from meshwright.parallel.observe.measured import MeasuredMoment, memory_points, recorded
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.record.tape import Tape
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.wire import Wire, WireMessage, expected_messages
-from meshwright.parallel.transport.world import World
 from meshwright.program.lower import lower
 from meshwright.program.profile import (
     MEMORY,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from meshwright.comm.rendezvous import Rendezvous, first_host
 from meshwright.errors import ConfigError
-from meshwright.parallel.machine.rendezvous import Rendezvous, first_host
 
 # What srun tells the third of three tasks on two nodes, one of which has two.
 SRUN = {

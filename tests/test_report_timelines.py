@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
-from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.report.page import Page
 from meshwright.report.placing import MOST_SPANS, Fold, aligned, fold_of
 from meshwright.report.record import read_run
@@ -62,7 +62,7 @@ def large():
     words = ["cluster.preset=h100-sxm", "cluster.nodes=2", "train.precision=bf16"]
     words += ["train.batch=512", "model.n_layers=16"]
     layout = Layout.parse("shard2 zero1 pp8 1f1b mb1")
-    return predicted_profile(on_cluster(setting_of(load_config(None, words)), layout), layout)
+    return predicted_profile(on_cluster(cost_inputs_of(load_config(None, words)), layout), layout)
 
 
 def test_a_plan_draws_all_stages_with_the_middle_folded(large):

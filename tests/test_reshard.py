@@ -10,11 +10,11 @@ from meshwright.checkpoint.commit import steps
 from meshwright.checkpoint.restore import StoredSource, newest_good, restore, stored_of
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.gather import on_rank_0
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

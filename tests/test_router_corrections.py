@@ -11,12 +11,12 @@ from meshwright.checkpoint.commit import steps
 from meshwright.checkpoint.restore import stored_of
 from meshwright.checkpoint.state import WEIGHTS
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout, broken
 from meshwright.models.balance import Balance
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.routers import SigmoidRouter
 from meshwright.parallel.expert_parallel.routing import correct_routers
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.oracle_routers import router_losses

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from meshwright.cli import main
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout, broken
 from meshwright.models.balance import Balance
 from meshwright.models.experts import ExpertMLP
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.expert_parallel.routing import take_counts
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.cost.catalogue import cluster_of, find_device
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import estimated, price, worst_estimate, worst_memory
-from meshwright.cost.setting import Setting
 from meshwright.cost.step import StepTime
 from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout, broken
@@ -33,7 +33,7 @@ def setting(model=MODEL, devices=4, device="a100-40gb", memory=None, **train):
         found = replace(found, memory=memory)
     spec = TrainSpec(**values)
     cluster = cluster_of(found, devices)
-    return Setting(
+    return CostInputs(
         model, spec, OptimizerSpec(), cluster, SYSTEMS["meshwright"], shipped_calibration(), "bf16"
     )
 

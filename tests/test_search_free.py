@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.cost.catalogue import cluster_of, find_device
-from meshwright.cost.setting import Setting, work_of
+from meshwright.cost.inputs import CostInputs, work_of
 from meshwright.cost.step import transfer_seconds
 from meshwright.cost.systems import SYSTEMS
 from meshwright.planner.fits import preference
@@ -52,7 +52,7 @@ def random_setting(random):
     device = replace(device, memory=int(random.choice((1.5, 3, 6, 20)) * 1e9))
     cluster = cluster_of(device, random.choice((1, 2, 4, 8)))
     calibration = shipped_calibration()
-    return Setting(
+    return CostInputs(
         model, train, OptimizerSpec(), cluster, SYSTEMS["meshwright"], calibration, train.precision
     )
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from meshwright.comm.interfaces import listen_at
+from meshwright.comm.rendezvous import Rendezvous
+from meshwright.comm.secret import Secret
+from meshwright.comm.world import meet, roll_call
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.parallel.machine.interfaces import listen_at
-from meshwright.parallel.machine.rendezvous import Rendezvous
-from meshwright.parallel.machine.secret import Secret
-from meshwright.parallel.transport.world import meet, roll_call
 from test_rendezvous import SRUN
 
 KNOWN = Secret(b"what only this job's ranks know")
@@ -147,7 +147,7 @@ def test_a_secret_may_be_any_bytes():
 def test_a_pipe_in_place_of_a_secret_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     read = f"Secret.from_environment({{'MESHWRIGHT_SECRET_FILE': {str(tmp_path / 'pipe')!r}}})"
-    code = f"from meshwright.parallel.machine.secret import Secret; {read}"
+    code = f"from meshwright.comm.secret import Secret; {read}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert "its owner alone can read" in done.stderr
 

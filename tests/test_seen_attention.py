@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.nn.attention import flex_attention as of_torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.kernels import flex_blocks, varlen
+from meshwright.kernels.recompute import _policy
 from meshwright.models.plain_attention import plainly
 from meshwright.parallel.context_parallel.context import Ring, positions
-from meshwright.parallel.kernels import documents, seen_attention
-from meshwright.parallel.kernels.recompute import _policy
 from meshwright.program.attention import ScoreBounds
 from ranks import on_ranks
 from syncs import Syncs
@@ -36,9 +36,9 @@ def as_on_a_gpu(size=8):
     """Have rings go the way of a GPU, by blocks of a few tokens."""
     with ExitStack() as stack:
         for module, name, value in (
-            (seen_attention, "takes", lambda *_: True),
-            (seen_attention, "_compiled", lambda: of_torch.flex_attention),
-            (seen_attention, "_SIZE", size),
+            (flex_blocks, "takes", lambda *_: True),
+            (flex_blocks, "_compiled", lambda: of_torch.flex_attention),
+            (flex_blocks, "_SIZE", size),
             (of_torch, "_validate_device", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
@@ -128,21 +128,21 @@ def test_documents_are_those_of_a_cpu(kind):
     scores = BOUNDS[kind][1]
     q, k, v, grad = draw(7, batch=4, dtype=torch.float64)
     sinks = torch.linspace(-1, 1, q.shape[1], dtype=q.dtype) if scores.sinks else None
-    bounds, bounded = documents.bounds_of(PACKED), (scores.window, scores.cap)
-    op, back = torch.ops.meshwright.attend_documents, torch.ops.meshwright.attend_documents_backward
+    bounds, bounded = varlen.bounds_of(PACKED), (scores.window, scores.cap)
+    op, back = torch.ops.meshwright.attend_varlen, torch.ops.meshwright.attend_documents_backward
     expected = op(q, k, v, bounds, *bounded, sinks)
     to_expected = back(grad, q, k, v, *expected, bounds, *bounded)
     with as_on_a_gpu():
-        found = documents._forward_by_flex(q, k, v, bounds, *bounded, sinks)
-        to_found = documents._backward_by_flex(grad, q, k, v, *expected, bounds, *bounded)
+        found = varlen._forward_by_flex(q, k, v, bounds, *bounded, sinks)
+        to_found = varlen._backward_by_flex(grad, q, k, v, *expected, bounds, *bounded)
     for one, other in zip((*found, *to_found), (*expected, *to_expected), strict=True):
         torch.testing.assert_close(one.to(other.dtype), other, rtol=1e-6, atol=1e-6)
 
 
 def test_the_host_does_not_wait_for_documents():
-    bounds = documents.bounds_of(PACKED)
+    bounds = varlen.bounds_of(PACKED)
     with Syncs() as syncs:
-        documents._seen(bounds, PACKED.shape[1], 5)
+        varlen._seen(bounds, PACKED.shape[1], 5)
     assert syncs == []
 
 
@@ -154,7 +154,7 @@ def test_blocks_hold_every_pair_that_is_seen_and_full_ones_no_other(size):
         of = tuple(torch.randint(0, 4, (3, n), generator=make) for n in (26, 40))
         at = tuple(torch.randperm(64, generator=make)[:n].sort().values for n in (26, 40))
         with as_on_a_gpu(size):
-            found = seen_attention.seen(at, of, window)
+            found = flex_blocks.seen(at, of, window)
         back = at[0][:, None] - at[1]
         exact = (back >= 0) & (back < (window or 64)) & (of[0][:, :, None] == of[1][:, None])
         counts, places, full_counts, full_places = found.blocks
@@ -181,14 +181,14 @@ def test_few_kernels_serve_all_calls():
 
     torch.compiler.reset()
     compiled = torch.compile(of_torch.flex_attention, backend=backend)
-    with as_on_a_gpu(), mock.patch.object(seen_attention, "_compiled", return_value=compiled):
+    with as_on_a_gpu(), mock.patch.object(flex_blocks, "_compiled", return_value=compiled):
         for call in range(6):
             make = torch.Generator().manual_seed(call)
             q, k, v = (torch.randn(2, heads, 32, 8, generator=make) for heads in (4, 2, 2))
             of = tuple(torch.randint(0, 3, (2, 32), generator=make).sort().values for _ in "qk")
             at = tuple(torch.arange(32, dtype=torch.int32) + call for _ in "qk")
-            seen_attention.seen_attention().forward(
-                q, k, v, seen_attention.seen(at, of, None), True
+            flex_blocks.flex_block_attention().forward(
+                q, k, v, flex_blocks.seen(at, of, None), True
             )
     assert len(frames) == 1
 
@@ -206,9 +206,9 @@ def test_the_kernel_gets_contiguous_tables(packed):
     q, k, v = torch.randn(3, 2, 4, 32, 8).unbind()
     at = torch.arange(32, dtype=torch.int32)
     of = torch.randint(0, 3, (2, 32)).sort().values if packed else None
-    with as_on_a_gpu(), mock.patch.object(seen_attention, "_compiled", return_value=stand_in):
-        seen = seen_attention.seen((at, at), of if of is None else (of, of), 11)
-        seen_attention.seen_attention().forward(q, k, v, seen, True)
+    with as_on_a_gpu(), mock.patch.object(flex_blocks, "_compiled", return_value=stand_in):
+        seen = flex_blocks.seen((at, at), of if of is None else (of, of), 11)
+        flex_blocks.flex_block_attention().forward(q, k, v, seen, True)
     assert len(tables) == 4
     for one in tables:
         assert one.is_contiguous()
@@ -217,15 +217,15 @@ def test_the_kernel_gets_contiguous_tables(packed):
 
 def test_gradients_of_documents_have_the_strides_that_compiled_code_checks():
     q, k, v, grad = torch.randn(4, 2, 4, 32, 8).unbind()
-    bounds = documents.bounds_of(torch.randint(0, 3, (2, 32)).sort().values)
+    bounds = varlen.bounds_of(torch.randint(0, 3, (2, 32)).sort().values)
     with as_on_a_gpu():
-        out, sums = documents._forward_by_flex(q, k, v, bounds)
-        found = documents._backward_by_flex(grad, q, k, v, out, sums, bounds)
-    wanted = documents._backward._opoverload(grad, q, k, v, out, sums, bounds)
-    told = documents._empty_grads(grad, q, k, v, out, sums, bounds)
+        out, sums = varlen._forward_by_flex(q, k, v, bounds)
+        found = varlen._backward_by_flex(grad, q, k, v, out, sums, bounds)
+    wanted = varlen._backward._opoverload(grad, q, k, v, out, sums, bounds)
+    told = varlen._empty_grads(grad, q, k, v, out, sums, bounds)
     assert [x.stride() for x in found] == [x.stride() for x in told]
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert out.stride() == documents._empty(q, k, v, bounds)[0].stride()
+    assert out.stride() == varlen._empty(q, k, v, bounds)[0].stride()
 
 
 def test_it_serves_where_flash_attention_alone_does_not():
@@ -234,10 +234,10 @@ def test_it_serves_where_flash_attention_alone_does_not():
 
     free, segments = ScoreBounds(), torch.zeros(1, 8)
     with (
-        mock.patch.object(seen_attention.flex, "HAS_TRITON", True),
-        mock.patch.object(seen_attention, "has_cuda_flash", return_value=True),
+        mock.patch.object(flex_blocks.flex, "HAS_TRITON", True),
+        mock.patch.object(flex_blocks, "has_cuda_flash", return_value=True),
     ):
-        takes = seen_attention.takes
+        takes = flex_blocks.takes
         assert not takes(Queries, None, free)
         for bounded in (
             (segments, free),
@@ -245,9 +245,9 @@ def test_it_serves_where_flash_attention_alone_does_not():
             (None, ScoreBounds(cap=1.0)),
         ):
             assert takes(Queries, *bounded)
-            with mock.patch.object(seen_attention.flex, "HAS_TRITON", False):
+            with mock.patch.object(flex_blocks.flex, "HAS_TRITON", False):
                 assert not takes(Queries, *bounded)
-    assert not seen_attention.takes(torch.zeros(1, 4, 8, 16), segments, free)
+    assert not flex_blocks.takes(torch.zeros(1, 4, 8, 16), segments, free)
 
 
 @pytest.mark.slow
@@ -257,6 +257,6 @@ def test_a_comparison_sees_a_window_that_is_off_by_one():
 
 
 def off_by_one(world):
-    real = seen_attention.seen
-    with mock.patch.object(seen_attention, "seen", lambda at, of, window: real(at, of, window + 1)):
+    real = flex_blocks.seen
+    with mock.patch.object(flex_blocks, "seen", lambda at, of, window: real(at, of, window + 1)):
         return compared(world, "window")

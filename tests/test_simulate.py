@@ -11,20 +11,20 @@ import torch
 from conformance_cases import make
 from meshwright.bench.memory import measure
 from meshwright.cli import main
+from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.layout import Layout
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.program.lower import lower
 from meshwright.program.profile import MEMORY, from_json
 from meshwright.program.shards import data_rank, sums_in_place
 from meshwright.program.target import Target
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
+from meshwright.simulate.dry_run import dry_run
 from meshwright.simulate.fake import fake_tensors, fake_world
 from meshwright.simulate.memory import HOST, START, MemoryTracker
-from meshwright.simulate.rehearse import rehearse
 from meshwright.simulate.run import LEAST_TOLERANCE, layout_of, ranks_of, simulate
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
@@ -46,7 +46,7 @@ def simulated(case, ranks):
     return simulate(config, case.layout, ranks)
 
 
-def held_by(case, rank):
+def layers_of_ranks(case, rank):
     """Elements and number of the shards that a rank holds, by the program."""
     program = lower(case.model, case.train, case.optimizer, case.layout)
     at = case.layout.mesh.coordinates(rank)
@@ -110,7 +110,7 @@ def test_a_rehearsal_does_what_the_program_says(case, rank):
     # States are exact: nothing else holds on to them, and nothing is gathered between steps.
     after = one.rehearsal.phases[-1].end
     if case.model.dim != 60:  # of shards that are as large on every rank
-        offload, (elements, tensors) = case.layout.offload, held_by(case, rank)
+        offload, (elements, tensors) = case.layout.offload, layers_of_ranks(case, rank)
         kept = elements * keeps_whole(case)
         assert after["weights"] == (0 if offload == "params" else 4 * kept)
         # two moments of each, and its number of steps
@@ -131,7 +131,7 @@ def test_a_thousand_ranks(rank):
 
 def test_a_program_that_lies_is_found():
     case = make("tp2 sp mb4")
-    with mock.patch("meshwright.parallel.transport.wire.collectives", return_value=()):
+    with mock.patch("meshwright.comm.wire.collectives", return_value=()):
         found = simulated(case, [0])
     assert not found.agrees
     assert any("all_gather of" in text for text in found.ranks[0].differences)
@@ -217,7 +217,7 @@ def test_the_peak_is_that_of_real_ranks(label):
     train = TrainSpec(batch=4 * layout.dp, seq_len=128)
     program = lower(MODEL, train, OptimizerSpec(), layout)
     for rank, real in enumerate(on_ranks(2, peak_of, label=label, train=train)):
-        worst = rehearse(program, rank).worst
+        worst = dry_run(program, rank).worst
         held = worst.peak
         assert held["weights"] == real.parameters
         assert held["optimizer"] == real.optimizer
@@ -233,7 +233,7 @@ def test_a_second_step_is_as_the_first():
     program = lower(
         MODEL, TrainSpec(batch=4, seq_len=32), OptimizerSpec(), Layout.parse("shard2 zero2 mb1")
     )
-    found = rehearse(program, 1)
+    found = dry_run(program, 1)
     first, last = found.phases[0], found.phases[-1]
     states = ("weights", "optimizer", "gathered", "gradients", "buffers")
     assert [first.peak[kind] for kind in states] == [last.end[kind] for kind in states]
@@ -317,12 +317,12 @@ def test_ranks_by_words():
 
 def test_the_world():
     config = load_config(None, [*SMALL, "cluster.preset=a40", "cluster.nodes=2", "layout.tp=4"])
-    assert layout_of(config, setting_of(config)).world == 16
-    assert layout_of(config, setting_of(config), 64).world == 64
+    assert layout_of(config, cost_inputs_of(config)).world == 16
+    assert layout_of(config, cost_inputs_of(config), 64).world == 64
     with pytest.raises(ConfigError, match="needs a multiple of 4 ranks"):
-        layout_of(config, setting_of(config), 6)
+        layout_of(config, cost_inputs_of(config), 6)
     with pytest.raises(ConfigError, match="--world 128, but the layout has"):
-        layout_of(config, setting_of(config), 128)
+        layout_of(config, cost_inputs_of(config), 128)
     assert main(["simulate", *SMALL, "--world", "0"]) == 2
 
 

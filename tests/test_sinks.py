@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from meshwright.comm.groups import open_groups
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.kernels.varlen import attend_varlen, bounds_of
 from meshwright.layout import Layout
 from meshwright.models import blockwise, build_model, init_model
 from meshwright.models.attention import attend
 from meshwright.models.hf import hf_source, load_hf, save_hf
 from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
-from meshwright.parallel.kernels.documents import attend_documents, bounds_of
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.attention import ScoreBounds
 from meshwright.prove.case import Case
 from meshwright.prove.parity import check, prove_parity
@@ -79,7 +79,7 @@ def test_documents(scores):
         (SEGMENTS[:, :, None] == SEGMENTS[:, None]).tril()[:, None],
     ):
         found = with_gradients(
-            lambda q, k, v, s, b=bounds: attend_documents(q, k, v, b, scores, s), drawn()
+            lambda q, k, v, s, b=bounds: attend_varlen(q, k, v, b, scores, s), drawn()
         )
         assert far(found, wanted) < 1e-12
 
@@ -87,7 +87,7 @@ def test_documents(scores):
 def test_the_operators_are_sound():
     q, k, v, sinks = (one.requires_grad_() for one in drawn(torch.float32))
     torch.library.opcheck(blockwise.attention, (q, k, v, 9, 0.0, sinks))
-    op = torch.ops.meshwright.attend_documents.default
+    op = torch.ops.meshwright.attend_varlen.default
     torch.library.opcheck(op, (q, k, v, bounds_of(SEGMENTS), 9, None, sinks))
 
 

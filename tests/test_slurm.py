@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
+from meshwright.comm.flight_recorder_file import read_flight_recorder
 from runs import TINY
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")

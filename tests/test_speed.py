@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.comm.groups import open_groups
 from meshwright.data import IGNORE
 from meshwright.layout import Layout
 from meshwright.models import build_model, init_model
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

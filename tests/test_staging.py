@@ -6,7 +6,7 @@ import torch
 from meshwright.checkpoint import saver as saving
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.staging import Staging
-from meshwright.parallel.transport.world import World
+from meshwright.comm.world import World
 
 
 class Late:

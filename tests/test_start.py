@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.runtime.checks import start as checks
 from meshwright.runtime.checks.notes import config_notes, resume_notes, run_notes
 from meshwright.runtime.doctor import examine_config
-from meshwright.runtime.pricing.planned import setting_on
+from meshwright.runtime.pricing.planned import cost_inputs_on
 from meshwright.runtime.session import prepare_job
 from meshwright.spec.defaults import rate_for
 from meshwright.spec.hf import hf_config
@@ -240,7 +240,7 @@ def test_ranks_of_a_pipeline_need_what_each_of_them_needs(config, monkeypatch):
     """Not as much as the worst of them, times their number."""
     own = config("layout.pp=2", "layout.dp_replicate=1", "layout.microbatch=1", "model.dim=256")
     job = prepare_job(own, clean_environ())
-    setting = setting_on(own, job.machine, job.layout)
+    setting = cost_inputs_on(own, job.machine, job.layout)
     first, last = (memory(setting, job.layout, place).allocated for place in (0, 1))
     assert abs(first - last) > 1000
     monkeypatch.setattr(checks, "memory_of_machine", lambda: (0, first + last + 1))

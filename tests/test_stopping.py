@@ -15,9 +15,9 @@ import pytest
 from faulty import events_of, last_files, of, start_train, wait_for, wait_for_phase, wait_for_steps
 from meshwright.checkpoint.commit import step_name
 from meshwright.cli import main
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.flight_recorder_file import read_flight_recorder
 from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.record.flight_recorder_file import read_flight_recorder
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
 from meshwright.runtime import certificate
@@ -25,7 +25,7 @@ from meshwright.runtime.run import Run
 from meshwright.runtime.supervise import supervisor
 from meshwright.runtime.supervise.diagnosis import diagnose
 from meshwright.runtime.supervise.signals import StopSignals
-from meshwright.runtime.supervise.stopping import Stopping, going_on, has_done_nothing
+from meshwright.runtime.supervise.stopping import Stopping, going_on, has_made_no_progress
 from meshwright.runtime.supervise.supervisor import Timing, supervise
 from meshwright.runtime.supervise.view import Lasting, open_view
 from meshwright.training.interruptible import Interruptible
@@ -151,7 +151,7 @@ def test_an_evaluation_is_a_phase_of_its_own(tmp_path):
     at.append(read_flight_recorder(tmp_path / "rank-0.recorder"))
     assert [one.phase for one in at] == ["forward", "eval"]
     assert at[1].place() == "step 1, eval of microbatch 3 on stage 0"
-    assert [has_done_nothing([one, None]) for one in at] == [True, False]
+    assert [has_made_no_progress([one, None]) for one in at] == [True, False]
 
 
 # --- how long, and how often asked -----------------------------------------------------------

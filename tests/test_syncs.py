@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.comm.groups import open_groups
 from meshwright.data import open_data
 from meshwright.layout import Layout
 from meshwright.parallel.batch import Feed
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

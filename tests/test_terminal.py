@@ -9,7 +9,7 @@ from rich.console import Console
 from meshwright.cli import main
 from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
-from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.program.profile import MemoryPoint, RankProfile, Span, StepProfile
 from meshwright.report.terminal import causes_chart, memory_chart, summary, timeline_chart
 from meshwright.spec.loading import load_config
@@ -70,7 +70,9 @@ def test_memory_stands_against_the_limit():
 def test_all_of_it_fits_in_80_columns_and_has_no_colour_in_a_file(label):
     layout = Layout.parse(label)
     words = [*WORDS, "model.n_layers=32"]
-    profile = predicted_profile(on_cluster(setting_of(load_config(None, words)), layout), layout)
+    profile = predicted_profile(
+        on_cluster(cost_inputs_of(load_config(None, words)), layout), layout
+    )
     out = io.StringIO()
     Console(file=out, width=80).print(summary([profile, replace(profile, source="measured")]))
     lines = out.getvalue().splitlines()

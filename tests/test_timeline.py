@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.bench.memory import measure
 from meshwright.cost.timeline import timeline
+from meshwright.kernels.fp32_matmuls import has_onednn
 from meshwright.layout import Layout
-from meshwright.parallel.kernels.products import has_onednn
 from meshwright.program import attention as program_attention
 from meshwright.program.lower import lower
 from meshwright.program.shards import sums_in_place

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
-from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.program.profile import MemoryPoint, RankProfile, Span, StepProfile
 from meshwright.report.trace import chrome_trace
 from meshwright.spec.loading import load_config
@@ -18,7 +18,7 @@ NANOSECOND = 1e-3
 def planned(label):
     words = ["cluster.preset=h100-sxm", "train.precision=bf16", "model.n_layers=8"]
     layout = Layout.parse(label)
-    return predicted_profile(on_cluster(setting_of(load_config(None, words)), layout), layout)
+    return predicted_profile(on_cluster(cost_inputs_of(load_config(None, words)), layout), layout)
 
 
 def complete(trace):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.record.flight_recorder import FlightRecorder
+from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.runtime.ranks import local
 from meshwright.runtime.ranks.local import LocalRun
 from meshwright.runtime.session import prepare_job

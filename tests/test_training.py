@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import build_model
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.gather import full_tensor
-from meshwright.parallel.transport.groups import open_groups
 from meshwright.program.lower import lower
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.learning_rate import learning_rate

@@ -13,12 +13,12 @@ from meshwright.checkpoint.restore import stored_of
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS
 from meshwright.checkpoint.weights import load_model
 from meshwright.cli import main
+from meshwright.comm.groups import Link
 from meshwright.data.sampler import IGNORE
 from meshwright.layout import Layout
 from meshwright.models import build_model, init_model
 from meshwright.parallel.loss import loss_and_gradient, loss_sum
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport.groups import Link
 from meshwright.planner.plan import digest, plan
 from meshwright.program.lower import lower
 from meshwright.runtime.checks.resuming import Resume

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.comm.wire import WorkCounter
+from meshwright.kernels import block_attention, recompute
+from meshwright.kernels.varlen import attend_varlen, bounds_of, takes_bounds
 from meshwright.parallel.context_parallel import ring as rounds
 from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
-from meshwright.parallel.kernels import block_attention, documents, recompute
-from meshwright.parallel.kernels.documents import attend_documents, bounds_of, takes_bounds
-from meshwright.parallel.transport.wire import WorkCounter
 from meshwright.program import ring
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.program.ring import ring_pairs
@@ -214,7 +214,7 @@ def test_ulysses_hands_them_on(world):
     tensors = draw(9, heads=4, kv_heads=2, dtype=torch.float64)
     segments = documents_of(64)
     at = positions("ulysses", 64, 2, world.rank)
-    core = Ulysses(dist.group.WORLD, attend_documents)
+    core = Ulysses(dist.group.WORLD, attend_varlen)
     for scores in (ScoreBounds(1), ScoreBounds(20), ScoreBounds(None, 2.0), ScoreBounds(33, 2.0)):
         expected = plain(tensors, scores, segments)
         assert max(errors(core, at, tensors, bounds_of(segments), scores, expected)) < 1e-13
@@ -241,12 +241,12 @@ def test_documents_equal_plain_attention(cap, kv_heads, rows):
     for window in (1, 2, 64, 65, 129, 130, 300, None):
         scores = ScoreBounds(window, cap)
         wanted = plain(tensors, scores, segments)
-        found = in_documents(attend_documents, tensors, bounds_of(segments), scores)
+        found = in_documents(attend_varlen, tensors, bounds_of(segments), scores)
         for name, one, other in zip(NAMES, found, wanted, strict=True):
             assert off(one, other, other) < 1e-13, (name, scores)
         if window is not None and window < 129:
             wider = ScoreBounds(window + 1, cap)
-            wrong = in_documents(attend_documents, tensors, bounds_of(segments), wider)
+            wrong = in_documents(attend_varlen, tensors, bounds_of(segments), wider)
             assert all(off(a, b, b) > 1e-3 for a, b in zip(wrong, wanted, strict=True))
 
 
@@ -255,7 +255,7 @@ def test_documents_in_less_precision(dtype):
     tensors = draw(4, batch=3, seq=200, dtype=dtype)
     for scores in (ScoreBounds(30), ScoreBounds(70, 2.0), ScoreBounds(None, 2.0)):
         wanted = plain(tensors, scores, SEGMENTS)
-        found = in_documents(attend_documents, tensors, bounds_of(SEGMENTS), scores)
+        found = in_documents(attend_varlen, tensors, bounds_of(SEGMENTS), scores)
         for one, other in zip(found, wanted, strict=True):
             assert one.dtype == dtype
             assert off(one, other, other) < 8 * torch.finfo(dtype).eps
@@ -264,7 +264,7 @@ def test_documents_in_less_precision(dtype):
 @pytest.mark.slow
 def test_torch_finds_nothing_wrong_with_the_operations():
     q, k, v = (x.requires_grad_() for x in draw(6, batch=1, seq=200)[:3])
-    op = torch.ops.meshwright.attend_documents.default
+    op = torch.ops.meshwright.attend_varlen.default
     bounds = bounds_of(SEGMENTS[:1])
     sinks = torch.randn(q.shape[1], requires_grad=True)
     for window, cap in ((3, None), (None, 2.0), (70, 2.0)):
@@ -288,9 +288,9 @@ def test_a_gpu_gets_the_window_and_no_cap(monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     q, k, v, _ = draw(8, batch=3, seq=200)
     for window in (1, 30, None):
-        documents._by_varlen(q, k, v, bounds_of(SEGMENTS), window)
+        varlen._by_varlen(q, k, v, bounds_of(SEGMENTS), window)
     assert seen == [(0, 0), (29, 0), (-1, 0)]
-    with mock.patch.object(documents, "has_cuda_flash", return_value=True):
+    with mock.patch.object(varlen, "has_cuda_flash", return_value=True):
         gpu = torch.device("cuda", 0)
         assert takes_bounds(gpu, torch.bfloat16, 64)
 

@@ -16,7 +16,7 @@ from meshwright.cost.work import Product, Work, layout_work
 from meshwright.models.attention import attend
 from meshwright.models.blocks import Block
 from meshwright.models.rope import Rope
-from meshwright.parallel.data_parallel.data import DTYPES
+from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.program.attention import causal_scores
 from meshwright.program.operations import ATTENTION_BACKWARD
 from meshwright.prove.case import Case

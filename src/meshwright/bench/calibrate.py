@@ -16,12 +16,12 @@ from meshwright.bench import device as on_device
 from meshwright.bench.compiling import compiling
 from meshwright.bench.links import collectives, overlap, shared, sums_both_ways
 from meshwright.bench.overheads import overheads
+from meshwright.comm.world import World
 from meshwright.cost.calibration import QUIET
 from meshwright.cost.kernels import PASSES
 from meshwright.cost.network import through_channel
 from meshwright.cost.work import Product
-from meshwright.parallel.kernels.products import take_route
-from meshwright.parallel.transport.world import World
+from meshwright.kernels.fp32_matmuls import take_route
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.target import Matmul
 from meshwright.prove.case import Case

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from meshwright.bench.blocks import bytes_moved, own, stack
+from meshwright.kernels.fp32_matmuls import take_route
 from meshwright.parallel.build import compiler
-from meshwright.parallel.data_parallel.data import DTYPES
-from meshwright.parallel.kernels.products import take_route
+from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.prove.case import Case
 
 _DEPTH: Final = 4  # blocks that are timed together

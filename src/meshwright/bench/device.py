@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwright.bench.timing import seconds_in_turns, seconds_of
+from meshwright.comm.groups import Link
 from meshwright.cost.kernels import PASSES
 from meshwright.cost.work import Product
 from meshwright.data.sampler import IGNORE
-from meshwright.parallel.data_parallel.data import DTYPES
+from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.parallel.loss import soften
-from meshwright.parallel.transport.groups import Link
 
 
 class BenchSizes(NamedTuple):

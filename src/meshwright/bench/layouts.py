@@ -15,11 +15,11 @@ from torch import Tensor
 
 from meshwright.bench.memory import measure
 from meshwright.bench.shares import kinds, shares
+from meshwright.comm.groups import open_groups
+from meshwright.comm.world import World
 from meshwright.models.init import weight_std
 from meshwright.parallel.build import Source, build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World
 from meshwright.program.shards import Region
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.bench.timing import seconds_between, seconds_together
+from meshwright.comm.groups import Link, open_groups
+from meshwright.comm.world import World
 from meshwright.layout import Layout
 from meshwright.parallel.tensor_parallel.tp_regions import all_reduce, begin_gather, begin_scatter
-from meshwright.parallel.transport.groups import Link, open_groups
-from meshwright.parallel.transport.world import World
 from meshwright.program.messages import LARGEST_SHARED
 
 # Bytes of messages: an activation of a small model, a layer of one, a layer of a larger one. GPUs

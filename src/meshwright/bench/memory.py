@@ -9,6 +9,9 @@ from typing import Final
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright.comm.collective_recorder import CollectiveRecorder
+from meshwright.comm.groups import open_groups
+from meshwright.comm.world import World
 from meshwright.layout import broken
 from meshwright.parallel.allocations import (
     TURN,
@@ -24,9 +27,6 @@ from meshwright.parallel.allocations import (
 )
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
@@ -38,7 +38,7 @@ STEPS: Final = 4
 
 
 @dataclass
-class HeldMemory:
+class AllocatedMemory:
     """Bytes of a rank: the weights that it trains, or their shards; whole weights made of these;
     gradients; optimizer state; buffers of FSDP2 and gloo for collectives; the rest: activations.
     What is offloaded does not count.
@@ -64,8 +64,8 @@ class Measured:
     `moment` is the action, or the phase after the last of them, with the peak.
     """
 
-    peak: HeldMemory
-    start: HeldMemory
+    peak: AllocatedMemory
+    start: AllocatedMemory
     moment: str
     pieces: list[AllocatedPiece] = field(repr=False)
 
@@ -121,8 +121,8 @@ def _peaks(seen: profile) -> Iterator[Measured]:
         )
 
 
-def _sum(pieces: Sequence[AllocatedPiece]) -> HeldMemory:
+def _sum(pieces: Sequence[AllocatedPiece]) -> AllocatedMemory:
     sums = Counter[str]()
     for piece in pieces:
         sums[piece.kind] += piece.size
-    return HeldMemory(**sums)
+    return AllocatedMemory(**sums)

@@ -9,8 +9,8 @@ import statistics
 from typing import Final, NamedTuple
 
 from meshwright.bench.layouts import timed
+from meshwright.comm.world import World
 from meshwright.layout import Layout
-from meshwright.parallel.transport.world import World
 from meshwright.prove.case import Case
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec

@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.parallel.observe.clock import clock_of
-from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
-from meshwright.parallel.observe.measured import recorded
-from meshwright.parallel.record.tape import Tape
-from meshwright.parallel.transport.shared import SPACE
-from meshwright.parallel.transport.world import World
+from meshwright.comm.clock import clock_of
+from meshwright.comm.collective_recorder import CollectiveRecorder
+from meshwright.comm.measured_step import recorded
+from meshwright.comm.shared import SPACE
+from meshwright.comm.tape import Tape
+from meshwright.comm.world import World
 
 # An operation is of the first kind whose pattern is found in its name, else in the name of what
 # called it, and so on outwards.

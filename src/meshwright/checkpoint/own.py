@@ -30,10 +30,10 @@ from meshwright.checkpoint.state import (
     is_turn,
 )
 from meshwright.checkpoint.tensors import Stored
+from meshwright.comm.world import World, exchange
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout
-from meshwright.parallel.data_parallel.data import reshard
-from meshwright.parallel.transport.world import World, exchange
+from meshwright.parallel.data_parallel.sharded import reshard
 from meshwright.program.shards import Sharding, data_rank, whole
 from meshwright.spec.parts import Part
 

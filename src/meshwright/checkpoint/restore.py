@@ -13,8 +13,8 @@ from torch import Tensor
 from meshwright.checkpoint.commit import anew, digest_of, read_manifest, set_aside, steps, verify
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, fill_optimizer
 from meshwright.checkpoint.tensors import Stored
+from meshwright.comm.world import World, exchange
 from meshwright.errors import CheckpointError
-from meshwright.parallel.transport.world import World, exchange
 from meshwright.program.shards import Region
 
 

@@ -36,9 +36,9 @@ from meshwright.checkpoint.commit import (
 from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Chunks
 from meshwright.checkpoint.tensors import Chunk, write_chunks
+from meshwright.comm.world import World, exchange
 from meshwright.errors import CheckpointError
 from meshwright.files import FULL
-from meshwright.parallel.transport.world import World, exchange
 from meshwright.spec.stored import BEST
 
 

@@ -17,9 +17,9 @@ from meshwright.checkpoint.tensors import Chunk, Stored
 from meshwright.layout import Layout
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.build import region_of
-from meshwright.parallel.data_parallel.data import DTYPES
-from meshwright.parallel.data_parallel.gradients import HeldParameter, local_shard
+from meshwright.parallel.data_parallel.gradients import GatheredParameter, local_shard
 from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.program.optimizer import rule_of
 from meshwright.program.shards import Region, Sharding, data_rank, whole
 
@@ -159,7 +159,7 @@ def _frozen(parallel: Parallel) -> list[Leaf]:
     ]
 
 
-def _leaf(parallel: Parallel, parameter: HeldParameter, tensor: Tensor) -> Leaf:
+def _leaf(parallel: Parallel, parameter: GatheredParameter, tensor: Tensor) -> Leaf:
     layout, coordinates = parallel.program.layout, parallel.groups.at
     number = list(parallel.program.shardings).index(parameter.name)
     is_mine = parameter.copies > 0 and is_turn(number, layout, coordinates, parameter.sharding)

@@ -21,14 +21,14 @@ from meshwright.cli import peers
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.cost.calibration import as_toml, blocks_of, read_calibration
 from meshwright.cost.catalogue import device_named, find_device
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, price
-from meshwright.cost.setting import Setting
 from meshwright.cost.timeline import timeline
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.files import write_atomic
+from meshwright.kernels.processor import processor
 from meshwright.layout import Layout, Machine, broken, resolve_layout
-from meshwright.parallel.machine.processor import processor
-from meshwright.planner.plan import on_cluster, plan, setting_of
+from meshwright.planner.plan import cost_inputs_of, on_cluster, plan
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.report.ahead import layouts_page
@@ -227,7 +227,7 @@ class LayoutRow:
         }
 
 
-def _row(setting: Setting, layout: Layout) -> LayoutRow:
+def _row(setting: CostInputs, layout: Layout) -> LayoutRow:
     """Return what is predicted of a layout."""
     program = lower(setting.model, setting.train, setting.optimizer, layout, setting.target)
     ranks = range(layout.world)
@@ -258,7 +258,7 @@ def _layouts(args: argparse.Namespace) -> int:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)
     check_compiler(config.train, lacks)
-    setting = setting_of(config, calibration, layouts[0].world, processor())
+    setting = cost_inputs_of(config, calibration, layouts[0].world, processor())
     setting = on_cluster(setting, layouts[0])
     rows = [_row(setting, layout) for layout in layouts]
     request = {

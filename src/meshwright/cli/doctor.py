@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.common import add_json, print_json, read_config, say_line
+from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.runtime.doctor import examine_config, examine_machine
 from meshwright.runtime.machines.finding import Finding
 from meshwright.runtime.pricing.measured import calibration_in_use

@@ -11,7 +11,7 @@ from meshwright.cli.common import add_config_arguments, read_words, say_line
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.files import read_text, write_atomic
 from meshwright.layout import Machine, left_over, resolve_layout
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.planner.saved import load_planned
 from meshwright.runtime.jobs.job import JobSpec, Writer, local, parse_time, torchrun
 from meshwright.runtime.jobs.manifests import jobset, pytorchjob, skypilot
@@ -161,7 +161,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     nodes = _option(args, "nodes") or config.cluster.nodes
     section = config.cluster.model_copy(update={"nodes": nodes})
     config = config.model_copy(update={"cluster": section})
-    cluster = setting_of(config).cluster
+    cluster = cost_inputs_of(config).cluster
     device: Literal["cpu", "cuda"] = "cpu" if cluster.device.kind == "cpu" else "cuda"
     # What `train` would refuse there is refused here.
     machine = Machine(device, cluster.per_node, 1, cluster.device.name, is_fixed=True)

@@ -11,15 +11,15 @@ from typing import Any, Final, NamedTuple
 
 from meshwright.cli.common import read_rows, say
 from meshwright.cost.calibration import Calibration, calibration_named
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.measured import Correction, Measurement, correct, corrected, kind_of
 from meshwright.cost.row_experts import RowError
 from meshwright.cost.rows import read_row
-from meshwright.cost.setting import Setting
 from meshwright.errors import ConfigError
 from meshwright.interop.logs import LoggedRun, is_log, read_log
+from meshwright.kernels.processor import processor
 from meshwright.layout import Layout
-from meshwright.parallel.machine.processor import processor
-from meshwright.planner.plan import check_legal, on_cluster, setting_of
+from meshwright.planner.plan import check_legal, cost_inputs_of, on_cluster
 from meshwright.runtime.pricing.correction import (
     applied,
     keep_correction,
@@ -120,7 +120,7 @@ def measured_for(
     is_named = calibration is not None
     base = calibration or calibration_named(config.cluster.calibration)
     base = uncorrected(base)
-    setting = setting_of(config, base, processor=processor(), system=system)
+    setting = cost_inputs_of(config, base, processor=processor(), system=system)
     measurements: list[Measurement] = []
     for text in named:
         for measurement in _read(text, setting, base, layout):
@@ -149,7 +149,7 @@ def measured_rows(named: list[str], calibration: Calibration) -> Corrected | Non
 
 
 def _read(
-    text: str, setting: Setting | None, base: Calibration, layout: Layout | None
+    text: str, setting: CostInputs | None, base: Calibration, layout: Layout | None
 ) -> Iterator[Measurement]:
     """Yield the measurements that an argument names: a run's, rows', a log's, or typed ones."""
     if text.partition("=")[0] in _TYPED:
@@ -174,7 +174,7 @@ def _read(
         )
 
 
-def _typed(text: str, setting: Setting) -> Measurement:
+def _typed(text: str, setting: CostInputs) -> Measurement:
     values = {
         match[1]: match[2].strip()
         for match in re.finditer(r"(\w+)=(.*?)(?=\s+\w+=|$)", text.replace(",", " "))
@@ -193,7 +193,7 @@ def _typed(text: str, setting: Setting) -> Measurement:
     return Measurement(on_cluster(setting, layout), layout, seconds, peak_bytes, name=text)
 
 
-def _of_log(path: Path, setting: Setting, layout: Layout) -> Measurement:
+def _of_log(path: Path, setting: CostInputs, layout: Layout) -> Measurement:
     """Return what a log of another trainer says of a step, and say which lines it is from."""
     train = setting.train
     log = read_log(path, LoggedRun(train.batch, train.seq_len, layout.world, layout.model_ranks))

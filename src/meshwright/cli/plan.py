@@ -51,13 +51,13 @@ from meshwright.cli.trainers import (
     trainer_of,
 )
 from meshwright.cost.calibration import read_calibration, shipped_calibration
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, RankMemory, memories
 from meshwright.cost.profile import predicted_profile
-from meshwright.cost.setting import Setting
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.files import write_atomic
+from meshwright.kernels.processor import processor
 from meshwright.layout import Layout, Machine, unsharded
-from meshwright.parallel.machine.processor import processor
 from meshwright.planner.advice import warnings
 from meshwright.planner.command import training_command
 from meshwright.planner.for_trainer import plan_for, priced_as
@@ -67,11 +67,11 @@ from meshwright.planner.plan import (
     Plan,
     as_json,
     check_legal,
+    cost_inputs_of,
     explain,
     on_cluster,
     plan,
     prediction_json,
-    setting_of,
 )
 from meshwright.planner.rank import MARGIN
 from meshwright.planner.ways_to_fit import ways_to_fit
@@ -158,13 +158,13 @@ def run(args: argparse.Namespace) -> int:
         config = on_machine(config, machine)
         shared = slower(config, machine)
     if args.explain:
-        setting = setting_of(config, calibration, processor=processor(), slower=shared)
+        setting = cost_inputs_of(config, calibration, processor=processor(), slower=shared)
         return _explain(config, setting, args)
     if args.after_oom:
         layout = (
             Layout.parse(args.after_oom) if run_folder is None else read_job(run_folder.path).layout
         )
-        setting = setting_of(config, calibration, processor=processor())
+        setting = cost_inputs_of(config, calibration, processor=processor())
         return _after_oom(setting, layout, args)
     started = time.perf_counter()
     planned = plan(
@@ -278,7 +278,7 @@ def _write(
         print_json(document)
 
 
-def _explain(config: Config, setting: Setting, args: argparse.Namespace) -> int:
+def _explain(config: Config, setting: CostInputs, args: argparse.Namespace) -> int:
     """Print each term of a layout's peak and time."""
     layout = Layout.parse(args.explain)
     prediction, notes = explain(setting, layout), _notes(config, setting, layout)
@@ -293,7 +293,7 @@ def _explain(config: Config, setting: Setting, args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _notes(config: Config, setting: Setting, layout: Layout) -> list[str]:
+def _notes(config: Config, setting: CostInputs, layout: Layout) -> list[str]:
     """Return where the layout that `--explain` prices differs from the config."""
     notes = []
     devices = setting.cluster.devices
@@ -323,7 +323,7 @@ def _run_folder(named: str | None) -> RunFolder | None:
     return folder
 
 
-def _after_oom(setting: Setting, layout: Layout, args: argparse.Namespace) -> int:
+def _after_oom(setting: CostInputs, layout: Layout, args: argparse.Namespace) -> int:
     """Print what would fit; 1 where nothing does."""
     check_legal(setting, layout)
     setting = on_cluster(setting, layout)
@@ -468,7 +468,7 @@ def _print_terms(prediction: Prediction) -> None:
     Console().print(times)
 
 
-def _print_charts(setting: Setting, layout: Layout) -> None:
+def _print_charts(setting: CostInputs, layout: Layout) -> None:
     drawn = predicted_profile(on_cluster(setting, layout), layout)
     console = Console()
     charts = (timeline_chart(drawn, console.width), memory_chart([drawn], console.width))

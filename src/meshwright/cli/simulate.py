@@ -25,9 +25,9 @@ from meshwright.cli.common import (
 from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.files import write_atomic
+from meshwright.kernels.processor import processor
 from meshwright.layout import Layout
-from meshwright.parallel.machine.processor import processor
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page
 from meshwright.report.page import Page
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--world {args.world} must be at least 1")
     measured = measured_for(named, config, None, os.environ, keeps=not args.no_keep)
     calibration = None if measured is None else measured.calibration
-    setting = setting_of(config, calibration, processor=processor())
+    setting = cost_inputs_of(config, calibration, processor=processor())
     layout = layout_of(config, setting, args.world)
     ranks = ranks_of(args.ranks, layout)
     if args.device == "cuda":

@@ -17,8 +17,8 @@ from meshwright.cli.common import (
     read_config,
     read_words,
 )
+from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import ConfigError
-from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from meshwright.interop.report import KeyReport, Report
 from meshwright.interop.trainers import TRAINERS, Trainer, trainer_named
 from meshwright.layout import Layout
 from meshwright.planner.for_trainer import freed, priced_as
-from meshwright.planner.plan import Plan, check_legal, explain, prediction_json, setting_of
+from meshwright.planner.plan import Plan, check_legal, cost_inputs_of, explain, prediction_json
 from meshwright.runtime.machines.machine import detect
 from meshwright.spec.loading import KEYS, Config, build_config, read_given
 from meshwright.spec.resolve import Values
@@ -225,7 +225,7 @@ def priced(
     """Return the price of the layout that a file gives, and the pipeline ranks it does not fit."""
     assert like.layout is not None
     system = "meshwright" if trainer is None else priced_as(trainer, like.config)
-    setting = setting_of(like.config, calibration, system=system)
+    setting = cost_inputs_of(like.config, calibration, system=system)
     check_legal(setting, like.layout)
     prediction = explain(setting, like.layout)
     return prediction, [memory for memory in memories(setting, like.layout) if not memory.fits]

@@ -1,7 +1,7 @@
 """Which kernel computes attention on a GPU, and its rate relative to plain causal attention.
 
 FlexAttention computes windows, soft caps and sinks; FlashAttention's varlen kernel computes windows
-of packed rows: `models.attention`, `parallel.kernels.documents`.
+of packed rows: `models.attention`, `kernels.varlen`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Seconds of data-parallel messages: ZeRO's in each microbatch, and those sent once per step.
 
-The messages are those of `program.sharing`; tests compare the sums.
+The messages are those of `program.zero_collectives`; tests compare the sums.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.cost.elements import elements_of, gathered_elements, gathered_weights, weights
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.kernels import Kernels, Seconds
 from meshwright.cost.microbatch import MicrobatchTimes
-from meshwright.cost.setting import Setting
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.program.float8 import LARGEST_BYTES, float8_weights, gathers_float8
 from meshwright.program.messages import CollectiveKind
@@ -39,7 +39,7 @@ class Waits(NamedTuple):
     last: EndWaits = EndWaits()
     is_joined: bool = False
 
-    def passes(self, held_layers: HeldLayers) -> tuple[float, float]:
+    def passes(self, held_layers: RankLayers) -> tuple[float, float]:
         """Return the seconds of a forward and a backward for the layers of a pipeline rank."""
         forward = backward = 0.0
         if held_layers.has_head:
@@ -50,7 +50,7 @@ class Waits(NamedTuple):
             self.backward
         ) + backward
 
-    def of(self, held_layers: HeldLayers) -> float:
+    def of(self, held_layers: RankLayers) -> float:
         """Return both together."""
         return sum(self.passes(held_layers))
 
@@ -110,7 +110,7 @@ class UnitSeconds(NamedTuple):
         return self.gather + self.reduce, sum(self.first), sum(self.last)
 
 
-def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSeconds:
+def unit_messages(setting: CostInputs, kernels: Kernels, layout: Layout) -> UnitSeconds:
     """Return the seconds of ZeRO's messages of a microbatch."""
     ranks, zero = layout.shard_ranks, layout.zero
     if ranks == 1 or zero < 2:
@@ -134,10 +134,10 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSec
     return UnitSeconds(gather, reduce, 0.0 if in_place else kernels.per_unit / 2, *ends, is_joined)
 
 
-def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSeconds, EndSeconds]:
+def _ends(setting: CostInputs, kernels: Kernels, layout: Layout) -> tuple[EndSeconds, EndSeconds]:
     """Return the seconds of the embedding, and of the last norm and the head, in a microbatch.
 
-    Of ranks that sum in place each step gathers the ends once, see `program.sharing`. What
+    Of ranks that sum in place each step gathers the ends once, see `program.zero_collectives`. What
     `System.parts_ends` does not part is gathered for both passes.
     """
     model, zero, network = setting.model, layout.zero, kernels.network
@@ -175,12 +175,12 @@ def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSecond
     )
 
 
-def gathering(setting: Setting, layout: Layout) -> str:
+def gathering(setting: CostInputs, layout: Layout) -> str:
     """Return how ZeRO gathers a unit's weights, as a kind of collective in `cost.network`."""
     return "rows" if sums_in_place(layout, setting.target) else "all_gather"
 
 
-def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
+def reduction(setting: CostInputs, layout: Layout) -> CollectiveKind:
     """Return the collective that reduces gradients over the ranks that share rows."""
     in_place = sums_in_place(layout, setting.target)
     return "all_to_all" if in_place else "reduce_scatter"
@@ -221,7 +221,7 @@ def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> W
 
 
 def data_messages(
-    setting: Setting, kernels: Kernels, layout: Layout, held_layers: HeldLayers
+    setting: CostInputs, kernels: Kernels, layout: Layout, held_layers: RankLayers
 ) -> float:
     """Return the seconds of data-parallel messages once per step: sums, ZeRO 1 and 2's gathers.
 
@@ -256,7 +256,9 @@ def data_messages(
     return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
 
 
-def _scales(setting: Setting, kernels: Kernels, layout: Layout, held_layers: HeldLayers) -> float:
+def _scales(
+    setting: CostInputs, kernels: Kernels, layout: Layout, held_layers: RankLayers
+) -> float:
     """Return the seconds in which ranks find the scales of weights that they gather in float8."""
     if not gathers_float8(setting.train, layout, setting.target):
         return 0.0
@@ -266,7 +268,7 @@ def _scales(setting: Setting, kernels: Kernels, layout: Layout, held_layers: Hel
     return kernels.network.seconds("all_reduce", LARGEST_BYTES * count, *among)
 
 
-def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -> float:
+def data_wait(setting: CostInputs, kernels: Kernels, seconds: float, room: float) -> float:
     """Return how long a step waits for these messages.
 
     They overlap with the backward of the last microbatch and the first forward, `room` seconds.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from meshwright.cost.setting import Setting
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.inputs import CostInputs
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.program.float8 import gathered_element, gathers_float8
 from meshwright.program.shards import shard
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
         """Those of the largest layer."""
         return max(self.layers)
 
-    def largest(self, held_layers: HeldLayers) -> int:
+    def largest(self, held_layers: RankLayers) -> int:
         """Return those of the largest unit of a pipeline rank: a layer or one of the ends."""
         last = self.norm + self.head
         return max(
@@ -89,10 +89,10 @@ def is_of(part: Part, which: Which) -> bool:
     if isinstance(which, tuple):
         name, number = which
         return part.trained and OPTIMIZERS[name].rule_number(part) == number
-    return {"all": True, "trained": part.trained, "four bits": part.four_bits}[which]
+    return {"all": True, "trained": part.trained, "four bits": part.is_nf4}[which]
 
 
-def gathered_weights(setting: Setting, layout: Layout) -> Weights:
+def gathered_weights(setting: CostInputs, layout: Layout) -> Weights:
     """Return the elements that ZeRO gathers: two in float8 count as one in bf16."""
     rounded = gathers_float8(setting.train, layout, setting.target)
     cut = layout.tp, layout.shard_ranks, layout.ep, layout.etp
@@ -119,7 +119,7 @@ class Elements(NamedTuple):
 def elements_of(
     model: ModelSpec,
     layout: Layout,
-    held_layers: HeldLayers,
+    held_layers: RankLayers,
     *,
     is_padded: bool = True,
     which: Which = "all",
@@ -140,7 +140,7 @@ def _elements(
     ranks: int,
     ep: int,
     etp: int | None,
-    held_layers: HeldLayers,
+    held_layers: RankLayers,
     which: Which,
     rounded: bool,
 ) -> Elements:
@@ -154,7 +154,7 @@ def _elements(
 
 
 def gathered_elements(
-    setting: Setting, layout: Layout, held_layers: HeldLayers, *, is_padded: bool = True
+    setting: CostInputs, layout: Layout, held_layers: RankLayers, *, is_padded: bool = True
 ) -> Elements:
     """Return the trained elements that ranks gather: two in float8 count as one in bf16."""
     rounded = gathers_float8(setting.train, layout, setting.target)

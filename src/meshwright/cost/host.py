@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, work_of
 from meshwright.cost.kernels import Kernels, Seconds
 from meshwright.cost.microbatch import MicrobatchTimes
 from meshwright.cost.pipeline import in_flight
-from meshwright.cost.setting import Setting, held_by, work_of
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 
@@ -25,7 +25,7 @@ class CopyWaits(NamedTuple):
     first: float
     is_there: bool
 
-    def passes(self, held_layers: HeldLayers, stages: int = 1) -> tuple[float, float]:
+    def passes(self, held_layers: RankLayers, stages: int = 1) -> tuple[float, float]:
         """Return the seconds of a forward and a backward of so many stages with such layers."""
         if not self.first:  # nothing is copied, or in no time
             return 0.0, 0.0
@@ -34,13 +34,13 @@ class CopyWaits(NamedTuple):
             self.backward
         ) + begins * self.first
 
-    def of(self, held_layers: HeldLayers, stages: int = 1) -> float:
+    def of(self, held_layers: RankLayers, stages: int = 1) -> float:
         """Return both together."""
         return sum(self.passes(held_layers, stages))
 
 
 def copy_waits(
-    setting: Setting, kernels: Kernels, layout: Layout, parts: MicrobatchTimes
+    setting: CostInputs, kernels: Kernels, layout: Layout, parts: MicrobatchTimes
 ) -> CopyWaits:
     """Return how long the layers of a microbatch wait for the link between device and host.
 
@@ -70,7 +70,7 @@ def copy_waits(
     )
 
 
-def host_bytes(setting: Setting, layout: Layout) -> float:
+def host_bytes(setting: CostInputs, layout: Layout) -> float:
     """Return the bytes of host memory that the activations of one rank take at most.
 
     What all layers in flight have moved, in closed form.
@@ -81,5 +81,5 @@ def host_bytes(setting: Setting, layout: Layout) -> float:
     leaves = [sum(size for _, size in work.leaves) for work in work_of(setting, layout).layers]
     return max(
         held_layers.total(leaves) / layout.virtual_stages * in_flight(layout, rank, count)
-        for rank, held_layers in enumerate(held_by(setting, layout))
+        for rank, held_layers in enumerate(layers_of_ranks(setting, layout))
     )

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from meshwright.cost.calibration import Calibration
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import OUTSIDE, RankMemory, worst_memory
-from meshwright.cost.setting import Setting
 from meshwright.cost.step import step_time
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
@@ -43,7 +43,7 @@ class Measurement(NamedTuple):
     `is_allocated`: the bytes are those of tensors, without context and allocator overhead.
     """
 
-    setting: Setting
+    setting: CostInputs
     layout: Layout
     seconds: float | None
     bytes: float | None = None
@@ -78,7 +78,7 @@ class Correction:
         return replace(calibration, constants={**calibration.constants, **self.constants})
 
 
-def kind_of(setting: Setting) -> str:
+def kind_of(setting: CostInputs) -> str:
     """Return the kind that a correction applies to: a system on a kind of device."""
     return f"{setting.system.name}.{setting.cluster.device.kind}"
 

@@ -12,17 +12,17 @@ from typing import NamedTuple, get_args
 from meshwright.cost.calibration import Calibration
 from meshwright.cost.catalogue import Device
 from meshwright.cost.elements import elements_of, gathered_elements, gathered_weights, weights
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, work_of
 from meshwright.cost.modules import kept_without
 from meshwright.cost.optimizer import updates
 from meshwright.cost.pipeline import in_flight, waiting
-from meshwright.cost.setting import Setting, held_by, work_of
 from meshwright.cost.systems import CAUSAL, System
-from meshwright.cost.work import HeldLayers, LayoutWork, Work
+from meshwright.cost.work import LayoutWork, RankLayers, Work
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.saved import Kind
 from meshwright.program.shards import cuts_frozen, sums_in_place
-from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_room, loss_rows
+from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_rows, loss_workspace
 from meshwright.spec.lora import NF4_BLOCK, nf4_bytes
 
 # What of a peak is model states.
@@ -59,7 +59,7 @@ class Term(NamedTuple):
         return self.template.format(*self.numbers)
 
 
-def model_states(setting: Setting, layout: Layout, held_layers: HeldLayers) -> list[Term]:
+def model_states(setting: CostInputs, layout: Layout, held_layers: RankLayers) -> list[Term]:
     """Return weights, gradients and optimizer states of a rank.
 
     ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer states over the
@@ -107,7 +107,9 @@ def model_states(setting: Setting, layout: Layout, held_layers: HeldLayers) -> l
     return terms
 
 
-def _optimizer_states(setting: Setting, layout: Layout, held_layers: HeldLayers) -> Iterator[Term]:
+def _optimizer_states(
+    setting: CostInputs, layout: Layout, held_layers: RankLayers
+) -> Iterator[Term]:
     """Yield what the optimizer keeps of a rank's parameters: one term, with the bytes of each rule.
 
     A system that keeps whole weights in half precision has the fp32 master weights there, too.
@@ -133,7 +135,9 @@ def _optimizer_states(setting: Setting, layout: Layout, held_layers: HeldLayers)
         yield Term("optimizer", total, "; ".join(templates), tuple(numbers))
 
 
-def _gathered(setting: Setting, layout: Layout, held_layers: HeldLayers, *, in_place: bool) -> Term:
+def _gathered(
+    setting: CostInputs, layout: Layout, held_layers: RankLayers, *, in_place: bool
+) -> Term:
     """Return what ZeRO-3 gathers of weights, of which a rank keeps shards."""
     unit = gathered_weights(setting, layout)
     if in_place:
@@ -147,7 +151,7 @@ def _gathered(setting: Setting, layout: Layout, held_layers: HeldLayers, *, in_p
 
 
 def _gradients(
-    setting: Setting, layout: Layout, held_layers: HeldLayers, whole_elements: int, part: int
+    setting: CostInputs, layout: Layout, held_layers: RankLayers, whole_elements: int, part: int
 ) -> list[Term]:
     """Return the gradients of a rank that trains `part` of `whole_elements`."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
@@ -191,7 +195,7 @@ class KeptBytes(NamedTuple):
     moving: float = 0.0
 
 
-def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
+def kept_of(setting: CostInputs, layout: Layout) -> KeptBytes:
     """Return what a layout's microbatch saves; the same for all schedules and data ranks."""
     system, calibration = setting.system, setting.calibration
     layout_work, plain = work_of(setting, layout), work_of(setting, layout, "none")
@@ -217,7 +221,7 @@ def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
 
 
 def activations(
-    setting: Setting, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
+    setting: CostInputs, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
 ) -> list[Term]:
     """Return the bytes that a pipeline rank saves for the backward, and the loss.
 
@@ -225,7 +229,7 @@ def activations(
     flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one. `kept_bytes`
     is the layout's `kept_of`, if the caller knows it.
     """
-    held_layers = held_by(setting, layout)[rank]
+    held_layers = layers_of_ranks(setting, layout)[rank]
     kept_bytes = kept_bytes or kept_of(setting, layout)
     microbatches = layout.microbatches(setting.train.batch)
     flight = in_flight(layout, rank, microbatches)
@@ -259,7 +263,7 @@ def activations(
     return with_measured(setting, terms + found_terms)
 
 
-def _loss_of(setting: Setting, layout: Layout, layout_work: LayoutWork) -> Term:
+def _loss_of(setting: CostInputs, layout: Layout, layout_work: LayoutWork) -> Term:
     """Return what the loss needs on a rank that has the head."""
     if not setting.system.fuses_loss:
         return _loss(setting.system, layout_work, layout.tp, setting.calibration)
@@ -270,14 +274,14 @@ def _loss_of(setting: Setting, layout: Layout, layout_work: LayoutWork) -> Term:
     size = rows * sizes.vocab
     element_bytes = loss_element(sizes.element, capped=is_capped, fused=is_fused)
     is_frozen = setting.model.lora is not None
-    room = loss_room(sizes, rows, setting.target.products, is_frozen=is_frozen)
+    room = loss_workspace(sizes, rows, setting.target.products, is_frozen=is_frozen)
     template = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a matmul" * (room > 0)
     return Term(
         "logits and loss", size * element_bytes + room, template, (size, rows, element_bytes, room)
     )
 
 
-def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
+def with_measured(setting: CostInputs, terms: list[Term]) -> list[Term]:
     """Return terms with an additional one measured for this system on this machine.
 
     It is a share of everything except model states, which are exact.
@@ -293,7 +297,7 @@ def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
     ]
 
 
-def _average(held_layers: HeldLayers, per_kind: Sequence[float]) -> float:
+def _average(held_layers: RankLayers, per_kind: Sequence[float]) -> float:
     """Return the mean over the layers of a rank of a number that each kind has."""
     return (
         per_kind[0]

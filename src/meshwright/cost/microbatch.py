@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshwright.cost.inputs import CostInputs, work_of
 from meshwright.cost.kernels import Kernels, Seconds
-from meshwright.cost.setting import Setting, work_of
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 
@@ -20,7 +20,7 @@ class MicrobatchTimes:
     first: Seconds
     last: Seconds
 
-    def of(self, held_layers: HeldLayers, cause: str) -> float:
+    def of(self, held_layers: RankLayers, cause: str) -> float:
         """Return one cause's seconds of a microbatch on a pipeline rank."""
         seconds = held_layers.total(getattr(layer, cause) for layer in self.layers)
         if held_layers.has_embedding:
@@ -34,7 +34,7 @@ class MicrobatchTimes:
         """Seconds over all causes: a layer of each kind, the first end, the last end."""
         return tuple(layer.total for layer in self.layers), self.first.total, self.last.total
 
-    def total(self, held_layers: HeldLayers) -> float:
+    def total(self, held_layers: RankLayers) -> float:
         """Return the seconds of one microbatch on a pipeline rank, over all causes."""
         layers, first, last = self.totals
         seconds = held_layers.total(layers)
@@ -42,7 +42,7 @@ class MicrobatchTimes:
             seconds += first
         return seconds + (last if held_layers.has_head else 0.0)
 
-    def room(self, held_layers: HeldLayers) -> float:
+    def room(self, held_layers: RankLayers) -> float:
         """Return the seconds of a microbatch that data-parallel messages can overlap with."""
         return sum(self.of(held_layers, cause) for cause in ("forward", "backward", "recompute"))
 
@@ -54,7 +54,7 @@ class TimesOfParts:
     which recomputation leaves alone, too.
     """
 
-    def __init__(self, setting: Setting, kernels: Kernels) -> None:
+    def __init__(self, setting: CostInputs, kernels: Kernels) -> None:
         self._setting, self._kernels = setting, kernels
         model = setting.model
         self._has_experts = [model.has_experts(kind) for kind in model.layer_kinds]
@@ -81,6 +81,6 @@ class TimesOfParts:
         return MicrobatchTimes(tuple(layers), *self._ends[cut])
 
 
-def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> MicrobatchTimes:
+def parts_of(setting: CostInputs, kernels: Kernels, layout: Layout) -> MicrobatchTimes:
     """Return the seconds of one layout's microbatch in layers and in the ends."""
     return TimesOfParts(setting, kernels).of(layout)

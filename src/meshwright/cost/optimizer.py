@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.cost.elements import Which, elements_of, is_of
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.kernels import Kernels
-from meshwright.cost.setting import Setting
-from meshwright.cost.work import HeldLayers, Product
+from meshwright.cost.work import Product, RankLayers
 from meshwright.layout import Layout
 from meshwright.program.optimizer import needs_matrices, rule_of
 from meshwright.program.shards import shard
@@ -27,7 +27,7 @@ class RuleShare(NamedTuple):
     parameters: int
 
 
-def updates(setting: Setting, layout: Layout, held_layers: HeldLayers) -> Iterator[RuleShare]:
+def updates(setting: CostInputs, layout: Layout, held_layers: RankLayers) -> Iterator[RuleShare]:
     """Yield what a rank with such layers updates, by the rules of the optimizer."""
     optimizer = OPTIMIZERS[setting.optimizer.name]
     for number, rule in enumerate(optimizer.rules):
@@ -37,7 +37,7 @@ def updates(setting: Setting, layout: Layout, held_layers: HeldLayers) -> Iterat
 
 
 @lru_cache(maxsize=1024)
-def _parameters(model: ModelSpec, held_layers: HeldLayers, which: Which) -> int:
+def _parameters(model: ModelSpec, held_layers: RankLayers, which: Which) -> int:
     """Return the number of parameters that a rank has shards of; a tied head is one of its own."""
     per_layer = []
     for kind in model.layer_kinds:
@@ -57,7 +57,7 @@ def _parameters(model: ModelSpec, held_layers: HeldLayers, which: Which) -> int:
 
 
 def matrix_seconds(
-    setting: Setting, kernels: Kernels, layout: Layout, held_layers: HeldLayers
+    setting: CostInputs, kernels: Kernels, layout: Layout, held_layers: RankLayers
 ) -> float:
     """Return the seconds in which a rank makes matrices whole and orthogonalizes them.
 
@@ -79,7 +79,7 @@ def matrix_seconds(
     return held_layers.total(per_kind)
 
 
-def _seconds_of(setting: Setting, kernels: Kernels, layout: Layout, part: Part) -> float:
+def _seconds_of(setting: CostInputs, kernels: Kernels, layout: Layout, part: Part) -> float:
     """Return the seconds of one parameter: its gathers, and Newton-Schulz on its matrices."""
     spec, sharding = setting.optimizer, shard(part, layout)
     element, peak = DTYPE_BYTES[spec.ns_precision], setting.cluster.device.peak(spec.ns_precision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, may_hold_most
 from meshwright.cost.memory import (
     STATES,
     KeptBytes,
@@ -16,7 +17,6 @@ from meshwright.cost.memory import (
     with_measured,
 )
 from meshwright.cost.peak import peak
-from meshwright.cost.setting import Setting, held_by, may_hold_most
 from meshwright.cost.step import StepTime, has_table, step_time
 from meshwright.cost.terms import peak_terms
 from meshwright.layout import Layout
@@ -76,7 +76,7 @@ class RankMemory:
 
 
 def memory(
-    setting: Setting, layout: Layout, rank: int, program: Program | None = None
+    setting: CostInputs, layout: Layout, rank: int, program: Program | None = None
 ) -> RankMemory:
     """Return the peak of the ranks at one place in the pipeline.
 
@@ -92,13 +92,13 @@ def memory(
     return _rank_memory(setting, layout, rank, with_measured(setting, terms), moment)
 
 
-def _is_walked(setting: Setting, layout: Layout) -> bool:
+def _is_walked(setting: CostInputs, layout: Layout) -> bool:
     """Return whether a layout has a program of ours; other systems and their rules have none."""
     count = layout.microbatches(setting.train.batch)
     return setting.system.name == OURS and has_table(layout, count)
 
 
-def _program(setting: Setting, layout: Layout, turns: int) -> Program:
+def _program(setting: CostInputs, layout: Layout, turns: int) -> Program:
     """Return a layout's program of few microbatches: so many times the ranks of the pipeline."""
     train, count = setting.train, layout.microbatches(setting.train.batch)
     if not SCHEDULES[layout.schedule].holds_all:
@@ -108,7 +108,7 @@ def _program(setting: Setting, layout: Layout, turns: int) -> Program:
 
 
 def estimate(
-    setting: Setting, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
+    setting: CostInputs, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
 ) -> RankMemory:
     """Return a peak in closed form: a few percent off, and fast enough for a large search.
 
@@ -118,16 +118,16 @@ def estimate(
 
 
 def _forms(
-    setting: Setting, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
+    setting: CostInputs, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
 ) -> list[Term]:
-    held_layers = held_by(setting, layout)[rank]
+    held_layers = layers_of_ranks(setting, layout)[rank]
     return model_states(setting, layout, held_layers) + activations(
         setting, layout, rank, kept_bytes
     )
 
 
 def _rank_memory(
-    setting: Setting, layout: Layout, rank: int, terms: list[Term], moment: str = ""
+    setting: CostInputs, layout: Layout, rank: int, terms: list[Term], moment: str = ""
 ) -> RankMemory:
     allocated = sum(term.bytes for term in terms)
     device = setting.cluster.device
@@ -135,13 +135,13 @@ def _rank_memory(
     return RankMemory(rank, tuple(terms), device.memory, moment)
 
 
-def memories(setting: Setting, layout: Layout) -> list[RankMemory]:
+def memories(setting: CostInputs, layout: Layout) -> list[RankMemory]:
     """Return the peak of the ranks at each place in the pipeline."""
     program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
     return [memory(setting, layout, rank, program) for rank in range(layout.pp)]
 
 
-def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
+def worst_memory(setting: CostInputs, layout: Layout) -> RankMemory:
     """Return the memory of the pipeline rank that needs most.
 
     Among consecutive ranks with the same layers, the activations in flight and deferred gradients
@@ -155,7 +155,7 @@ def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
     )
 
 
-def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
+def brief(setting: CostInputs, layout: Layout, rank: int) -> RankMemory:
     """Return about what `memory` does, faster: for a step of few microbatches.
 
     They fill the pipeline twice, and each transfer is next to the action that it belongs to.
@@ -170,7 +170,7 @@ def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
 
 
 def worst_estimate(
-    setting: Setting, layout: Layout, kept_bytes: KeptBytes | None = None
+    setting: CostInputs, layout: Layout, kept_bytes: KeptBytes | None = None
 ) -> RankMemory:
     """Return the highest estimate of the pipeline ranks; see `worst_memory` for which those are."""
     kept_bytes = kept_bytes or kept_of(setting, layout)
@@ -226,7 +226,7 @@ class Prediction:
         return self.tflops_per_device * 1e12 / self.peak
 
 
-def price(setting: Setting, layout: Layout, *, worst: RankMemory | None = None) -> Prediction:
+def price(setting: CostInputs, layout: Layout, *, worst: RankMemory | None = None) -> Prediction:
     """Return the cost of a layout as it is shown: see `worst_memory` and `step_time`.
 
     `worst` is its worst memory, if the caller knows it.
@@ -239,13 +239,15 @@ def price(setting: Setting, layout: Layout, *, worst: RankMemory | None = None) 
     )
 
 
-def estimated(setting: Setting, layout: Layout) -> Prediction:
+def estimated(setting: CostInputs, layout: Layout) -> Prediction:
     """Return the closed-form cost of a layout, to compare thousands of them; never shown."""
     time = step_time(setting, setting.kernels(), layout, events=False)
     return _prediction(setting, layout, worst_estimate(setting, layout), time)
 
 
-def _prediction(setting: Setting, layout: Layout, worst: RankMemory, time: StepTime) -> Prediction:
+def _prediction(
+    setting: CostInputs, layout: Layout, worst: RankMemory, time: StepTime
+) -> Prediction:
     return Prediction(
         layout,
         worst,
@@ -259,7 +261,7 @@ def _prediction(setting: Setting, layout: Layout, worst: RankMemory, time: StepT
     )
 
 
-def _spread(setting: Setting) -> tuple[float, float]:
+def _spread(setting: CostInputs) -> tuple[float, float]:
     """Return the bounds of an interval in predicted times: closer after a measurement here."""
     kind, find = setting.cluster.device.kind, setting.calibration.find
     is_measured = f"{setting.system.name}.{kind}.measured.compute" in setting.calibration.constants
@@ -267,7 +269,7 @@ def _spread(setting: Setting) -> tuple[float, float]:
     return find(f"{name}.low", kind), find(f"{name}.high", kind)
 
 
-def _memory_spread(setting: Setting) -> tuple[float, float]:
+def _memory_spread(setting: CostInputs) -> tuple[float, float]:
     """Return the bounds of an interval of memory, in predicted bytes of all but model states."""
     system, find = setting.system.name, setting.calibration.find
     return find("interval.memory.low", system), find("interval.memory.high", system)

@@ -7,10 +7,10 @@ from itertools import groupby
 from typing import Final
 
 from meshwright.cost.byte_count import PredictedMoment
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.kernels import Kernels
 from meshwright.cost.memory import outside
 from meshwright.cost.price import OURS, memory, price
-from meshwright.cost.setting import Setting
 from meshwright.cost.spans import Drawn, pipeline_spans
 from meshwright.cost.step import host_seconds, merged_causes, pace_of
 from meshwright.cost.timeline import timeline
@@ -46,7 +46,7 @@ _CAUSE_OF_AXIS: Final = {
 
 
 def predicted_profile(
-    setting: Setting, layout: Layout, *, ranks: Sequence[int] | None = None
+    setting: CostInputs, layout: Layout, *, ranks: Sequence[int] | None = None
 ) -> StepProfile:
     """Return the predicted step, by default of one rank at each place in the pipeline.
 
@@ -123,7 +123,7 @@ class _Ends:
 
 
 def _memory(
-    setting: Setting, program: Program, rank: int, drawn: Drawn, ends: _Ends
+    setting: CostInputs, program: Program, rank: int, drawn: Drawn, ends: _Ends
 ) -> Iterator[MemoryPoint]:
     """Yield what a rank holds: at the start, at the highest moment of each action, after it."""
     layout = program.layout
@@ -176,7 +176,7 @@ def _by_category(sizes: Mapping[str, float]) -> dict[str, int]:
 
 
 def _traffic(
-    setting: Setting, kernels: Kernels, program: Program, rank: int, spent: dict[str, float]
+    setting: CostInputs, kernels: Kernels, program: Program, rank: int, spent: dict[str, float]
 ) -> Iterator[Traffic]:
     """Yield the program's messages; an axis's wait is shared out by what they take on the links."""
     if setting.system.name != OURS:

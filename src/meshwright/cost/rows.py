@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from meshwright.cost.calibration import Calibration
 from meshwright.cost.catalogue import Device, cluster_of, device_named, find_device
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, RankMemory, price, worst_memory
 from meshwright.cost.row_experts import RowError, mixture
 from meshwright.cost.row_models import known, whole
@@ -26,7 +27,6 @@ from meshwright.cost.row_words import (
     recompute_of,
     system_of,
 )
-from meshwright.cost.setting import Setting
 from meshwright.cost.systems import CAUSAL, System
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
@@ -52,7 +52,7 @@ _MLPS: Final = ("gated", "plain")
 class PricedRow:
     """A row as something to price, and the assumptions."""
 
-    setting: Setting
+    setting: CostInputs
     layout: Layout
     assumed: tuple[str, ...]
 
@@ -104,7 +104,7 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
     if layout.ep > 1:
         default = calibration.find("experts.imbalance", device.kind)
         imbalance = imbalance_of(row, system, default, assumed)
-    setting = Setting(
+    setting = CostInputs(
         model, train, OptimizerSpec(), cluster, system, calibration, products, imbalance=imbalance
     )
     if not row.get("attn_impl"):
@@ -327,7 +327,7 @@ def _nearly_fits(memory: RankMemory) -> bool:
     return memory.total <= (1 + _SLACK) * memory.limit
 
 
-def _with_kernel(setting: Setting, layout: Layout, assumed: list[str]) -> Setting:
+def _with_kernel(setting: CostInputs, layout: Layout, assumed: list[str]) -> CostInputs:
     """Return a setting with the attention that a row without a word on it has had: its system's.
 
     One that writes scores is not that of a layout which they would not even nearly leave room for.
@@ -341,7 +341,7 @@ def _with_kernel(setting: Setting, layout: Layout, assumed: list[str]) -> Settin
     return replace(setting, system=replace(setting.system, attention=kernel))
 
 
-def _least_recompute(setting: Setting, layout: Layout) -> Layout:
+def _least_recompute(setting: CostInputs, layout: Layout) -> Layout:
     """Return the layout with as little recomputation as it fits with, or with all of it.
 
     Published layouts are tuned to fill the memory, so that it takes more than a prediction's own

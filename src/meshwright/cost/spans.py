@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from meshwright.cost.data_messages import reduction
+from meshwright.cost.inputs import CostInputs, stages_of, work_of
 from meshwright.cost.kernels import Kernels
 from meshwright.cost.pipeline import action_times
-from meshwright.cost.setting import Setting, stages_of, work_of
 from meshwright.cost.step import ActionTimes, Pass, costs_of, has_table
 from meshwright.layout import Layout
 from meshwright.program.actions import Action, receives, sends
@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
 
 
 def pipeline_spans(
-    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, seconds: float
+    setting: CostInputs, kernels: Kernels, layout: Layout, pace: ActionTimes, seconds: float
 ) -> tuple[Drawn, ...]:
     """Return the actions of each pipeline rank, over `seconds` from first to last.
 
@@ -60,7 +60,7 @@ class _Pen:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: CostInputs,
         layout: Layout,
         pace: ActionTimes,
         ranks: tuple[int, ...],

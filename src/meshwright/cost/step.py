@@ -16,13 +16,13 @@ from meshwright.cost.data_messages import (
 )
 from meshwright.cost.elements import elements_of
 from meshwright.cost.host import CopyWaits, copy_waits
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, stages_of, work_of
 from meshwright.cost.kernels import Kernels, Seconds
 from meshwright.cost.microbatch import MicrobatchTimes, parts_of
 from meshwright.cost.optimizer import matrix_seconds, updates
 from meshwright.cost.pipeline import Costs, by_events, closed_form
-from meshwright.cost.setting import Setting, held_by, stages_of, work_of
 from meshwright.cost.sums import GradientSums, sums_of
-from meshwright.cost.work import HeldLayers, LayoutWork
+from meshwright.cost.work import LayoutWork, RankLayers
 from meshwright.layout import Layout
 from meshwright.layout.schedules import microbatch_rule
 from meshwright.program.profile import CAUSES
@@ -93,7 +93,7 @@ class ActionTimes:
     gathers: Waits
     copies: CopyWaits
     sums: GradientSums
-    held: tuple[HeldLayers, ...]
+    held: tuple[RankLayers, ...]
     whole: tuple[float, ...]
     transfer: float
     microbatches: int
@@ -110,7 +110,7 @@ class ActionTimes:
 
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
         """Return a stage's forward and backward."""
-        held_layers = HeldLayers.of(self.model, (stage,))
+        held_layers = RankLayers.of(self.model, (stage,))
         forward, backward = zip(
             self.gathers.passes(held_layers), self.copies.passes(held_layers), strict=True
         )
@@ -133,10 +133,10 @@ class ActionTimes:
         )
 
 
-def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
+def pace_of(setting: CostInputs, kernels: Kernels, layout: Layout) -> ActionTimes:
     """Return the times of the actions of a layout's step."""
     parts = parts_of(setting, kernels, layout)
-    ranks = held_by(setting, layout)
+    ranks = layers_of_ranks(setting, layout)
     gathers = unit_waits(kernels, unit_messages(setting, kernels, layout), parts)
     copies, stages = copy_waits(setting, kernels, layout, parts), layout.virtual_stages
     sums = sums_of(setting, kernels, layout)
@@ -155,7 +155,7 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
 
 
 def step_time(
-    setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True
+    setting: CostInputs, kernels: Kernels, layout: Layout, *, events: bool = True
 ) -> StepTime:
     """Return the time of a step; without `events`, prices the pipeline in closed form.
 
@@ -181,7 +181,11 @@ def step_time(
 
 
 def rank_causes(
-    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, held_layers: HeldLayers
+    setting: CostInputs,
+    kernels: Kernels,
+    layout: Layout,
+    pace: ActionTimes,
+    held_layers: RankLayers,
 ) -> dict[str, float]:
     """Return a step's seconds by cause on a rank with such layers, without its bubble."""
     parts, count = pace.parts, pace.microbatches
@@ -211,7 +215,7 @@ def host_seconds(kernels: Kernels, microbatches: int) -> float:
 
 
 def _pipeline(
-    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, events: bool
+    setting: CostInputs, kernels: Kernels, layout: Layout, pace: ActionTimes, events: bool
 ) -> float:
     if layout.pp == 1 or not events or not has_table(layout, pace.microbatches):
         return closed_form(
@@ -233,7 +237,7 @@ def has_table(layout: Layout, microbatches: int) -> bool:
     return rule is None
 
 
-def costs_of(setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes) -> Costs:
+def costs_of(setting: CostInputs, kernels: Kernels, layout: Layout, pace: ActionTimes) -> Costs:
     """Return what the pipeline's events cost."""
     stages = stages_of(
         setting.model, layout.stages, setting.train.seq_len, setting.system.even_stages
@@ -257,7 +261,7 @@ def transfer_seconds(kernels: Kernels, layout: Layout, layout_work: LayoutWork) 
 
 
 def optimizer_seconds(
-    setting: Setting, kernels: Kernels, layout: Layout, held_layers: HeldLayers
+    setting: CostInputs, kernels: Kernels, layout: Layout, held_layers: RankLayers
 ) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link.
 

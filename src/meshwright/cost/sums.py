@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from meshwright.cost.elements import elements_of
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.kernels import Kernels
-from meshwright.cost.setting import Setting
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.spec.model import ModelSpec
@@ -22,7 +22,7 @@ class GradientSums(NamedTuple):
     layout: Layout
     seconds: float
 
-    def of(self, held_layers: HeldLayers) -> float:
+    def of(self, held_layers: RankLayers) -> float:
         """Return the seconds of one backward through such layers."""
         if not self.seconds:
             return 0.0
@@ -32,7 +32,7 @@ class GradientSums(NamedTuple):
         return self.seconds * elements.total
 
 
-def sums_of(setting: Setting, kernels: Kernels, layout: Layout) -> GradientSums:
+def sums_of(setting: CostInputs, kernels: Kernels, layout: Layout) -> GradientSums:
     """Return the time of gradient accumulation, which memory bandwidth bounds.
 
     From the second microbatch on, the gradient and the sum are read, and the sum is written. The

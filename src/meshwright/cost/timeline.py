@@ -1,8 +1,8 @@
 """`timeline`: a rank's memory through a step, operation by operation, in bytes by category.
 
 Walks over the rank's action table, with what our engine allocates and releases for each action. The
-saved bytes of operations come from the program, their temporary memory from `cost.needs`, and
-what data parallelism gathers and reduces from `cost.units`.
+saved bytes of operations come from the program, their temporary memory from
+`cost.backward_workspace`, and what data parallelism gathers and reduces from `cost.units`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from meshwright.cost.backward_workspace import LayerBytes, Size, kept, layer_bytes, of_input
 from meshwright.cost.byte_count import ByteCount, PredictedMoment
 from meshwright.cost.moves import Moves
-from meshwright.cost.needs import LayerBytes, Size, kept, layer_bytes, of_input
 from meshwright.cost.units import GRADIENTS, Units
 from meshwright.program.lower import Program
 from meshwright.program.operations import Operation, operations
 from meshwright.program.schedule import Action, Kind, Table
-from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_room, loss_rows
+from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_rows, loss_workspace
 from meshwright.program.stages import Stage
 from meshwright.program.update import update_workspace
 from meshwright.spec.model import LayerSpec
@@ -265,7 +265,7 @@ class Walk:
         made_bytes, travelling = of_input(self.program, sizes, gathers=is_cut)
         held_bytes = whole_bytes * (2 if is_cut else 1)  # the gradient of all rows, and its input
         before = weight if rows < sizes.tokens else 0
-        room = loss_room(sizes, rows, self.program.target.products, is_frozen=is_frozen)
+        room = loss_workspace(sizes, rows, self.program.target.products, is_frozen=is_frozen)
         for operation, size, rows_held, weight_held in (
             ("loss", loss_element(element, capped=is_capped, fused=is_fused), held_bytes, before),
             ("head: input", element, made_bytes, before),

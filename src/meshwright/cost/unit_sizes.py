@@ -77,7 +77,7 @@ class UnitSizes:
             sharding for sharding in trained.values() if rounded and is_in_float8(sharding.part)
         ]
         self.float8 = Counted.of(in_float8, place)
-        packed = [sharding for sharding in frozen if sharding.part.four_bits]
+        packed = [sharding for sharding in frozen if sharding.part.is_nf4]
         self.packed = sum(math.prod(sharding.tp_shape) for sharding in packed)
         self.packed_bytes = sum(sharding.stored_bytes(1) for sharding in packed)
         self.cuts_frozen = any(sharding.shard_ranks > 1 for sharding in frozen)

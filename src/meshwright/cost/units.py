@@ -14,9 +14,9 @@ from meshwright.cost.byte_count import ByteCount
 from meshwright.cost.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
 from meshwright.program.lower import Program
 from meshwright.program.shards import EMBED, HEAD, Sharding, cuts_frozen, data_rank, sums_in_place
-from meshwright.program.sharing import unit_in
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
+from meshwright.program.zero_collectives import unit_in
 
 _FP32: Final = 4
 WEIGHTS: Final = "weights"

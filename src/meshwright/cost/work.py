@@ -16,12 +16,12 @@ from operator import mul
 from typing import NamedTuple
 
 from meshwright.cost.attending import Attends, attends
-from meshwright.cost.needs import backward_needs
+from meshwright.cost.backward_workspace import backward_workspaces
 from meshwright.layout import Layout
 from meshwright.program.collectives import of_microbatches
-from meshwright.program.four_bits import dequantising_bytes
 from meshwright.program.lower import Program
 from meshwright.program.messages import OF_ENDS, Overlaps, Phase, Purpose
+from meshwright.program.nf4_workspace import dequantising_bytes
 from meshwright.program.operations import Operation, operations
 from meshwright.program.saved import PRODUCT_BACKWARD
 from meshwright.program.sizes import Sizes
@@ -95,7 +95,7 @@ class Work(NamedTuple):
     attends: Attends = ""
 
 
-class HeldLayers(NamedTuple):
+class RankLayers(NamedTuple):
     """What a pipeline rank holds: layers of each kind, maybe the embedding or the head.
 
     Kinds are in the order of `ModelSpec.layer_kinds`.
@@ -106,7 +106,7 @@ class HeldLayers(NamedTuple):
     has_head: bool
 
     @classmethod
-    def of(cls, model: ModelSpec, stages: Sequence[Stage]) -> HeldLayers:
+    def of(cls, model: ModelSpec, stages: Sequence[Stage]) -> RankLayers:
         """Return what stages hold together."""
         counts = Counter(model.layer(layer) for stage in stages for layer in stage.layers)
         kinds = tuple(counts[kind] for kind in model.layer_kinds)
@@ -323,7 +323,7 @@ def _work(
         leaves[op.kind] = leaves.get(op.kind, 0.0) + op.moved_bytes
     waits, kernel = 0.0, attends(program.model, program.model.layer(0), program.train.seq_len)
     if scores:
-        needs = backward_needs(program, sizes, program.model.layer(0))
+        needs = backward_workspaces(program, sizes, program.model.layer(0))
         waits = float(sum(need.deferred for need in needs))
     sizes_kept = tuple(saved.items()), waits, messages, tuple(leaves.items())
     return Work(products, attention, scores, moved, norms, loss, *sizes_kept, kernel)

@@ -25,7 +25,7 @@ from meshwright.interop.on_megatron import (
 )
 from meshwright.interop.prime_rl import read_prime_rl
 from meshwright.interop.report import Filled, KeyReport, Report
-from meshwright.interop.source import ImportSetting, ImportSource
+from meshwright.interop.source import ImportSettings, ImportSource
 from meshwright.interop.table import load_table
 from meshwright.interop.torchtitan import read_torchtitan
 from meshwright.interop.training_arguments import read_trainer
@@ -88,7 +88,7 @@ def import_files(
     values, clashes = _read_all(paths, known)
     if not values:
         raise ConfigError(f"{paths[0]} has no keys")
-    setting = ImportSetting(
+    setting = ImportSettings(
         _by_name(stated) | _by_name(over), tuple(_by_name(over)), devices, is_fixed
     )
     files = tuple(path.name for path in paths)
@@ -109,7 +109,7 @@ def import_values(
     for key, value in base.items():
         section, _, name = key.partition(".")
         stated[section][name] = Value(value, "given")
-    setting = ImportSetting(dict(base), tuple(base), devices, is_fixed=True)
+    setting = ImportSettings(dict(base), tuple(base), devices, is_fixed=True)
     keys = _Keys(system, (f"{system}'s config",), values, {})
     return _import_keys(keys, stated, {}, setting, accepted)
 
@@ -127,7 +127,7 @@ def _import_keys(
     keys: _Keys,
     stated: Mapping[str, Values],
     over: Mapping[str, Values],
-    setting: ImportSetting,
+    setting: ImportSettings,
     accepted: Sequence[str],
 ) -> Imported:
     """Give each key its verdict, and return what the config states."""

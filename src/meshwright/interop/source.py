@@ -28,7 +28,7 @@ def _is_number(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class ImportSetting:
+class ImportSettings:
     """The base config, the overrides and the devices of an import.
 
     `base` are the values of the base config and the overrides, by `section.key`; `given` those
@@ -48,7 +48,7 @@ class ImportSource:
     A key has its verdict once: what a rule has taken, the table leaves alone.
     """
 
-    def __init__(self, values: Mapping[str, Any], tables: Sequence[Table], setting: ImportSetting):
+    def __init__(self, values: Mapping[str, Any], tables: Sequence[Table], setting: ImportSettings):
         self.values = dict(values)
         self.tables = list(tables)
         self.setting = setting

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from meshwright.layout.candidates import CHOICES, NUMBERS
-from meshwright.layout.four_bits import four_bit_rule
 from meshwright.layout.layout import Layout
+from meshwright.layout.nf4_rule import nf4_rule
 from meshwright.layout.routers import ROUTERS, router_rule
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.base import LARGEST
@@ -217,8 +217,8 @@ def _async_tp(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1"
 
 
-def _four_bits(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    return four_bit_rule(model, layout)
+def _nf4(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    return nf4_rule(model, layout)
 
 
 def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
@@ -244,7 +244,7 @@ RULES = (
     Rule(
         _fp8, ("train.precision", "layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")
     ),
-    Rule(_four_bits, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
+    Rule(_nf4, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
     Rule(_async_tp, ("layout.sp", "train.async_tp")),
     Rule(router_rule, tuple(f"train.{key}" for key in ROUTERS)),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),

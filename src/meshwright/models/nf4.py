@@ -94,7 +94,7 @@ def product(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return out
 
 
-class FourBitLinear(nn.Linear):
+class NF4Linear(nn.Linear):
     """A linear layer without an adapter whose weight is in four bits."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -25,16 +25,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright.comm.gloo_threads import wait_for_gloo_threads
+from meshwright.comm.measured_step import MeasuredMoment
+from meshwright.comm.tape import Tape
 from meshwright.parallel import offload
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.data_parallel.data import replicas_of
 from meshwright.parallel.data_parallel.exchange import Exchange
 from meshwright.parallel.data_parallel.gradients import local_shard
-from meshwright.parallel.data_parallel.masters import Weight
+from meshwright.parallel.data_parallel.master_weights import Weight
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.observe.measured import MeasuredMoment
-from meshwright.parallel.record.tape import Tape
-from meshwright.parallel.transport.gloo_threads import wait_for_gloo_threads
+from meshwright.parallel.data_parallel.sharded import replicas_of
 
 # How the profile names the operations in which a collective's memory is used.
 COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "gloo:")
@@ -98,10 +98,10 @@ def labelled_in_data() -> Iterator[None]:
         label("buffers", buffer)
         return buffer
 
-    host_room = offload.host_room
+    host_buffer = offload.host_buffer
 
     def left(flat: Tensor) -> Tensor:
-        host = host_room(flat)
+        host = host_buffer(flat)
         label(HOST, host)
         return host
 
@@ -114,7 +114,7 @@ def labelled_in_data() -> Iterator[None]:
 
     with (
         mock.patch.object(Exchange, "__init__", exchanged),
-        mock.patch.object(offload, "host_room", left),
+        mock.patch.object(offload, "host_buffer", left),
         mock.patch.object(FSDPParam, "init_unsharded_param", gathered),
         mock.patch.object(FSDPParamGroup, "post_backward", reduced),
         mock.patch.object(DefaultAllocMixin, "allocate", buffered),

@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.groups import Groups, Link
 from meshwright.data.sampler import IGNORE, PADDING
+from meshwright.kernels.varlen import takes_bounds
 from meshwright.models import Transformer
 from meshwright.models.context import Unpadded, causal_mask
 from meshwright.models.rope import lengths_of
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.data_parallel.data import DTYPES, finish_replicas, head_unit, reshard
 from meshwright.parallel.data_parallel.float8_gather import Float8Gathers
-from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.data_parallel.gradients import GatheredParameter
+from meshwright.parallel.data_parallel.sharded import DTYPES, finish_replicas, head_unit, reshard
 from meshwright.parallel.expert_parallel.routing import Routers, prepare_routers, sum_counts
-from meshwright.parallel.kernels.documents import takes_bounds
 from meshwright.parallel.loss import loss_sum
 from meshwright.parallel.pipeline import Observe, Pipeline, Scale
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.parallel.tensor_parallel.deferred import Deferral
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport.groups import Groups, Link
 from meshwright.program.attention import ScoreBounds
 from meshwright.program.gradient_sums import GradientSum, gradient_sums
 from meshwright.program.lower import Program
@@ -46,7 +46,7 @@ class Parallel:
     groups: Groups
     device: torch.device
     modules: dict[int, nn.Module]
-    held: list[HeldParameter]
+    held: list[GatheredParameter]
     positions: Tensor | None
     places: Tensor | None
     deferral: Deferral
@@ -58,7 +58,7 @@ class Parallel:
     _tables: dict[int, Table] = field(default_factory=dict)
 
     @property
-    def trained(self) -> list[HeldParameter]:
+    def trained(self) -> list[GatheredParameter]:
         """The trained parameters: with adapters, only these."""
         return [param for param in self.held if param.sharding.part.trained]
 

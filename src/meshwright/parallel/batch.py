@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from meshwright.data.sampler import Rows
-from meshwright.parallel.kernels.documents import bounds_of
+from meshwright.kernels.varlen import bounds_of
 
 
 class Batch(NamedTuple):
     """Rows of this rank on its device: int64 `[rows, seq]`; segments and bounds where packed.
 
     `keys` int64 `[rows]` are the rows' dropout keys, where the model drops. `bounds` are those of
-    the documents that the segments number (`parallel.kernels.documents`).
+    the documents that the segments number (`kernels.varlen`).
     """
 
     inputs: Tensor

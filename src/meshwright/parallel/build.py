@@ -10,6 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.comm.groups import Groups
+from meshwright.kernels.float8 import take_float8
+from meshwright.kernels.fp32_matmuls import take_route
+from meshwright.kernels.recompute import recompute
+from meshwright.kernels.uncompiled import leave_uncompiled
+from meshwright.kernels.varlen import attend_varlen
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.models.attention import Attention
@@ -17,28 +23,23 @@ from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
-from meshwright.parallel.data_parallel.data import (
+from meshwright.parallel.data_parallel.float8_gather import Float8Gathers
+from meshwright.parallel.data_parallel.gradients import GatheredParameter
+from meshwright.parallel.data_parallel.sharded import (
     DTYPES,
     distribute_data,
     ready_parameters,
     replicate_in_place,
     round_frozen,
 )
-from meshwright.parallel.data_parallel.float8_gather import Float8Gathers
-from meshwright.parallel.data_parallel.gradients import HeldParameter
 from meshwright.parallel.expert_parallel.dispatch import send_to_experts
 from meshwright.parallel.expert_parallel.experts import cut_experts
 from meshwright.parallel.expert_parallel.routing import balance_routers, routers
-from meshwright.parallel.kernels.apart import set_apart
-from meshwright.parallel.kernels.documents import attend_documents
-from meshwright.parallel.kernels.float8 import take_float8
-from meshwright.parallel.kernels.products import take_route
-from meshwright.parallel.kernels.recompute import recompute
 from meshwright.parallel.offload import Offload
 from meshwright.parallel.tensor_parallel.adapters import cut_adapted
 from meshwright.parallel.tensor_parallel.async_tp import OPTIONS, take_async_tp
 from meshwright.parallel.tensor_parallel.deferred import Deferral, local
-from meshwright.parallel.tensor_parallel.four_bits import give_levels, keep_in_four_bits
+from meshwright.parallel.tensor_parallel.nf4_weights import give_levels, keep_in_nf4
 from meshwright.parallel.tensor_parallel.tensor import (
     ColumnLinear,
     RowLinear,
@@ -48,7 +49,6 @@ from meshwright.parallel.tensor_parallel.tensor import (
     together,
 )
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport.groups import Groups
 from meshwright.program.float8 import gathers_float8
 from meshwright.program.lower import Program
 from meshwright.program.operations import gathers_again
@@ -105,7 +105,7 @@ def describe(
     for stage in program.held(groups.at["pp"]):
         model = build_model(spec, device="meta", max_seq_len=program.train.seq_len)
         model.keep(stage.layers, first=stage.is_first, last=stage.is_last)
-        attend_by_documents(model)
+        attend_by_varlen(model)
         cut_over_tp(model, program, groups, deferral)
         balance_routers(model, program, groups)
         share_out_experts(model, program, groups)
@@ -113,11 +113,13 @@ def describe(
             _make_sharded(model, program, groups)
         cut_over_cp(model, program, groups)
         round_frozen(model, DTYPES[program.train.precision])
-        keep_in_four_bits(model, program)
+        keep_in_nf4(model, program)
         if program.train.fp8:
             take_float8(model.blocks, program.target)
         for block in model.blocks:
-            compiled = block if wrap is None else set_apart(block, program, splits=deferral.splits)
+            compiled = (
+                block if wrap is None else leave_uncompiled(block, program, splits=deferral.splits)
+            )
             if wrap is not None and compiled is not block:
                 wrap(compiled)
             is_whole = wrap is not None and compiled is block
@@ -147,7 +149,7 @@ def compiler(
 ) -> Wrap:
     """Return a function that compiles a block, its matmuls by a route; see `compile_block`."""
     # Not at the top: the compiler is a second of imports.
-    from meshwright.parallel.kernels.compiled import compile_block
+    from meshwright.kernels.compiled import compile_block
 
     arguments: dict[str, Any] = {
         "splits": splits,
@@ -168,7 +170,7 @@ def materialise(
     """Allocate the stages that `describe` has returned, with weights from `source`."""
     layout, train = program.layout, program.train
     attended, in_stream = _positions(program, groups, device)
-    params: list[HeldParameter] = []
+    params: list[GatheredParameter] = []
     for index, model in modules.items():
         model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
@@ -278,11 +280,11 @@ def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
             setattr(module, name, nn.Parameter(cut, requires_grad=sharding.part.trained))
 
 
-def attend_by_documents(model: Transformer) -> None:
+def attend_by_varlen(model: Transformer) -> None:
     """Make attention use `Parallel`'s document bounds instead of a mask."""
     model.mask_of = lambda x, documents, cache: documents
     for block in model.blocks:
-        block.attn.core = attend_documents
+        block.attn.core = attend_varlen
 
 
 def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
@@ -290,7 +292,7 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
     if program.layout.cp == 1:
         return
     group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
-    core = Ring(group, recorder=groups.recorder) if is_ring else Ulysses(group, attend_documents)
+    core = Ring(group, recorder=groups.recorder) if is_ring else Ulysses(group, attend_varlen)
     for block in model.blocks:
         block.attn.core = core
 
@@ -310,7 +312,9 @@ def _positions(
     return attended, in_stream
 
 
-def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> list[HeldParameter]:
+def _held(
+    program: Program, stage: int, trained: dict[str, nn.Parameter]
+) -> list[GatheredParameter]:
     """Return the parameters of a stage that this rank holds shards of."""
     layout, params = program.layout, []
     ranks_of_stage = layout.world // layout.pp
@@ -319,7 +323,7 @@ def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> lis
         copies = ranks_of_stage // sharding.distinct
         if name == "embed.weight" and stage > 0:
             copies = 0
-        params.append(HeldParameter(name, stage, parameter, sharding, copies))
+        params.append(GatheredParameter(name, stage, parameter, sharding, copies))
     return params
 
 
@@ -348,7 +352,7 @@ def fill(parallel: Parallel, source: Source) -> None:
         param.fill(source(param.name, param.sharding.part.real_shape, region), dtype)
 
 
-def region_of(param: HeldParameter, parallel: Parallel) -> Region:
+def region_of(param: GatheredParameter, parallel: Parallel) -> Region:
     """Return the position of this rank's shard of a parameter, without padding, in the whole."""
     coordinates = parallel.groups.at
     data = data_rank(parallel.program.layout, coordinates)

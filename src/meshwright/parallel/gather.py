@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.groups import Link
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.data_parallel.gradients import HeldParameter
-from meshwright.parallel.transport.groups import Link
+from meshwright.parallel.data_parallel.gradients import GatheredParameter
 from meshwright.program.shards import Sharding
 
 
@@ -40,8 +40,8 @@ def whole_of(tensor: Tensor, sharding: Sharding, parallel: Parallel) -> Tensor:
 
 @torch.no_grad()
 def on_stages(
-    parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor | None]
-) -> Iterator[tuple[HeldParameter, Tensor | None]]:
+    parallel: Parallel, tensor_of: Callable[[GatheredParameter], Tensor | None]
+) -> Iterator[tuple[GatheredParameter, Tensor | None]]:
     """Yield whole tensors of this rank's trained parameters; a collective of a stage's ranks."""
     for param in parallel.trained:
         tensor = tensor_of(param)
@@ -50,7 +50,7 @@ def on_stages(
 
 @torch.no_grad()
 def on_rank_0(
-    parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor]
+    parallel: Parallel, tensor_of: Callable[[GatheredParameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors of the model in its order, without padding, on the host of rank 0.
 

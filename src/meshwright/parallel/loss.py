@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.comm.groups import Link
 from meshwright.models.ops import softcapped
-from meshwright.parallel.data_parallel.data import HeadUnit
+from meshwright.parallel.data_parallel.sharded import HeadUnit
 from meshwright.parallel.tensor_parallel.deferred import local
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion, begin_gather
-from meshwright.parallel.transport.groups import Link
 
 # The logit of padding: its exponential is zero. A rank may have nothing else, so it is finite.
 _NEVER: Final = torch.finfo(torch.float32).min

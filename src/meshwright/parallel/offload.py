@@ -97,7 +97,7 @@ class Copies:
             tensor.record_stream(self.stream)
 
 
-def host_room(flat: Tensor) -> Tensor:
+def host_buffer(flat: Tensor) -> Tensor:
     """Return host memory for a tensor: pinned where a GPU copies to it by itself."""
     return torch.empty_like(flat, device="cpu", pin_memory=flat.is_cuda)
 
@@ -155,7 +155,7 @@ class Stay:
         pairs = []
         for piece in self._copied:
             assert piece.flat is not None
-            piece.host = host_room(piece.flat)
+            piece.host = host_buffer(piece.flat)
             pairs.append((piece.host, piece.flat))
         self._event, self.place = self._of.copies.begin(pairs), "leaving"
 

@@ -15,11 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.comm.flight_recorder import FlightRecorder, Pending
+from meshwright.comm.groups import Link
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.data_parallel.data import end_backward, finish_backward, prepare_backward
-from meshwright.parallel.record.flight_recorder import FlightRecorder, Pending
+from meshwright.parallel.data_parallel.sharded import (
+    end_backward,
+    finish_backward,
+    prepare_backward,
+)
 from meshwright.parallel.tensor_parallel.deferred import Deferral, Work
-from meshwright.parallel.transport.groups import Link
 from meshwright.program.schedule import Action, Table
 
 Key = tuple[int, int]  # stage, microbatch

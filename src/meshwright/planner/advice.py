@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshwright.cost.host import host_bytes
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction
-from meshwright.cost.setting import Setting
 from meshwright.errors import either
 from meshwright.planner.rank import MARGIN
 from meshwright.program.optimizer import rule_of
@@ -51,13 +51,13 @@ def _parts(prediction: Prediction) -> dict[str, float]:
     return parts | {"gathers": gathers, "gradients": causes["data"] - gathers}
 
 
-def warnings(prediction: Prediction, setting: Setting) -> list[str]:
+def warnings(prediction: Prediction, setting: CostInputs) -> list[str]:
     """Return warnings about a layout, each derived from its numbers."""
     texts = (rule(prediction, setting) for rule in _RULES)
     return [text for text in texts if text is not None]
 
 
-def _states(prediction: Prediction, setting: Setting) -> str | None:
+def _states(prediction: Prediction, setting: CostInputs) -> str | None:
     layout, states = prediction.layout, prediction.memory.by_category().get("optimizer", 0.0)
     share = states / prediction.memory.total
     if layout.zero or share < _LARGE:
@@ -72,7 +72,7 @@ def _states(prediction: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _tp_across_nodes(prediction: Prediction, setting: Setting) -> str | None:
+def _tp_across_nodes(prediction: Prediction, setting: CostInputs) -> str | None:
     tp, cluster = prediction.layout.tp, setting.cluster
     if tp <= cluster.per_node:
         return None
@@ -83,7 +83,7 @@ def _tp_across_nodes(prediction: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _bubble(prediction: Prediction, setting: Setting) -> str | None:
+def _bubble(prediction: Prediction, setting: CostInputs) -> str | None:
     share = prediction.time.causes["bubble"] / prediction.time.total
     if share <= _WASTED:
         return None
@@ -101,14 +101,14 @@ def _bubble(prediction: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _ulysses(prediction: Prediction, setting: Setting) -> str | None:
+def _ulysses(prediction: Prediction, setting: CostInputs) -> str | None:
     layout, heads = prediction.layout, setting.model.n_kv_heads
     if layout.cp == 1 or layout.cp_kind != "ring" or heads % (layout.tp * layout.cp) == 0:
         return None
     return f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide {heads} kv heads"
 
 
-def _tensors(prediction: Prediction, setting: Setting) -> str | None:
+def _tensors(prediction: Prediction, setting: CostInputs) -> str | None:
     if setting.cluster.device.kind != "cpu":
         return None
     return (
@@ -117,14 +117,14 @@ def _tensors(prediction: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _messages(prediction: Prediction, setting: Setting) -> str | None:
+def _messages(prediction: Prediction, setting: CostInputs) -> str | None:
     causes, total = prediction.time.causes, prediction.time.total
     waits = {cause: causes[cause] / total for cause in ("tp", "data", "cp", "ep")}
     large = [f"{cause} {share:.0%}" for cause, share in waits.items() if share > _WASTED]
     return f"the step waits for messages: {', '.join(large)}" if large else None
 
 
-def _host(prediction: Prediction, setting: Setting) -> str | None:
+def _host(prediction: Prediction, setting: CostInputs) -> str | None:
     """Return what offload asks of the host: weights, gradients and the optimizer's states.
 
     Those of weights, gradients and moments in fp32, of moments alone, or of activations.
@@ -151,7 +151,7 @@ def _host(prediction: Prediction, setting: Setting) -> str | None:
     )
 
 
-def _precision(prediction: Prediction, setting: Setting) -> str | None:
+def _precision(prediction: Prediction, setting: CostInputs) -> str | None:
     device = setting.cluster.device
     if device.kind == "cpu":
         return None
@@ -163,11 +163,11 @@ def _precision(prediction: Prediction, setting: Setting) -> str | None:
     return f"{device.name} multiplies {ratio:.0f} times faster in {best}: train.precision={best}"
 
 
-def _context(prediction: Prediction, setting: Setting) -> str | None:
+def _context(prediction: Prediction, setting: CostInputs) -> str | None:
     return beyond_context(setting.train.seq_len, setting.model)
 
 
-def _tight(prediction: Prediction, setting: Setting) -> str | None:
+def _tight(prediction: Prediction, setting: CostInputs) -> str | None:
     free = 1 - prediction.memory.total / prediction.memory.limit
     if free < 0:
         return f"it does not fit: {-free:.0%} more than there is"

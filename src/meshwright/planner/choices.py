@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.cost.setting import Setting
+from meshwright.cost.inputs import CostInputs
 from meshwright.layout import Layout
 from meshwright.planner.compiling import CompileChoice
 from meshwright.spec.loading import Config
@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
 
 
 def choices(
-    config: Config, setting: Setting, layout: Layout, compiled: CompileChoice
+    config: Config, setting: CostInputs, layout: Layout, compiled: CompileChoice
 ) -> list[Chosen]:
     """Return the automatic choices of a layout: the measured ones, and compiling.
 
@@ -46,7 +46,7 @@ def choices(
     return [choice for choice in candidates if choice is not None]
 
 
-def _products(setting: Setting) -> Chosen | None:
+def _products(setting: CostInputs) -> Chosen | None:
     gain, matmul = setting.measured("matmul.gain"), setting.train.matmul
     if gain is None or setting.train.precision != "fp32":
         return None
@@ -57,7 +57,7 @@ def _products(setting: Setting) -> Chosen | None:
     return Chosen("products", text, gain, "train.matmul")
 
 
-def _allocator(setting: Setting) -> Chosen | None:
+def _allocator(setting: CostInputs) -> Chosen | None:
     gain = setting.measured(f"blocks.allocator.{setting.train.precision}")
     if gain is None:
         return None
@@ -66,7 +66,7 @@ def _allocator(setting: Setting) -> Chosen | None:
     return Chosen("memory", text, gain, "GLIBC_TUNABLES, cluster.memory")
 
 
-def rows_of(setting: Setting) -> dict[int, float]:
+def rows_of(setting: CostInputs) -> dict[int, float]:
     """Return measured seconds of a block per token, by the number of sequences in a microbatch."""
     start, end = f"{setting.cluster.device.kind}.blocks.rows.", f".{setting.train.precision}"
     return {
@@ -76,7 +76,7 @@ def rows_of(setting: Setting) -> dict[int, float]:
     }
 
 
-def _microbatch(setting: Setting, count: int) -> Chosen | None:
+def _microbatch(setting: CostInputs, count: int) -> Chosen | None:
     seconds_by_size = rows_of(setting)
     if len(seconds_by_size) < 2 or count not in seconds_by_size:
         return None
@@ -87,12 +87,12 @@ def _microbatch(setting: Setting, count: int) -> Chosen | None:
     return Chosen("microbatch", text, gain, "layout.microbatch")
 
 
-def _vocabulary(setting: Setting, layout: Layout) -> Chosen | None:
+def _vocabulary(setting: CostInputs, layout: Layout) -> Chosen | None:
     text = vocabulary_padding(setting.model, layout.tp)
     return None if text is None else Chosen("vocabulary", text, None, f"model.{OF_PADDING}")
 
 
-def _routing(setting: Setting, layout: Layout) -> Chosen | None:
+def _routing(setting: CostInputs, layout: Layout) -> Chosen | None:
     train, busiest_share = setting.train, setting.imbalance
     if train.routing == "balanced":
         return None
@@ -104,7 +104,7 @@ def _routing(setting: Setting, layout: Layout) -> Chosen | None:
     return Chosen("experts", f"{text} (train.imbalance)", None, "train.imbalance")
 
 
-def _channels(setting: Setting) -> Chosen | None:
+def _channels(setting: CostInputs) -> Chosen | None:
     by_gloo, by_channel, message_bytes = map(
         setting.measured, ("blocks.sum.gloo", "blocks.sum.channel", "blocks.message")
     )

@@ -2,7 +2,7 @@
 
 On a GPU that is not measured it is the choice of whoever knows them: between its products a block
 reads and writes the memory once an operation, and the compiler joins them. What a compiler cannot
-take stays outside of the graphs, see `parallel.kernels.apart`.
+take stays outside of the graphs, see `kernels.uncompiled`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import price
-from meshwright.cost.setting import Setting
 from meshwright.layout import Layout
 from meshwright.spec.loading import Config
 from meshwright.spec.training import TrainSpec
@@ -37,7 +37,7 @@ class CompileChoice(NamedTuple):
 NOTHING_FITS: Final = CompileChoice(False, "no layout fits")
 
 
-def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> CompileChoice:
+def choose(setting: CostInputs, layout: Layout, lacks: str | None = None) -> CompileChoice:
     """Return the resolved `train.compile` of a layout; `lacks` is what its compiler is missing.
 
     "auto" compiles if all steps together are predicted to save more seconds than compiling takes.
@@ -77,7 +77,7 @@ def _settled(train: TrainSpec, lacks: str | None) -> CompileChoice | None:
     return None if lacks is None else CompileChoice(False, lacks)
 
 
-def with_compile(setting: Setting, *, compiles: bool) -> Setting:
+def with_compile(setting: CostInputs, *, compiles: bool) -> CostInputs:
     """Return a setting with compiled or uncompiled blocks."""
     return replace(setting, train=setting.train.model_copy(update={"compile": compiles}))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction
-from meshwright.cost.setting import Setting
 from meshwright.planner.questions import longest_context
 from meshwright.planner.rank import MARGIN, Search
 from meshwright.spec.lora import Lora, check_targets, own_layers
@@ -31,7 +31,7 @@ class FineTuning:
     refused: str | None = None
 
 
-def fine_tunings(setting: Setting, devices: int, margin: float = MARGIN) -> list[FineTuning]:
+def fine_tunings(setting: CostInputs, devices: int, margin: float = MARGIN) -> list[FineTuning]:
     """Return what training all weights, adapters, or adapters on NF4 takes on so many devices.
 
     Uses the model's adapters if it has some, otherwise adapters of rank `RANK` on every linear
@@ -53,7 +53,7 @@ def _targets(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _way(
-    setting: Setting, trained: str, lora: Lora | None, devices: int, margin: float
+    setting: CostInputs, trained: str, lora: Lora | None, devices: int, margin: float
 ) -> FineTuning:
     model = setting.model
     try:

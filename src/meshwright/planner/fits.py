@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.memory import KeptBytes
 from meshwright.cost.price import (
     Prediction,
@@ -14,7 +15,6 @@ from meshwright.cost.price import (
     worst_estimate,
     worst_memory,
 )
-from meshwright.cost.setting import Setting
 from meshwright.layout import Layout
 
 # Below this share of the limit a closed form, some percent off, is not looked into.
@@ -38,7 +38,7 @@ def preference(prediction: Prediction) -> float:
 class Fits:
     """The memory of layouts compared with a limit in bytes; caches known values."""
 
-    def __init__(self, setting: Setting, limit: float) -> None:
+    def __init__(self, setting: CostInputs, limit: float) -> None:
         self.setting, self.limit = setting, limit
         self._estimates: dict[Layout, RankMemory] = {}
         self._exact: dict[Layout, RankMemory] = {}

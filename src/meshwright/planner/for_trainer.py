@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from meshwright.cost.calibration import Calibration
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction
-from meshwright.cost.setting import Setting
 from meshwright.errors import ConfigError
 from meshwright.interop.trainers import Trainer
 from meshwright.layout import Layout
 from meshwright.planner.pins import given, words
-from meshwright.planner.plan import Plan, setting_of
+from meshwright.planner.plan import Plan, cost_inputs_of
 from meshwright.planner.prices import KnownPrices
 from meshwright.planner.rank import MARGIN, Found, Search
 from meshwright.spec.loading import Config
@@ -42,7 +42,7 @@ def plan_for(
     Layout keys that the config sets keep their values. Raises `ConfigError` where the trainer can
     run none of the legal layouts.
     """
-    setting = setting_of(config, calibration, system=priced_as(trainer, config))
+    setting = cost_inputs_of(config, calibration, system=priced_as(trainer, config))
     fixed, layers = given(config), config.model.n_layers
     spaces = trainer.pins(layers, fixed)
     prices, devices = KnownPrices(), setting.cluster.devices
@@ -63,7 +63,7 @@ def _spaces(trainer: Trainer) -> str:
     return "; or ".join(space.why for space in trainer.spaces)
 
 
-def _merged(setting: Setting, results: Sequence[Found], top: int) -> Found:
+def _merged(setting: CostInputs, results: Sequence[Found], top: int) -> Found:
     """Return the results of several searches as one: the best of all, fastest first."""
     ranked: dict[Layout, Prediction] = {}
     reasons: Counter[str] = Counter()

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, may_hold_most
 from meshwright.cost.memory import activations, model_states, outside
 from meshwright.cost.pipeline import in_flight
-from meshwright.cost.setting import Setting, held_by, may_hold_most
 from meshwright.layout import Layout
-from meshwright.layout.four_bits import four_bit_rule
+from meshwright.layout.nf4_rule import nf4_rule
 from meshwright.planner.space import cores, dominated, schedules
 from meshwright.spec.training import Offload, Recompute, TrainSpec
 
@@ -22,7 +22,7 @@ class Light(NamedTuple):
     layout: Layout
 
 
-def divisions(setting: Setting, devices: int) -> Iterator[Layout]:
+def divisions(setting: CostInputs, devices: int) -> Iterator[Layout]:
     """Yield the legal divisions of the devices over the axes, one sequence per microbatch."""
     one_each = setting.train.model_copy(update={"batch": devices})
     for core in cores(setting.model, one_each, devices):
@@ -31,7 +31,7 @@ def divisions(setting: Setting, devices: int) -> Iterator[Layout]:
 
 
 def lightest_of(
-    setting: Setting, division: Layout, microbatches: int, offload: Offload = "none"
+    setting: CostInputs, division: Layout, microbatches: int, offload: Offload = "none"
 ) -> Light | None:
     """Return the layout of a division with the least memory.
 
@@ -56,11 +56,11 @@ def lightest_of(
         update={"schedule": schedule.name, "virtual_stages": schedule.virtual}
     )
     setting = with_train(setting, batch=microbatches * division.dp * division.microbatch)
-    held_layers, ends = held_by(setting, division), may_hold_most(setting, division)
+    held_layers, ends = layers_of_ranks(setting, division), may_hold_most(setting, division)
     activation_terms = [activations(setting, division, rank) for rank in ends]
     light = None
     for layout in _sharded(division, offload):
-        if four_bit_rule(setting.model, layout):
+        if nf4_rule(setting.model, layout):
             continue
         needed = 0.0
         for rank, terms in zip(ends, activation_terms, strict=True):
@@ -85,7 +85,7 @@ def _sharded(division: Layout, offload: Offload) -> Iterator[Layout]:
 
 
 def lightest(
-    setting: Setting, devices: int, recompute: Recompute = "full", offload: Offload = "none"
+    setting: CostInputs, devices: int, recompute: Recompute = "full", offload: Offload = "none"
 ) -> Light | None:
     """Return the layout of so many devices with the least memory; None if none is legal."""
     candidates = [
@@ -97,7 +97,7 @@ def lightest(
 
 
 def _of_batch(
-    setting: Setting, division: Layout, recompute: Recompute, offload: Offload
+    setting: CostInputs, division: Layout, recompute: Recompute, offload: Offload
 ) -> Light | None:
     """Return the layout of a division with the least memory for the setting's batch, if any."""
     if setting.train.batch % division.dp:
@@ -113,7 +113,7 @@ class Lengths:
     first.
     """
 
-    def __init__(self, setting: Setting, devices: int, limit: float) -> None:
+    def __init__(self, setting: CostInputs, devices: int, limit: float) -> None:
         self._setting, self._devices, self._limit = setting, devices, limit
         self._too_long: dict[Layout, int] = {}
         self._last: Layout | None = None
@@ -135,7 +135,7 @@ class Lengths:
         return False
 
 
-def with_train(setting: Setting, **changes: int) -> Setting:
+def with_train(setting: CostInputs, **changes: int) -> CostInputs:
     """Return the setting with another batch size or sequence length."""
     train: TrainSpec = setting.train.model_copy(update=changes)
     calibration = setting.calibration.of(setting.model, train.seq_len)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import worst_memory
-from meshwright.cost.setting import Setting
 from meshwright.layout import Layout, broken
 from meshwright.layout.candidates import divisors
 from meshwright.planner.fits import Fits, preference
@@ -22,7 +22,7 @@ class Microbatch(NamedTuple):
     reason: str
 
 
-def largest(setting: Setting, layout: Layout, memory: int) -> Microbatch | None:
+def largest(setting: CostInputs, layout: Layout, memory: int) -> Microbatch | None:
     """Return a layout with its own microbatch, or the largest smaller one that fits such a memory.
 
     It is for a device of which only the memory is known. None where none fits.
@@ -39,7 +39,7 @@ def largest(setting: Setting, layout: Layout, memory: int) -> Microbatch | None:
     return None
 
 
-def fastest(setting: Setting, layout: Layout) -> Microbatch | None:
+def fastest(setting: CostInputs, layout: Layout) -> Microbatch | None:
     """Return a layout with the planner's choice of microbatch; None where none fits."""
     device, train = setting.cluster.device, setting.train
     fits = Fits(setting, device.memory * (1 - MARGIN))

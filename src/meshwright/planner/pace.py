@@ -9,13 +9,13 @@ from functools import cached_property, lru_cache
 
 from meshwright.cost.data_messages import Waits
 from meshwright.cost.host import copy_waits
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, work_of
 from meshwright.cost.kernels import Kernels
 from meshwright.cost.microbatch import MicrobatchTimes
 from meshwright.cost.pipeline import closed_form
-from meshwright.cost.setting import Setting, held_by, work_of
 from meshwright.cost.step import host_seconds, transfer_seconds
 from meshwright.cost.sums import sums_of
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.planner.prices import Prices
@@ -41,17 +41,17 @@ class Pace:
     layout: Layout
     count: int
     parts: MicrobatchTimes
-    times: Counter[HeldLayers]
-    base: dict[HeldLayers, float]
+    times: Counter[RankLayers]
+    base: dict[RankLayers, float]
     transfer: float
     kernels: Kernels
 
     @cached_property
-    def plain(self) -> tuple[HeldLayers, float]:
+    def plain(self) -> tuple[RankLayers, float]:
         """The rank that sets the pace and the seconds, without a message of data parallelism."""
         return self._of(self.base)
 
-    def among(self, gathers: Waits) -> tuple[HeldLayers, float]:
+    def among(self, gathers: Waits) -> tuple[RankLayers, float]:
         """Return the slowest rank and the seconds where microbatches wait for such messages."""
         return self._of(
             {
@@ -60,7 +60,7 @@ class Pace:
             }
         )
 
-    def _of(self, seconds_by_layers: dict[HeldLayers, float]) -> tuple[HeldLayers, float]:
+    def _of(self, seconds_by_layers: dict[RankLayers, float]) -> tuple[RankLayers, float]:
         kernels, count = self.kernels, self.count
         slowest = max(seconds_by_layers, key=seconds_by_layers.__getitem__)
         busy, total = (
@@ -81,7 +81,7 @@ class Pace:
 class Paces:
     """The paces of cores in their schedules; cached."""
 
-    def __init__(self, setting: Setting, prices: Prices) -> None:
+    def __init__(self, setting: CostInputs, prices: Prices) -> None:
         self._setting, self._prices = setting, prices
         # By core: the limit that they are below, and the schedules that are not.
         self._known: dict[Layout, tuple[float, list[Pace], Counter[str]]] = {}
@@ -119,7 +119,7 @@ class Paces:
         parts = self._prices.parts(
             layout, core_layout.tp > 1 and SCHEDULES[schedule.name].splits_backward
         )
-        times = Counter(held_by(setting, layout))
+        times = Counter(layers_of_ranks(setting, layout))
         copies = copy_waits(setting, kernels, layout, parts)
         sums = sums_of(setting, kernels, layout)
         base = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshwright.cost.setting import Setting
+from meshwright.cost.inputs import CostInputs
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken, unsharded
 from meshwright.layout.candidates import divisors
@@ -38,7 +38,7 @@ def words(pins: Pins) -> str:
     )
 
 
-def refuse(setting: Setting, pins: Pins) -> ConfigError:
+def refuse(setting: CostInputs, pins: Pins) -> ConfigError:
     """Return why no layout of the cluster's devices can have the given keys, with the nearest."""
     devices, train = setting.cluster.devices, setting.train
     if not pins:

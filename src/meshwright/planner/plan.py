@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from meshwright.cost.calibration import Calibration, calibration_named
 from meshwright.cost.catalogue import Device, resolve_cluster, slowed
+from meshwright.cost.inputs import CostInputs, as_measured, imbalance_of
 from meshwright.cost.price import Prediction, price
-from meshwright.cost.setting import Setting, as_measured, imbalance_of
 from meshwright.cost.systems import SYSTEMS
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, broken
@@ -59,7 +59,7 @@ class Plan:
     """
 
     config: Config
-    setting: Setting
+    setting: CostInputs
     found: Found
     margin: float = MARGIN
     compile: CompileChoice = NOTHING_FITS
@@ -152,14 +152,14 @@ class Plan:
         return questions.cheapest(self.setting, prices, devices, self.margin)
 
 
-def setting_of(
+def cost_inputs_of(
     config: Config,
     calibration: Calibration | None = None,
     local_devices: int = _LOCAL_DEVICES,
     processor: Processor | None = None,
     slower: float = 1.0,
     system: str = "meshwright",
-) -> Setting:
+) -> CostInputs:
     """Return the setting that prices a config's layouts, as a system of `SYSTEMS` runs them.
 
     `processor` is this machine's, for the cluster "local". `slower` is the factor by which a device
@@ -173,7 +173,7 @@ def setting_of(
     cluster = as_measured(catalogue_cluster, calibration)
     if slower != 1:
         cluster = replace(cluster, device=slowed(cluster.device, slower))
-    return Setting(
+    return CostInputs(
         config.model,
         config.train,
         config.optimizer,
@@ -208,10 +208,13 @@ def plan(
     Ranks the best layouts of `top` divisions of the devices by tokens per second, among those that
     leave the share `margin` of the memory free. Layout keys that the config sets keep their values.
     `lacks` is what the machine's compiler is missing; `processor` and `slower` are those of
-    `setting_of`, `prices` those of earlier plans. In the plan's config, `train.compile` is resolved
-    for the best layout. Raises `ConfigError` where no layout is legal.
+    `cost_inputs_of`, `prices` those of earlier plans. In the plan's config, `train.compile` is
+    resolved for the best layout. Raises `ConfigError` where no layout is legal.
     """
-    setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
+    setting, pins = (
+        cost_inputs_of(config, calibration, local_devices, processor, slower),
+        given(config),
+    )
     device = setting.cluster.device
     if config.train.fp8 and not setting.on_cpu and "fp8" not in device.peaks:
         rule = f"train.fp8 = true, but {device.name} has no float8 matmuls"
@@ -274,14 +277,14 @@ def digest(config: Config, layout: Layout) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def on_cluster(setting: Setting, layout: Layout) -> Setting:
+def on_cluster(setting: CostInputs, layout: Layout) -> CostInputs:
     """Return a setting with a cluster of as many devices as the layout has ranks."""
     if layout.world == setting.cluster.devices:
         return setting
     return replace(setting, cluster=on_devices(setting.cluster, layout.world))
 
 
-def explain(setting: Setting, layout: Layout) -> Prediction:
+def explain(setting: CostInputs, layout: Layout) -> Prediction:
     """Return the price of one layout, on as many devices as it has ranks.
 
     Raises `ConfigError` if it breaks a rule, with the nearest legal layouts.
@@ -290,7 +293,7 @@ def explain(setting: Setting, layout: Layout) -> Prediction:
     return price(on_cluster(setting, layout), layout)
 
 
-def check_legal(setting: Setting, layout: Layout) -> None:
+def check_legal(setting: CostInputs, layout: Layout) -> None:
     """Raise `ConfigError` if a layout breaks a rule, with the nearest legal ones."""
     rule = broken(setting.model, setting.train, layout)
     if rule is not None:

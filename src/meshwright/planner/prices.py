@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.memory import KeptBytes, kept_of
 from meshwright.cost.microbatch import MicrobatchTimes, TimesOfParts
-from meshwright.cost.setting import Setting
 from meshwright.layout import Layout
 from meshwright.planner.sharded import Shardings
 from meshwright.planner.space import Pins
@@ -22,7 +22,7 @@ class Prices:
     These are the seconds and bytes of a microbatch, and the costs of the ZeRO stages of a division.
     """
 
-    def __init__(self, setting: Setting, pins: Pins) -> None:
+    def __init__(self, setting: CostInputs, pins: Pins) -> None:
         self.setting, self.pins = setting, pins
         self.kernels = setting.kernels()
         self.shardings = Shardings(setting, self.kernels, pins)
@@ -62,7 +62,7 @@ class KnownPrices:
     def __init__(self) -> None:
         self._last: list[Prices] = []
 
-    def of(self, setting: Setting, pins: Pins) -> Prices:
+    def of(self, setting: CostInputs, pins: Pins) -> Prices:
         """Return the prices of a setting with these fixed keys, for any batch."""
         batch = setting.train.batch
         for known in self._last:

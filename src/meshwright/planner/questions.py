@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.cost.catalogue import Cluster, cluster_of, find_device
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, estimated, price
-from meshwright.cost.setting import Setting
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
 from meshwright.planner.lightest import Lengths, divisions, lightest, lightest_of, with_train
@@ -42,7 +42,7 @@ def sizes_up_to(cluster: Cluster, devices: int) -> list[int]:
 
 
 def fewest_devices(
-    setting: Setting, devices: int, margin: float = MARGIN
+    setting: CostInputs, devices: int, margin: float = MARGIN
 ) -> tuple[int, Prediction] | None:
     """Return the fewest devices on which a layout fits, and the fastest layout there.
 
@@ -74,7 +74,9 @@ class LargestBatch:
     at_speed: bool
 
 
-def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> list[LargestBatch]:
+def largest_batches(
+    setting: CostInputs, devices: int, margin: float = MARGIN
+) -> list[LargestBatch]:
     """Return the largest batch that fits at once for each recomputation policy.
 
     For each policy: the largest one, over all divisions of the devices, whose speed is within a
@@ -99,7 +101,7 @@ def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> l
 
 
 def _first_priced(
-    setting: Setting, batches: list[LargestBatch], limit: float
+    setting: CostInputs, batches: list[LargestBatch], limit: float
 ) -> list[LargestBatch]:
     """Return the price of the largest of some batches that are known in closed form, if any.
 
@@ -124,7 +126,7 @@ def _largest_first(batch: LargestBatch) -> tuple[int, float]:
 
 
 def _largest_of(
-    setting: Setting, division: Layout, recompute: Recompute, limit: float
+    setting: CostInputs, division: Layout, recompute: Recompute, limit: float
 ) -> LargestBatch | None:
     """Return the largest batch of a division, or None where no sequence fits."""
     division = division.model_copy(update={"recompute": recompute})
@@ -132,7 +134,7 @@ def _largest_of(
     return _of_size(setting, division, sequences) if sequences else None
 
 
-def _of_size(setting: Setting, division: Layout, sequences: int) -> LargestBatch | None:
+def _of_size(setting: CostInputs, division: Layout, sequences: int) -> LargestBatch | None:
     """Return the batch of a division whose microbatch has so many sequences, in closed form."""
     count = _microbatches(division)
     sized_setting = with_train(setting, batch=sequences * division.dp * count)
@@ -153,7 +155,7 @@ def _microbatches(division: Layout) -> int:
     return _FILL * division.pp if division.pp > 1 else 1
 
 
-def _most(setting: Setting, division: Layout, limit: float) -> int:
+def _most(setting: CostInputs, division: Layout, limit: float) -> int:
     """Return the largest microbatch of a division that fits, 0 where none does."""
 
     def fits(sequences: int) -> bool:
@@ -173,7 +175,7 @@ def _most(setting: Setting, division: Layout, limit: float) -> int:
 
 
 def longest_context(
-    setting: Setting, devices: int, margin: float = MARGIN
+    setting: CostInputs, devices: int, margin: float = MARGIN
 ) -> tuple[int, Prediction] | None:
     """Return the longest sequences that fit, in tokens, with the fastest layout.
 
@@ -220,7 +222,7 @@ class Offer:
 
 
 def cheapest(
-    setting: Setting, prices: Mapping[str, float], devices: int, margin: float = MARGIN
+    setting: CostInputs, prices: Mapping[str, float], devices: int, margin: float = MARGIN
 ) -> list[Offer]:
     """Return the kinds of devices that have a price and fit, the cheapest token first.
 
@@ -257,5 +259,5 @@ def _by_powers(devices: int) -> Iterator[int]:
     yield devices
 
 
-def _limit(setting: Setting, margin: float) -> float:
+def _limit(setting: CostInputs, margin: float) -> float:
     return setting.cluster.device.memory * (1 - margin)

@@ -11,11 +11,11 @@ from typing import get_args
 
 from meshwright.cost.data_messages import UnitSeconds, Waits, data_wait, unit_waits
 from meshwright.cost.host import copy_waits
+from meshwright.cost.inputs import CostInputs, stages_of
 from meshwright.cost.memory import activations
 from meshwright.cost.price import Prediction, RankMemory, worst_memory
-from meshwright.cost.setting import Setting, stages_of
 from meshwright.cost.step import host_seconds
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout, broken
 from meshwright.planner.collector import uncollected
 from meshwright.planner.fits import Fits, preference
@@ -60,7 +60,7 @@ class Found:
     layout that came closest to fitting, where none does.
     """
 
-    setting: Setting
+    setting: CostInputs
     ranked: tuple[Prediction, ...]
     considered: int
     reasons: dict[str, int]
@@ -90,7 +90,7 @@ class Search:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: CostInputs,
         devices: int,
         margin: float = MARGIN,
         pins: Pins | None = None,
@@ -104,7 +104,7 @@ class Search:
         self.reasons: Counter[str] = Counter()
         self.nearest: tuple[float, Layout] | None = None
         stage = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
-        self._kinds = HeldLayers.of(setting.model, stage).kinds
+        self._kinds = RankLayers.of(setting.model, stage).kinds
         self._held: dict[tuple[object, ...], float] = {}
         self._bests: dict[tuple[object, ...], _Best] = {}
         self._paces = Paces(setting, self.prices)
@@ -347,7 +347,7 @@ class Search:
         """Return a schedule's layouts that beat the limit and may fit."""
         setting, kernels, schedule = self.setting, self.kernels, pace.schedule
         first, last = (self._activations(pace.layout, rank) for rank in (0, core_layout.pp - 1))
-        paces, candidates = dict[UnitSeconds, tuple[HeldLayers, float, float]](), []
+        paces, candidates = dict[UnitSeconds, tuple[RankLayers, float, float]](), []
         for index, choice in enumerate(choices):
             states = choice.states
             needed = max(first + states[0], last + states[1])

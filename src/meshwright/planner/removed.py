@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from meshwright.cost.setting import Setting
+from meshwright.cost.inputs import CostInputs
 from meshwright.layout import Layout, broken
 from meshwright.layout.candidates import divisors
 from meshwright.layout.rules import nearest_legal
@@ -36,7 +36,7 @@ class RemovedAxis(NamedTuple):
         return f"no {self.name}: {self.rule}{helps}"
 
 
-def removed_axes(setting: Setting, devices: int, pins: Pins | None = None) -> list[RemovedAxis]:
+def removed_axes(setting: CostInputs, devices: int, pins: Pins | None = None) -> list[RemovedAxis]:
     """Return the axes of which the rules allow no degree above 1, though the devices do.
 
     Those that the config fixes are left out.
@@ -50,7 +50,7 @@ def removed_axes(setting: Setting, devices: int, pins: Pins | None = None) -> li
     ]
 
 
-def _removed(setting: Setting, devices: int, axis: str) -> RemovedAxis | None:
+def _removed(setting: CostInputs, devices: int, axis: str) -> RemovedAxis | None:
     model, train = setting.model, setting.train
     first: tuple[str, Layout] | None = None
     for layout in _layouts(devices, axis):

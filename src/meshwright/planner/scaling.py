@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction
-from meshwright.cost.setting import Setting
 from meshwright.errors import ConfigError
 from meshwright.planner.plan import Plan, prediction_json
 from meshwright.planner.questions import on_devices
@@ -73,7 +73,7 @@ def counts_between(first: int, last: int) -> list[int]:
 
 
 def curve(
-    setting: Setting,
+    setting: CostInputs,
     counts: list[int],
     tokens: float,
     price: float | None = None,

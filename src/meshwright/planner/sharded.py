@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from operator import ge
 
 from meshwright.cost.data_messages import UnitSeconds, data_messages, unit_messages
+from meshwright.cost.inputs import CostInputs, layers_of_ranks
 from meshwright.cost.kernels import Kernels
 from meshwright.cost.memory import model_states
-from meshwright.cost.setting import Setting, held_by
 from meshwright.cost.step import optimizer_seconds
-from meshwright.cost.work import HeldLayers
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.planner.space import (
     OF_SHARDING,
@@ -39,7 +39,7 @@ class Choice:
     offload: Offload
     unit: UnitSeconds
     states: tuple[float, float]
-    once: dict[HeldLayers, tuple[float, float]] = field(default_factory=dict, compare=False)
+    once: dict[RankLayers, tuple[float, float]] = field(default_factory=dict, compare=False)
 
 
 class Shardings:
@@ -48,7 +48,7 @@ class Shardings:
     The setting may be replaced by one that differs by its batch.
     """
 
-    def __init__(self, setting: Setting, kernels: Kernels, pins: Pins) -> None:
+    def __init__(self, setting: CostInputs, kernels: Kernels, pins: Pins) -> None:
         self.setting, self.kernels, self.pins = setting, kernels, pins
         self._known: dict[tuple[object, ...], list[Choice]] = {}
         self._least: dict[tuple[object, ...], float] = {}
@@ -109,7 +109,7 @@ class Shardings:
                     for offload in offloads(sharding.zero, offloaded)
                     for layout in [with_sharding(division, sharding, offload)]
                     if obeys(self.pins, layout, OF_SHARDING)
-                    for held_layers in [held_by(self.setting, layout)]
+                    for held_layers in [layers_of_ranks(self.setting, layout)]
                 ),
                 default=math.inf,
             )
@@ -119,7 +119,7 @@ class Shardings:
         self, division: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
     ) -> tuple[tuple[float, ...], Choice]:
         """Return a tuple of costs, one for each way in which choices differ, and the choice."""
-        held_layers, key = held_by(self.setting, layout), self._alike(layout)
+        held_layers, key = layers_of_ranks(self.setting, layout), self._alike(layout)
         first, last = (
             self._states_of(layout, held_layers[rank], key) for rank in (0, division.pp - 1)
         )
@@ -128,7 +128,7 @@ class Shardings:
         sent, update = self.once(division, choice, held_layers[0])
         return (sent + update, *unit.largest, first, last), choice
 
-    def _states_of(self, layout: Layout, held_layers: HeldLayers, key: tuple[object, ...]) -> float:
+    def _states_of(self, layout: Layout, held_layers: RankLayers, key: tuple[object, ...]) -> float:
         """Return the bytes of model states of a rank with such layers; `key` is `_alike`."""
         key = *key, held_layers
         if key not in self._states:
@@ -151,7 +151,7 @@ class Shardings:
         return self._units[key]
 
     def once(
-        self, division: Layout, choice: Choice, held_layers: HeldLayers
+        self, division: Layout, choice: Choice, held_layers: RankLayers
     ) -> tuple[float, float]:
         """Return the seconds per step of a pipeline rank's messages and update."""
         if held_layers not in choice.once:

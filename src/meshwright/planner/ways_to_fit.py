@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple, get_args
 
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, estimated, price
-from meshwright.cost.setting import Setting
 from meshwright.layout import Layout, broken
 from meshwright.layout.candidates import divisors
 from meshwright.planner.lightest import with_train
@@ -43,7 +43,7 @@ class WayToFit:
 
 
 def ways_to_fit(
-    setting: Setting, layout: Layout, margin: float = MARGIN
+    setting: CostInputs, layout: Layout, margin: float = MARGIN
 ) -> tuple[Prediction, list[WayToFit]]:
     """Return the price of a layout that ran out of memory, and the changes that fit.
 
@@ -102,11 +102,15 @@ class _Tried(NamedTuple):
     slower: float
     text: str
     layout: Layout
-    setting: Setting
+    setting: CostInputs
 
 
 def _tried(
-    setting: Setting, layout: Layout, changes: tuple[Change, ...], current: Prediction, limit: float
+    setting: CostInputs,
+    layout: Layout,
+    changes: tuple[Change, ...],
+    current: Prediction,
+    limit: float,
 ) -> _Tried | None:
     """Return what changes do together, or None where they are not legal or do not fit."""
     values: dict[str, Any] = {}
@@ -151,7 +155,7 @@ def _slower(prediction: Prediction, current: Prediction) -> float:
     return current.tokens_per_s / current.devices / rate - 1
 
 
-def _kinds(setting: Setting, layout: Layout) -> Iterator[Iterator[Change]]:
+def _kinds(setting: CostInputs, layout: Layout) -> Iterator[Iterator[Change]]:
     """Yield the kinds of changes, each from the smallest step to the largest."""
     yield _smaller_microbatches(layout)
     yield _recomputation(layout)
@@ -209,7 +213,7 @@ def _schedules(layout: Layout) -> Iterator[Change]:
         yield Change("layout.schedule=1f1b layout.virtual_stages=1", values)
 
 
-def _wider(setting: Setting, layout: Layout, axis: str) -> Iterator[Change]:
+def _wider(setting: CostInputs, layout: Layout, axis: str) -> Iterator[Change]:
     """Yield higher degrees of an axis at the cost of data ranks, the devices kept."""
     for factor in divisors(layout.dp)[1:]:
         values = {axis: getattr(layout, axis) * factor}
@@ -232,14 +236,14 @@ def _offload(layout: Layout) -> Iterator[Change]:
         yield Change(f"layout.offload={offload}", {"offload": offload})
 
 
-def _shorter(setting: Setting) -> Iterator[Change]:
+def _shorter(setting: CostInputs) -> Iterator[Change]:
     length = setting.train.seq_len // 2
     while length >= 64:
         yield Change(f"train.seq_len={length}", {}, seq_len=length)
         length //= 2
 
 
-def _more_devices(setting: Setting, layout: Layout) -> Iterator[Change]:
+def _more_devices(setting: CostInputs, layout: Layout) -> Iterator[Change]:
     """Yield more devices to shard over, where anything is sharded."""
     if not layout.zero:
         return

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from meshwright.program.actions import Kind, Table
-from meshwright.program.crossings import crossings
 from meshwright.program.gradient_sums import gradient_sums
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Overlaps, Phase, Purpose
 from meshwright.program.operations import gathers_again
 from meshwright.program.pieces import pieces_of, shared_over
 from meshwright.program.shards import data_rank
-from meshwright.program.sharing import gathers, reductions
 from meshwright.program.sizes import Sizes, loss_rows
 from meshwright.program.stages import Stage
+from meshwright.program.tp_collectives import tp_collectives
+from meshwright.program.zero_collectives import gathers, reductions
 
 # All of a `Collective` but its count.
 _Alike: TypeAlias = tuple[CollectiveKind, Axis, int, Phase, Purpose, str, Overlaps]
@@ -174,7 +174,7 @@ def _beside(program: Program) -> Overlaps:
 
 def _layers_cross(program: Program, whole_bytes: int, regions: Regions) -> Iterator[Collective]:
     """Yield what layers send: attention and the feed-forward part are a region each."""
-    (enter, entered), (leave, left) = crossings(program.layout)
+    (enter, entered), (leave, left) = tp_collectives(program.layout)
     into_products, into_experts, recomputed = regions
     into_both = into_products + into_experts
     stream, results = "stream of column-parallel products", "results of row-parallel products"
@@ -209,7 +209,7 @@ def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[C
 
 
 def _embedding(program: Program, whole_bytes: int, count: int) -> Iterator[Collective]:
-    leave, left = crossings(program.layout).exit
+    leave, left = tp_collectives(program.layout).exit
     yield from _cross(leave, whole_bytes, count, ("forward", "embedding"), "ranks' rows")
     if program.model.lora is None:  # else it is frozen
         yield from _cross(left, whole_bytes, count, ("backward", "embedding"), "gradients")
@@ -217,7 +217,7 @@ def _embedding(program: Program, whole_bytes: int, count: int) -> Iterator[Colle
 
 def _head(program: Program, whole_bytes: int, count: int) -> Iterator[Collective]:
     """Yield what the head sends: all of it in the backward, which makes its products."""
-    enter, entered = crossings(program.layout).entry
+    enter, entered = tp_collectives(program.layout).entry
     yield from _cross(enter, whole_bytes, count, ("backward", "logits"), "stream before the head")
     label, overlaps = "gradients of its input", _beside(program)
     yield from _cross(entered, whole_bytes, count, ("backward", "head"), label, overlaps)

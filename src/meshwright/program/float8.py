@@ -40,7 +40,7 @@ def remakes_inputs(train: TrainSpec, target: Target) -> bool:
 
 def is_in_float8(part: Part) -> bool:
     """Whether `train.fp8` computes with it in float8, as with the blocks' linear layers."""
-    return part.is_product and part.name.startswith("layers.")
+    return part.is_matmul and part.name.startswith("layers.")
 
 
 def gathered_element(part: Part, element: int, rounded: bool) -> int:

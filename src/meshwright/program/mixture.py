@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from meshwright.program.lower import Program
-from meshwright.program.products import Inputs
+from meshwright.program.matmuls import Inputs
 from meshwright.program.saved import FROZEN_BACKWARD, PRODUCT_BACKWARD, Op
 from meshwright.program.sizes import Sizes
 from meshwright.spec.lora import DOWN, JOINED, matrices

@@ -38,7 +38,7 @@ def _layer_weights(spec: ModelSpec, kind: LayerSpec) -> int:
     """Return the elements that a token is multiplied by in a layer: of experts its own."""
     single_layer = spec.alike(kind, n_layers=1)
     inside = (part for part in parts(single_layer) if part.name.startswith("layers."))
-    return sum(part.active(spec) for part in inside if part.is_product)
+    return sum(part.active(spec) for part in inside if part.is_matmul)
 
 
 def head_flops(spec: ModelSpec) -> float:
@@ -62,7 +62,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     total = _PASSES * (layers + _head_products(spec))
     if spec.lora is None:
         return total
-    frozen = (part for part in parts(spec) if part.is_product and not part.trained)
+    frozen = (part for part in parts(spec) if part.is_matmul and not part.trained)
     inside = sum(2.0 * part.active(spec) for part in frozen if part.name.startswith("layers."))
     return total - inside - _head_products(spec)
 

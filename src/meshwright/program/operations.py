@@ -14,8 +14,8 @@ from typing import Final
 
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.lower import Program
+from meshwright.program.matmuls import Inputs
 from meshwright.program.mixture import expert_operations
-from meshwright.program.products import Inputs
 from meshwright.program.saved import (
     FROZEN_BACKWARD,
     PRODUCT_BACKWARD,

@@ -2,7 +2,7 @@
 
 The sequence is cut into 2 cp chunks. Rank r holds chunk r, then chunk 2 cp - 1 - r.
 `parallel.context_parallel.context` computes the pieces that this module lists for a sequence,
-`parallel.kernels.documents` those for a document. So the module also counts the work that a window
+`kernels.varlen` those for a document. So the module also counts the work that a window
 saves.
 """
 

@@ -138,11 +138,11 @@ class Sharding:
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of what a rank keeps of it, where data ranks do not cut it: in NF4 it is bytes."""
         *outer, inner = self.tp_shape
-        return (*outer, nf4_bytes(inner)) if self.part.four_bits else self.tp_shape
+        return (*outer, nf4_bytes(inner)) if self.part.is_nf4 else self.tp_shape
 
     def stored_bytes(self, element: int) -> int:
         """Return the bytes of that, with so many for an element that is not in NF4."""
-        return math.prod(self.stored_shape) * (1 if self.part.four_bits else element)
+        return math.prod(self.stored_shape) * (1 if self.part.is_nf4 else element)
 
     @property
     def distinct(self) -> int:

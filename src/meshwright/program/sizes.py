@@ -139,7 +139,7 @@ def loss_element(element: int, *, capped: bool = False, fused: bool = False) -> 
     return _WIDE + (0 if element == _WIDE else element) + _WIDE * capped
 
 
-def loss_room(sizes: Sizes, rows: int, products: Route, *, is_frozen: bool = False) -> int:
+def loss_workspace(sizes: Sizes, rows: int, products: Route, *, is_frozen: bool = False) -> int:
     """Return the temporary bytes of the product for the head's weight gradient.
 
     `rows` are the tokens of a round; the first one creates the gradient, further ones add to it.

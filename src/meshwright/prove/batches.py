@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from meshwright.data.sampler import IGNORE, PADDING
+from meshwright.kernels.varlen import bounds_of
 from meshwright.models.dropout import row_keys
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.kernels.documents import bounds_of
 from meshwright.prove.case import Case
 
 

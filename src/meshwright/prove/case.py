@@ -87,7 +87,7 @@ class Case:
             "parallel": model.parallel_residual,
             "dropout": model.drops,
             f"lora {' '.join(sorted(model.adapted))}": model.lora is not None,
-            "nf4": model.lora is not None and model.lora.four_bits,
+            "nf4": model.lora is not None and model.lora.is_nf4,
             "packed": self.packed,
             "chat": self.chat,
             "compiled": self.train.is_compiled,

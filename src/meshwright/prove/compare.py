@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.groups import Groups
+from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE
+from meshwright.kernels.fp32_matmuls import target_of
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.build import build
-from meshwright.parallel.data_parallel.data import DTYPES
-from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.data_parallel.gradients import GatheredParameter
+from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.parallel.gather import on_stages
-from meshwright.parallel.kernels.products import target_of
-from meshwright.parallel.transport.groups import Groups
-from meshwright.parallel.transport.world import World
 from meshwright.program.lower import Program, lower
 from meshwright.prove.case import Case
 from meshwright.prove.expected import MARGIN, Expected
@@ -99,7 +99,7 @@ class Compared(NamedTuple):
 
 def compare(
     parallel: Parallel,
-    tensor_of: Callable[[HeldParameter], Tensor | None],
+    tensor_of: Callable[[GatheredParameter], Tensor | None],
     expected: Expected,
     world: World,
     order: Sequence[str],

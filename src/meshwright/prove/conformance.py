@@ -13,17 +13,17 @@ from typing import Any, Final
 import torch
 import torch.distributed.pipelining.schedules as theirs
 
-from meshwright.models import build_model, init_parameter
-from meshwright.parallel.apply import Parallel
-from meshwright.parallel.build import region_of, seeded
-from meshwright.parallel.transport.groups import Groups
-from meshwright.parallel.transport.wire import (
+from meshwright.comm.groups import Groups
+from meshwright.comm.wire import (
     Wire,
     WorkCounter,
     expected_messages,
     message_differences,
 )
-from meshwright.parallel.transport.world import World
+from meshwright.comm.world import World
+from meshwright.models import build_model, init_parameter
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.build import region_of, seeded
 from meshwright.program.actions import Action, Kind, Table
 from meshwright.program.flops import matmul_flops
 from meshwright.program.lower import Program
@@ -137,7 +137,7 @@ def _shard_differences(program: Program, parallel: Parallel) -> Iterator[str]:
 
 def _shape(sharding: Sharding, tp_rank: int, place: int) -> tuple[int, ...]:
     """Return the shape of a shard as it is kept."""
-    if sharding.part.four_bits:
+    if sharding.part.is_nf4:
         return sharding.stored_shape
     return sharding.shape(tp_rank, place)
 

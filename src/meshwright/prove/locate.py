@@ -16,19 +16,19 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.groups import Groups
+from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE, PADDING
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.build import cut
-from meshwright.parallel.data_parallel.data import DTYPES
 from meshwright.parallel.data_parallel.gradients import (
-    HeldParameter,
+    GatheredParameter,
     global_norm,
     local_shard,
     scale_gradients,
 )
-from meshwright.parallel.transport.groups import Groups
-from meshwright.parallel.transport.world import World
+from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.program.lower import Program
 from meshwright.program.shards import data_rank, whole
 from meshwright.prove.batches import make_batch
@@ -43,7 +43,7 @@ from meshwright.prove.compare import (
     program_of,
 )
 from meshwright.prove.expected import Expected
-from meshwright.prove.four_bits import in_four_bits
+from meshwright.prove.nf4_reference import in_nf4
 from meshwright.prove.reference import (
     run_gradients,
     run_streams,
@@ -106,8 +106,8 @@ def _wrong_weight(search: _Search) -> Divergence | None:
         part, shard = _part(full, param, search), param.shard.cpu()
         if rows := len(shard) - len(part):  # padding
             part = torch.cat([part, part.new_zeros(rows, *part.shape[1:])])
-        if param.sharding.part.four_bits:
-            part, shard = in_four_bits(part.to(dtype)), param.weights(dtype)
+        if param.sharding.part.is_nf4:
+            part, shard = in_nf4(part.to(dtype)), param.weights(dtype)
         part = part.to(shard.dtype)
         error = (shard - part).abs().sum().item() / max(part.abs().sum().item(), 1e-30)
         if error != 0:
@@ -118,7 +118,7 @@ def _wrong_weight(search: _Search) -> Divergence | None:
     return Divergence(first.tensor, first.rank, first.stage, None, first.error, "initial weight")
 
 
-def _part(full: Tensor, param: HeldParameter, search: _Search) -> Tensor:
+def _part(full: Tensor, param: GatheredParameter, search: _Search) -> Tensor:
     coordinates = search.groups.at
     region = param.sharding.real_region(
         coordinates["tp"], data_rank(search.program.layout, coordinates)
@@ -258,7 +258,7 @@ def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
 def _wrong(
     search: _Search,
     parallel: Parallel,
-    tensor_of: Callable[[HeldParameter], Tensor | None],
+    tensor_of: Callable[[GatheredParameter], Tensor | None],
     expected: Expected,
 ) -> list[Difference]:
     """Return this rank's own shards that are wrong."""

@@ -13,8 +13,8 @@ from typing import Final
 
 from torch import Tensor
 
-from meshwright.parallel.transport.groups import Groups
-from meshwright.parallel.transport.world import World
+from meshwright.comm.groups import Groups
+from meshwright.comm.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (

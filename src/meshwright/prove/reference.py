@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.data_parallel.data import DTYPES
-from meshwright.parallel.transport.world import World
+from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.four_bits import kept_in_four_bits
+from meshwright.prove.nf4_reference import kept_in_nf4
 from meshwright.prove.optimizer import Updates
 from meshwright.prove.oracle import loss_sum, streams
 from meshwright.prove.oracle_routers import Routed, router_losses
@@ -282,7 +282,7 @@ class _OneDevice:
         self._model = _limited(case.model, sample)
         self._half = DTYPES[case.train.precision]
         start = whole_weights(case.model, case.train.seed)
-        self._start = kept_in_four_bits(case.model, start, self._half)
+        self._start = kept_in_nf4(case.model, start, self._half)
         self.beside = whole_buffers(case.model, case.train.seed)
         if sample:
             generator = torch.Generator().manual_seed(sample)

@@ -210,7 +210,7 @@ def _small_model(
     repeated = len(kinds) + 1 if model.n_layers > len(kinds) > 1 else len(kinds)
     layers = max(2, repeated, minimum)
     # In four bits each rank of tp has whole blocks of a layer's inputs.
-    block = NF4_BLOCK if model.lora is not None and model.lora.four_bits else 1
+    block = NF4_BLOCK if model.lora is not None and model.lora.is_nf4 else 1
     dim = _small_dim(model, block)
     of_rank = group * kv_heads // layout.tp
     of_heads = [size for size in (8, 16, 32, 64, 128) if of_rank * size % block == 0]

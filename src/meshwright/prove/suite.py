@@ -7,9 +7,9 @@ from typing import Final
 
 import torch
 
+from meshwright.comm.groups import open_groups
+from meshwright.comm.world import World
 from meshwright.layout import Layout
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance

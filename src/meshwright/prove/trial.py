@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.comm.groups import Groups
+from meshwright.comm.world import World
+from meshwright.parallel.data_parallel.gradients import GatheredParameter
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.transport.groups import Groups
-from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Difference, Fault, build_small, mine, program_of
@@ -79,7 +79,7 @@ class Trial:
         batches = [mine(batch, self._program, self._world) for batch in evaluated(self._case)]
         return evaluate(self.parallel, batches, self._world)
 
-    def gradient(self, param: HeldParameter) -> Tensor | None:
+    def gradient(self, param: GatheredParameter) -> Tensor | None:
         """Return an existing gradient of the unscaled loss."""
         stored, scaled = param.parameter.grad, param.gradient
         if stored is None or scaled is None:
@@ -87,17 +87,17 @@ class Trial:
         return _like(stored, scaled / self._case.loss_scale)
 
     @torch.no_grad()
-    def added(self, param: HeldParameter) -> Tensor:
+    def added(self, param: GatheredParameter) -> Tensor:
         """Return the sum of all updates to a weight since the start."""
         return _like(param.parameter, param.shard - self._starts[self._place(param)])
 
-    def state(self, key: str) -> Callable[[HeldParameter], Tensor | None]:
+    def state(self, key: str) -> Callable[[GatheredParameter], Tensor | None]:
         """Return a function of a key that gives a weight's optimizer state, or None.
 
         The state is as `comparable` returns it.
         """
 
-        def of(param: HeldParameter) -> Tensor | None:
+        def of(param: GatheredParameter) -> Tensor | None:
             value = self._optimizer.state[self._shards.leaves[self._place(param)]].get(key)
             return None if value is None else _like(param.parameter, comparable(key, value))
 
@@ -121,7 +121,7 @@ class Trial:
             if param.gradient is not None or not torch.equal(param.shard, start)
         ]
 
-    def _place(self, param: HeldParameter) -> int:
+    def _place(self, param: GatheredParameter) -> int:
         return next(place for place, other in enumerate(self._shards.held) if other is param)
 
 

@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from meshwright.comm.groups import Groups
+from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.data_parallel.data import DTYPES
-from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.parallel.data_parallel.gradients import GatheredParameter
+from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.parallel.gather import on_stages
-from meshwright.parallel.transport.groups import Groups
-from meshwright.parallel.transport.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
@@ -81,7 +81,7 @@ def prove_sums(
     yield Verdict("sums of gradients in fp32", layout_json, 0.0, worst.error, _SUM, passed)
 
 
-def _taken(param: HeldParameter) -> Tensor | None:
+def _taken(param: GatheredParameter) -> Tensor | None:
     """Return a gradient's shard in memory of its own, and let go of it."""
     gradient = param.gradient
     param.parameter.grad = None
@@ -103,7 +103,7 @@ def _off(total: Tensor | None, a: Tensor | None, b: Tensor | None) -> float:
 
 
 def gathered_norm(
-    parallel: Parallel, gradient: Callable[[HeldParameter], Tensor | None], world: World
+    parallel: Parallel, gradient: Callable[[GatheredParameter], Tensor | None], world: World
 ) -> float:
     """Return the norm of the whole gradients, each tensor of the model once."""
     squares: dict[str, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.cost.setting import Setting
+from meshwright.cost.inputs import CostInputs
 from meshwright.program.lower import Program
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import bars
@@ -29,7 +29,7 @@ from meshwright.spec.parts import parameter_count
 from meshwright.units import counted, format_bytes, format_count
 
 
-def _asked(setting: Setting) -> str:
+def _asked(setting: CostInputs) -> str:
     train, cluster = setting.train, setting.cluster
     count = format_count(parameter_count(setting.model))
     nodes = f"{cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}"
@@ -50,7 +50,7 @@ def _layout(page: Page, program: Program) -> None:
 
 def simulation_page(
     program: Program,
-    setting: Setting,
+    setting: CostInputs,
     predicted: StepProfile | None,
     simulated: StepProfile,
     differences: Mapping[int, Sequence[str]],

@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.files import read_text
 from meshwright.layout import Layout
 from meshwright.parsing import parse_json
-from meshwright.planner.plan import setting_of
+from meshwright.planner.plan import cost_inputs_of
 from meshwright.program.events import Events
 from meshwright.program.lower import Program, lower
 from meshwright.program.profile import StepProfile, from_json, of_source
@@ -165,7 +165,7 @@ def _cluster(config: Config | None, layout: Layout | None) -> Cluster | None:
     if config is None or layout is None:
         return None
     try:
-        return setting_of(config, local_devices=layout.world).cluster
+        return cost_inputs_of(config, local_devices=layout.world).cluster
     except ConfigError:
         return None
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from meshwright.comm.rendezvous import loopback_interface
 from meshwright.cost.price import worst_memory
 from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.lines import fitted
-from meshwright.parallel.machine.rendezvous import loopback_interface
 from meshwright.runtime.checks.epochs import with_epochs
 from meshwright.runtime.checks.notes import config_notes, layout_notes
 from meshwright.runtime.checks.room import check_room, nearest_folder
@@ -35,7 +35,7 @@ from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
 from meshwright.runtime.machines.finding import Finding
 from meshwright.runtime.machines.machine import detect, memory_of_machine
 from meshwright.runtime.machines.system import examine_system
-from meshwright.runtime.pricing.planned import setting_on, settled
+from meshwright.runtime.pricing.planned import cost_inputs_on, settled
 from meshwright.runtime.session import cache_folder
 from meshwright.runtime.supervise.supervisor import LOOPBACK, listen_on_loopback
 from meshwright.spec.loading import Config
@@ -225,7 +225,7 @@ def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:
     limit = config.cluster.memory
     if limit is None or finding.state == "bad":
         return finding
-    needed = worst_memory(setting_on(config, machine, layout), layout).allocated
+    needed = worst_memory(cost_inputs_on(config, machine, layout), layout).allocated
     if needed <= limit:
         return finding
     return Finding("peak", f"{finding.text}, but cluster.memory = {format_bytes(limit)}", "bad")

@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import torch
 
+from meshwright.comm.interfaces import is_loopback
+from meshwright.comm.rendezvous import Rendezvous
+from meshwright.comm.world import Meeting, meet, part, shared
 from meshwright.errors import ConfigError, MeshwrightError, refusal
-from meshwright.parallel.machine.interfaces import is_loopback
-from meshwright.parallel.machine.rendezvous import Rendezvous
-from meshwright.parallel.transport.world import Meeting, meet, part, shared
 from meshwright.runtime.doctor import data_identity, examine_config, examine_machine
 from meshwright.runtime.machines.finding import Finding
 from meshwright.runtime.machines.reach import links_finding, measure_links

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from meshwright.checkpoint.commit import LOCK, steps
+from meshwright.comm.rendezvous import Rendezvous
 from meshwright.data import open_data
 from meshwright.data.dataset import check_sources
 from meshwright.errors import (
@@ -25,7 +26,6 @@ from meshwright.errors import (
 )
 from meshwright.layout import Machine, left_over, resolve_layout, with_padding
 from meshwright.lines import GOES_ON, fitted
-from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.parsing import parse_json
 from meshwright.report.run import write_report
 from meshwright.runtime.checks.epochs import fine_tuning_words, with_epochs
@@ -246,7 +246,7 @@ def _train_joined(
     config = on_nodes(config, rendezvous)
     machine = _as_rank(config, rendezvous, environ)
     # Only here, where this process is a rank itself: a supervisor never needs torch.
-    from meshwright.parallel.transport.world import join
+    from meshwright.comm.world import join
     from meshwright.runtime.ranks.worker import (
         StopRequest,
         follow_parent,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from meshwright.cost.calibration import SHIPPED, shipped_calibration
-from meshwright.cost.setting import Setting
+from meshwright.cost.inputs import CostInputs
 from meshwright.errors import ConfigError, refusal
 from meshwright.planner.advice import lost_by
 from meshwright.planner.command import training_command
@@ -182,7 +182,7 @@ def _config(arguments: list[str]) -> Config:
     return config
 
 
-def _asked(setting: Setting) -> str:
+def _asked(setting: CostInputs) -> str:
     cluster, train = setting.cluster, setting.train
     return (
         f"{format_count(parameter_count(setting.model))} parameters on {cluster.devices} x "

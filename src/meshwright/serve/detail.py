@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import OUTSIDE, Prediction, memories, price
-from meshwright.cost.setting import Setting
 from meshwright.cost.spans import pipeline_spans
 from meshwright.cost.step import pace_of
 from meshwright.errors import MeshwrightError
@@ -74,7 +74,7 @@ def _why_not(plan: Plan, prediction: Prediction) -> str:
     return "; ".join(reasons) or "it is the best"
 
 
-def _timeline(setting: Setting, prediction: Prediction) -> dict[str, Any]:
+def _timeline(setting: CostInputs, prediction: Prediction) -> dict[str, Any]:
     """Return the actions of each pipeline rank: kind, start, end, stage, microbatch.
 
     Of a long step, those in the middle are left out: `fold` has its start and end in seconds.

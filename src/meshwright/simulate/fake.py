@@ -18,9 +18,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.world import World
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.transport.world import World
 
 CPU: Final = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshwright.parallel import offload
 from meshwright.parallel.data_parallel.exchange import Exchange
-from meshwright.parallel.data_parallel.masters import Weight
+from meshwright.parallel.data_parallel.master_weights import Weight
 from meshwright.simulate.fake import replaced
 from meshwright.simulate.memory import HOST, MemoryTracker
 
@@ -66,7 +66,7 @@ def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, make in (
-            (offload, "host_room", leaving),
+            (offload, "host_buffer", leaving),
             (Exchange, "__init__", exchanging),
             (FSDPParam, "init_unsharded_param", gathering),
             (FSDPParamGroup, "post_backward", reducing),

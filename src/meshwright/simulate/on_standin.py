@@ -114,18 +114,18 @@ def _main() -> None:
     device = install([Edit(*edit) for edit in request["edits"]])
     for case in request["cases"]:
         for rank in case["ranks"]:
-            print(json.dumps(_rehearsed(case, rank, device)._asdict()), flush=True)
+            print(json.dumps(_dry_run(case, rank, device)._asdict()), flush=True)
 
 
-def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
+def _dry_run(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
+    from meshwright.comm.collective_recorder import CollectiveRecorder
+    from meshwright.comm.wire import message_differences
+    from meshwright.kernels.fp32_matmuls import target_of
     from meshwright.layout import Layout
     from meshwright.models import flex
-    from meshwright.parallel.kernels.products import target_of
-    from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
-    from meshwright.parallel.transport.wire import message_differences
     from meshwright.program.lower import lower
+    from meshwright.simulate.dry_run import dry_run
     from meshwright.simulate.fake import replaced
-    from meshwright.simulate.rehearse import rehearse
     from meshwright.simulate.standin import module
     from meshwright.simulate.stream_order import StreamOrder
     from meshwright.simulate.watching import DeviceWatch
@@ -153,7 +153,7 @@ def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
         replaced(flex, "HAS_TRITON", lambda _: True),
         replaced(flex, "_compiled_parts", lambda _: _parts_on_standin),
     ):
-        done = rehearse(program, rank, device=device, watched=watched)
+        done = dry_run(program, rank, device=device, watched=watched)
     waits = seen[0].in_step
     return Watched(
         layout.label,

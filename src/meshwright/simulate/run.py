@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from meshwright.comm.wire import message_differences
 from meshwright.cost.byte_count import PredictedMoment
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.memory import Term, outside
 from meshwright.cost.price import RankMemory as PredictedMemory
 from meshwright.cost.price import memory as predicted_memory
-from meshwright.cost.setting import Setting
 from meshwright.cost.timeline import timeline
 from meshwright.cost.units import OPTIMIZER
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine, resolve_layout
-from meshwright.parallel.transport.wire import message_differences
-from meshwright.planner.plan import explain, prediction_json, setting_of
+from meshwright.planner.plan import cost_inputs_of, explain, prediction_json
 from meshwright.program.flops import attention_flops, matmul_flops
 from meshwright.program.lower import Program, lower
 from meshwright.program.update import update_flops
+from meshwright.simulate.dry_run import DryRun, dry_run
 from meshwright.simulate.memory import Breach
-from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config
 from meshwright.units import KIB, format_bytes
 
@@ -48,7 +48,7 @@ class Simulated:
     `update` are its FLOPs.
     """
 
-    rehearsal: Rehearsal
+    rehearsal: DryRun
     predicted: PredictedMemory
     timeline: PredictedMoment
     products: float
@@ -126,7 +126,7 @@ class Simulation:
 
     config: Config
     program: Program
-    setting: Setting
+    setting: CostInputs
     ranks: tuple[Simulated, ...]
 
     @property
@@ -145,7 +145,7 @@ class Simulation:
         return not any(simulated.differences for simulated in self.ranks)
 
 
-def layout_of(config: Config, setting: Setting, world: int | None = None) -> Layout:
+def layout_of(config: Config, setting: CostInputs, world: int | None = None) -> Layout:
     """Return the layout of a config on its cluster, or on `world` devices.
 
     Raises `ConfigError` if the layout is illegal, or has another number of ranks.
@@ -191,7 +191,7 @@ def simulate(
     config: Config,
     layout: Layout | None = None,
     ranks: Sequence[int] | None = None,
-    setting: Setting | None = None,
+    setting: CostInputs | None = None,
     on_rank: Callable[[Simulated], None] = lambda simulated: None,
 ) -> Simulation:
     """Rehearse one training step on some ranks of a layout, in this process, one by one.
@@ -200,7 +200,7 @@ def simulate(
     stage. `setting` is the one of the prediction. `on_rank` is called with each finished rank.
     Compiled blocks are rehearsed uncompiled. Raises `ConfigError` for what cannot run.
     """
-    setting = setting or setting_of(config)
+    setting = setting or cost_inputs_of(config)
     layout = layout or layout_of(config, setting)
     program = lower(config.model, config.train, config.optimizer, layout, setting.target)
     simulated = []
@@ -210,7 +210,7 @@ def simulate(
     return Simulation(config, program, setting, tuple(simulated))
 
 
-def _simulated(config: Config, program: Program, setting: Setting, rank: int) -> Simulated:
+def _simulated(config: Config, program: Program, setting: CostInputs, rank: int) -> Simulated:
     device, layout = setting.cluster.device, program.layout
 
     def beside(allocated: float) -> tuple[Term, ...]:
@@ -219,7 +219,7 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
 
     fixed, with_one_byte = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
     limit = (device.memory - fixed) / (1 + with_one_byte - fixed)
-    done = rehearse(program, rank, limit=limit)
+    done = dry_run(program, rank, limit=limit)
     return Simulated(
         done,
         predicted_memory(setting, layout, done.pp_rank),

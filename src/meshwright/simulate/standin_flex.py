@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.kernels.block_attention import wide
+from meshwright.kernels.block_attention import wide
 
 _QKV = "Tensor query, Tensor key, Tensor value"
 

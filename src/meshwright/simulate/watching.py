@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.simulate.rehearse import Begun
+from meshwright.simulate.dry_run import Begun
 from meshwright.simulate.standin import NAME, module
 from meshwright.simulate.stream_order import HOST, StreamOrder, place
 

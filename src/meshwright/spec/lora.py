@@ -81,7 +81,7 @@ class Lora(Spec):
         }
 
     @property
-    def four_bits(self) -> bool:
+    def is_nf4(self) -> bool:
         """Whether weights of linear layers are kept in four bits."""
         return self.base == "nf4"
 

@@ -27,7 +27,7 @@ Side = tuple[int, str]
 class Part:
     """One parameter: its global name, its shape and the logical axis of each dim.
 
-    What is not `trained` has no gradient and nothing that follows from one. With `four_bits` it is
+    What is not `trained` has no gradient and nothing that follows from one. With `is_nf4` it is
     kept in NF4. The last `padding` rows are zero and stay zero: nothing stores them.
     """
 
@@ -35,7 +35,7 @@ class Part:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     trained: bool = True
-    four_bits: bool = False
+    is_nf4: bool = False
     padding: int = 0
 
     @property
@@ -54,7 +54,7 @@ class Part:
         return len(self.axes) - self.is_of_experts == 2
 
     @property
-    def is_product(self) -> bool:
+    def is_matmul(self) -> bool:
         """Whether tokens are multiplied by it; false for matrices that are only looked up."""
         return self.is_matrix and self.name != "embed.weight"
 
@@ -204,9 +204,9 @@ def _linear(
     spec: ModelSpec, layer: str, name: str, out: Side, inner: Side, bias: bool
 ) -> Iterator[Part]:
     path = f"{layer}.{name}"
-    nf4 = spec.lora is not None and spec.lora.four_bits and name in LINEAR
+    nf4 = spec.lora is not None and spec.lora.is_nf4 and name in LINEAR
     axes = out[1], inner[1]
-    yield Part(f"{path}.weight", (out[0], inner[0]), axes, four_bits=nf4)
+    yield Part(f"{path}.weight", (out[0], inner[0]), axes, is_nf4=nf4)
     if bias:
         yield Part(f"{path}.bias", (out[0],), (out[1],))
     yield from _adapter(spec, path, name, out, inner)

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 
 from meshwright.checkpoint.saver import Saver
+from meshwright.comm.world import World, exchange
 from meshwright.errors import CheckpointError
 from meshwright.files import read_bytes, write_atomic
-from meshwright.parallel.transport.world import World, exchange
 from meshwright.parsing import foreign, parse_json
 from meshwright.training.run_folder import Job
 from meshwright.units import counted

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwright.checkpoint.weights import write_weights
+from meshwright.comm.world import World
 from meshwright.data import IGNORE, Dataset
 from meshwright.errors import MeshwrightError
+from meshwright.kernels.recompute import recompute
 from meshwright.models import Transformer, build_model
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.kernels.recompute import recompute
-from meshwright.parallel.transport.world import World
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.model import unpadded
 from meshwright.spec.parts import parts

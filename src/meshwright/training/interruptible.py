@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
+from meshwright.comm.world import World
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.transport.world import World
 
 # Seconds between two votes, about: how long a request to stop waits for its answer.
 _VOTE_S: Final = 0.5

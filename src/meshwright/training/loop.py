@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.comm.world import World
 from meshwright.data import (
     BlendSampler,
     Dataset,
@@ -20,7 +21,6 @@ from meshwright.data import (
 from meshwright.models.dropout import row_keys
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.batch import Batch, Feed
-from meshwright.parallel.transport.world import World
 from meshwright.program.model_flops import flops_per_token
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config

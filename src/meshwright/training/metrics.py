@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from meshwright.comm.world import World
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.transport.world import World
 from meshwright.program.model_flops import flops_per_token
 from meshwright.training.run_folder import Job
 

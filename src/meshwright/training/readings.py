@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.comm.world import World
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.transport.world import World
 from meshwright.training.events import Emit
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.metrics import DeviceLaps, Lap, StepClock, step_event

@@ -8,11 +8,11 @@ from typing import Final
 import torch
 
 from meshwright.checkpoint.state import Trained
+from meshwright.comm.clock import clock_of, clock_offset
+from meshwright.comm.measured_step import MeasuredMoment, memory_points, name_of, recorded
+from meshwright.comm.tape import Tape, Turn
+from meshwright.comm.world import World
 from meshwright.parallel.allocations import LabellingTape, MemoryProfile
-from meshwright.parallel.observe.clock import clock_of, clock_offset
-from meshwright.parallel.observe.measured import MeasuredMoment, memory_points, name_of, recorded
-from meshwright.parallel.record.tape import Tape, Turn
-from meshwright.parallel.transport.world import World
 from meshwright.program.model_flops import flops_per_token
 from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile
 from meshwright.training.run_folder import Job, put_step

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.world import World, exchange
 from meshwright.errors import RankFailed
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.build import region_of
-from meshwright.parallel.transport.world import World, exchange
 
 # Places are told apart by a number from 1 to this, a prime; so many periods of it at a time.
 _PERIOD: Final = 8191

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from meshwright.comm.world import World
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.expert_parallel.routing import take_counts
-from meshwright.parallel.transport.world import World
 from meshwright.program.events import Event
 from meshwright.training.events import Emit
 from meshwright.training.readings import ArrivingNumbers

@@ -19,13 +19,13 @@ from meshwright.checkpoint.restore import Good, StoredSource, newest_good, resto
 from meshwright.checkpoint.saver import Saved, Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
 from meshwright.checkpoint.weights import spec_text, weights_from
+from meshwright.comm.groups import open_groups
+from meshwright.comm.world import World, exchange
 from meshwright.data import Dataset, StreamedDataset, StreamPosition, StreamSampler
 from meshwright.errors import CheckpointError
+from meshwright.kernels.fp32_matmuls import target_of
 from meshwright.parallel.build import Source, build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.kernels.products import target_of
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World, exchange
 from meshwright.program.lower import lower
 from meshwright.spec.stored import SPEC
 from meshwright.training.events import Emit

@@ -75,7 +75,7 @@ class RunFolder:
         return self.path / "logs" / f"rank-{rank}.stacks"
 
     def flight_recorder(self, rank: int) -> Path:
-        """What a rank is doing, as `parallel.record.flight_recorder` keeps it."""
+        """What a rank is doing, as `comm.flight_recorder` keeps it."""
         return self.path / "logs" / f"rank-{rank}.recorder"
 
     @property

@@ -9,8 +9,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.record.flight_recorder import Pending
-from meshwright.parallel.transport.world import World
+from meshwright.comm.flight_recorder import Pending
+from meshwright.comm.world import World
 from meshwright.parsing import parse_json
 from meshwright.program.lower import Program
 from meshwright.program.profile import (

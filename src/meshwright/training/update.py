@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.comm.world import World
 from meshwright.errors import Diverged
 from meshwright.parallel.apply import Parallel, set_training
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.data_parallel.gradients import complete, global_norm
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.expert_parallel.routing import correct_routers
-from meshwright.parallel.transport.world import World
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import step_scaled
 

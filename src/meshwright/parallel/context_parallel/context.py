@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.errors import ConfigError, refusal
+from meshwright.kernels.block_attention import BlockAttention
 from meshwright.models.attention import Core, attend
 from meshwright.models.context import causal_mask
 from meshwright.models.sinks import sink_gradient
@@ -29,8 +31,6 @@ from meshwright.parallel.context_parallel.ring import (
     enrol,
     in_ring_order,
 )
-from meshwright.parallel.kernels.block_attention import BlockAttention
-from meshwright.parallel.record.flight_recorder import FlightRecorder
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.program.pieces import held
 

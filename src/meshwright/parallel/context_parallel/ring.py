@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.models.blockwise import by_token
-from meshwright.models.sinks import merge_sinks
-from meshwright.parallel.kernels import seen_attention as flex
-from meshwright.parallel.kernels.block_attention import (
+from meshwright.comm.flight_recorder import FlightRecorder, Pending
+from meshwright.kernels import flex_blocks as flex
+from meshwright.kernels.block_attention import (
     BlockAttention,
     Grads,
     Mask,
@@ -27,7 +26,8 @@ from meshwright.parallel.kernels.block_attention import (
     visible,
     wide,
 )
-from meshwright.parallel.record.flight_recorder import FlightRecorder, Pending
+from meshwright.models.blockwise import by_token
+from meshwright.models.sinks import merge_sinks
 from meshwright.program.attention import ScoreBounds
 from meshwright.program.ring import ring_pieces, whole_piece
 
@@ -80,7 +80,7 @@ class RingPlace:
 class RingWork:
     """The arguments of a call of the ring, and its kernels: without a mask, and with one.
 
-    With `is_whole` all that is seen in a step is one piece, and its mask a `Seen`.
+    With `is_whole` all that is seen in a step is one piece, and its mask a `VisibleKeys`.
     """
 
     place: RingPlace
@@ -96,7 +96,7 @@ class RingWork:
         """Return it with the device's fastest blocks."""
         scores = scores.within(q.shape[2] * place.size)
         if flex.takes(q, segments, scores):
-            block = flex.seen_attention(scores.cap)
+            block = flex.flex_block_attention(scores.cap)
             return cls(place, scores, block, block, is_whole=True)
         return cls(place, scores, choose(q, False, scores.cap), choose(q, True, scores.cap))
 

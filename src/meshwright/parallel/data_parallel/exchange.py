@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.data_parallel.masters import Weight
-from meshwright.parallel.record.flight_recorder import FlightRecorder, Pending
-from meshwright.parallel.transport.groups import Link
+from meshwright.comm.flight_recorder import FlightRecorder, Pending
+from meshwright.comm.groups import Link
+from meshwright.parallel.data_parallel.master_weights import Weight
 
 # Not that of a ring, whose ranks may be the same: what arrives first is taken first.
 _TAG: Final = 2**16

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.transport.groups import Link
+from meshwright.comm.groups import Link
 
 _E4M3: Final = torch.float8_e4m3fn
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.groups import Groups, Link
 from meshwright.models.nf4 import dequantise, quantise
-from meshwright.parallel.transport.groups import Groups, Link
 from meshwright.program.gradient_sums import GradientSum
 from meshwright.program.shards import Sharding
 
@@ -21,7 +21,7 @@ SHORT: Final = 16384
 ROW: Final = 1024
 
 
-class HeldParameter(NamedTuple):
+class GatheredParameter(NamedTuple):
     """A parameter that this rank holds a shard of.
 
     `copies` is how many ranks hold the same shard, 0 if another entry already counts for it: the
@@ -45,14 +45,14 @@ class HeldParameter(NamedTuple):
         Rows that `weights` don't have are padding.
         """
         shard = self.shard
-        if self.sharding.part.four_bits:
+        if self.sharding.part.is_nf4:
             weights = quantise(weights.to(shard.device, dtype))
         shard[: len(weights)].copy_(weights)
         shard[len(weights) :].zero_()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return the shard: the run's own, or one in four bits as a copy in `dtype` on the host."""
-        if not self.sharding.part.four_bits:
+        if not self.sharding.part.is_nf4:
             return self.shard
         return dequantise(self.shard.cpu(), dtype)
 
@@ -68,7 +68,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def complete(params: Sequence[HeldParameter], groups: Groups, sums: Iterable[GradientSum]) -> None:
+def complete(
+    params: Sequence[GatheredParameter], groups: Groups, sums: Iterable[GradientSum]
+) -> None:
     """Complete the sums that data parallelism doesn't: over tp, and between tied copies."""
     links = {"tp": groups.tp, "ends": groups.ends}
     for gradient_sum in sums:
@@ -132,7 +134,7 @@ def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def global_norm(params: list[HeldParameter], world_size: int, device: torch.device) -> Norm:
+def global_norm(params: list[GatheredParameter], world_size: int, device: torch.device) -> Norm:
     """Return the 2-norm of the whole model's gradient, each element counted once.
 
     A shard that several ranks hold counts with its share on each of them, so one sum over the world
@@ -163,7 +165,7 @@ def global_norm(params: list[HeldParameter], world_size: int, device: torch.devi
 
 
 @torch.no_grad()
-def scale_gradients(params: list[HeldParameter], factor: float) -> None:
+def scale_gradients(params: list[GatheredParameter], factor: float) -> None:
     """Multiply all gradients."""
     gradients = [g for h in params if (g := h.gradient) is not None]
     if gradients:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.parallel.data_parallel.gradients import HeldParameter
-from meshwright.parallel.transport.groups import Groups, Link
+from meshwright.comm.groups import Groups, Link
+from meshwright.parallel.data_parallel.gradients import GatheredParameter
 from meshwright.program.shards import Sharding
 
 
@@ -24,7 +24,7 @@ class WholeMatrices:
     def __init__(
         self,
         leaves: Sequence[nn.Parameter] = (),
-        parameters: Sequence[HeldParameter] = (),
+        parameters: Sequence[GatheredParameter] = (),
         groups: Groups | None = None,
         device: torch.device | None = None,
     ) -> None:

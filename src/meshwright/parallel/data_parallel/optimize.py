@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.data_parallel.gradients import HeldParameter
+from meshwright.comm.groups import Groups
+from meshwright.parallel.data_parallel.gradients import GatheredParameter
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
-from meshwright.parallel.transport.groups import Groups
 from meshwright.spec.parts import Part
 
 
@@ -20,7 +20,7 @@ class Shards:
     stay on the host; each step copies gradients to it and updated weights back.
     """
 
-    def __init__(self, params: list[HeldParameter], *, on_host: bool) -> None:
+    def __init__(self, params: list[GatheredParameter], *, on_host: bool) -> None:
         self.held, self.on_host = params, on_host
         self.leaves = [nn.Parameter(self._copy(h.shard)) for h in params]
 

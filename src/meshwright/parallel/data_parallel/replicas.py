@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comm.flight_recorder import Pending
+from meshwright.comm.groups import Groups, Link
 from meshwright.parallel.data_parallel.exchange import Exchange, gather
-from meshwright.parallel.data_parallel.masters import Weight, take_over
-from meshwright.parallel.record.flight_recorder import Pending
-from meshwright.parallel.transport.groups import Groups, Link
+from meshwright.parallel.data_parallel.master_weights import Weight, take_over
 from meshwright.program.shards import EXPERTS, unit_of
 
 
@@ -210,7 +210,7 @@ class Replicas:
             return
         unit.is_current = True
         for weight in unit.weights:
-            weight.make_room()
+            weight.allocate_storage()
             weight.round()
         peers = unit.peers
         if peers.cuts:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.comm.flight_recorder import FlightRecorder, Pending
+from meshwright.comm.groups import Link
 from meshwright.models.experts import Experts
 from meshwright.models.grouped import Sorted, on_host
 from meshwright.models.routers import Routing
-from meshwright.parallel.record.flight_recorder import FlightRecorder, Pending
-from meshwright.parallel.transport.groups import Link
 
 
 @dataclass(eq=False)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.groups import Groups, Link
 from meshwright.models import Transformer
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.routers import Router, SigmoidRouter
-from meshwright.parallel.transport.groups import Groups, Link
 from meshwright.program.lower import Program
 from meshwright.program.pieces import pieces_of, shared_over
 

@@ -13,8 +13,8 @@ from typing import Final
 
 import torch
 
+from meshwright.comm.groups import Groups
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.transport.groups import Groups
 
 # Of `torch.compile`.
 OPTIONS: Final = {"_micro_pipeline_tp": True}

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from meshwright.comm.groups import Link
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport.groups import Link
 
 Work = Callable[[], None]
 ALONE = TPRegion(Link(None, (0,), 0), sp=False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from meshwright.comm.groups import Link
 from meshwright.models.attention import NormPair, Project
 from meshwright.models.context import Context
 from meshwright.models.experts import ExpertMLP
@@ -23,7 +24,6 @@ from meshwright.models.norms import RMSNorm
 from meshwright.models.ops import factor, returned, widened
 from meshwright.parallel.tensor_parallel.deferred import ALONE, Deferral, linear, linears, local
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion, all_reduce
-from meshwright.parallel.transport.groups import Link
 
 
 class ColumnLinear(nn.Linear):

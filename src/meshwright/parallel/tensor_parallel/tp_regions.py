@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from meshwright.parallel.transport.groups import Link
-from meshwright.parallel.transport.shared import operators
-from meshwright.program.crossings import crossings_of
+from meshwright.comm.groups import Link
+from meshwright.comm.shared import operators
 from meshwright.program.messages import CollectiveKind
+from meshwright.program.tp_collectives import tp_collectives_of
 
 # Waits for what was begun, and returns it.
 Arrival = Callable[[], Tensor]
@@ -97,30 +97,30 @@ def _apart(out: Tensor, x: Tensor) -> Tensor:
 class TPRegion:
     """A tensor-parallel region: the messages at its borders, over the ranks of a link.
 
-    The program decides the messages, see `program.crossings`. Without tp, the link is this rank
-    alone. `gathers_again`: gathered inputs are gathered again for the backward, not saved.
+    The program decides the messages, see `program.tp_collectives`. Without tp, the link is this
+    rank alone. `gathers_again`: gathered inputs are gathered again for the backward, not saved.
     """
 
     def __init__(self, link: Link, sp: bool, *, gathers_again: bool = False) -> None:
         self.link = link
-        self._crossings = crossings_of(link.size, sp)
+        self._collectives = tp_collectives_of(link.size, sp)
         self.gathers_again = gathers_again and self.gathers
 
     @property
     def gathers(self) -> bool:
         """Whether the input is gathered: the residual stream is sharded along the sequence."""
-        return self._crossings.entry.forward == "all_gather"
+        return self._collectives.entry.forward == "all_gather"
 
     def entering(self, x: Tensor) -> Arrival:
         """Start to compute the input of column-parallel layers from the residual stream."""
-        return _begin(self._crossings.entry.forward, x, self.link)
+        return _begin(self._collectives.entry.forward, x, self.link)
 
     def returning(self, grad: Tensor) -> Arrival:
         """Start to compute the residual stream's gradient from this rank's input gradient.
 
         Uses the memory of the part, if possible.
         """
-        return _begin(self._crossings.entry.backward, grad, self.link)
+        return _begin(self._collectives.entry.backward, grad, self.link)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the residual stream inside of the region; differentiable.
@@ -138,12 +138,12 @@ class TPRegion:
 
     def leaving(self, x: Tensor) -> Tensor:
         """Return the residual stream from this rank's partial sums, without overwriting them."""
-        kind = self._crossings.exit.forward
+        kind = self._collectives.exit.forward
         return all_reduce(x, self.link) if kind == "all_reduce" else _begin(kind, x, self.link)()
 
     def left(self, grad: Tensor) -> Tensor:
         """Return the gradient of this rank's partial sums from that of the residual stream."""
-        return _begin(self._crossings.exit.backward, grad, self.link)()
+        return _begin(self._collectives.exit.backward, grad, self.link)()
 
 
 _BEGINS: Final[Mapping[CollectiveKind, Callable[[Tensor, Link], Arrival]]] = {

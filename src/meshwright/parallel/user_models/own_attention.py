@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from meshwright.comm.groups import Link
 from meshwright.errors import ConfigError, nearest_divisors, refusal
+from meshwright.kernels.varlen import attend_varlen
 from meshwright.layout import Layout
 from meshwright.parallel.context_parallel.context import Ring, Ulysses
-from meshwright.parallel.kernels.documents import attend_documents
-from meshwright.parallel.transport.groups import Link
 from meshwright.parallel.user_models.following import Following
 
 _HINT = (
@@ -59,7 +59,7 @@ class OwnAttention(Following):
         super().__init__()
         is_ring = layout.cp_kind == "ring"
         group = link.required
-        self._core = Ring(group) if is_ring else Ulysses(group, attend_documents)
+        self._core = Ring(group) if is_ring else Ulysses(group, attend_varlen)
         self._is_ring, self._size, self._tp = is_ring, link.size, layout.tp
         self._has_gradients = False
         self.watch: Watch | None = None

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from meshwright.comm.groups import Link
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.parallel.context_parallel.context import positions
-from meshwright.parallel.data_parallel.data import reshard
 from meshwright.parallel.data_parallel.gradients import local_shard
-from meshwright.parallel.transport.groups import Link
+from meshwright.parallel.data_parallel.sharded import reshard
 from meshwright.parallel.user_models.own_attention import Call, OwnAttention
 
 TOKENS: Final = 512  # at most so many tokens of one row are computed both ways
@@ -155,7 +155,7 @@ class _BothWays:
         self._refuse_wrong_cut(gathered, n)
         numbered = kwargs.get("position_ids")
         if isinstance(numbered, Tensor) and numbered.dim() == 2 and numbered.shape[1] == n:
-            self._refuse_documents(self._gathered(numbered, 1))
+            self._refuse_varlen(self._gathered(numbered, 1))
         return _ShareAndWhole(tree_unflatten(cut, form), tree_unflatten(uncut, form))
 
     def _agree_on(self, rows: int, n: int, device: torch.device) -> None:
@@ -188,7 +188,7 @@ class _BothWays:
                     f"positions are cut in another order than layout.cp_kind = {kind} has. {_HOW}"
                 )
 
-    def _refuse_documents(self, numbered: Tensor) -> None:
+    def _refuse_varlen(self, numbered: Tensor) -> None:
         """Raise if positions restart within a row, which transformers takes for packed documents.
 
         A rank's share may be of one document, and give no mask.

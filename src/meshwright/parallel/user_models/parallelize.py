@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
+from meshwright.comm.groups import Link
 from meshwright.errors import ConfigError, nearest_divisors, refusal
+from meshwright.kernels.recompute import recompute
 from meshwright.layout import AXES, Layout
 from meshwright.models.lora import LoraLinear
 from meshwright.parallel.context_parallel.context import positions as cut_positions
-from meshwright.parallel.data_parallel.data import distribute_data
 from meshwright.parallel.data_parallel.gradients import local_shard, norms
-from meshwright.parallel.kernels.recompute import recompute
+from meshwright.parallel.data_parallel.sharded import distribute_data
 from meshwright.parallel.tensor_parallel.deferred import Deferral
 from meshwright.parallel.tensor_parallel.tensor import ColumnLinear, RowLinear, VocabEmbedding
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
-from meshwright.parallel.transport.groups import Link
 from meshwright.parallel.user_models.fp32 import kept_in_fp32
 from meshwright.parallel.user_models.own_attention import OwnAttention
 from meshwright.parallel.user_models.own_check import check_first

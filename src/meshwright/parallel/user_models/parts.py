@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from meshwright.comm.groups import Link
 from meshwright.errors import ConfigError
 from meshwright.parallel.data_parallel.gradients import local_shard
-from meshwright.parallel.transport.groups import Link
 from meshwright.parallel.user_models.following import Following
 
 _MARK = "_meshwright_is_part"

@@ -19,7 +19,7 @@ from meshwright.runtime.machines.accelerators import (
     torch_build,
 )
 from meshwright.runtime.machines.machine import gpu_name, memory_of_machine
-from meshwright.runtime.pricing.planned import setting_on
+from meshwright.runtime.pricing.planned import cost_inputs_on
 from meshwright.spec.loading import Config
 from meshwright.units import MIB, format_bytes
 
@@ -124,7 +124,7 @@ def check_limit(config: Config, layout: Layout, machine: Machine) -> None:
     # Not above: `train --help` starts without it.
     from meshwright.cost.price import memory
 
-    setting = setting_on(config, machine, layout)
+    setting = cost_inputs_on(config, machine, layout)
     states = max(
         sum(
             term.bytes
@@ -149,7 +149,7 @@ def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
     Only tensors are counted: if these do not fit, nothing does.
     """
     try:
-        setting = setting_on(config, machine, layout)
+        setting = cost_inputs_on(config, machine, layout)
     except ConfigError as error:  # a device that the catalogue lacks
         return f"not known: {error}"
     from meshwright.cost.price import memory

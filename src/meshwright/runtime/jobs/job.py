@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Final
 
+from meshwright.comm.secret import VARIABLE
 from meshwright.errors import ConfigError, refusal
-from meshwright.parallel.machine.secret import VARIABLE
 from meshwright.runtime.ranks.rank_environ import ALLOCATOR
 from meshwright.units import format_seconds
 

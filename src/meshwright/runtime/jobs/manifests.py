@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import yaml
 
+from meshwright.comm.secret import VARIABLE
 from meshwright.errors import ConfigError, refusal
-from meshwright.parallel.machine.secret import VARIABLE
 from meshwright.runtime.jobs.job import PORT, Expression, JobSpec, environment, shell
 
 # Where a pod has the volume that keeps data and runs, and the files of its command.

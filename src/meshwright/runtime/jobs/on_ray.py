@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from meshwright.comm.secret import VARIABLE
 from meshwright.errors import (
     EXIT_CHECK_FAILED,
     EXIT_DONE,
@@ -30,7 +31,6 @@ from meshwright.errors import (
     RankFailed,
     refusal,
 )
-from meshwright.parallel.machine.secret import VARIABLE
 from meshwright.runtime.jobs.job import JobSpec, environment, shell
 from meshwright.runtime.supervise.signals import StopSignals
 

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from typing import Final
 
+from meshwright.comm.secret import VARIABLE
 from meshwright.errors import (
     EXIT_NO_PROGRESS,
     EXIT_RANK_FAILED,
@@ -13,7 +14,6 @@ from meshwright.errors import (
     ConfigError,
     MeshwrightError,
 )
-from meshwright.parallel.machine.secret import VARIABLE
 from meshwright.runtime.jobs.job import JobSpec, clock, environment, shell
 
 # Cores of a rank unless the job says. One with a GPU has one each for its work, its saver and its

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO, cast
 
 from meshwright.checkpoint.commit import LOCK
+from meshwright.comm.flight_recorder_file import SIZE
 from meshwright.errors import ConfigError, refusal
 from meshwright.files import open_own, write_atomic
-from meshwright.parallel.record.flight_recorder_file import SIZE
 from meshwright.training.run_folder import Job, RunFolder
 
 if TYPE_CHECKING:  # a supervisor never needs torch
-    from meshwright.parallel.transport.world import World
+    from meshwright.comm.world import World
 
 # Of a log its end is sent; a flight recorder is sent whole. The store keeps all of it in memory.
 _LONGEST: Final = 256 * 1024

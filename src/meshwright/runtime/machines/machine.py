@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import ConfigError, nearest_divisors, refusal
+from meshwright.kernels.processor import processor_facts
 from meshwright.layout import Machine
-from meshwright.parallel.machine.processor import processor_facts
-from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.runtime.machines.accelerators import count_gpus
 from meshwright.spec.loading import Config
 from meshwright.spec.training import ClusterSpec

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from meshwright.bench.calibrate import Effort, block_seconds, calibrate, quick
 from meshwright.bench.layouts import side_by_side
-from meshwright.parallel.machine.rendezvous import Rendezvous
-from meshwright.parallel.transport.world import World, join
+from meshwright.comm.rendezvous import Rendezvous
+from meshwright.comm.world import World, join
 from meshwright.prove.case import Case
 from meshwright.runtime.measure.benchmark import FOUND, REQUEST
 from meshwright.runtime.ranks.rank import run_process

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.cost.calibration import Calibration, as_toml, calibration_named
+from meshwright.cost.inputs import CostInputs
 from meshwright.cost.measured import Correction, Measurement, correct
 from meshwright.cost.price import price
-from meshwright.cost.setting import Setting
 from meshwright.cost.step import step_time
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.parallel.machine.processor import processor
-from meshwright.planner.plan import on_cluster, setting_of
+from meshwright.kernels.processor import processor
+from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.planner.rank import Search
 from meshwright.program.events import Event, Events
 from meshwright.runtime.pricing.measured import keep, kept_of_cluster
@@ -59,7 +59,7 @@ def corrected_event(job: Job, environ: Mapping[str, str]) -> Event:
     }
 
 
-def faster(setting: Setting, job: Job, own_seconds: float) -> dict[str, Any] | None:
+def faster(setting: CostInputs, job: Job, own_seconds: float) -> dict[str, Any] | None:
     """Return a layout that is predicted to be faster than a run's own on its devices, if any."""
     ranked = Search(setting, job.layout.world).run(1).ranked
     if not ranked or ranked[0].time.total > (1 - _WORTH) * own_seconds:
@@ -96,7 +96,7 @@ def measurement_of(path: Path, base: Calibration) -> Measurement:
     steps = steps[int(_WARM_UP * len(steps)) + (len(steps) > 1) :]
     if not steps:
         raise ConfigError(f"{path}: the run has no step yet")
-    setting = on_cluster(setting_of(job.config, base, processor=processor()), job.layout)
+    setting = on_cluster(cost_inputs_of(job.config, base, processor=processor()), job.layout)
     peaks = [
         peak_bytes
         for event in steps

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 from meshwright.cost.calibration import SHIPPED, Calibration, parse_calibration
 from meshwright.errors import ConfigError, DataError, lacks_training
 from meshwright.files import read_text
+from meshwright.kernels.processor import fingerprint
 from meshwright.layout import Machine
-from meshwright.parallel.machine.processor import fingerprint
 from meshwright.runtime.machines.finding import Finding
 from meshwright.runtime.machines.machine import detect, gpu_name
 from meshwright.spec.dump import MEASURED_HERE

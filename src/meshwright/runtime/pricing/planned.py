@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from meshwright.errors import ConfigError
+from meshwright.kernels.processor import processor
 from meshwright.layout import Layout, Machine, resolve_layout
-from meshwright.parallel.machine.processor import processor
 from meshwright.runtime.machines.accelerators import gpu_memory
 from meshwright.runtime.machines.machine import CPU_RANKS, gpu_name
 from meshwright.runtime.pricing.measured import CALIBRATION
@@ -15,7 +15,7 @@ from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:  # `config show` has no use for what they bring
-    from meshwright.cost.setting import Setting
+    from meshwright.cost.inputs import CostInputs
     from meshwright.program.profile import StepProfile
     from meshwright.training.run_folder import Job
 
@@ -51,7 +51,7 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
 
         layout = resolve_layout(config, machine)
         try:
-            setting = setting_on(config, machine, layout)
+            setting = cost_inputs_on(config, machine, layout)
         except ConfigError:  # a run with a layout needs no device that is known
             config = decided(config, unmeasured(config.train, lacks, on_gpus=on_gpus))
         else:
@@ -85,7 +85,7 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
 
     layout = resolve_layout(config, machine)
     try:
-        choice = fastest(setting_on(config, machine, layout), layout)
+        choice = fastest(cost_inputs_on(config, machine, layout), layout)
     except ConfigError:  # a run with a layout needs no device that is known
         memory = gpu_memory()
         if memory is None:
@@ -93,7 +93,7 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
         # The bytes of a layout are the same on all GPUs.
         cluster = config.cluster.model_copy(update={"preset": _ANY_GPU})
         alike = config.model_copy(update={"cluster": cluster})
-        choice = largest(setting_on(alike, machine, layout), layout, memory)
+        choice = largest(cost_inputs_on(alike, machine, layout), layout, memory)
     if choice is None:
         return config
     section = config.layout.model_copy(update={"microbatch": choice.layout.microbatch})
@@ -101,12 +101,12 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
     return config.model_copy(update={"layout": section, "origins": origins})
 
 
-def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
+def cost_inputs_on(config: Config, machine: Machine, layout: Layout) -> CostInputs:
     """Return the setting of a layout on this machine; raises `ConfigError` as `on_machine`."""
-    from meshwright.planner.plan import on_cluster, setting_of
+    from meshwright.planner.plan import cost_inputs_of, on_cluster
 
     ranks_per_node = layout.world // config.cluster.nodes
-    priced = setting_of(
+    priced = cost_inputs_of(
         on_machine(config, machine),
         processor=processor(),
         slower=slower(config, machine, ranks_per_node),
@@ -158,7 +158,7 @@ def predicted(job: Job) -> StepProfile | None:
     from meshwright.cost.profile import predicted_profile
 
     try:
-        setting = setting_on(job.config, job.machine, job.layout)
+        setting = cost_inputs_on(job.config, job.machine, job.layout)
     except ConfigError:
         return None
     return predicted_profile(setting, job.layout)

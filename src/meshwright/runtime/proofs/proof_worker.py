@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Final
 
-from meshwright.parallel.transport.world import World, join
+from meshwright.comm.world import World, join
 from meshwright.prove.suite import Suite
 from meshwright.runtime.proofs.proof import ProofFolder
 from meshwright.runtime.ranks.rank import run_process

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.checkpoint.commit import MANIFEST
+from meshwright.comm.world import World, exchange
 from meshwright.data import Dataset, StreamedDataset
 from meshwright.data.blocks import sampled_digest
 from meshwright.errors import ConfigError
 from meshwright.files import sha256_bytes
-from meshwright.parallel.transport.world import World, exchange
 from meshwright.runtime.supervise.explain import ranks_text
 from meshwright.spec.stored import find_step
 from meshwright.training.run_folder import Job

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshwright.checkpoint.commit import PLACES
+from meshwright.comm.flight_recorder_file import PHASES
 from meshwright.errors import ConfigError, nearest, refusal
-from meshwright.parallel.record.flight_recorder_file import PHASES
 
 # The phases of a flight recorder, and the places of a save.
 MOMENTS: Final = (*PHASES, *(f"save.{place}" for place in PLACES))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from meshwright.comm.rendezvous import Rendezvous
+from meshwright.comm.world import leave
 from meshwright.errors import EXIT_DONE, EXIT_RANK_FAILED, ConfigError
-from meshwright.parallel.machine.rendezvous import Rendezvous
-from meshwright.parallel.transport.world import leave
 from meshwright.runtime.ranks.worker import follow_parent, record_failure, tell_stacks
 from meshwright.training.run_folder import RunFolder
 

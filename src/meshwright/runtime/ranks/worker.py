@@ -25,6 +25,11 @@ from typing import Final
 
 import torch
 
+from meshwright.comm.collective_recorder import CollectiveRecorder
+from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.groups import open_groups
+from meshwright.comm.rendezvous import Rendezvous
+from meshwright.comm.world import World, join, leave
 from meshwright.data import open_data
 from meshwright.errors import (
     EXIT_DONE,
@@ -36,11 +41,6 @@ from meshwright.errors import (
     RankFailed,
 )
 from meshwright.files import write_atomic
-from meshwright.parallel.machine.rendezvous import Rendezvous
-from meshwright.parallel.observe.collective_recorder import CollectiveRecorder
-from meshwright.parallel.record.flight_recorder import FlightRecorder
-from meshwright.parallel.transport.groups import open_groups
-from meshwright.parallel.transport.world import World, join, leave
 from meshwright.program.events import Event
 from meshwright.runtime.pricing.correcting import correcting
 from meshwright.runtime.ranks.alike import digests_of, refuse_unlike

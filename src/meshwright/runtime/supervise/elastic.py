@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.comm.interfaces import boot_id
+from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import ConfigError
 from meshwright.files import write_atomic
-from meshwright.parallel.machine.interfaces import boot_id
-from meshwright.parallel.machine.rendezvous import Rendezvous
 from meshwright.parsing import parse_json
 from meshwright.runtime.supervise.explain import raised, read_failure
 from meshwright.runtime.supervise.restart import restart_event

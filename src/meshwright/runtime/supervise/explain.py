@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from meshwright.comm.flight_recorder_file import Reading, Record, read_flight_recorder
+from meshwright.comm.interfaces import machine_id
 from meshwright.errors import MeshwrightError
 from meshwright.files import read_text
-from meshwright.parallel.machine.interfaces import machine_id
-from meshwright.parallel.record.flight_recorder_file import Reading, Record, read_flight_recorder
 from meshwright.parsing import parse_json
 from meshwright.program.events import Events
 from meshwright.runtime.machines.machine import memory_of_machine

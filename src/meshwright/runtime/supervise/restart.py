@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.checkpoint.commit import steps
+from meshwright.comm.flight_recorder_file import Reading, read_flight_recorder
 from meshwright.errors import NoProgress
-from meshwright.parallel.record.flight_recorder_file import Reading, read_flight_recorder
 from meshwright.program.events import Event
 from meshwright.report.figure import finite
 from meshwright.runtime.supervise.supervisor import RanksFailed

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from meshwright.comm.flight_recorder_file import Reading, read_flight_recorder
+from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import RankFailed, StoppedOnRequest
-from meshwright.parallel.machine.rendezvous import Rendezvous
-from meshwright.parallel.record.flight_recorder_file import Reading, read_flight_recorder
 from meshwright.runtime.supervise.elastic import starter
 from meshwright.runtime.supervise.restart import committed, last_step
 from meshwright.runtime.supervise.signals import StopSignals
@@ -42,7 +42,7 @@ class Stopping:
         ranks = range(self._job.layout.world)
         readings = [read_flight_recorder(self._job.folder.flight_recorder(rank)) for rank in ranks]
         if not self._is_answered:
-            if has_done_nothing(readings):
+            if has_made_no_progress(readings):
                 raise StoppedOnRequest(f"stopped on request {self._kept()}")
             self._is_answered = True
             under_way = _under_way(readings, committed(self._job))
@@ -72,7 +72,7 @@ class Stopping:
         )
 
 
-def has_done_nothing(readings: Sequence[Reading | None]) -> bool:
+def has_made_no_progress(readings: Sequence[Reading | None]) -> bool:
     """Whether no rank has finished a step since its start, by their flight recorders."""
     return all(
         reading is None or (not reading.stepped_s and reading.phase in _BEFORE)

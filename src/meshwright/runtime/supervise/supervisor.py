@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.comm.flight_recorder_file import forget
+from meshwright.comm.secret import VARIABLE
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_RANK_FAILED,
@@ -29,8 +31,6 @@ from meshwright.errors import (
     refusal,
 )
 from meshwright.files import is_full, open_own
-from meshwright.parallel.machine.secret import VARIABLE
-from meshwright.parallel.record.flight_recorder_file import forget
 from meshwright.runtime.supervise.core_dumps import allow_core_dump, take_core_dump
 from meshwright.runtime.supervise.explain import (
     REFUSED,

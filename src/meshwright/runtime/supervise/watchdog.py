@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from meshwright.parallel.record.flight_recorder_file import FlightRecorderFile, RankPace
+from meshwright.comm.flight_recorder_file import FlightRecorderFile, RankPace
 from meshwright.runtime.supervise.explain import explain, witnesses
 from meshwright.training.run_folder import RunFolder
 from meshwright.units import format_seconds

@@ -1,0 +1,1 @@
+"""Communication of ranks: rendezvous, process groups, messages and their records."""

@@ -1,0 +1,326 @@
+"""What a layer's operations need in their backward besides saved tensors, in bytes.
+
+These are gradients in flight, and results of an operation while its inputs still exist. The order
+is autograd's: the last operation of the forward comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+from meshwright.cost.expert_workspace import expert_workspaces
+from meshwright.cost.forward_workspace import forward_workspace
+from meshwright.cost.workspace import Workspace, frozen, mask_bytes, of_result, weights_of
+from meshwright.program.attention import Cut, ScoreBounds, by_blocks
+from meshwright.program.lower import Program
+from meshwright.program.operations import (
+    Operation,
+    gathers_again,
+    is_joint,
+    latent_widths,
+    operations,
+)
+from meshwright.program.scores import is_ring
+from meshwright.program.sizes import Sizes
+from meshwright.program.stages import Stage
+from meshwright.spec.model import LayerSpec
+
+_WIDE: Final = 4
+
+
+Size = tuple[str, int]
+"""A category of what is held, and bytes of it."""
+
+
+class LayerBytes(NamedTuple):
+    """What a layer of one kind saves of a microbatch, and releases during its backward.
+
+    `kept` exists after the forward, `anew` at the start of the backward. `backward` has the
+    released sizes for each need; `left` is what none of them releases. `room` is the forward's
+    temporary memory.
+    """
+
+    kept: tuple[Size, ...]
+    anew: tuple[Size, ...]
+    backward: tuple[tuple[Workspace, tuple[Size, ...]], ...]
+    left: tuple[Size, ...]
+    room: int
+
+
+def layer_bytes(
+    program: Program, sizes: Sizes, stage: Stage, kind: LayerSpec, cp_rank: int
+) -> LayerBytes:
+    """Return the bytes of a layer of one kind in the stage."""
+    first, anew = (
+        [
+            op
+            for op in operations(program, stage, cp_rank=cp_rank, recomputed=recomputed)
+            if op.layer == kind
+        ]
+        for recomputed in (False, True)
+    )
+    backward, alive = [], anew
+    for need in backward_workspaces(program, sizes, kind):
+        matching = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
+        backward.append((need, kept(matching)))
+        alive = [op for op in alive if op not in matching]
+    room = forward_workspace(program, sizes, kind)
+    return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive), room)
+
+
+def kept(ops: Iterable[Operation]) -> tuple[Size, ...]:
+    """Return what operations save, by category."""
+    sums: dict[str, int] = {}
+    for op in ops:
+        category = f"activations: {op.kind}"
+        sums[category] = sums.get(category, 0) + op.saved_bytes
+    return tuple((category, size) for category, size in sums.items() if size)
+
+
+def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> tuple[Workspace, ...]:
+    """Return the needs of the operations of a kind of layer, in backward order.
+
+    Excludes the gradient of the residual stream. Products of one input that are computed together
+    have two needs, the second under the name of the first product: while they compute the input
+    gradient, and while it is sent and they compute weight gradients.
+    """
+    target = program.target
+    blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes, kind)
+    feed_forward = expert_workspaces if program.model.has_experts(kind) else _mlp
+    return (
+        *_dropout(program, sizes, "mlp_drop"),
+        *_after(program, sizes, "mlp_post_norm"),
+        *feed_forward(program, sizes),
+        *_before(program, sizes, "mlp_norm"),
+        *_attention(program, sizes, kind, blocks),
+    )
+
+
+def _mlp(program: Program, sizes: Sizes) -> Iterator[Workspace]:
+    hidden = sizes.tokens * sizes.ffn * sizes.element
+    gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
+    biases = program.model.mlp_bias
+    came = of_result(program, sizes) + gathered
+    if program.model.lora is not None:
+        yield from frozen(program, sizes, "mlp.down", came, 0, hidden)
+    else:
+        yield Workspace(
+            "mlp.down",
+            came + hidden,
+            weights_of("mlp.down", biases),
+            sizes.whole_bytes,
+            *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
+        )
+    if program.model.gated_mlp:
+        # The gradient that came, and those of both factors.
+        yield Workspace("mlp.act", 3 * hidden)
+        yield from _columns(program, sizes, {"mlp.gate": hidden, "mlp.up": hidden}, biases)
+    else:
+        yield Workspace("mlp.act", 2 * hidden)
+        yield from _columns(program, sizes, {"mlp.up": hidden}, biases)
+
+
+def _dropout(program: Program, sizes: Sizes, name: str) -> Iterator[Workspace]:
+    """Yield the need of the dropout of what a sublayer adds: its mask is made again."""
+    if program.model.dropout:
+        yield Workspace(name, mask_bytes(sizes.stream * sizes.dim))
+
+
+def _before(program: Program, sizes: Sizes, name: str) -> Iterator[Workspace]:
+    """Yield the need of a norm before a sublayer, where there is one."""
+    if program.model.norms_before:
+        yield Workspace(name, _norm(program, sizes), (f"{name}.weight",))
+
+
+def _after(program: Program, sizes: Sizes, name: str) -> Iterator[Workspace]:
+    """Yield the need of a norm of what a sublayer adds, where there is one."""
+    if program.model.norms_after:
+        yield Workspace(name, _norm(program, sizes) - sizes.stream_bytes, (f"{name}.weight",))
+
+
+def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
+    """Return what attention by blocks needs beside gradients."""
+    model, train = program.model, program.train
+    if is_ring(program):
+        return 0
+    # Ulysses attends over whole rows, with its share of the heads.
+    cp = program.layout.cp
+    heads, kv_heads = sizes.heads // cp, sizes.kv_heads // cp
+    length = cp * sizes.tokens // sizes.rows
+    sees = ScoreBounds.of(model, kind)
+    if not by_blocks(heads, kv_heads, length, train.precision, sees):
+        return 0
+    cut = Cut.of(sizes.rows, heads, kv_heads, length, model.core_dim, sees)
+    return cut.backward_bytes(sizes.element)
+
+
+def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> Iterator[Workspace]:
+    of_heads = sizes.tokens * sizes.heads * sizes.head_dim * sizes.element
+    of_kv = sizes.tokens * sizes.kv_heads * sizes.head_dim * sizes.element
+    of_values = sizes.tokens * sizes.heads * program.model.value_dim * sizes.element
+    gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
+    biases = program.model.attention_bias
+    yield from _dropout(program, sizes, "attn_drop")
+    yield from _after(program, sizes, "attn_post_norm")
+    came = of_result(program, sizes) + gathered
+    if program.model.lora is not None:
+        yield from frozen(program, sizes, "attn.o", came, 0, of_values)
+    else:
+        yield Workspace(
+            "attn.o",
+            came + of_values,
+            weights_of("attn.o", program.model.has_output_bias),
+            sizes.whole_bytes + of_values,
+            *_room(program, sizes, sizes.dim, sizes.heads * program.model.value_dim, of_values),
+        )
+    # Attention keeps its result, which is the input of that product.
+    sinks = ("attn.sinks",) if program.model.attention_sinks else ()
+    yield Workspace("attn.core", 2 * of_heads + 2 * of_kv + blocks, sinks)
+    if program.model.rotary_dim and kind.rotary:
+        yield Workspace("attn.rope", 2 * of_heads + 2 * of_kv)
+    if program.model.is_latent:
+        yield from _latent_heads(program, sizes, 2 * of_heads + of_kv)
+        yield from _before(program, sizes, "attn_norm")
+        return
+    if program.model.qk_norm == "all" and program.layout.tp > 1:
+        # Both at once: what came, and of each what a norm makes.
+        made_bytes = sum(
+            normed + 3 * normed // sizes.element * _WIDE for normed in (of_heads, of_kv)
+        )
+        names = ("attn.q_norm", "attn.k_norm")
+        yield Workspace(
+            names[0], of_heads + 2 * of_kv + made_bytes, tuple(f"{norm}.weight" for norm in names)
+        )
+    elif program.model.qk_norm != "none":
+        # The gradients of all three that came, and what an RMSNorm makes of one.
+        for name, normed in (("attn.k_norm", of_kv), ("attn.q_norm", of_heads)):
+            made_bytes = normed + 3 * normed // sizes.element * _WIDE
+            yield Workspace(name, of_heads + 2 * of_kv + made_bytes, (f"{name}.weight",))
+    results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
+    yield from _columns(program, sizes, results, biases)
+    yield from _before(program, sizes, "attn_norm")
+
+
+def _latent_heads(program: Program, sizes: Sizes, of_core: int) -> Iterator[Workspace]:
+    """Yield the needs of what latent attention makes queries, keys and values by.
+
+    The gradients of all three in the core's size are there until keys have been taken apart; that
+    of a latent vector's norm is made in fp32.
+    """
+    model, line = program.model, sizes.tokens * sizes.element
+    of_q = line * sizes.heads * model.head_dim
+    made_bytes = line * sizes.heads * latent_widths(model)["attn.kv"]
+    joined, part = line * (model.kv_lora_rank + model.qk_rope_head_dim), line * model.kv_lora_rank
+
+    def normed(size: int) -> int:
+        return size + 3 * size // sizes.element * _WIDE
+
+    def second(name: str, held_bytes: int, result: int, inputs: int) -> Iterator[Workspace]:
+        if model.lora is not None:
+            yield from frozen(program, sizes, name, held_bytes, result, inputs)
+        else:
+            yield Workspace(name, held_bytes + result + inputs, (f"{name}.weight",), result)
+
+    # Keys and values together, beside what they are put together of.
+    yield Workspace("attn.kv: heads", of_core + made_bytes)
+    yield from second("attn.kv_b", of_q, made_bytes, part)
+    yield Workspace("attn.kv_a_norm", of_q + normed(part), ("attn.kv_a_norm.weight",))
+    results = {"attn.q": of_q, "attn.kv_a": joined}
+    if low := line * model.q_lora_rank:
+        yield from second("attn.q_b", joined, of_q, low)
+        yield Workspace("attn.q_a_norm", joined + normed(low), ("attn.q_a_norm.weight",))
+        results = {"attn.q_a": low, "attn.kv_a": joined}
+    yield from _columns(program, sizes, results, model.attention_bias)
+
+
+def _columns(
+    program: Program, sizes: Sizes, results: Mapping[str, int], biases: bool
+) -> Iterator[Workspace]:
+    """Yield the needs of products of one input, of whose results the bytes are given."""
+    whole_bytes, names = sizes.whole_bytes, list(results)
+    if program.model.lora is not None:
+        yield from _frozen_columns(program, sizes, results)
+        return
+    line = sizes.tokens * sizes.element  # a number of each token
+    if not is_joint(program):
+        while names:  # one after the other: what the last one made is added to
+            held_bytes = sum(results[name] for name in names)
+            last = names.pop()
+            made_bytes = whole_bytes if len(names) == len(results) - 1 else 2 * whole_bytes
+            room = _room(program, sizes, results[last] // line, sizes.dim, whole_bytes)
+            yield Workspace(
+                last, held_bytes + made_bytes, weights_of(last, biases), results[last], *room
+            )
+        return
+    first, grads = names[0], sum(results.values())
+    regathers = gathers_again(program)
+    made_bytes, travelling = of_input(program, sizes, len(names), gathers=regathers)
+    yield Workspace(f"{first}: input", grads + made_bytes)
+    weights = tuple(weight for name in names for weight in weights_of(name, biases))
+    waits = whole_bytes - sizes.stream_bytes if regathers else 0
+    rooms = [_room(program, sizes, size // line, sizes.dim) for size in results.values()]
+    yield Workspace(
+        first, grads + travelling, weights, grads + waits, *map(max, zip(*rooms, strict=True))
+    )
+
+
+def _frozen_columns(
+    program: Program, sizes: Sizes, results: Mapping[str, int]
+) -> Iterator[Workspace]:
+    """Yield the needs of products of one input with frozen weights, and of their adapters."""
+    result_bytes, made_bytes = sum(results.values()), 0
+    for name, size in reversed(list(results.items())):
+        yield from frozen(
+            program, sizes, name, result_bytes + made_bytes - size, size, sizes.whole_bytes
+        )
+        result_bytes, made_bytes = result_bytes - size, sizes.whole_bytes
+    if program.layout.tp > 1:
+        sent, _ = of_input(program, sizes, gathers=False)
+        yield Workspace(f"{next(iter(results))}: input", sent)
+
+
+def of_input(
+    program: Program, sizes: Sizes, summands: int = 1, *, gathers: bool
+) -> tuple[int, int]:
+    """Return what the input gradient of products needs while computed, and while sent.
+
+    `summands` are its products; with `gathers`, the input itself is gathered for them. The sum over
+    tp uses its own memory. With sp, the gradient is split, which copies several rows, and becomes
+    the rank's shard; gloo reduces a copy.
+    """
+    whole_bytes = sizes.whole_bytes
+    if not (program.layout.sp and program.layout.tp > 1):
+        return min(summands, 2) * whole_bytes, whole_bytes
+    gathered = whole_bytes if gathers else 0
+    sent = whole_bytes + (whole_bytes if sizes.rows > 1 else 0)
+    made_bytes = (
+        gathered + sent + sizes.stream_bytes + (whole_bytes if program.target.on_cpu else 0)
+    )
+    # Of what was sent, the copy that is cut is kept until it has arrived.
+    return made_bytes, gathered + whole_bytes + sizes.stream_bytes
+
+
+def _room(
+    program: Program, sizes: Sizes, outer: int, inner: int, made_bytes: int = 0
+) -> tuple[int, int]:
+    """Return `Workspace.room` and `.added` of the product for the gradient of `[outer, inner]`.
+
+    Autograd computes it before the gradient of the input, of `made_bytes`, which count already:
+    only what exceeds them is added. Our own function computes it after that gradient.
+    """
+    if sizes.element != _WIDE:
+        return 0, 0
+    products, shape = program.target.products, (outer, sizes.tokens, inner)
+    room = products.room(*shape)
+    return room if is_joint(program) else max(room - made_bytes, 0), products.room(
+        *shape, adds=True
+    )
+
+
+def _norm(program: Program, sizes: Sizes) -> int:
+    """Return a norm's: the gradient that came, three tensors in fp32 and the result."""
+    wide = sizes.stream * sizes.dim * _WIDE
+    if program.model.norm == "rms":
+        return sizes.stream_bytes + 3 * wide
+    return 2 * sizes.stream_bytes

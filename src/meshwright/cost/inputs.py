@@ -1,0 +1,238 @@
+"""`CostInputs`: the inputs of pricing that all layouts share, and values derived for a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+
+from meshwright.cost.calibration import Calibration
+from meshwright.cost.catalogue import Cluster
+from meshwright.cost.kernels import Kernels
+from meshwright.cost.network import Network, Picks
+from meshwright.cost.systems import System
+from meshwright.cost.work import LayoutWork, RankLayers, layout_work
+from meshwright.layout import Layout
+from meshwright.program.float8 import remakes_inputs
+from meshwright.program.schedule import stage_ranks
+from meshwright.program.sizes import ELEMENT_BYTES
+from meshwright.program.stages import Stage, split_stages
+from meshwright.program.target import Target, route, takes_tf32
+from meshwright.program.zero_collectives import reduced_bytes
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
+
+
+@dataclass(frozen=True)
+class CostInputs:
+    """The inputs that all layouts share: model, training, optimizer, cluster, system, calibration.
+
+    `products` is the dtype of matrix products, such as "fp8". `packed`: rows hold several
+    documents. `imbalance` is that of `Target`.
+    """
+
+    model: ModelSpec
+    train: TrainSpec
+    optimizer: OptimizerSpec
+    cluster: Cluster
+    system: System
+    calibration: Calibration
+    products: str
+    packed: bool = False
+    imbalance: float = 1.0
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of activations."""
+        return ELEMENT_BYTES[self.train.precision]
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of gradients during a reduction."""
+        return self.system.reduced_bytes or reduced_bytes(self.train)
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Whether the ranks are processes on CPUs."""
+        return self.cluster.device.kind == "cpu"
+
+    @cached_property
+    def target(self) -> Target:
+        """The target of a program on the cluster's ranks."""
+        if not self.on_cpu:
+            tf32 = takes_tf32(self.train.matmul)
+            target = Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
+            return target._replace(compiled=self.compiles)
+        products = route(self.train.matmul, self.cluster.device.processor)
+        return Target("cpu", products, self.packed, imbalance=self.imbalance)
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the device in the dtype of products."""
+        return self.cluster.device.peak(self.products, tf32=self.target.tf32)
+
+    @property
+    def compile_gain(self) -> float | None:
+        """The measured speedup of the model's own blocks, compiled; None without it."""
+        return self.measured(f"compile.gain.{self.train.precision}")
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are priced as compiled: "auto" is, on GPUs whose gain is not measured."""
+        if self.train.compile != "auto":
+            return self.train.is_compiled
+        is_usual = not self.on_cpu and self.compile_gain is None
+        return is_usual and self.train.engine == "native"
+
+    def compile_saves(self, constant: str) -> float:
+        """Return what compiling saves of unmeasured blocks or of the loss: see `Kernels`."""
+        kind = self.cluster.device.kind
+        return self.calibration.find(f"{constant}.{self.train.precision}", kind)
+
+    @property
+    def compile_seconds(self) -> float:
+        """The measured compile time at the start of a run; 0 without a measurement."""
+        return self.measured(f"compile.seconds.{self.train.precision}") or 0.0
+
+    def measured(self, constant: str) -> float | None:
+        """Return a measured constant of the cluster's own device, or None."""
+        return self.calibration.constants.get(f"{self.cluster.device.kind}.{constant}")
+
+    @cached_property
+    def memory_factor(self) -> float:
+        """The measured factor of all memory but model states; 1 without a measurement."""
+        device, system = self.cluster.device, self.system.name
+        names = f"{system}.{device.kind}", system, device.kind
+        return self.calibration.find("measured.memory", *names)
+
+    @cached_property
+    def held(self) -> dict[tuple[str, int, int], tuple[RankLayers, ...]]:
+        """What pipeline ranks hold, as far as `layers_of_ranks` was asked for it."""
+        return {}
+
+    @cached_property
+    def works(self) -> Callable[..., LayoutWork]:
+        """`layout_work` of this model and length: a search need not hash the model each time."""
+        train = self.train
+        remakes = remakes_inputs(train, self.target)
+        known = partial(layout_work, self.model, train.seq_len, train.precision, remakes=remakes)
+        return lru_cache(maxsize=8192)(known)
+
+    def kernels(self) -> Kernels:
+        """Return the pricing of work on the cluster's device."""
+        kind, system = self.cluster.device.kind, self.system.name
+        slower = self.calibration.find("measured.links", f"{system}.{kind}", system, kind)
+        network = Network(self.cluster, self.calibration, slower)
+        gain, saves = 1.0, 0.0
+        if self.compiles and self.compile_gain is not None:
+            gain = self.compile_gain
+        elif self.compiles:
+            saves = self.compile_saves("saves")
+        loss_saves = self.compile_saves("saves.loss") if self.compiles else 0.0
+        return Kernels(
+            self.cluster.device,
+            self.system,
+            self.calibration,
+            network,
+            self.train.precision,
+            self.products,
+            gain,
+            self.train.matmul,
+            self.target,
+            Picks(self.model.experts, self.model.top_k) if self.model.experts else None,
+            saves,
+            loss_saves,
+        )
+
+
+def imbalance_of(train: TrainSpec, calibration: Calibration, kind: str) -> float:
+    """Return the imbalance of a training's price: the configured one, or a default.
+
+    No expert has more than its capacity, if there is one.
+    """
+    if train.routing == "balanced":
+        return 1.0
+    imbalance = train.imbalance or calibration.find("experts.imbalance", kind)
+    return min(imbalance, train.expert_capacity or imbalance)
+
+
+def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """Return a cluster with the measured peaks and bandwidth of its device, if any."""
+    device, known = cluster.device, calibration.constants
+    peaks = {
+        dtype: known.get(f"{device.kind}.peak.{dtype}", peak)
+        for dtype, peak in device.peaks.items()
+    }
+    bandwidth = known.get(f"{device.kind}.bandwidth", device.bandwidth)
+    return replace(cluster, device=replace(device, peaks=peaks, bandwidth=bandwidth))
+
+
+@lru_cache(maxsize=4096)
+def stages_of(model: ModelSpec, count: int, seq_len: int, is_even: bool) -> tuple[Stage, ...]:
+    """Return the stages, split by the program's costs or by number of layers alone."""
+    if not is_even:
+        return split_stages(model, count, seq_len)
+    size, remainder = divmod(model.n_layers, count)
+    bounds = [0]
+    for index in range(count):
+        bounds.append(
+            bounds[-1]
+            + size
+            + (0 < index <= remainder if remainder < count - 1 else index < remainder)
+        )
+    return tuple(Stage(i, bounds[i], bounds[i + 1], i == 0, i == count - 1) for i in range(count))
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    model: ModelSpec, schedule: str, pp: int, virtual: int, seq_len: int, is_even: bool
+) -> tuple[RankLayers, ...]:
+    stages = stages_of(model, pp * virtual, seq_len, is_even)
+    ranks = stage_ranks(schedule, pp, virtual)
+    held_layers = []
+    for rank in range(pp):
+        rank_stages = [stage for stage in stages if ranks[stage.index] == rank]
+        held_layers.append(RankLayers.of(model, rank_stages))
+    return tuple(held_layers)
+
+
+def layers_of_ranks(setting: CostInputs, layout: Layout) -> tuple[RankLayers, ...]:
+    """Return what each pipeline rank holds."""
+    # A search asks thousands of times: `_held` alone would hash the model each time.
+    key = layout.schedule, layout.pp, layout.virtual_stages
+    if key not in setting.held:
+        seq_len, is_even = setting.train.seq_len, setting.system.even_stages
+        setting.held[key] = _held(setting.model, *key, seq_len, is_even)
+    return setting.held[key]
+
+
+def may_hold_most(setting: CostInputs, layout: Layout) -> list[int]:
+    """Return the pipeline ranks of which one needs most memory.
+
+    They are the first and the last of those that hold the same layers: see `price.worst_memory`.
+    """
+    ends: dict[RankLayers, list[int]] = {}
+    for rank, held_layers in enumerate(layers_of_ranks(setting, layout)):
+        ends[held_layers] = [*ends.get(held_layers, [])[:1], rank]
+    return sorted(rank for ranks in ends.values() for rank in ranks)
+
+
+def work_of(setting: CostInputs, layout: Layout, recompute: str | None = None) -> LayoutWork:
+    """Return the work of a microbatch of a layout.
+
+    For a system that recomputes named modules, the work without recomputation: `cost.modules`
+    has the difference.
+    """
+    if recompute is None and layout.recompute == "selective":
+        recompute = "none" if setting.system.selective == "modules" else None
+    return setting.works(
+        layout.tp,
+        layout.sp,
+        layout.cp,
+        layout.cp_kind,
+        layout.microbatch,
+        recompute or layout.recompute,
+        layout.ep,
+        layout.etp,
+        setting.imbalance if layout.ep > 1 else 1.0,
+    )

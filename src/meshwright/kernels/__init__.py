@@ -1,0 +1,1 @@
+"""Kernels for the matmuls and the attention of a block, and their compilation."""

@@ -1,1 +1,0 @@
-"""Kernels for the products and the attention of a block."""

@@ -1,1 +1,0 @@
-"""The machine of a rank: its processor, its network interfaces and the rendezvous."""

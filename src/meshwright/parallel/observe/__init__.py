@@ -1,1 +1,0 @@
-"""Measures a step: clocks, messages, spans."""

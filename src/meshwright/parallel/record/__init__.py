@@ -1,1 +1,0 @@
-"""The flight recorder: a rank's current activity, readable from outside."""

@@ -1,1 +1,0 @@
-"""Process groups, and the transport of messages between ranks."""
