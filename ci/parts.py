@@ -13,8 +13,9 @@ from ci.turns import order_of, seed_of
 FACTOR: Final = 3.5
 # But not before so many seconds: what takes a minute varies most.
 LEAST_LIMIT_S: Final = 600.0
-# The slow tests are dealt into so many shares, of which a commit has one.
-SLOW_SHARES: Final = 14
+# The slow tests and those of faults are dealt into so many shares, of which a commit has one.
+SLOW_SHARES: Final = 20
+FAULT_SHARES: Final = 2
 # Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
 DRAWN: Final = {4: 8, 8: 8, 16: 1}
 RANDOM_LAYOUTS: Final = 100
@@ -38,6 +39,7 @@ MAYBE: Final = tuple(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))
 _SLOW: Final = ("slow and not perf", "-n", "2", *(f"--may-skip={one}" for one in MAY_SKIP))
 PYTHON: Final = ".venv/bin/python"
 _PROCESSORS: Final = (PYTHON, "-m", "ci.processors")
+_FAULTS: Final = ("faults and not perf", "-n", "2")
 MESHWRIGHT: Final = ".venv/bin/meshwright"
 MUTANTS: Final = (PYTHON, "-m", "benchmarks.mutants")
 REPORT: Final = ("--junitxml", "{junit}")
@@ -86,7 +88,6 @@ ALWAYS: Final = (
     Part("setup", ("make", "setup"), 1.2, needs=frozenset()),
     Part("lint", ("make", "lint"), 0.1),
     Part("types", ("make", "types"), 0.5),
-    Part("faults", of_marks("faults and not perf", "-n", "2"), 7),
 )
 
 
@@ -95,9 +96,10 @@ def of_commit(commit: str) -> list[Part]:
     first, second, *_ = order_of(commit, "extras", tuple(EXTRAS))
     return [
         *ALWAYS,
+        _share("faults", _FAULTS, FAULT_SHARES, 5, commit),
         _test(commit),
         *(_drawn(world, number, commit) for world, number in DRAWN.items()),
-        _share(commit),
+        _share("slow", _SLOW, SLOW_SHARES, 4, commit),
         _processor(commit),
         _extra(first, f"one of {len(EXTRAS)} groups"),
         _table_of_two(commit),
@@ -112,6 +114,7 @@ def everything(commit: str) -> list[Part]:
     """Return all parts: no turns and no draws, but for the seed of the random layouts."""
     return [
         *ALWAYS,
+        Part("faults", of_marks(*_FAULTS), 9),
         _test(commit),
         Part("slow", of_marks(*_SLOW), 45),
         *(_extra(name, "") for name in EXTRAS),
@@ -186,10 +189,10 @@ def _flakes_for_minutes(commit: str) -> Part:
     return replace(whole, command=command, minutes=2, between=_FLAKES_MINUTES)
 
 
-def _share(commit: str) -> Part:
-    share = order_of(commit, "slow", range(1, SLOW_SHARES + 1))[0]
-    command = of_marks(*_SLOW, "--share", f"{share}/{SLOW_SHARES}")
-    return Part("slow", command, 3, why=f"share {share} of {SLOW_SHARES}")
+def _share(name: str, marks: tuple[str, ...], shares: int, minutes: float, commit: str) -> Part:
+    share = order_of(commit, name, range(1, shares + 1))[0]
+    command = of_marks(*marks, "--share", f"{share}/{shares}")
+    return Part(name, command, minutes, why=f"share {share} of {shares}")
 
 
 def _mutants(commit: str) -> Part:
