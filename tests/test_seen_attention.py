@@ -129,7 +129,7 @@ def test_documents_are_those_of_a_cpu(kind):
     q, k, v, grad = draw(7, batch=4, dtype=torch.float64)
     sinks = torch.linspace(-1, 1, q.shape[1], dtype=q.dtype) if scores.sinks else None
     bounds, bounded = varlen.bounds_of(PACKED), (scores.window, scores.cap)
-    op, back = torch.ops.meshwright.attend_varlen, torch.ops.meshwright.attend_documents_backward
+    op, back = torch.ops.meshwright.attend_varlen, torch.ops.meshwright.attend_varlen_backward
     expected = op(q, k, v, bounds, *bounded, sinks)
     to_expected = back(grad, q, k, v, *expected, bounds, *bounded)
     with as_on_a_gpu():

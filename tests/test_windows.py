@@ -5,11 +5,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import varlen as torch_varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.comm.wire import WorkCounter
-from meshwright.kernels import block_attention, recompute
+from meshwright.kernels import block_attention, recompute, varlen
 from meshwright.kernels.varlen import attend_varlen, bounds_of, takes_bounds
 from meshwright.parallel.context_parallel import ring as rounds
 from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
@@ -277,15 +278,13 @@ def test_torch_finds_nothing_wrong_with_the_operations():
 
 def test_a_gpu_gets_the_window_and_no_cap(monkeypatch):
     """What the kernel is handed, with a stand-in for the kernel."""
-    from torch.nn.attention import varlen
-
     seen = []
 
     def stand_in(*args, window_size, **more):
         seen.append(window_size)
         return by_loop(*args, window_size=(-1, 0), **more)
 
-    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", stand_in)
     q, k, v, _ = draw(8, batch=3, seq=200)
     for window in (1, 30, None):
         varlen._by_varlen(q, k, v, bounds_of(SEGMENTS), window)

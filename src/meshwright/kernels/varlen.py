@@ -220,7 +220,7 @@ def _empty(
 
 
 @torch.library.custom_op(
-    "meshwright::attend_documents_backward",
+    "meshwright::attend_varlen_backward",
     mutates_args=(),
     device_types="cpu",
     schema=f"(Tensor grad, {_QKV}, Tensor out, Tensor sums, Tensor bounds, {_SCORES})"
@@ -324,7 +324,7 @@ def _differentiate(ctx: Any, grad: Tensor, grad_sums: Tensor | None) -> tuple[Te
     *tensors, sinks = ctx.saved_tensors
     *_, out, sums, _ = tensors
     to_sinks = None if sinks is None else sink_gradient(grad, out, sums, sinks)
-    grads = torch.ops.meshwright.attend_documents_backward(grad, *tensors, *ctx.scores)
+    grads = torch.ops.meshwright.attend_varlen_backward(grad, *tensors, *ctx.scores)
     return *grads, None, None, None, to_sinks
 
 
