@@ -42,7 +42,7 @@ def came_in_time(measured):
                 assert stage == last or later < end
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2)]
 )

@@ -92,6 +92,7 @@ def test_pruning_leaves_the_best(tmp_path):
     assert find_step(tmp_path / "best") is None
 
 
+@pytest.mark.slow
 def test_the_best_step_stays_and_is_what_best_names(folder, capsys):
     """The loss falls for six steps, then rises: the run goes on at a rate that is far too high."""
     assert main(["train", *RUN, "train.steps=6", "layout.dp_replicate=2"]) == 0
@@ -117,6 +118,7 @@ def test_the_best_step_stays_and_is_what_best_names(folder, capsys):
     assert "step-00000006" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_ends_that_waits_in_vain(folder, capsys):
     """Nothing is learnt at such a rate, and a loss that is alike is no lower."""
     assert main(["train", *RUN, *STANDS_STILL]) == 0
@@ -154,6 +156,7 @@ def test_what_goes_by_the_held_out_loss_needs_one(word, legal):
         load_config(None, [word])
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("step", [4, 6], ids=["between", "at the end"])
 def test_an_evaluation_that_a_kill_left_out_is_made_up_for(folder, monkeypatch, step):
     """The step was saved, so that a resumed run does not come to it again."""

@@ -36,6 +36,7 @@ def passes(world, schedule):
     return found
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_executors_idle_time_is_that_of_the_table(schedule):
     by_rank = on_ranks(RANKS, passes, schedule=schedule)

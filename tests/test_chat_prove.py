@@ -117,6 +117,7 @@ def overrides(folder):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_equals_a_plain_transformers_loop(plain, capsys):
     from safetensors.torch import load_file
 

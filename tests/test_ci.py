@@ -51,6 +51,7 @@ def test_orders_are_fair_and_independent():
     assert len({seed_of(one, "random") for one in hashes}) > 2990
 
 
+@pytest.mark.slow
 def test_a_few_commits_have_every_group_and_every_share():
     missed = 0
     for trial in range(100):

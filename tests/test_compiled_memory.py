@@ -20,6 +20,7 @@ TOKENS = 2 * SEQ_LEN
 COMPILED = Target("gpu", compiled=True)
 
 
+@pytest.mark.slow
 def test_a_compiled_mixture_gathers_the_rows_of_experts_again(monkeypatch):
     def takes(rows, others):
         return rows.dtype == torch.bfloat16

@@ -34,7 +34,7 @@ def counted(world, case, parallel=None, groups=None):
     return {v.claim: v for v in prove_conformance(case, groups, world, parallel)}
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("case", labelled([*CASES, *SHARED_OUT]))
 def test_a_program_is_what_its_ranks_do(case):
     for verdicts in on_ranks(case.layout.world, counted, case=case):
@@ -95,7 +95,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda one: f"{one[0]} as {one[1]}")
 def test_another_layouts_model_is_found(wrong):
     on_ranks(2, another_layouts, wrong=wrong)
@@ -226,7 +226,7 @@ ATTENDING = [
 ]
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(3)
 @pytest.mark.parametrize("case", labelled(ATTENDING))
 def test_attention_flops(case):
     for expected, found in on_ranks(case.layout.world, attended, case=case):

@@ -51,7 +51,7 @@ def tensors(values):
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(3)
 @pytest.mark.parametrize("case", labelled(KEPT))
 def test_operations_keep_what_autograd_keeps(case):
     """To the byte, and where nothing is recomputed also by the hooks of saved tensors."""

@@ -121,6 +121,7 @@ def test_uneven_sequences_are_refused():
     assert len(positions("ulysses", 20, 4, 0)) == 5
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4)], ids=["mha", "gqa"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 4])

@@ -328,6 +328,7 @@ SOON = ("2", "1993", "2")
 ALL_AXES = ("5", "642", "3")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("count", "seed", "world"), [SOON, pytest.param(*ALL_AXES, marks=pytest.mark.slow)]

@@ -253,6 +253,7 @@ def test_checkpointed_blocks_have_the_same_gradients(fields):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_the_same_gradients():
     found, compiles = [], []
 

@@ -350,6 +350,7 @@ def tensors(root):
     }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_through_all_layouts_bit_for_bit(tmp_path):
     start, expected = None, None
     for number, label in enumerate((*LAYOUTS[1:], LAYOUTS[0])):
@@ -362,6 +363,7 @@ def test_a_checkpoint_goes_through_all_layouts_bit_for_bit(tmp_path):
         assert all(torch.equal(found[name], expected[name]) for name in expected), label
 
 
+@pytest.mark.slow
 def test_a_plan_shares_out_experts_where_that_is_faster():
     words = [
         *("model.preset=qwen3-30b-a3b", "cluster.preset=h100-sxm", "cluster.nodes=2"),
@@ -395,6 +397,7 @@ def test_the_example_costs_a_token_what_the_dense_model_does():
     assert active_parameter_count(mixture) - active_parameter_count(dense) == routers
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path):
     words = ["train.steps=2", "train.batch=4", "train.seq_len=32", "train.eval_every=2"]
     small = ["model.dim=32", "model.n_layers=2", "train.log_every=1", "train.eval_batches=1"]

@@ -304,6 +304,7 @@ def hostile(path, header, data=b""):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
+@pytest.mark.slow
 @pytest.mark.case(23)
 def test_hostile_safetensors_are_refused(tmp_path, outcome):
     path = tmp_path / "weights-00000.safetensors"

@@ -300,6 +300,7 @@ def test_what_is_not_html_is_escaped_where_it_enters_a_page():
     assert (prose("a") + "<b>").endswith("&lt;b&gt;")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("harm", ["plan removed", "plan damaged", "config removed"])
 def test_a_restart_writes_a_removed_plan_again(harm, corpus, tmp_path, monkeypatch, capsys):
     """The ranks of the first attempt have read it; those of the next could not."""

@@ -106,7 +106,7 @@ def checked(world, fault):
     return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_caught(fault):
     failed = {one.claim for one in on_ranks(2, checked, fault=fault)[0] if not one.passed}

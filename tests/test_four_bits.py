@@ -141,6 +141,7 @@ def faulty(world, case):
     return check(case, groups, world, fault=another_level), found
 
 
+@pytest.mark.slow
 def test_a_changed_level_is_caught_and_found():
     ((verdicts, found),) = on_ranks(1, faulty, case=case_of("dp1 mb8"))
     assert (found.tensor, found.quantity) == ("layers.0.attn.q.weight", "initial weight")
@@ -170,7 +171,7 @@ def peaks(world, label, spec):
     return measure(world, Case(spec, MEASURED, Layout.parse(label))).peak.total
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["shard2 zero1 mb2", "tp2 mb2"])
 def test_memory_is_predicted_and_less_than_of_frozen_weights(label):
     found = {}

@@ -159,6 +159,7 @@ def conforming(world, case):
     return prove_conformance(case, open_groups(case.layout, world), world)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "label",
     [

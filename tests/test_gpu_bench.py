@@ -68,6 +68,7 @@ def run_of(tmp_path, worker, seconds=300.0, device="cuda"):
     return run
 
 
+@pytest.mark.slow
 def test_rows_are_kept_as_they_are_measured_and_a_second_call_goes_on(tmp_path, capsys):
     asked = rows(["train"])[:8]  # the page is written anew after each of them
     run = run_of(tmp_path, Scripted(Answer(MACHINE)), seconds=80)

@@ -95,6 +95,7 @@ def test_the_layouts_are_of_all_kinds():
         assert {one.case.layout.cp_kind for one in cases} == {"ring", "ulysses"}
 
 
+@pytest.mark.slow
 def test_layouts_are_proven_and_written(tmp_path):
     out = tmp_path / "rows.jsonl"
     code, lines = run("--ranks", "2", "--only", "shard2 zero2 mb1 offload-opt", "--out", str(out))

@@ -42,6 +42,7 @@ def mixture(family, std=0.3, **more):
     return init_model(build_model(spec, "cpu"), spec, seed=0)
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_width_that_a_kernel_of_transformers_refuses_is_exported(family, dtype, tmp_path):

@@ -59,7 +59,7 @@ RANKS = {
 }
 
 
-@pytest.mark.often(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", RANKS.values(), ids=RANKS)
 def test_a_run_on_several_ranks_is_exported(words, config, tmp_path):
     """transformers reads what the ranks saved, and has the loss with which the last step began."""
@@ -88,6 +88,7 @@ def run(tmp_path):
     return write_run(tmp_path / "run")
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @each_model
 def test_a_round_trip_is_bitwise(kind, dtype, tmp_path):

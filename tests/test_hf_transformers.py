@@ -53,7 +53,7 @@ def tokens():
     return torch.randint(0, 99, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.often(40)
+@pytest.mark.often(8)
 @pytest.mark.parametrize(("family", "keys"), CASES)
 def test_transformers_loads_what_is_saved(family, keys, tmp_path):
     theirs(family, keys).save_pretrained(tmp_path / "a")
@@ -70,7 +70,7 @@ def test_transformers_loads_what_is_saved(family, keys, tmp_path):
         )
 
 
-@pytest.mark.often(40)
+@pytest.mark.often(10)
 @pytest.mark.parametrize(("family", "keys"), CASES)
 def test_logits_and_gradients_are_those_of_transformers(family, keys, tmp_path):
     reference = theirs(family, keys)

@@ -351,6 +351,7 @@ def newest(world, root):
     return caught.outcome
 
 
+@pytest.mark.slow
 @pytest.mark.case(36)
 def test_a_run_none_of_whose_steps_is_whole_does_not_begin_anew(go, config, outcome):
     folder, _, _ = go(None, "train.steps=4", "checkpoint.every=2")

@@ -67,6 +67,7 @@ def test_a_rank_gets_no_more_than_there_is():
     assert each[0].time.total == each[1].time.total
 
 
+@pytest.mark.slow
 def test_a_rehearsal_is_of_the_busiest_rank():
     peaks = []
     for imbalance in (1.0, 1.7):

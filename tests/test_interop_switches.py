@@ -30,6 +30,7 @@ def nested(names, value):
     return value
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("off", [False, None])
 def test_a_section_that_is_off_is_not_read(tmp_path, value, off):

@@ -104,7 +104,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in CASES])
 def test_a_layout_is_one_device(case):
     verdicts = on_ranks(case.layout.world, proven, case=case)[0]

@@ -70,6 +70,7 @@ def test_a_run_leaves_what_its_documentation_says(config):
     assert "\x1b" not in out  # no colour where there is no terminal
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-5), ("bf16", 0.01)])
 def test_the_saved_model_is_the_trained_one_and_writes(
     config, corpus, tmp_path, capsys, precision, near
@@ -122,6 +123,7 @@ def test_one_two_and_four_ranks_have_one_loss_curve(config, tmp_path):
     assert curves[1][-1] < curves[1][0] - 0.1
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_packing_and_neox_train(config, packing):
     run = train(
@@ -274,6 +276,7 @@ def demo(tmp_path):
     return cli("train", str(file), *words, f"data.cache={tmp_path / 'cache'}")
 
 
+@pytest.mark.slow
 def test_the_demo_trains(tmp_path):
     code, out, err = demo(tmp_path)
     assert code == 0, err

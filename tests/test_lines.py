@@ -110,7 +110,10 @@ def words_of(text):
 @pytest.mark.parametrize("widths", [[80], pytest.param([80, 120], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=pytest.mark.slow) if one == "prove" else one for one in COMMANDS],
+    [
+        pytest.param(one, marks=pytest.mark.slow) if one in ("prove", "train") else one
+        for one in COMMANDS
+    ],
 )
 def test_no_line_is_longer_than_the_terminal_and_no_word_is_cut(name, widths, corpus, tmp_path):
     code, words = COMMANDS[name]

@@ -192,7 +192,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda one: one.label)
 def test_a_layout_is_one_device(case):
     if case.layout.stages > 2:
@@ -222,6 +222,7 @@ def failed(world, case, fault):
     return [one.claim for one in check(case, groups, world, fault=fault) if not one.passed]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("fault", "label"), [(by_row, "dp2 mb2"), (by_row, "cp2-ring mb2"), (by_share, "cp2-ring mb2")]
 )

@@ -105,7 +105,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
@@ -214,7 +214,7 @@ def test_what_is_frozen_costs_no_products_and_no_messages():
         assert weights < 10_000 or program is plain
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "more"),
     [

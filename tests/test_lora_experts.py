@@ -76,7 +76,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda one: one.label)
 def test_layouts_train_the_same_adapters(case):
     for verdicts in on_ranks(case.layout.world, proven, case=case):
@@ -88,7 +88,7 @@ def test_layouts_train_the_same_adapters(case):
 KEPT = [one for one in CASES if one.layout.ep == 1 or one.layout.recompute == "none"]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("case", KEPT, ids=lambda one: one.label)
 def test_adapters_keep_what_the_program_says(case):
     """With as many tokens for each rank's experts as the program counts with."""

@@ -118,6 +118,7 @@ def test_rows_that_separate_them_give_links_their_own_factor():
     assert (plain.compute, plain.links) == (pytest.approx(1.3, 0.02), 1.0)
 
 
+@pytest.mark.slow
 def test_a_typed_measurement_corrects_a_plan_and_is_kept(capsys, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     before = predicted(capsys, "--top", "1")

@@ -235,6 +235,7 @@ def test_doctor_names_the_calibration_and_its_age(start):
     assert told().text == expected
 
 
+@pytest.mark.slow
 def test_a_start_measures_both_ways_of_products_and_what_its_blocks_do(tmp_path):
     """The measurement itself, once; its figures are this machine's, and only looked at roughly."""
     environ = {**clean_environ(), "XDG_CACHE_HOME": str(tmp_path)}

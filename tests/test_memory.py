@@ -96,6 +96,7 @@ def conformance(world, label):
     }
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("label", LABELS)
 def test_what_each_stage_keeps(label):
     zero = Layout.parse(label).zero

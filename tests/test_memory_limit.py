@@ -52,6 +52,7 @@ def test_limit_in_the_config(tmp_path):
         assert str(caught.value) == text
 
 
+@pytest.mark.slow
 def test_a_rank_over_the_limit_ends_the_run(config, monkeypatch, capsys):
     # The logits of a microbatch are 5 MiB.
     words = ["train.batch=16", "train.seq_len=512", "layout.microbatch=8", "layout.dp_replicate=1"]

@@ -76,6 +76,7 @@ def test_spread(part):
         assert abs(values.mean().item()) < 5 * std / math.sqrt(part.numel)
 
 
+@pytest.mark.slow
 def test_building_does_not_load_the_compiler():
     code = (
         "import sys\n"

@@ -171,13 +171,14 @@ def proven(world, case):
     return Suite(world).prove(case)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", PROVEN, ids=lambda case: case.label)
 def test_layouts_update_as_one_device_does(case):
     for verdicts in on_ranks(case.layout.world, proven, case=case):
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("label", "model"),
     [
@@ -291,6 +292,7 @@ def merged(results, at):
     return {name: tensor for result in results for name, tensor in result[at].items()}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["shard2 zero1 mb1", "tp2 sp mb1", "pp2 1f1b mb1"])
 def test_a_step_is_read_bit_for_bit_by_any_layout(label, tmp_path):
     layout = Layout.parse(label)

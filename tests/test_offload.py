@@ -64,7 +64,7 @@ def both(world, label, precision, model):
     return list(plain), [name for name in plain if not torch.equal(plain[name], moved[name])]
 
 
-@pytest.mark.often(7)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("label", "model"),
@@ -163,7 +163,7 @@ def moved(world, case):
     return expected, seen
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("case", labelled(WITHOUT))
 def test_a_block_moves_what_the_program_says(case):
     """To the byte: all but weights, tables, integers, small tensors, a frozen embedding's rows."""
@@ -264,7 +264,7 @@ PROVEN = [
 ]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("label", "precision"), PROVEN)
 def test_layouts_are_proven(label, precision, capsys):
     """Against one rank that offloads nothing, over three steps, at a model of three layers each."""

@@ -63,6 +63,7 @@ def test_a_price_is_what_its_profile_shows(world):
         check_one_number(found, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["8b", "70b"]
 )
@@ -119,6 +120,7 @@ def test_a_peak_found_soon_is_that_of_the_whole_timeline(world):
             assert peak(program, rank) == timeline(program, rank).peak, (layout.label, rank)
 
 
+@pytest.mark.often(6)
 @pytest.mark.parametrize("name", list(SCHEDULES))
 @pytest.mark.parametrize("zero", ["shard2 zero1", "shard2 zero2", "shard2 zero3"])
 def test_the_worst_rank_of_all_is_found_at_the_ends_of_those_alike(name, zero):
@@ -134,6 +136,7 @@ def test_the_worst_rank_of_all_is_found_at_the_ends_of_those_alike(name, zero):
         assert brief(found, layout, one.rank).total == pytest.approx(one.total, rel=0.05)
 
 
+@pytest.mark.often(6)
 @pytest.mark.parametrize("name", list(SCHEDULES))
 @pytest.mark.parametrize("policy", ["zero2 mb1", "zero3 mb1 recompute-full", "zero0 mb1"])
 def test_more_microbatches_than_are_walked_hold_no_more(name, policy):

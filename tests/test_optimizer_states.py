@@ -60,6 +60,7 @@ def walked(program, rank: int) -> int:
     return timeline(program, rank).moments[-1].held.get("optimizer", 0)
 
 
+@pytest.mark.often(50)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g}")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_the_closed_form_is_the_walk(case, spec):
@@ -71,7 +72,7 @@ def test_the_closed_form_is_the_walk(case, spec):
         assert closed_form(case, pp_rank) == walked(program, rank)
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.label)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g}")
 def test_the_walk_is_the_dry_run(case, spec):
@@ -116,6 +117,7 @@ def held_after_a_step(world, case):
     return on_device, walked(program, world.rank)
 
 
+@pytest.mark.often(12)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g}")
 @pytest.mark.parametrize(("label", "model"), MEASURED, ids=str)
 def test_the_walk_is_what_torch_holds(label, model, spec):

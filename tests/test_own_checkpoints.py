@@ -165,6 +165,7 @@ def survives(world, folder):
     return found.step, left, [path.name for path in steps(Path(folder))]
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("place", "rank", "expected"),
     [("shard", 1, 1), ("manifest", 0, 1), ("rename", 0, 1), ("pointer", 0, 2)],

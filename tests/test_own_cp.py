@@ -139,6 +139,7 @@ FOUR = {
 }
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("case", TWO)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @ranks(2)
@@ -147,7 +148,7 @@ def test_every_gradient_is_that_of_one_device(world, kind, case):
     gradients_agree(*trained(world, own, layout, by_ids))
 
 
-@pytest.mark.often(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @ranks(4)
@@ -165,6 +166,7 @@ def qwen():
     return foreign("Qwen3")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @ranks(2)
 def test_a_llama_of_transformers(world, kind):
@@ -209,6 +211,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.often(5)
 @pytest.mark.parametrize("wrong", REFUSED)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @ranks(2)
@@ -233,6 +236,7 @@ def test_branches_that_begin_at_zero_hide_nothing(world):
         trained(world, lambda: zeroed("convolution"), mw.Layout(cp=2), by_ids)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @ranks(2)
@@ -296,6 +300,7 @@ def test_masks_of_transformers(world):
     assert torch.allclose(out.logits, whole[:, at], atol=1e-5)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @ranks(2)
 def test_positions_of_transformers(world, kind):

@@ -85,7 +85,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda one: one.label)
 def test_layouts_leave_it_out_alike(case):
     if case.layout.stages > 2:
@@ -199,6 +199,7 @@ def told(world, label, model):
     return take_counts(parallel.routers, {0: 0, 1: 1}, case.model.experts, device).tolist()
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("label", ["dp2 mb1", "cp2-ring mb2", "tp2 sp mb4", "pp2 1f1b mb2"])
 def test_what_is_reported_is_of_data_on_every_layout(label, model):
@@ -245,7 +246,7 @@ def failed(world, case, fault):
     return [one.claim for one in check(case, groups, world, fault=fault) if not one.passed]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("fault", "label", "model"),
     [

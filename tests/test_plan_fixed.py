@@ -18,7 +18,7 @@ def fixed(capsys, *words):
     return [Layout(**one["layout"]) for one in found["ranked"]], found
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "keys",
     [

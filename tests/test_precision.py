@@ -68,6 +68,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 @ranks(2)
 def test_an_overflow_on_one_rank_skips_the_update_on_all_and_is_named(world, name):
@@ -133,6 +134,7 @@ def test_a_fixed_scale_too_high_for_fp16_skips_every_step_names_the_tensor_and_s
     assert {event["loss_scale"] for event in events} == {1e9}
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_scale_too_high_for_fp16_is_halved_until_gradients_fit(world):
     """Real gradients: each overflow halves it and changes no weight, then a step updates."""

@@ -242,6 +242,7 @@ def test_many_microbatches_add_the_same_each():
     assert times[1] - times[0] == pytest.approx(96 * slowest, rel=0.02)
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "pp", "virtual"), list(tables()))
 def test_many_microbatches_take_what_the_slowest_rank_needs(name, pp, virtual, every):

@@ -188,7 +188,7 @@ PLANS = {
 }
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_row_of_ones_own_has_the_price_of_plan(kind):
     words = [*PLANS[kind], "train.seq_len=2048", "train.precision=bf16"]

@@ -23,7 +23,7 @@ def test_every_width_of_a_model_is_scaled():
     assert len(Choice(2, 3, "torch").cases) > 40
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_a_scaled_model_is_measured_and_predicted(family):
     (case, *_) = Choice(2, 1, "torch", (family,)).cases
@@ -44,7 +44,7 @@ def of_table(family, word, label):
     return replace(case, layout=Layout.parse(label), train=train)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "word", "label"),
     [

@@ -66,7 +66,7 @@ def check_spans(one, total):
         assert within == (span.axis not in ("pp", "data")), span
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_spans_end_with_the_price_and_causes_add_up_to_it(world):
     for case, found in cases(world):

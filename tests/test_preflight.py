@@ -176,6 +176,7 @@ def test_another_number_of_nodes_is_refused():
         preflight(config, {}, Rendezvous(0, 2, 0, 1, "127.0.0.1", 1))
 
 
+@pytest.mark.slow
 def test_processes_of_all_nodes_examine_them_together(corpus, tmp_path):
     words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
     words += [f"log.dir={tmp_path / 'runs'}", "cluster.devices_per_node=1", "--json"]

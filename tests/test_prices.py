@@ -43,6 +43,7 @@ def test_settings_that_differ_by_their_batch_share_prices():
     assert prices.of(settings[0], {"tp": 2}) is not prices.of(settings[0], {})
 
 
+@pytest.mark.slow
 def test_no_rank_waits_a_negative_time():
     """The stage with the head is slightly slower, and most of the microbatches are extrapolated."""
     words = ("model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=8")

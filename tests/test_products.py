@@ -194,6 +194,7 @@ class Two(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.slow
 @needs_onednn
 @pytest.mark.usefixtures("through_onednn")
 def test_what_is_not_compiled_has_its_products_as_ever():

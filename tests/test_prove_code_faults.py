@@ -271,14 +271,14 @@ def failed(world, name, case):
     return [verdict.claim for verdict in verdicts if not verdict.passed]
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(3)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*CODE, *MODEL])
 def test_a_fault_is_caught(name, precision):
     assert on_ranks(2, verdicts_with, name=name, precision=precision)[0]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HALF)
 def test_what_is_to_stay_in_fp32_does(name):
     assert on_ranks(2, verdicts_with, name=name, precision="bf16")[0]

@@ -293,7 +293,7 @@ def prove_with(world, at):
 IDS = [f"{s.fault.__name__} {s.layout}" for s in SEEDED]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("at", range(len(SEEDED)), ids=IDS)
 def test_a_fault_is_caught_and_located(at):
     seeded = SEEDED[at]
@@ -311,6 +311,7 @@ def check_with(world, label, fault, precision):
     return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
+@pytest.mark.slow
 def test_the_updates_tell_a_fault_that_gradients_do_not():
     """Products that go on with old weights: the first step is right."""
     verdicts = on_ranks(
@@ -334,6 +335,7 @@ def two_gradients(parallel):
     parallel.backward = scaled
 
 
+@pytest.mark.slow
 def test_of_several_wrong_tensors_the_first_is_named_not_the_worst():
     """Which one is worst is rounding where they are equally wrong: processors would differ."""
     verdicts = on_ranks(2, check_with, label="tp2 mb2", fault=two_gradients, precision="fp32")[0]
@@ -360,7 +362,7 @@ def test_a_fault_that_shows_after_an_update_has_a_place_and_a_step():
 FIRST = {seeded.fault: at for at, seeded in reversed(list(enumerate(SEEDED)))}
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
     [

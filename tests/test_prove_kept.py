@@ -30,6 +30,7 @@ def lost(model, train, layout, spec):
     return {name for case in cases for name in not_kept(asked, case)}
 
 
+@pytest.mark.often(20)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_keeps_what_can_be_wrong_about_it(preset):
     model = preset_model(preset)
@@ -304,6 +305,7 @@ def test_every_key_changes_proofs_or_is_listed():
     assert {key for key in NOT_PROVEN if "." not in key} <= SECTIONS.keys()
 
 
+@pytest.mark.often(30)
 @pytest.mark.parametrize("key", CHANGES)
 def test_a_key_changes_a_proof(key):
     before, after = CHANGES[key]

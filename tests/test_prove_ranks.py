@@ -56,6 +56,7 @@ def test_a_rank_that_fails_costs_its_layout_only(forks):
     assert any(cases[1].label in line for line in outcomes[1].lines())
 
 
+@pytest.mark.slow
 def test_ranks_are_fresh_after_some_cases(forks, monkeypatch, tmp_path):
     monkeypatch.setattr(proof, "_MOST_CASES", 2)
     pids = tmp_path / "pids"
@@ -105,6 +106,7 @@ def test_cases_are_run_by_their_number_of_ranks():
     assert [len(some) for some in by_world(cases)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_when_the_time_is_up_the_rest_is_left_out(forks):
     cases = legal(2)[:20]
     with forks.all_python():

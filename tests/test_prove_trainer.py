@@ -47,6 +47,7 @@ def test_a_script_is_proven_without_a_change(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "steps" / "issue.md").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.execs
 def test_a_wrong_script_fails_with_a_file_for_an_issue_tracker(tmp_path, monkeypatch, capsys):
     code, found = prove(tmp_path, monkeypatch, capsys, "wrong")
@@ -57,6 +58,7 @@ def test_a_wrong_script_fails_with_a_file_for_an_issue_tracker(tmp_path, monkeyp
     assert "torch" in issue
 
 
+@pytest.mark.slow
 @pytest.mark.execs
 def test_the_example_of_a_loop_on_fsdp2_is_right(tmp_path, monkeypatch, capsys):
     example = Path(__file__).parents[1] / "examples" / "fsdp2_loop.py"

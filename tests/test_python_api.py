@@ -129,6 +129,7 @@ def test_what_is_no_run_is_not_opened(tmp_path):
         mw.open_run(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_example_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]

@@ -64,6 +64,7 @@ def test_the_fewest_devices():
     assert fewest_devices(A40S, 2) is None
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not():
     found = largest_batches(A40S, 8)
     assert [one.recompute for one in found if one.at_speed] == ["none", "selective", "full"]
@@ -92,6 +93,7 @@ def test_the_longest_context_is_found_where_the_closed_form_takes_too_much_for_i
     assert found.memory.total <= 0.95 * found.memory.limit
 
 
+@pytest.mark.slow
 def test_the_longest_context_fits_and_the_next_length_does_not():
     one = with_train(A40S, batch=8)
     length, found = longest_context(one, 8)
@@ -104,6 +106,7 @@ def test_the_longest_context_fits_and_the_next_length_does_not():
     assert longest_context(replace(one, cluster=tiny), 8) is None
 
 
+@pytest.mark.slow
 def test_the_cheapest_token():
     prices = {"a40": 1.0, "h100-sxm": 4.0}
     found = cheapest(A40S, prices, 8)
@@ -156,6 +159,7 @@ def test_what_can_be_fine_tuned():
     )
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("label", ["dp8 mb4", "shard8 zero3 mb16", "shard8 zero3 mb2", "tp8 mb64"])
 def test_what_helps_after_an_out_of_memory(label):
     layout = Layout.parse(label)
@@ -206,6 +210,7 @@ def run(capsys, *words):
     return code, capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_questions_on_the_command_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out = run(capsys, "plan", *WORDS, "--top", "2", *ASKED, "--price", "a40=1")
@@ -228,6 +233,7 @@ def test_questions_on_the_command_line(capsys, monkeypatch):
     assert found["cheapest"][0]["price_per_hour"] == 1
 
 
+@pytest.mark.slow
 def test_fine_tuning_on_the_command_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out = run(capsys, "plan", *TWO, "--top", "2", "--fine-tune")
@@ -252,6 +258,7 @@ def test_questions_from_python():
     assert made.cheapest({"a40": 1.0}) == cheapest(two, {"a40": 1.0}, 2, 0.1) != []
 
 
+@pytest.mark.slow
 def test_fine_tuning_from_python():
     made = mw.plan(mw.load_config(overrides=TWO), top=1, margin=0.1)
     two = with_train(replace(A40S, cluster=on_devices(A40S.cluster, 2)), batch=8)
@@ -273,6 +280,7 @@ def test_after_an_out_of_memory_on_the_command_line(capsys, monkeypatch):
     assert "no change" in out.out
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -372,6 +380,7 @@ def test_float8_is_priced_by_its_peak(capsys):
     assert 0.7 < found[1] / found[0] < 0.9  # on an H100 0.80 of it
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_run_has_all_its_digits(capsys):
     words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=2"]
     asked = ["--devices", "8..16", "--tokens", "1T", "--price", "h100-sxm=2.5", "--json"]

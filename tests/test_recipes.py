@@ -38,6 +38,7 @@ def test_a_recipe_is_shown_and_planned(name, capsys):
     assert best["ranked"][0]["mfu"] > 0.1
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_on_local_data(name, tmp_path):
     corpus = tmp_path / "corpus.jsonl"

@@ -285,6 +285,7 @@ def test_of_many_ranks_some_tell_all(world: World):
         assert second.memory == (MemoryPoint("peak", None, {"activations": 64}),)
 
 
+@pytest.mark.slow
 def test_a_run_tells_of_its_steps(config):
     asked = config("layout.pp=2", "layout.microbatch=1", "log.trace=5", "train.steps=7")
     run = train(asked, clean_environ(), io.StringIO())

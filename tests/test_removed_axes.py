@@ -21,6 +21,7 @@ def removed(*words):
     return {one.axis: one for one in plan(load_config(None, [*words])).removed}
 
 
+@pytest.mark.slow
 def test_an_odd_number_of_heads_removes_tensor_parallelism_and_is_told_first(capsys):
     words = ["plan", *GPT3, "train.precision=bf16", "model.n_heads=97", "model.n_kv_heads=97"]
     words += ["model.head_dim=128", "--top", "1"]

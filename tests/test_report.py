@@ -250,6 +250,7 @@ def test_an_empty_section_is_left_out():
     assert page.sections == []
 
 
+@pytest.mark.slow
 def test_a_simulation_beside_its_prediction(tmp_path, capsys):
     out = tmp_path / "simulation.html"
     sizes = ["model.dim=32", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=4"]

@@ -65,6 +65,7 @@ def large():
     return predicted_profile(on_cluster(cost_inputs_of(load_config(None, words)), layout), layout)
 
 
+@pytest.mark.slow
 def test_a_plan_draws_all_stages_with_the_middle_folded(large):
     """Rank 0 stood alone for all of them."""
     assert sum(len(one.spans) for one in large.ranks) > MOST_SPANS

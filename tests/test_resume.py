@@ -191,6 +191,7 @@ def test_a_pipeline_rank_without_trained_weights_saves_the_step_of_the_others(st
     assert losses_of(go(other, resume=True)[1]) == pytest.approx(rest, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_beside_the_training_the_same_is_written(started):
     job = started("layout.dp_shard=2", "layout.zero=1", "train.steps=4")
     go(job)
@@ -231,6 +232,7 @@ def newest(world, root):
     return good.manifest["step"], problems
 
 
+@pytest.mark.slow
 @pytest.mark.case(8, 9)
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
 def test_any_harm_to_any_file_of_a_step_falls_back(started, harm, outcome):

@@ -63,7 +63,7 @@ def proven(world, label, fault=None):
 LAYOUTS = ("mb4", "dp2 mb2", "cp2-ring mb2", "tp2 sp mb4", "shard2 zero3 ep2 mb2")
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("label", [*LAYOUTS, "pp2 zbv v2 mb1"])
 def test_corrections_and_losses_are_those_of_one_device(label):
     verdicts = on_ranks(Layout.parse(label).world, proven, label=label)[0]
@@ -91,6 +91,7 @@ def forget(parallel, instead):
     parallel.backward = own
 
 
+@pytest.mark.slow
 def test_counts_of_own_tokens_are_caught_and_located():
     verdicts = on_ranks(2, proven, label="dp2 mb2", fault=own_tokens)[0]
     (found,) = [one for one in verdicts if one.claim == CLAIM]
@@ -144,6 +145,7 @@ ASKED = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_exports_what_steps_have_moved(tmp_path):
     where = [f"data.cache={tmp_path}", f"log.dir={tmp_path}", "log.name=r", "train.steps=3"]
     assert main(["train", *ASKED, *where]) == 0

@@ -29,6 +29,7 @@ def test_tokens_are_days_device_hours_and_money(capsys):
     assert "1T tokens: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_curve_has_each_numbers_own_best_layout(capsys):
     found = asked(capsys, "--devices", "1..24", "--tokens", "15T", "--price", "h100-sxm=2")
     points = {one["devices"]: one for one in found["answers"]["devices"]}

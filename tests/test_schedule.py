@@ -342,6 +342,7 @@ def bubble(schedule, pp, v, m, **costs):
     return bubble_fraction(compute_tables(schedule, pp, v, m), ranks, **costs)
 
 
+@pytest.mark.often(7)
 @pytest.mark.parametrize("pp", DEGREES)
 @pytest.mark.parametrize("rounds", [2, 3, 5])
 def test_bubbles_are_those_of_the_papers(pp, rounds):

@@ -58,6 +58,7 @@ def frozen(tmp_path, capsys, *words, code=0):
     return given, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_frozen_page_has_the_plan_of_many_devices(tmp_path, capsys):
     large = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=8"]
     large += ["train.batch=128", "train.seq_len=8192", "train.precision=bf16", "--top", "4"]
@@ -78,6 +79,7 @@ def test_a_frozen_page_has_the_plan_of_many_devices(tmp_path, capsys):
     assert found["points"] == []
 
 
+@pytest.mark.slow
 def test_the_middle_of_a_long_step_is_folded():
     """The first and the last actions of each pipeline rank are drawn."""
     words = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=8"]
@@ -112,6 +114,7 @@ def test_a_frozen_page_where_nothing_fits(tmp_path, capsys):
     assert found["train"] is None
 
 
+@pytest.mark.slow
 def test_what_was_measured_of_a_cluster_counts(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("MESHWRIGHT_CALIBRATION", raising=False)

@@ -129,6 +129,7 @@ def test_a_thousand_ranks(rank):
     assert sum(one.rehearsal.messages.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_program_that_lies_is_found():
     case = make("tp2 sp mb4")
     with mock.patch("meshwright.comm.wire.collectives", return_value=()):
@@ -241,6 +242,7 @@ def test_a_second_step_is_as_the_first():
     assert names == ["start", "0F0", "0B0", "0F1", "0B1", "reduce", "update"]
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_found(capsys):
     words = [*SMALL, "layout.pp=2", "layout.microbatch=2", "layout.dp_replicate=1"]
     words += ["model.n_layers=2", "train.batch=4"]

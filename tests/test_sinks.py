@@ -147,7 +147,7 @@ def faulty(world, label, fault):
     return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "packed"),
     [
@@ -168,6 +168,7 @@ def added_on_each_rank(parallel):
         block.mlp.experts.adds = True
 
 
+@pytest.mark.slow
 def test_a_bias_that_is_added_twice_is_found():
     verdicts = on_ranks(2, faulty, label="tp2 mb2", fault=added_on_each_rank)[0]
     assert not all(verdict.passed for verdict in verdicts)

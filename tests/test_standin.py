@@ -19,6 +19,7 @@ SOME = ("shard2 zero3 mb2 recompute-full offload-optimizer",)
 PARTS = 4
 
 
+@pytest.mark.slow
 def test_a_step_on_a_gpu_waits_for_nothing_and_orders_its_streams():
     small = MODELS["llama"].model_copy(update={"n_layers": 2}).model_dump_json()
     found = list(watch([{**case(label), "model": small, "ranks": [0]} for label in SOME]))

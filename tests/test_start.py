@@ -336,7 +336,11 @@ def test_more_ranks_than_cores_are_noted(config):
     assert told.endswith(f"has {2 * cores} ranks on this machine, which share {cores} cores")
 
 
-@pytest.mark.parametrize(("hard", "code"), [(None, 0), (36, 2)], ids=["raised", "too low"])
+@pytest.mark.parametrize(
+    ("hard", "code"),
+    [pytest.param(None, 0, marks=pytest.mark.slow), (36, 2)],  # a whole run
+    ids=["raised", "too low"],
+)
 def test_open_files_are_counted_before_the_start(tmp_path, hard, code):
     """Ranks whose connections find no file otherwise fail one after the other, in gloo's words."""
 

@@ -69,6 +69,7 @@ def saved_where_it_stopped(folder):
 # --- evaluations -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     ["SIGINT", *(pytest.param(name, marks=pytest.mark.faults) for name in ("SIGTERM", "SIGHUP"))],

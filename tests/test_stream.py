@@ -263,6 +263,7 @@ def cut_after(job, step, name):
     return replace(job, folder=type(job.folder)(folder))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit_and_on_another_layout(config, folders, tmp_path):
     words = ["train.steps=8", "checkpoint.every=1", "checkpoint.keep=20", "train.eval_every=4"]
     data = ["data.streaming=true", f"data.source=hf:{folders / 'parquet'}"]

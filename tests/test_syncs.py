@@ -65,7 +65,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("label", LAYOUTS)
 def test_a_step_reads_nothing_from_the_device(label):
     for precision in LAYOUTS[label]:

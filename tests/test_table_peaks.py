@@ -37,7 +37,7 @@ def programmed(label, **smaller):
     return case, lower(case.model, case.train, case.optimizer, case.layout, target)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("label", "bound"), ONCE_OFF)
 def test_the_peak_of_each_rank(label, bound):
     case, program = programmed(label, batch=4, seq_len=128)

@@ -60,7 +60,7 @@ def both_ways(cases):
     return [*by_torch, *(pytest.param(*one, marks=marks[n > 0]) for n, one in enumerate(wide))]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "precision", "bound", "matmul"),
     both_ways(
@@ -90,7 +90,7 @@ def test_the_peak_is_what_the_profiler_sees(label, precision, bound, matmul):
     check(label, precision, matmul, bound)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "precision", "tied", "matmul"),
     both_ways(
@@ -123,8 +123,8 @@ GEMMA2 = {
 OLMO2 = {"family": "olmo2", **FAMILIES["olmo2"].fixed}
 
 
+@pytest.mark.often(1)
 @needs_onednn
-@pytest.mark.often(2)
 @pytest.mark.parametrize("matmul", ["torch", "onednn"])
 @pytest.mark.parametrize(
     ("label", "sizes"),
@@ -149,6 +149,7 @@ def peak_of(world, case):
     return measure(world, case).peak.total
 
 
+@pytest.mark.slow
 def test_ulysses_attends_by_blocks_over_whole_rows():
     """With its share of the heads: of long rows, that is what a rank needs most for."""
     model = MODEL.model_copy(update={"ffn_dim": 128, "vocab_size": 64})

@@ -58,6 +58,7 @@ def cases(draw):
     return trainer, config, layout
 
 
+@pytest.mark.slow
 @settings(
     max_examples=120,
     deadline=None,
@@ -84,6 +85,7 @@ def test_out_and_in_again_is_the_same_layout(tmp_path_factory, case):
     assert differing(layout, layout_of(again, layout.world), {}) == {}
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_plan_stays_in_what_the_trainer_can_do(name):
     trainer, config = trainer_named(name), CONFIGS["llama-3-8b"]
@@ -97,6 +99,7 @@ def test_a_plan_stays_in_what_the_trainer_can_do(name):
     assert trainer.priced_why or trainer.priced_as.startswith(name[:4])
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_command_writes_a_file_that_like_reads(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

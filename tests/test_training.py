@@ -95,7 +95,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-12))
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(3)
 @pytest.mark.parametrize("case", SPECS)
 @pytest.mark.parametrize(
     ("world", "microbatch", "alone", "bound"),
@@ -235,6 +235,7 @@ def test_schedules(schedule):
         assert learning_rate(step, 100, spec) == pytest.approx(expected), step
 
 
+@pytest.mark.often(40)
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("low", [0.0, 0.1])
 @pytest.mark.parametrize("steps", [1, 10, 1000])

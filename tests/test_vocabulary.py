@@ -128,6 +128,7 @@ def test_a_padded_model_gives_no_logits_of_padding():
     assert model.head_weight.shape == (48, 16)
 
 
+@pytest.mark.slow
 def test_gpt_3_is_planned_with_tensor_parallelism():
     config = load_config(None, [*GPT3, "train.precision=bf16"])
     made = plan(config, top=1)
@@ -183,6 +184,7 @@ def run(tmp_path_factory):
         return train(config, quiet=True)
 
 
+@pytest.mark.slow
 def test_steps_hold_no_padding_and_the_config_says_it(run):
     assert load_config(run.folder / "config.toml").model.pad_vocab_to_multiple_of == 64
     folder = steps(run.folder / "checkpoints")[-1]

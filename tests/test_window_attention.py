@@ -77,6 +77,7 @@ def by_blocks_of(leaves, grad, scores):
     return (out, *torch.autograd.grad(out, leaves, grad)), lse
 
 
+@pytest.mark.often(28)
 @pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", SHAPES)
