@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,36 +43,42 @@ _DANGER = 5.0
 _SOFT = 0.02
 
 
-def free_constants(rows: Sequence[Any]) -> dict[str, tuple[tuple[float, float, float], list[int]]]:
+# The step in the logarithm of a fitted constant, and its bounds.
+How = tuple[float, float, float]
+Free = dict[str, tuple[How, list[int]]]
+
+
+def constants_of(row: Any) -> Iterator[tuple[str, How]]:
+    """Yield the constants that a row's step time says something about."""
+    setting, layout = row.case.setting, row.case.layout
+    kind, system = setting.cluster.device.kind, setting.system
+    yield f"{kind}.products.{setting.products}", PRODUCTS
+    yield f"{kind}.attention.{system.attention}", ATTENTION
+    for constant, how in OF_DEVICE.items():
+        if constant != "outer.share" or setting.cluster.nodes > 1:
+            yield f"{kind}.{constant}", how
+    silent = {
+        "exposed.tp": layout.tp == 1,
+        "exposed.pp": layout.pp == 1,
+        "idle": layout.pp == 1,
+        "data.latency": system.overlaps_data or layout.zero == 3,
+        "overlap": layout.world == 1 or not system.overlaps_data,
+    }
+    for constant, how in OF_STACK.items():
+        if not silent.get(constant, False):
+            yield f"{system.name}.{constant}", how
+
+
+def free_constants(rows: Sequence[Any]) -> Free:
     """Return the constants that rows say something about: step, bounds, and the rows' places.
 
     A constant of a device or a system needs five rows.
     """
-    found: dict[str, tuple[tuple[float, float, float], list[int]]] = {}
-
-    def add(name: str, how: tuple[float, float, float], place: int) -> None:
-        found.setdefault(name, (how, []))[1].append(place)
-
+    places: Free = {}
     for place, row in enumerate(rows):
-        setting, layout = row.case.setting, row.case.layout
-        kind, system = setting.cluster.device.kind, setting.system
-        add(f"{kind}.products.{setting.products}", PRODUCTS, place)
-        add(f"{kind}.attention.{system.attention}", ATTENTION, place)
-        for what, how in OF_DEVICE.items():
-            if what == "outer.share" and setting.cluster.nodes == 1:
-                continue
-            add(f"{kind}.{what}", how, place)
-        for what, how in OF_STACK.items():
-            if what == "exposed.tp" and layout.tp == 1:
-                continue
-            if what in ("exposed.pp", "idle") and layout.pp == 1:
-                continue
-            if what == "data.latency" and (system.overlaps_data or layout.zero == 3):
-                continue
-            if what == "overlap" and (layout.world == 1 or not system.overlaps_data):
-                continue
-            add(f"{system.name}.{what}", how, place)
-    return {name: value for name, value in found.items() if len(value[1]) >= 5}
+        for name, how in constants_of(row):
+            places.setdefault(name, (how, []))[1].append(place)
+    return {name: value for name, value in places.items() if len(value[1]) >= 5}
 
 
 def error_of(row: Any, calibration: Calibration) -> float:
@@ -80,9 +86,6 @@ def error_of(row: Any, calibration: Calibration) -> float:
     setting = replace(row.case.setting, calibration=calibration)
     seconds = step_time(setting, setting.kernels(), row.case.layout, events=False).total
     return math.hypot(math.log(seconds / row.seconds), _SOFT) - _SOFT
-
-
-Free = dict[str, tuple[tuple[float, float, float], list[int]]]
 
 
 def fit(rows: Sequence[Any], start: Calibration, sweeps: int) -> Calibration:

@@ -16,13 +16,13 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 from benchmarks.published import Measured, is_stated, read, spearman, summary, time_errors
-from benchmarks.published_fit import Free, constants_toml, descend, error_of
+from benchmarks.published_fit import Free, How, constants_toml, descend, error_of
 from meshwright.cost.calibration import Calibration, shipped_calibration
 from meshwright.cost.rows import PricedRow, read_row
 from meshwright.cost.step import step_time
@@ -48,21 +48,27 @@ def family(found: Measured) -> str:
     return next((one for one in known if one in name), re.sub(r"\W.*", "", name))
 
 
+def expert_constants_of(row: Measured) -> Iterator[tuple[str, How]]:
+    """Yield the constants of experts that a row says something about."""
+    setting, layout = row.case.setting, row.case.layout
+    kind, system = setting.cluster.device.kind, setting.system.name
+    is_there = {
+        "times.once": layout.ep > 1 and setting.system.sends_once,
+        "exposed.ep": layout.ep > 1,
+    }
+    for of, constants in ((kind, OF_DEVICE), (system, OF_SYSTEM)):
+        for constant, how in constants.items():
+            if is_there.get(constant, True):
+                yield f"{of}.{constant}", how
+
+
 def free_constants(rows: Sequence[Measured]) -> Free:
     """Return the constants of experts that rows say something about, those of five rows or more."""
-    found: Free = {}
+    places: Free = {}
     for place, row in enumerate(rows):
-        setting, layout = row.case.setting, row.case.layout
-        kind, system = setting.cluster.device.kind, setting.system.name
-        for of, constants in ((kind, OF_DEVICE), (system, OF_SYSTEM)):
-            for what, how in constants.items():
-                is_there = {
-                    "times.once": layout.ep > 1 and setting.system.sends_once,
-                    "exposed.ep": layout.ep > 1,
-                }
-                if is_there.get(what, True):
-                    found.setdefault(f"{of}.{what}", (how, []))[1].append(place)
-    return {name: value for name, value in found.items() if len(value[1]) >= 5}
+        for name, how in expert_constants_of(row):
+            places.setdefault(name, (how, []))[1].append(place)
+    return {name: value for name, value in places.items() if len(value[1]) >= 5}
 
 
 def fitted(rows: Sequence[Measured], start: Calibration, sweeps: int) -> Calibration:

@@ -4,11 +4,12 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from benchmarks import published_left_out
+from benchmarks import published_left_out, published_pooled
 
 from meshwright.cli.main import main
-from meshwright.cost.calibration import shipped_calibration
+from meshwright.cost.calibration import Calibration, shipped_calibration
 from meshwright.cost.measured import Measurement, correct, corrected
 from meshwright.cost.price import price
 from meshwright.cost.rows import read_row
@@ -182,3 +183,32 @@ def test_rows_correct_rows_of_their_system_and_device(tmp_path, capsys):
     assert "megatron.a100, but the plan is for meshwright.h100" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def linear_rows(sources):
+    """Rows of steps that take as many seconds as their system's `moves`, and one more."""
+    rows = [(source, system, seconds) for source, system, seconds in sources for _ in range(4)]
+    return published_pooled.Linear(
+        tuple(source for source, _, _ in rows),
+        np.array([seconds for _, _, seconds in rows]),
+        np.array([2.0 for _ in rows]),
+        tuple({f"{system}.moves": 1.0} for _, system, _ in rows),
+        {f"{system}.moves": 1.0 for _, system, _ in rows},
+        {f"{system}.moves": (0.1, 10.0) for _, system, _ in rows},
+    )
+
+
+def test_constants_of_systems_are_pooled():
+    """More so the more it costs to differ; a system without a source has what others share."""
+    near = linear_rows([("one", "fms", 4.0), ("two", "jax", 4.0), ("three", "composer", 2.0)])
+    prior = Calibration({"any.moves": 1.0})
+    spread = []
+    for strength in (0.01, 1.0, 100.0):
+        fitted = published_pooled.pooled(near, "", strength, prior)
+        values = [fitted.find("moves", system) for system in ("composer", "fms", "jax", "nemo")]
+        assert values[0] <= values[3] <= values[1] == pytest.approx(values[2])
+        spread.append(values[1] - values[0])
+    assert spread == sorted(spread, reverse=True)
+    assert spread[0] == pytest.approx(2.0, abs=0.3)
+    unseen = published_pooled.pooled(near, "three", 1.0, prior)
+    assert unseen.find("moves", "composer") == unseen.find("moves", "nemo") > 1.2

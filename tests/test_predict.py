@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.cost.calibration import parse_calibration, shipped_calibration
-from meshwright.cost.catalogue import catalogue, cluster_of, find_device, find_link
+from meshwright.cost.catalogue import (
+    catalogue,
+    cluster_of,
+    device_named,
+    find_device,
+    find_link,
+)
 from meshwright.cost.data_messages import data_messages
 from meshwright.cost.elements import weights
 from meshwright.cost.inputs import CostInputs, work_of
@@ -274,6 +280,29 @@ def test_catalogue_has_sources():
             assert device.peaks["fp8"] / device.peaks["bf16"] == pytest.approx(2, rel=0.02)
     with pytest.raises(ConfigError, match="h100-sxm"):
         find_device("h100-smx")
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200 NVL72", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("AMD Instinct MI325X", "mi325x"),
+        ("MI350X", "mi350x"),
+        ("MI355X", "mi355x"),
+        ("H100-96GB-HBM2e (500W, 2.4TB/s)", "h100-96gb-hbm2e"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA L40S", "l40s"),
+    ],
+)
+def test_devices_have_the_names_that_drivers_and_papers_give_them(said, name):
+    device = device_named(said)
+    assert device is not None
+    assert device.name == name
 
 
 def test_messages_cross_the_links_that_they_span():

@@ -48,7 +48,8 @@ def test_a_row_is_predicted_whatever_was_measured():
     found = predict_row(ROW, shipped_calibration())
     keys = {"id", "fits", "peak_mem_gib", "worst_rank", "step_time_s", "tokens_per_s_per_gpu"}
     intervals = {"step_time_interval_s", "peak_mem_interval_gib"}
-    assert set(found) == keys | intervals | {"tflops_per_gpu", "mfu", "assumed"}
+    assert set(found) == keys | intervals | {"tflops_per_gpu", "mfu", "assumed", "evidence"}
+    assert "source" in found["evidence"]
     low, high = found["peak_mem_interval_gib"]
     assert low < found["peak_mem_gib"] < high
     assert found["fits"] is True
@@ -282,3 +283,14 @@ def test_a_published_source_is_predicted_from_the_others():
     verdicts = published.verdicts((one for one in rows if one.source == swept), constants)
     assert verdicts.total > 700
     assert verdicts.right > 0.87
+
+
+def test_a_prediction_says_how_many_sources_are_near():
+    """Of a system and a device that nobody published a step of, none."""
+    row = {**ROW, "framework": "Megatron-LM", "gpu": "A100-80GB"}
+    said = predict_row(row, shipped_calibration())["evidence"]
+    assert re.search(r"near this: [1-9]\d* sources? of megatron, [1-9]\d* of a100, ", said)
+    said = predict_row({**row, "gpu": "RTX 4090"}, shipped_calibration())["evidence"]
+    assert ", 0 of l40s, " in said
+    alone = predict_row({**row, "tp": 1, "pp": 1}, shipped_calibration())["evidence"]
+    assert alone.endswith("of data parallelism alone")

@@ -140,3 +140,47 @@ def test_a_pipeline_with_more_stages_than_layers_is_priced():
     """Some count the embedding and the head as layers of it."""
     row = {**FLOAT8, "layers": 30, "pp": 8, "vp": 4, "tp": 1, "dp": 8, "precision": "bf16"}
     assert predict_row(row, shipped_calibration())["step_time_s"] > 0
+
+
+def test_layers_that_keep_16_bits_are_priced_as_such():
+    """Of torchtitan's NVFP4: what the others' products take is kept in four bits."""
+
+    def priced(precision):
+        row = {**FLOAT8, "gpu": "GB200", "framework": "torchtitan", "precision": precision}
+        case = read_row(row, shipped_calibration())
+        held = worst_memory(case.setting, case.layout).by_category()
+        return price(case.setting, case.layout).time.total, held["activations: product"]
+
+    layers = FLOAT8["layers"]
+    wide, narrow = priced("bf16"), priced("nvfp4")
+    half = priced(f"nvfp4 (layers 0-{layers // 2 - 1}), bf16 ({layers // 2}-{layers - 1}, head)")
+    assert narrow[1] == pytest.approx(wide[1] * 9 / 32)
+    assert half[1] == pytest.approx((wide[1] + narrow[1]) / 2)
+    assert narrow[0] < half[0] < wide[0]
+    row = {**ROW, "precision": f"nvfp4, bf16 (0-{ROW['layers']})"}
+    assert "in 16 bits, but the row has" in predict_row(row, shipped_calibration())["refused"]
+
+
+def test_a_dispatcher_says_how_often_a_token_is_sent():
+    experts = {"experts": 64, "topk": 8, "moe_ffn": 1408, "ep": 8, "tp": 1, "dp": 32}
+    row = {**FLOAT8, "precision": "bf16", **experts}
+
+    def once(**more):
+        case = read_row({**row, **more}, shipped_calibration())
+        return case.setting.system.sends_once, case.assumed
+
+    assert once()[0]
+    for name in ("DeepEP", "own (DeepEP)", "HybridEP", "flex"):
+        for framework in ("Megatron-Core", "torchtitan"):
+            assert once(dispatcher=name, framework=framework)[0], name
+    for name in ("NCCL all-to-all", "alltoall", "allgather"):
+        assert not once(dispatcher=name)[0], name
+    assert not once(gpu="A800-80GB")[0]
+    sent, assumed = once(dispatcher="pigeons")
+    assert sent
+    assert any("dispatcher 'pigeons' priced as" in text for text in assumed)
+    seconds = [
+        predict_row({**row, "ep": 32, "dispatcher": name}, shipped_calibration())["step_time_s"]
+        for name in ("DeepEP", "alltoall")
+    ]
+    assert seconds[0] < seconds[1]

@@ -34,7 +34,7 @@ _DEVICES: Final = (
     (r"V100.*16", "v100-16gb"),
     (r"V100", "v100-32gb"),
     (r"A6000", "a6000"),
-    (r"RTX PRO 6000", "rtxpro6000"),
+    (r"RTX ?PRO ?6000", "rtxpro6000"),
     (r"RTX 6000 Ada", "rtx6000-ada"),
     (r"3090", "rtx3090"),
     (r"4090", "rtx4090"),

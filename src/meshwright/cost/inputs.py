@@ -28,7 +28,8 @@ class CostInputs:
     """The inputs that all layouts share: model, training, optimizer, cluster, system, calibration.
 
     `products` is the dtype of matrix products, such as "fp8". `packed`: rows hold several
-    documents. `imbalance` is that of `Target`.
+    documents. `imbalance` is that of `Target`. `unquantised` is the share of layers whose products
+    stay in the training's precision.
     """
 
     model: ModelSpec
@@ -40,6 +41,7 @@ class CostInputs:
     products: str
     packed: bool = False
     imbalance: float = 1.0
+    unquantised: float = 0.0
 
     @property
     def element(self) -> int:
@@ -142,6 +144,7 @@ class CostInputs:
             Picks(self.model.experts, self.model.top_k) if self.model.experts else None,
             saves,
             loss_saves,
+            self.unquantised,
         )
 
 

@@ -57,6 +57,11 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
+def _mixed(narrow: float, wide: float, share: float) -> float:
+    """Return the FLOP/s of products of which a share runs at the `wide` rate."""
+    return 1 / ((1 - share) / narrow + share / wide) if share else narrow
+
+
 def forward_moved(work: Work, system: System) -> float:
     """Return the bytes that a forward moves outside of products and attention.
 
@@ -73,7 +78,8 @@ class Kernels:
     kernel never takes less than the host's launch time. `compile_gain` divides the time of a
     layer; `saves` is what compiling saves instead, in times of the bytes that a layer moves beside
     products, and `loss_saves` of those that the loss moves. `matmul` names the route of fp32
-    products that has separate constants.
+    products that has separate constants. Of the layers, the share `unquantised` has its products
+    in `precision`; a layer is priced as their mean.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Kernels:
         routed: Picks | None = None,
         saves: float = 0.0,
         loss_saves: float = 0.0,
+        unquantised: float = 0.0,
     ) -> None:
         kinds = (f"{system.name}.{device.kind}", system.name, device.kind)
         find = calibration.find
@@ -104,10 +111,10 @@ class Kernels:
         self.network, self.system = network, system
         self.compile_gain = compile_gain / self.slower
         self.saves, self.target = saves, target
-        share = find(f"products.{products}.{matmul}", *kinds)
-        self.peak = device.peak(products, tf32=target.tf32) * share
-        share = find(f"products.{precision}.{matmul}", *kinds)
-        self.head_peak = device.peak(precision, tf32=target.tf32) * share
+        narrow, wide = (device.peak(dtype, tf32=target.tf32) for dtype in (products, precision))
+        self.head_peak = wide * find(f"products.{precision}.{matmul}", *kinds)
+        narrow *= find(f"products.{products}.{matmul}", *kinds)
+        self.peak = _mixed(narrow, self.head_peak, unquantised)
         self.half = find(f"products.half.{precision}.{matmul}", *kinds)
         self.bandwidth = device.bandwidth * find("memory", *kinds)
         self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)
@@ -128,8 +135,7 @@ class Kernels:
         self.overlap = find("overlap", *kinds)
         self.fixed = find("fixed", *kinds) + find("overhead.step", *kinds)
         self.host_bandwidth = find("host_bandwidth", *kinds)
-        self.idle = find("idle", *kinds)
-        self.data_latency = find("data.latency", *kinds)
+        self.idle, self.data_latency = find("idle", *kinds), find("data.latency", *kinds)
         self.tp_exposed = find("exposed.tp", *kinds)
         self.routed = routed if system.sends_once else None
         self.ep_exposed = find("exposed.ep", *kinds)

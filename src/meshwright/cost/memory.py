@@ -201,6 +201,7 @@ def kept_of(setting: CostInputs, layout: Layout) -> KeptBytes:
     layout_work, plain = work_of(setting, layout), work_of(setting, layout, "none")
     kept_bytes = calibration.find("kept_bytes", system.name)
     quantised = _QUANTISED.get(setting.products, 1.0) if system.keeps_quantised else 1.0
+    quantised += setting.unquantised * (1 - quantised)
     per_layer: list[dict[str, float]] = [
         kept_per_layer(layout, system, layout_work.sizes, work, kept_bytes, quantised)
         for work in layout_work.layers

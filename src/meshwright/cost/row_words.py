@@ -56,6 +56,17 @@ _ROUTINGS: Final = (
     (r"force|fake|\bbalanced|drop(?!less)|capacity", True),
     (r"natural|learned|aux|bias|dropless|top", False),
 )
+# Patterns of its `dispatcher`: whether a token goes to a rank, and to a node, once for all its
+# experts there. An all-to-all sends a copy for each expert; an all-gather sends all tokens to all
+# ranks.
+_DISPATCHERS: Final = (
+    (r"deep.?ep|hybrid.?ep|\bhybrid|\bflex", True),
+    (r"all.?to.?all|a2a|all.?gather", False),
+)
+# github.com/deepseek-ai/DeepEP, README: requirements.
+_BEFORE_HOPPER: Final = r"\bV100|\bA100|\bA800|\bA[34]0\b|\bA6000"
+# What a precision says of layers that keep 16 bits, first and last.
+_WIDE_LAYERS: Final = re.compile(r"(?:bf16|fp16) \(?(?:layers )?(\d+)-(\d+)", re.IGNORECASE)
 # A loss that never has all logits, and how often it cuts them where it says a number.
 _CHUNKED: Final = re.compile(
     r"(?<!no )(?<!without )(?:(\d+)\s+(?:loss\s+chunks|chunks of the loss)|liger|"
@@ -115,7 +126,28 @@ def system_of(row: Mapping[str, Any], assumed: list[str]) -> System:
         system = replace(system, keeps_quantised=True)
     if kernel:
         system = replace(system, attention=_attention(str(kernel), assumed))
+    # Its NVFP4 linear keeps what its product took (components/quantization/nvfp4.md: 103 GiB where
+    # bf16 needs 174); torchao's float8 and MXFP8 linears keep 16 bits.
+    if "titan" in name and "nvfp4" in str(row.get("precision")).lower():
+        system = replace(system, keeps_quantised=True)
+    system = _with_dispatcher(system, row, assumed)
     return _with_loss(_with_modules(system, row), row, assumed)
+
+
+def _with_dispatcher(system: System, row: Mapping[str, Any], assumed: list[str]) -> System:
+    """Return a system that sends tokens to experts as a row's dispatcher does."""
+    text = row.get("dispatcher")
+    if not row.get("experts"):
+        return system
+    if not text:  # the kernels that send once need a Hopper or newer
+        is_older = re.search(_BEFORE_HOPPER, str(row.get("gpu")))
+        return replace(system, sends_once=False) if is_older else system
+    once = first(_DISPATCHERS, text)
+    if once is None:
+        usual = "once to a rank" if system.sends_once else "once for each expert"
+        assumed.append(f"dispatcher {text!r} priced as one that sends a token {usual}")
+        return system
+    return replace(system, sends_once=once)
 
 
 def _attention(name: str, assumed: list[str]) -> str:
@@ -170,6 +202,20 @@ def precision_of(row: Mapping[str, Any], assumed: list[str]) -> tuple[Precision,
     if text in ("fp32", "tf32"):
         name = "fp32"
     return name, name
+
+
+def unquantised_of(row: Mapping[str, Any]) -> float:
+    """Return the share of a row's layers whose products are in 16 bits beside those in fewer.
+
+    Its precision says which layers are, counted from 0: "nvfp4 (layers 0-26), bf16 (27-31, head)".
+    """
+    match = _WIDE_LAYERS.search(str(row.get("precision") or ""))
+    if match is None:
+        return 0.0
+    first_layer, last_layer, layers = int(match[1]), int(match[2]), int(row["layers"])
+    if not 0 <= first_layer <= last_layer < layers:
+        raise ValueError(f"layers {match[1]}-{match[2]} in 16 bits, but the row has {layers}")
+    return (last_layer - first_layer + 1) / layers
 
 
 def _recomputed(row: Mapping[str, Any]) -> str:

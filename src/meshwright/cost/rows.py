@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from meshwright.cost.calibration import Calibration
 from meshwright.cost.catalogue import Device, cluster_of, device_named, find_device
+from meshwright.cost.evidence import evidence
 from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, RankMemory, price, worst_memory
 from meshwright.cost.row_experts import RowError, mixture
@@ -26,6 +27,7 @@ from meshwright.cost.row_words import (
     precision_of,
     recompute_of,
     system_of,
+    unquantised_of,
 )
 from meshwright.cost.systems import CAUSAL, System
 from meshwright.errors import ConfigError
@@ -105,7 +107,15 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
         default = calibration.find("experts.imbalance", device.kind)
         imbalance = imbalance_of(row, system, default, assumed)
     setting = CostInputs(
-        model, train, OptimizerSpec(), cluster, system, calibration, products, imbalance=imbalance
+        model,
+        train,
+        OptimizerSpec(),
+        cluster,
+        system,
+        calibration,
+        products,
+        imbalance=imbalance,
+        unquantised=unquantised_of(row),
     )
     if not row.get("attn_impl"):
         setting = _with_kernel(setting, layout, assumed)
@@ -380,6 +390,7 @@ def as_json(name: object, case: PricedRow, prediction: Prediction) -> dict[str, 
         "tokens_per_s_per_gpu": prediction.tokens_per_s / prediction.devices,
         "tflops_per_gpu": prediction.tflops_per_device,
         "mfu": prediction.mfu,
+        "evidence": evidence(case.setting, case.layout),
         "assumed": list(case.assumed),
     }
 

@@ -1,0 +1,44 @@
+"""How many published sources are near a prediction: of its system, its device, its kind of layout.
+
+The counts are in `evidence.toml`; `benchmarks.published_pooled --evidence` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Final
+
+from meshwright.cost.inputs import CostInputs
+from meshwright.layout import Layout
+from meshwright.parsing import parse_toml
+from meshwright.units import counted
+
+_AXES: Final = ("tp", "pp", "cp", "ep")
+
+
+def kind_of_layout(layout: Layout) -> str:
+    """Return the axes of a layout beside data parallelism, such as "tp x pp", else "data"."""
+    return " x ".join(axis for axis in _AXES if getattr(layout, axis) > 1) or "data"
+
+
+def evidence(setting: CostInputs, layout: Layout) -> str:
+    """Return in one line how many sources of step times are near a prediction."""
+    counts, layouts = _counts(), kind_of_layout(layout)
+    system, device = setting.system.name, setting.cluster.device.kind
+    of_system = counts["systems"].get(system, 0)
+    of_device = counts["devices"].get(device, 0)
+    of_layout = counts["layouts"].get(layouts, 0)
+    shape = "data parallelism alone" if layouts == "data" else f"{layouts} layouts"
+    return (
+        f"published step times near this: {counted(of_system, 'source')} of {system}, "
+        f"{of_device} of {device}, {of_layout} of {shape}"
+    )
+
+
+@cache
+def _counts() -> Mapping[str, Mapping[str, int]]:
+    text = resources.files("meshwright.cost").joinpath("evidence.toml").read_text("utf-8")
+    counts: Mapping[str, Mapping[str, int]] = parse_toml(text)
+    return counts
