@@ -340,6 +340,15 @@ def test_weight_decay_through_momentum_is_refused(tmp_path):
     assert not imported(tmp_path, DS | sgd).report.refused
 
 
+def test_lion_keeps_its_own_default_of_betas(tmp_path):
+    lion = {"type": "Lion", "params": {"lr": 1e-4}}
+    config = config_of(imported(tmp_path, DS | {"optimizer": lion}))
+    assert (config.optimizer.name, config.optimizer.betas) == ("lion", (0.9, 0.99))
+    lion["params"]["betas"] = [0.95, 0.98]
+    config = config_of(imported(tmp_path, DS | {"optimizer": lion}))
+    assert config.optimizer.betas == (0.95, 0.98)
+
+
 def test_command_lines():
     found, clashes = read_arguments(
         "A=${B:-7}\nC=$(($A*2))\npython train.py --x $A --y $C --z '1 2' --flag --l 1 2\n"

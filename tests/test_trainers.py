@@ -182,3 +182,23 @@ def test_flags_that_do_not_go_with_a_trainer_are_refused(capsys):
 def test_flat_keys_nest_and_flatten():
     keys = {"a.b.c": 1, "a.d": [2], "e": "x"}
     assert flatten(nest(keys)) == keys
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        ("adamw", {"hf": "adamw_torch", "megatron": "adam"}),
+        ("lion", {"hf": "lion_32bit", "megatron": None}),
+        ("muon", {"hf": None, "megatron": None}),
+        ("sgd", {"hf": "sgd", "megatron": "sgd"}),
+    ],
+)
+def test_an_optimizer_has_its_name_elsewhere_or_is_refused(optimizer, names):
+    config = load_config(None, [f"optimizer.name={optimizer}"])
+    source = PlanSource(config, Layout(), 1, 1)
+    for system, name in names.items():
+        if name is None:
+            with pytest.raises(ConfigError, match=f"{system} has no optimizer.name"):
+                source.optimizer_name(system)
+        else:
+            assert source.optimizer_name(system) == name

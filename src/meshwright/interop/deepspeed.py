@@ -21,7 +21,7 @@ def read_deepspeed(source: ImportSource) -> None:
     read_parallel(source)
     read_precision(source)
     read_zero(source)
-    read_muon(source)
+    read_own_defaults(source)
     read_sgd(source)
     read_scheduler(source)
     read_batch(source, BATCH)
@@ -149,10 +149,13 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def read_muon(source: ImportSource) -> None:
-    """Fill what DeepSpeed's Muon, which is Keller Jordan's, has another default for."""
-    if source.get("optimizer.type") == "Muon":
+def read_own_defaults(source: ImportSource) -> None:
+    """Fill what DeepSpeed has another default for: by optimizer."""
+    kind = source.get("optimizer.type")
+    if kind == "Muon":
         source.fill("optimizer.scale", "original", "DeepSpeed's Muon is Keller Jordan's")
+    if kind == "Lion" and source.get("optimizer.params.betas") is None:
+        source.fill("optimizer.betas", [0.9, 0.99], "DeepSpeed's default for Lion")
 
 
 def read_sgd(source: ImportSource, decay: str = "optimizer.params.weight_decay") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Final, NamedTuple
 
 from meshwright.program.lower import Program
@@ -80,8 +81,22 @@ def update_flops(program: Program, coordinates: Mapping[str, int]) -> float:
 
 
 def update_workspace(program: Program, coordinates: Mapping[str, int]) -> int:
-    """Return the most bytes that the update of a parameter takes beside shards and states."""
+    """Return the most bytes that the update of a parameter takes beside shards and states.
+
+    With offload, the host has those of updates by shards.
+    """
     element = DTYPE_BYTES[program.optimizer.ns_precision]
-    return max(
-        (matrix.workspace(element) for matrix in whole_matrices(program, coordinates)), default=0
-    )
+    of_matrices = (matrix.workspace(element) for matrix in whole_matrices(program, coordinates))
+    of_shards = () if program.layout.states_on_host else _shard_workspaces(program, coordinates)
+    return max(chain(of_matrices, of_shards), default=0)
+
+
+def _shard_workspaces(program: Program, coordinates: Mapping[str, int]) -> Iterator[int]:
+    """Yield the bytes of updates that need a parameter's shard alone."""
+    place = data_rank(program.layout, coordinates)
+    for stage in program.held(coordinates["pp"]):
+        for name in program.parameters(stage):
+            sharding = program.shardings[name]
+            if sharding.part.trained:
+                elements = math.prod(sharding.shape(coordinates["tp"], place))
+                yield elements * program.update_rule(name).workspace(program.optimizer)

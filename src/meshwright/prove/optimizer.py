@@ -14,54 +14,67 @@ Tensors = Mapping[str, Tensor]
 
 
 class Updates:
-    """AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum, or Muon; all with AdamW's decay.
+    """AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum, Muon or Lion; with AdamW's decay.
 
-    Norms, sinks and biases do not decay, also those of experts.
+    Norms, sinks and biases do not decay, also those of experts. Lion's signs jump at zero, where a
+    layout may be on either side: `tilt` is a share of a direction's root mean square, by which this
+    one is on one side of it.
     """
 
-    def __init__(self, masters: dict[str, Tensor], spec: OptimizerSpec, steps: int) -> None:
-        self._masters, self._spec, self._steps = masters, spec, steps
+    def __init__(
+        self, masters: dict[str, Tensor], spec: OptimizerSpec, steps: int, *, tilt: float = 0.0
+    ) -> None:
+        self._masters, self._spec, self._steps, self._tilt = masters, spec, steps, tilt
         self._first = {name: torch.zeros_like(master) for name, master in masters.items()}
         self._second = {name: torch.zeros_like(master) for name, master in masters.items()}
-        # Those that AdamW does not update.
-        self._with_momentum = {
-            name
+        # The name of the update of each parameter.
+        self._kinds = {
+            name: spec.name if spec.name != "muon" or is_hidden_matrix(name, master) else "adamw"
             for name, master in masters.items()
-            if spec.name == "sgd" or (spec.name == "muon" and is_hidden_matrix(name, master))
         }
 
     def state(self) -> dict[str, Tensors]:
         """Return its state, by the names of torch's optimizers, as `comparable` returns it."""
-        adaptive = self._masters.keys() - self._with_momentum
-        kinds = {
-            "exp_avg": (self._first, adaptive),
-            "exp_avg_sq": (self._second, adaptive),
-            "momentum_buffer": (self._first, self._with_momentum if self._spec.momentum else ()),
+        of_momentum = {"sgd", "muon"} if self._spec.momentum else set[str]()
+        states = {
+            "exp_avg": (self._first, {"adamw", "lion"}),
+            "exp_avg_sq": (self._second, {"adamw"}),
+            "momentum_buffer": (self._first, of_momentum),
         }
-        return {
+        named = {
             key: {
                 name: comparable(key, tensors[name]).to(torch.float32, copy=True)
                 for name in self._masters
-                if name in names
+                if self._kinds[name] in kinds
             }
-            for key, (tensors, names) in kinds.items()
-            if names
+            for key, (tensors, kinds) in states.items()
         }
+        return {key: tensors for key, tensors in named.items() if tensors}
 
     def step(self, gradients: Tensors, step: int) -> None:
         """Update the master weights; steps count from 0."""
         spec, rate = self._spec, rate_of(step + 1, self._steps, self._spec)
         for name, master in self._masters.items():
-            gradient = gradients[name]
+            gradient, kind = gradients[name], self._kinds[name]
             if _is_matrix(name, master):
                 master.mul_(1 - rate * spec.weight_decay)
-            if spec.name == "sgd":
+            if kind == "sgd":
                 self._first[name] = spec.momentum * self._first[name] + gradient
                 master.sub_(rate * self._first[name])
-            elif name in self._with_momentum:
+            elif kind == "muon":
                 master.sub_(rate * self._orthogonal(name, gradient))
+            elif kind == "lion":
+                master.sub_(rate * self._sign(name, gradient))
             else:
                 master.sub_(rate * self._adaptive(name, gradient, step + 1))
+
+    def _sign(self, name: str, gradient: Tensor) -> Tensor:
+        """Return Lion's direction: arXiv:2302.06675, algorithm 2."""
+        beta1, beta2 = self._spec.betas
+        direction = beta1 * self._first[name] + (1 - beta1) * gradient
+        self._first[name] = beta2 * self._first[name] + (1 - beta2) * gradient
+        tilted = direction + self._tilt * direction.square().mean().sqrt()
+        return torch.where(direction == 0, direction, tilted).sign()
 
     def _adaptive(self, name: str, gradient: Tensor, number: int) -> Tensor:
         """Return AdamW's direction in its update of a number, from 1."""

@@ -48,6 +48,9 @@ _MOVED: Final = 1 / 16
 # Where a clamp ends, a gradient jumps, and a value that close to it may be on either side in a
 # layout. Samples have limits that differ by this share, so that their noise includes such jumps.
 _MOVED_LIMIT: Final = 2e-6
+# Where a direction of Lion is zero, its sign jumps. Samples are on one side and on the other of
+# values that are as small as so many roundings of the direction's root mean square.
+_ROUNDINGS_OF_SIGN: Final = {"fp32": 128, "bf16": 4, "fp16": 4}
 
 
 class _TooNear(Exception):
@@ -243,7 +246,7 @@ def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
 def _run(device: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
     case = device.case
     trained = {name: device.masters[name] for name in device.trained}
-    step_of = Updates(trained, optimizer, case.steps)
+    step_of = Updates(trained, optimizer, case.steps, tilt=device.tilt)
     losses, norms, moments = [], [], []
     first: Tensors = {}
     for step in range(case.steps):
@@ -282,6 +285,7 @@ class _OneDevice:
         self._model = _limited(case.model, sample)
         self._half = DTYPES[case.train.precision]
         start = whole_weights(case.model, case.train.seed)
+        self.tilt = _tilt(case, sample)
         self._start = kept_in_nf4(case.model, start, self._half)
         self.beside = whole_buffers(case.model, case.train.seed)
         if sample:
@@ -388,6 +392,15 @@ def _limited(model: ModelSpec, sample: int) -> ModelSpec:
         return model
     limit = model.swiglu_limit * (1 + (_MOVED_LIMIT if sample % 2 else -_MOVED_LIMIT))
     return model.model_copy(update={"swiglu_limit": limit})
+
+
+def _tilt(case: Case, sample: int) -> float:
+    """Return the share by which a sample moves what Lion takes the sign of, up or down."""
+    if not sample:
+        return 0.0
+    precision = case.train.precision
+    share = _ROUNDINGS_OF_SIGN[precision] * torch.finfo(DTYPES[precision]).eps
+    return share if sample % 2 else -share
 
 
 def _moved(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

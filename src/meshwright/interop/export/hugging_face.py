@@ -123,7 +123,7 @@ def _optimizer(source: PlanSource, schedule: str, name: str) -> dict[str, Any]:
     if source.is_stated("optimizer.betas"):
         keys["adam_beta1"], keys["adam_beta2"] = optimizer.betas
     if source.is_stated("optimizer.name"):
-        keys[name] = {"adamw": "adamw_torch", "sgd": "sgd"}[optimizer.name]
+        keys[name] = source.optimizer_name("hf")
     if source.is_stated("optimizer.schedule"):
         if optimizer.schedule not in _SCHEDULES:
             raise ConfigError(

@@ -144,7 +144,7 @@ def _parallel(source: PlanSource) -> dict[str, Any]:
 def _optimizer(source: PlanSource) -> dict[str, Any]:
     optimizer, keys = source.config.optimizer, dict[str, Any]()
     if source.is_stated("optimizer.name"):
-        keys["optimizer"] = {"adamw": "adam", "sgd": "sgd"}[optimizer.name]
+        keys["optimizer"] = source.optimizer_name("megatron")
     if source.is_stated("optimizer.betas"):
         keys["adam-beta1"], keys["adam-beta2"] = optimizer.betas
     if source.is_stated("optimizer.lr") and source.is_stated("optimizer.min_lr_ratio"):

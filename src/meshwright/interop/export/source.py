@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, refusal
 from meshwright.interop.names import ModelNames, names_of
 from meshwright.layout import Layout
 from meshwright.spec.loading import Config
+from meshwright.spec.optimizers import OPTIMIZERS
 
 # Keys that steer Meshwright's own loop, or its predictions: no other trainer needs them.
 OWN_KEYS: Final = frozenset(
@@ -72,6 +73,15 @@ class PlanSource:
         `names` has their key for each of ours.
         """
         return {name: self.value(ours) for ours, name in names.items() if self.is_stated(ours)}
+
+    def optimizer_name(self, system: str) -> str:
+        """Return what a system calls the optimizer; raises `ConfigError` where it has none."""
+        optimizer = OPTIMIZERS[self.config.optimizer.name]
+        if system not in optimizer.names:
+            known = [other.name for other in OPTIMIZERS.values() if system in other.names]
+            rule = f"{system} has no optimizer.name = {optimizer.name!r}"
+            raise ConfigError(refusal(rule, legal=known))
+        return optimizer.names[system][0]
 
     def hub_name(self) -> str:
         """Return the model's folder, or its repository; raises `ConfigError` where it has none."""

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.program.optimizer import saved_bytes
 from meshwright.spec.loading import Config
-from meshwright.spec.parts import parameter_count, trained_parameter_count
 from meshwright.units import format_bytes
 
 
@@ -16,9 +16,7 @@ def check_room(config: Config, root: Path, *, for_all: bool = False) -> str:
 
     Raises `ConfigError` if a single step does not fit, and `for_all` if all that are kept don't.
     """
-    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
-    trained = trained_parameter_count(config.model)
-    step = 4 * (parameter_count(config.model) + trained * states)
+    step = saved_bytes(config.model, config.optimizer)
     # The newest is there before the oldest goes.
     count = config.checkpoint.keep + config.checkpoint.keep_best + 1
     free = shutil.disk_usage(nearest_folder(root)).free

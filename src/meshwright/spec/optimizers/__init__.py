@@ -7,11 +7,12 @@ from typing import Final
 
 from meshwright.spec.optimizers.adamw import ADAMW
 from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
+from meshwright.spec.optimizers.lion import LION
 from meshwright.spec.optimizers.muon import DTYPE_BYTES, MUON
 from meshwright.spec.optimizers.sgd import SGD
 
 OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
-    optimizer.name: optimizer for optimizer in (ADAMW, MUON, SGD)
+    optimizer.name: optimizer for optimizer in (ADAMW, LION, MUON, SGD)
 }
 
 __all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Optimizer", "State", "UpdateRule"]

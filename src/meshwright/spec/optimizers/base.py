@@ -34,14 +34,16 @@ class UpdateRule:
 
     `states` are what it keeps under a config's [optimizer], `called` what a table calls them.
     `moved` are the bytes that an update reads and writes for each element of a shard, each pass
-    counted. With `needs_matrix`, it needs whole matrices where a rank has shards of them, and
-    `flops` are those of one matrix of so many rows and columns.
+    counted, `workspace` those that it takes for each element of the parameter that is being
+    updated, beside shards and states. With `needs_matrix`, it needs whole matrices where a rank has
+    shards of them, and `flops` are those of one matrix of so many rows and columns.
     """
 
     name: str
     called: str
     states: Callable[[OptimizerSpec], tuple[State, ...]]
     moved: Callable[[OptimizerSpec], int]
+    workspace: Callable[[OptimizerSpec], int] = field(default=lambda spec: 0)
     needs_matrix: bool = False
     flops: Callable[[OptimizerSpec, int, int], float] = field(default=lambda spec, rows, cols: 0.0)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.optimizers import UpdateRule
@@ -30,3 +30,23 @@ Builder = Callable[[Sequence[ParameterGroup], OptimizerSpec, WholeMatrices], tor
 
 Its `step` reads `grad_scale` and `found_inf` as torch's fused ones do.
 """
+
+
+def unscaled_gradients(
+    weights: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Return gradients divided by `grad_scale`, in place, and whether the step moves weights.
+
+    The latter is fp64 `[]`, so that factors round as numbers of Python do: 0 where `found_inf` is
+    1, else 1. Gradients of a step that moves nothing are zeros, as are those of weights without.
+    """
+    device = weights[0].device
+    skips = torch.zeros((), device=device) if found_inf is None else found_inf
+    gradients = [
+        torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
+    ]
+    if grad_scale is not None:
+        torch._foreach_div_(gradients, grad_scale)
+    for gradient in gradients:
+        gradient.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
+    return gradients, 1 - skips.double()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
-from meshwright.training.optimizers.base import ParameterGroup
+from meshwright.training.optimizers.base import ParameterGroup, unscaled_gradients
 
 # Keller Jordan's quintic polynomial, as torch.optim.Muon has it.
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
@@ -64,15 +64,7 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, weights: list[Tensor], lr: float, weight_decay: float) -> None:
         """Update weights by their orthogonalized momentum; nothing where gradients overflowed."""
-        device = weights[0].device
-        skips = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-        # In fp64, so that a factor rounds as a number of Python does.
-        moves = 1 - skips.double()
-        gradients = [_gradient(weight) for weight in weights]
-        if self.grad_scale is not None:
-            torch._foreach_div_(gradients, self.grad_scale)
-        for gradient in gradients:
-            gradient.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
+        gradients, moves = unscaled_gradients(weights, self.grad_scale, self.found_inf)
         momentum = self._spec.momentum
         for weight, gradient in zip(weights, gradients, strict=True):
             state = self.state[weight]
@@ -92,11 +84,6 @@ class Muon(torch.optim.Optimizer):
         orthogonal = orthogonalize(matrix, self._spec.ns_steps)
         shape = matrix.shape[-2], matrix.shape[-1]
         return self._matrices.shard(weight, orthogonal).to(weight.device), shape
-
-
-def _gradient(weight: Tensor) -> Tensor:
-    """Return a weight's gradient: zeros where it has none, since other ranks may have theirs."""
-    return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
 def scale_of(spec: OptimizerSpec, shape: tuple[int, int]) -> float:

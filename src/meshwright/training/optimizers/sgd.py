@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
-from meshwright.training.optimizers.base import ParameterGroup
+from meshwright.training.optimizers.base import ParameterGroup, unscaled_gradients
 
 
 def build(
@@ -39,14 +39,8 @@ class DecoupledSGD(torch.optim.SGD):
                 self._descend(weights, group)
 
     def _descend(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        device = weights[0].device
-        skips = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-        moves = 1 - skips
-        changes = [weight.grad for weight in weights if weight.grad is not None]
-        if self.grad_scale is not None:
-            torch._foreach_div_(changes, self.grad_scale)
-        for change in changes:
-            change.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
+        changes, moves = unscaled_gradients(weights, self.grad_scale, self.found_inf)
+        moves = moves.float()
         if group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * moves)
         momentum = group["momentum"]
@@ -56,7 +50,7 @@ class DecoupledSGD(torch.optim.SGD):
                 if state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(weight)
             buffers = [state["momentum_buffer"] for state in states]
-            torch._foreach_mul_(buffers, momentum * moves + skips)
+            torch._foreach_mul_(buffers, momentum * moves + (1 - moves))
             torch._foreach_add_(buffers, changes)
             changes = list(torch._foreach_mul(buffers, moves))
         torch._foreach_add_(weights, changes, alpha=-group["lr"])
