@@ -27,6 +27,44 @@ if "wrong" in sys.argv:
 trainer_loops.train(model, dist.get_world_size(), dist.get_rank(), steps=1000)
 """
 
+# What a comparison by hand does: a step of the plain model, then gradients of a parallel one.
+COMPARISON = """\
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from seeded_trainers import summing
+from trainer_loops import Tiny, loss_of, rows
+
+dist.init_process_group("gloo")
+fault = sys.argv[1]
+
+
+def compute_gradients(model, data_ranks, scale):
+    for microbatch in range(2):
+        for data_rank in data_ranks:
+            ids, targets = rows(0, microbatch, data_rank)
+            (loss_of(model(ids), targets, 100) * scale).backward()
+
+
+plain = Tiny()
+optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+compute_gradients(plain, range(2), 1)
+optimizer.step()
+Tiny().eval()(rows(0, 0, 0)[0])  # is never trained
+model = DistributedDataParallel(Tiny())
+if fault == "summed again":
+    model.register_comm_hook(None, summing)
+if fault == "missing average":
+    model.require_backward_grad_sync = False
+compute_gradients(model, [dist.get_rank()], 2)
+if fault == "scaled":
+    model.module.head.weight.grad *= 2
+dist.destroy_process_group()
+"""
+
 
 def prove(tmp_path, monkeypatch, capsys, *words, source=SCRIPT):
     script = tmp_path / "train.py"
@@ -59,6 +97,17 @@ def test_a_wrong_script_fails_with_a_file_for_an_issue_tracker(tmp_path, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.execs
+@pytest.mark.parametrize("fault", ["none", "summed again", "missing average", "scaled"])
+def test_a_model_without_an_optimizer_is_proven_after_others(fault, tmp_path, monkeypatch, capsys):
+    code, found = prove(tmp_path, monkeypatch, capsys, fault, source=COMPARISON)
+    assert (code, found["refused"]) == (int(fault != "none"), None)
+    assert [f["kind"] for f in found["faults"]] == ([] if fault == "none" else [fault])
+    assert found["axes"] == {"dp": 2}
+    assert found["notes"][0] == "before it, the program trained 1 model that agreed"
+    assert "no optimizer took a step" in found["notes"][1]
+
+
 @pytest.mark.execs
 def test_the_example_of_a_loop_on_fsdp2_is_right(tmp_path, monkeypatch, capsys):
     example = Path(__file__).parents[1] / "examples" / "fsdp2_loop.py"

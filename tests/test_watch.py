@@ -1,9 +1,10 @@
 """`watch` on torch's engines: right loops agree, and seeded faults are named."""
 
 import pytest
+import torch.distributed as dist
 
 from meshwright.prove.trainers.watch import watch
-from ranks import on_ranks
+from ranks import on_ranks, ranks
 from seeded_trainers import SEEDS, run_seed
 from trainer_loops import Tiny, build, sum_of_head_norms, train
 
@@ -52,3 +53,14 @@ def test_seeded_faults_are_named(tmp_path):
     assert len(SEEDS) >= 30
     assert named >= 28 / 30 * len(SEEDS), wrong
     print(f"{named} of {len(SEEDS)}", wrong)
+
+
+@ranks(2)
+def test_a_run_that_takes_fewer_steps_is_compared_by_these(world, tmp_path):
+    model, data_ranks, data_rank = build("ddp")
+    lines = []
+    with watch(model, folder=tmp_path, say=lines.append, steps=5) as watched:
+        train(model, data_ranks, data_rank, steps=1)
+    if dist.get_rank() == 0:
+        assert watched.verdict.passed, lines
+        assert watched.verdict.steps == 1

@@ -72,6 +72,8 @@ class ReplicaAlarms:
         """Check no more."""
         self._stack.close()
 
+    finish = stop
+
     def _clips(self, clip: Callable[[], Any], max_norm: float) -> Any:
         norm = clip()
         self._norm = number_of(norm)

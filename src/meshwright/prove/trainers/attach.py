@@ -1,15 +1,21 @@
-"""Finds the model of a program that nobody has changed: the first that a training forward calls."""
+"""Finds the models of a program that nobody has changed: those that a training forward calls."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from meshwright.prove.trainers.gather import everyones
 from meshwright.prove.trainers.watch import TrainerWatch
+from meshwright.units import counted
 
 
 def attach(
@@ -18,38 +24,120 @@ def attach(
     steps: int = 2,
     reference: Callable[[], nn.Module] | None = None,
     say: Callable[[str], None] = print,
-    at_end: Callable[[TrainerWatch], None] | None = None,
+    at_end: Callable[[TrainerWatch], None],
 ) -> Callable[[], None]:
-    """Watch the first model that is called to be trained; return what undoes it.
+    """Watch the models that a program trains; return what ends it, as the program's end does.
 
-    `at_end` is called on every rank after the comparison, in place of printing the verdict.
+    A model is compared after `steps` steps, or before the program trains another model, destroys
+    its process group or exits. The next one is watched if it is right. Then, or if there is no
+    other, every rank calls `at_end`.
     """
-    original = nn.Module.__call__
-    begun = list[TrainerWatch]()
+    finder = _ModelFinder(folder, steps, reference, say, at_end)
+    finder.start()
+    return finder.finish
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _is_trained(module):
-            nn.Module.__call__ = original  # type: ignore[method-assign]
-            watched = TrainerWatch(
-                module, folder, steps=steps, reference=reference, say=say, at_end=at_end
-            )
-            begun.append(watched)
-            watched.start()
-        return original(module, *args, **kwargs)
 
-    def undo() -> None:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
-        for watched in begun:
-            watched.stop()
+class _ModelFinder:
+    """Stands in for `nn.Module.__call__` until a model is judged."""
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    return undo
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        reference: Callable[[], nn.Module] | None,
+        say: Callable[[str], None],
+        at_end: Callable[[TrainerWatch], None],
+    ) -> None:
+        self._folder, self._steps, self._reference = folder, steps, reference
+        self._say, self._at_end = say, at_end
+        self._watched: TrainerWatch | None = None
+        self._is_inside, self._moves_on, self._agreed = False, False, 0
+        self._stack = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Look at each call of a module, and at the program's end."""
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._is_inside or not _is_trained(module):
+                return original(module, *args, **kwargs)
+            self._is_inside = True
+            try:
+                self._meet(module)
+                return original(module, *args, **kwargs)
+            finally:
+                self._is_inside = False
+
+        destroy = dist.destroy_process_group
+
+        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+            self.finish()
+            return destroy(*args, **kwargs)
+
+        self._put(nn.Module, "__call__", call)
+        self._put(dist, "destroy_process_group", destroy_process_group)
+        atexit.register(self._exit)
+        self._stack.callback(atexit.unregister, self._exit)
+
+    def finish(self) -> None:
+        """Compare what the model has done so far, and look no further."""
+        self._stack.close()
+        if self._watched is not None and self._watched.is_on:
+            self._watched.finish()
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        self._stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def _exit(self) -> None:
+        if not hasattr(sys, "last_value"):  # no exception ends the program
+            self.finish()
+
+    def _meet(self, module: nn.Module) -> None:
+        """Watch a model, if none is or the one before has nothing left to do."""
+        if self._watched is not None and not self._is_over(self._watched, module):
+            return
+        self._watched = TrainerWatch(
+            module,
+            self._folder,
+            steps=self._steps,
+            reference=self._reference,
+            say=self._say,
+            at_end=self._compared,
+        )
+        if self._agreed:
+            text = f"before it, the program trained {counted(self._agreed, 'model')} that agreed"
+            self._watched.notes.append(text)
+        self._watched.start()
+
+    def _is_over(self, before: TrainerWatch, module: nn.Module) -> bool:
+        """Whether another model may be watched; compares one of which no step is pending."""
+        if before.root is module or not before.is_on:
+            return False
+        if before.drop():
+            return True
+        if not before.is_between_steps:
+            return False
+        self._moves_on = True
+        before.finish()
+        self._moves_on = False
+        return self._watched is None
+
+    def _compared(self, watched: TrainerWatch) -> None:
+        """Go on to the next model after one that is right; end with any other."""
+        if self._moves_on:
+            is_right = everyones(watched.verdict is not None and watched.verdict.passed)[0]
+            if is_right:
+                self._watched, self._agreed = None, self._agreed + 1
+                return
+        self._stack.close()
+        self._at_end(watched)
 
 
 def _is_trained(module: nn.Module) -> bool:
     """Whether a call of a module is a step's forward: outside of backward, with gradients."""
     in_backward = torch._C._current_graph_task_id() != -1
-    is_on = module.training and torch.is_grad_enabled() and not in_backward
+    is_on = torch.is_grad_enabled() and not in_backward
     return is_on and any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -70,12 +158,12 @@ class WatchCallback:
     ) -> None:
         self._folder, self._steps = Path(folder), steps
         self._reference, self._say = reference, say
-        self._undo: Callable[[], None] = lambda: None
+        self._finish: Callable[[], None] = lambda: None
         self.verdict: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look for the model that the trainer calls."""
-        self._undo = attach(
+        self._finish = attach(
             self._folder,
             steps=self._steps,
             reference=self._reference,
@@ -84,8 +172,8 @@ class WatchCallback:
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the hooks of a run that took fewer steps."""
-        self._undo()
+        """Compare the steps of a run that took fewer."""
+        self._finish()
 
     def _keep(self, watched: TrainerWatch) -> None:
         self.verdict = watched.verdict

@@ -72,7 +72,7 @@ def _compared(
         updates = replay_updates(gathered, facts.optimizer)
         pairs = zip(replay.steps, updates, strict=True)
         replay.steps = [step._replace(updates=expected) for step, expected in pairs]
-    else:
+    elif any(step.after for step in gathered):
         notes.append(
             "updates are compared between ranks only: the optimizer is not one of torch.optim that "
             "begins with these steps"
@@ -85,7 +85,8 @@ def _compared(
     notes.append(convention_text(weighting, scale))
     _note_rows(facts, steps[0], notes)
     fault = _wrong_divisor(weighting, scale, facts.axes)
-    if fault is None or verdict.refused is not None:
+    is_training = any(step.after for step in steps)  # else any multiple may be meant
+    if fault is None or not is_training or verdict.refused is not None:
         return verdict
     return replace(verdict, faults=(fault, *verdict.faults))
 

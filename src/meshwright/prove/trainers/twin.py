@@ -52,7 +52,7 @@ def make_twin(
     for parameter in twin.parameters():
         parameter.grad = None
     without_dropout(twin)
-    return twin.train()
+    return twin.train(model.training)
 
 
 def fill(twin: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:

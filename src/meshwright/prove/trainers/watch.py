@@ -7,7 +7,9 @@ step, the hooks are removed, and rank 0 replays the steps while the others wait.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -70,12 +72,29 @@ class TrainerWatch:
         self._optimizer: torch.optim.Optimizer | None = None
         self._has_state, self._is_open = False, True
         self._stack = contextlib.ExitStack()
+        self.notes = list[str]()
         self.verdict: TrainerVerdict | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether it still records."""
         return self._done < self._steps and self._is_open
+
+    @property
+    def root(self) -> nn.Module:
+        """The model that it watches, as the loop calls it."""
+        return self._model
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a step is over: nothing is pending, or whole gradients that no optimizer takes.
+
+        A program that computes gradients without an optimizer is compared by these.
+        """
+        pending = self._step.microbatches
+        if not pending:
+            return self._done > 0
+        return all(m.gradients for m in pending) and not self._has_optimizer()
 
     def start(self) -> None:
         """Install the hooks, and say how much memory the recording takes."""
@@ -110,6 +129,40 @@ class TrainerWatch:
         if self.is_on:
             self._give_up(f"the optimizer took {self._done} of {self._steps} steps")
         self._stack.close()
+
+    def finish(self) -> None:
+        """Compare the steps that were taken, fewer than were asked for; a collective."""
+        if not self.is_on or not self.is_between_steps:
+            self.stop()
+            return
+        if self._step.microbatches:
+            self.notes.append("no optimizer took a step: only losses and gradients are compared")
+            self._before_update(None)
+            self._keep_step({})
+        self._steps = self._done
+        self.stop()
+        self._compare()
+
+    def drop(self) -> bool:
+        """Remove all hooks if nothing trains the model, which then was only called; whether so."""
+        is_trained = self._done or any(m.gradients for m in self._step.microbatches)
+        if is_trained or self._has_optimizer():
+            return False
+        self._is_open = False
+        self._stack.close()
+        return True
+
+    def _has_optimizer(self) -> bool:
+        """Whether an optimizer holds parameters of the model."""
+        if self._reader.is_deepspeed:
+            return True
+        alive = gc.get_objects()
+        optimizers = [x for x in alive if issubclass(type(x), torch.optim.Optimizer)]
+        return any(self._holds(optimizer) for optimizer in optimizers)
+
+    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        ids = {id(parameter) for parameter in self._model.parameters()}
+        return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
     def _give_up(self, reason: str) -> None:
         """End the recording with a refusal."""
@@ -160,7 +213,7 @@ class TrainerWatch:
 
     def _records_forward(self) -> bool:
         in_backward = torch._C._current_graph_task_id() != -1
-        return self.is_on and torch.is_grad_enabled() and self._model.training and not in_backward
+        return self.is_on and torch.is_grad_enabled() and not in_backward
 
     def _note_dtype(self, module: nn.Module, args: Any) -> None:
         if self._compute_dtype is None and torch.is_grad_enabled():
@@ -196,10 +249,7 @@ class TrainerWatch:
             self._after_update()
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        if not self.is_on or not self._step.microbatches:
-            return False
-        ids = {id(parameter) for parameter in self._model.parameters()}
-        return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+        return self.is_on and bool(self._step.microbatches) and self._holds(optimizer)
 
     def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._step.gradients is None:
@@ -235,15 +285,19 @@ class TrainerWatch:
 
     def _after_update(self) -> None:
         """Write the step, and compare after the last one."""
+        self._keep_step(self._reader.weights())
+        if not self.is_on:
+            self.stop()
+            self._compare()
+
+    def _keep_step(self, after: dict[str, Tensor]) -> None:
+        """Write the step, and begin the next one with the weights `after` it."""
         done, self._step = self._step, RecordedStep()
-        done.after = self._reader.weights()
+        done.after = after
         self._done += 1
         done.microbatches = [m for m in done.microbatches if m.gradients]
         self._step.weights = done.after
         write_step(self._folder, self._done, done, self._reader.sharded_over(), self._rank)
-        if not self.is_on:
-            self.stop()
-            self._compare()
 
     def _engine_steps(self, step: Callable[[], Any], engine: Any) -> Any:
         """Record around the step of DeepSpeed's engine, which clips and updates by itself."""
@@ -270,7 +324,8 @@ class TrainerWatch:
             if self._has_state or kind is None or not kind.__module__.startswith("torch.optim"):
                 kind = None
             facts = RunFacts(self._folder, self._world, self._done, axes, self._compute_dtype, kind)
-            self._conclude(compare_run(facts, self._reader.model, self._reference))
+            verdict = compare_run(facts, self._reader.model, self._reference)
+            self._conclude(replace(verdict, notes=(*self.notes, *verdict.notes)))
         everyones(None)
         if self._at_end is not None:
             self._at_end(self)
@@ -307,8 +362,10 @@ def watch(
     watched.start()
     try:
         yield watched
-    finally:
+    except BaseException:
         watched.stop()
+        raise
+    watched.finish()
 
 
 @contextlib.contextmanager
