@@ -86,7 +86,8 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> tupl
     gradient, and while it is sent and they compute weight gradients.
     """
     target = program.target
-    blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes, kind)
+    has_kernels = target.packed or target.traits.has_masked_attention
+    blocks = 0 if has_kernels else _blocks(program, sizes, kind)
     feed_forward = expert_workspaces if program.model.has_experts(kind) else _mlp
     return (
         *_dropout(program, sizes, "mlp_drop"),
@@ -294,9 +295,8 @@ def of_input(
         return min(summands, 2) * whole_bytes, whole_bytes
     gathered = whole_bytes if gathers else 0
     sent = whole_bytes + (whole_bytes if sizes.rows > 1 else 0)
-    made_bytes = (
-        gathered + sent + sizes.stream_bytes + (whole_bytes if program.target.on_cpu else 0)
-    )
+    copied = whole_bytes if program.target.traits.reduces_copies else 0
+    made_bytes = gathered + sent + sizes.stream_bytes + copied
     # Of what was sent, the copy that is cut is kept until it has arrived.
     return made_bytes, gathered + whole_bytes + sizes.stream_bytes
 

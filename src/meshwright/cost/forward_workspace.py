@@ -75,7 +75,7 @@ def _experts(program: Program, sizes: Sizes) -> int:
     remade = pairs
     if recompute == "selective":
         remade += 2 * hidden
-    if not program.target.on_cpu and sizes.element != _WIDE:  # one kernel for all groups
+    if program.target.traits.has_grouped_matmul and sizes.element != _WIDE:
         remade = 0
     end = remade + hidden + pairs + sizes.routed_bytes
     if recompute != "full":

@@ -43,7 +43,7 @@ _SENT: Final = {
 def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
     """Return all messages that a rank sends and receives in one step, by purpose.
 
-    On CPUs, ZeRO reduces differently, see `program.shards.sums_in_place`, and the loss processes
+    On CPUs, ZeRO reduces differently, see `Target.uses_fsdp2`, and the loss processes
     fewer tokens at a time.
     """
     coordinates = program.layout.mesh.coordinates(rank)
