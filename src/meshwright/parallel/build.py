@@ -50,8 +50,8 @@ from meshwright.parallel.tensor_parallel.tensor import (
 )
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
 from meshwright.program.float8 import gathers_float8
+from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
-from meshwright.program.operations import gathers_again
 from meshwright.program.shards import Region, data_rank, whole
 from meshwright.program.sizes import Sizes, fuses_loss, loss_rows, received
 from meshwright.program.target import Route

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from meshwright.program.actions import Kind, Table
 from meshwright.program.gradient_sums import gradient_sums
+from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Overlaps, Phase, Purpose
-from meshwright.program.operations import gathers_again
 from meshwright.program.pieces import pieces_of, shared_over
 from meshwright.program.shards import data_rank
 from meshwright.program.sizes import Sizes, loss_rows
