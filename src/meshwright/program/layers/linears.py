@@ -136,8 +136,8 @@ def column_workspaces(
     rooms_of_all = [
         weight_gradient_rooms(program, sizes, size // line, sizes.dim) for size in results.values()
     ]
-    most = map(max, zip(*rooms_of_all, strict=True))
-    yield Workspace(first, grads + travelling, weights, grads + waits, *most)
+    largest_rooms = map(max, zip(*rooms_of_all, strict=True))
+    yield Workspace(first, grads + travelling, weights, grads + waits, *largest_rooms)
 
 
 def _frozen_columns(
