@@ -170,7 +170,7 @@ def test_a_block_is_predicted_to_take_what_it_took():
     shape, rates, bandwidth = blocks.usual(CUDA), (7e14, 64.0), 4e12
     parts = blocks.BlockTimes(block=0.02, attention=0.004, overhead=0.001)
     attention = blocks.attention_flops(shape) / parts.attention / rates[0]
-    moves = blocks.seconds_per_byte("bf16", shape, rates, parts, on_cpu=False)
+    moves = blocks.seconds_per_byte("bf16", shape, rates, parts, runs_ahead=True)
     found = {
         "bandwidth": bandwidth,
         "memory": 1.0,

@@ -153,7 +153,7 @@ def test_memory_is_the_walk_of_our_engine_with_what_lies_outside():
             fixed = one.peak.bytes.get("fixed", 0)
             assert one.peak.total == walk.total + fixed
             assert fixed >= sum(outside)
-            assert (fixed > 0) != found.on_cpu
+            assert (fixed > 0) == found.traits.runs_ahead
             assert {name for point in one.memory for name in point.bytes} <= set(MEMORY)
             times = [point.time for point in one.memory]
             assert times == sorted(times)

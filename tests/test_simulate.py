@@ -18,7 +18,7 @@ from meshwright.layout import Layout
 from meshwright.planner.plan import cost_inputs_of
 from meshwright.program.lower import lower
 from meshwright.program.profile import MEMORY, from_json
-from meshwright.program.shards import data_rank, sums_in_place
+from meshwright.program.shards import data_rank
 from meshwright.program.target import Target
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
@@ -59,7 +59,7 @@ def layers_of_ranks(case, rank):
 def keeps_whole(case):
     """How many ranks' rows the trained weights are views of memory with."""
     layout = case.layout
-    is_own = sums_in_place(layout, Target("cpu")) and layout.zero < 3
+    is_own = not Target("cpu").uses_fsdp2(layout) and layout.zero < 3
     return layout.shard_ranks if is_own and case.train.precision == "fp32" else 1
 
 

@@ -229,3 +229,11 @@ def _stands_in(folder: Path, names: list[str]) -> bool:
     return module.exists() and all(
         re.search(rf"\b{name}\b", module.read_text()) for name in names[1:]
     )
+
+
+def test_what_a_device_does_differently_stands_in_one_table():
+    """A test of the device in a formula is a second description of it, which drifts."""
+    asks = re.compile(r"\bon_cpu\b|\bsums_in_place\b|target\.device\b")
+    for path in modules():
+        if path != SRC / "program" / "target.py":
+            assert not (named := asks.findall(path.read_text())), f"{path}: {named}"

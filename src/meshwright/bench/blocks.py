@@ -201,18 +201,18 @@ def seconds_per_byte(
     rates: tuple[float, float],
     block_times: BlockTimes,
     *,
-    on_cpu: bool,
+    runs_ahead: bool,
 ) -> float:
     """Return the seconds per byte that a block moves outside of matmuls and attention.
 
     The rest of a block's time after its matmuls, attention and overhead, divided by the bytes that
     `cost.work` counts; `rates` are the peak and the half of `device.saturation`. Measured in the
-    model's own size, because the work around attention doesn't scale with bytes alone. On a GPU,
-    the overhead is not subtracted, because the host runs ahead.
+    model's own size, because the work around attention doesn't scale with bytes alone. The
+    overhead is not subtracted where the host `runs_ahead` of a GPU.
     """
     peak, half = rates
     work = _work(precision, shape)
-    left = block_times.block - block_times.attention - (block_times.overhead if on_cpu else 0.0)
+    left = block_times.block - block_times.attention - (0.0 if runs_ahead else block_times.overhead)
     for matmul in work.products:
         share = math.prod(side / (side + half) for side in matmul.sides)
         left -= PASSES * matmul.flops / (peak * share)

@@ -195,7 +195,7 @@ def _compute(
                 f"{o}overhead.layer.{precision}": block_times.overhead for o in {prefix, ""}
             }
             moves = on_blocks.seconds_per_byte(
-                precision, shape, (peak, half), block_times, on_cpu=device.type == "cpu"
+                precision, shape, (peak, half), block_times, runs_ahead=device.type != "cpu"
             )
             constants[f"{prefix}moves.{precision}"] = moves * bandwidth
         loss = 1 / on_device.loss_rate(device, precision, budget_s)

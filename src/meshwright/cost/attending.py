@@ -29,7 +29,7 @@ def attends(model: ModelSpec, kind: LayerSpec, span: int) -> Attends:
 
 def rates(target: Target, find: Callable[[str], float]) -> Mapping[Attends, float]:
     """Return each kernel's rate as a multiple of the plain one's; `find` returns a constant."""
-    if target.on_cpu:
+    if not target.traits.has_masked_attention:
         return {}
     bounded = find("attention.bounded")
     window = 1.0 if target.packed else bounded

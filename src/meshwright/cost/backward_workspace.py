@@ -6,18 +6,18 @@ is autograd's: the last operation of the forward comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from meshwright.cost.expert_workspace import expert_workspaces
 from meshwright.cost.forward_workspace import forward_workspace
-from meshwright.cost.workspace import Workspace, frozen, mask_bytes, of_result, weights_of
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
+from meshwright.program.layers import mlp
+from meshwright.program.layers.linears import column_workspaces, row_workspaces
+from meshwright.program.layers.workspace import Workspace, frozen, mask_bytes
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
     Operation,
-    gathers_again,
-    is_joint,
     latent_widths,
     operations,
 )
@@ -86,8 +86,10 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> tupl
     gradient, and while it is sent and they compute weight gradients.
     """
     target = program.target
-    blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes, kind)
-    feed_forward = expert_workspaces if program.model.has_experts(kind) else _mlp
+    has_kernels = target.packed or target.traits.has_masked_attention
+    blocks = 0 if has_kernels else _blocks(program, sizes, kind)
+    has_experts = program.model.has_experts(kind)
+    feed_forward = expert_workspaces if has_experts else mlp.backward_workspaces
     return (
         *_dropout(program, sizes, "mlp_drop"),
         *_after(program, sizes, "mlp_post_norm"),
@@ -95,30 +97,6 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> tupl
         *_before(program, sizes, "mlp_norm"),
         *_attention(program, sizes, kind, blocks),
     )
-
-
-def _mlp(program: Program, sizes: Sizes) -> Iterator[Workspace]:
-    hidden = sizes.tokens * sizes.ffn * sizes.element
-    gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
-    biases = program.model.mlp_bias
-    came = of_result(program, sizes) + gathered
-    if program.model.lora is not None:
-        yield from frozen(program, sizes, "mlp.down", came, 0, hidden)
-    else:
-        yield Workspace(
-            "mlp.down",
-            came + hidden,
-            weights_of("mlp.down", biases),
-            sizes.whole_bytes,
-            *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
-        )
-    if program.model.gated_mlp:
-        # The gradient that came, and those of both factors.
-        yield Workspace("mlp.act", 3 * hidden)
-        yield from _columns(program, sizes, {"mlp.gate": hidden, "mlp.up": hidden}, biases)
-    else:
-        yield Workspace("mlp.act", 2 * hidden)
-        yield from _columns(program, sizes, {"mlp.up": hidden}, biases)
 
 
 def _dropout(program: Program, sizes: Sizes, name: str) -> Iterator[Workspace]:
@@ -159,22 +137,12 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
     of_heads = sizes.tokens * sizes.heads * sizes.head_dim * sizes.element
     of_kv = sizes.tokens * sizes.kv_heads * sizes.head_dim * sizes.element
     of_values = sizes.tokens * sizes.heads * program.model.value_dim * sizes.element
-    gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     biases = program.model.attention_bias
     yield from _dropout(program, sizes, "attn_drop")
     yield from _after(program, sizes, "attn_post_norm")
-    came = of_result(program, sizes) + gathered
-    if program.model.lora is not None:
-        yield from frozen(program, sizes, "attn.o", came, 0, of_values)
-    else:
-        yield Workspace(
-            "attn.o",
-            came + of_values,
-            weights_of("attn.o", program.model.has_output_bias),
-            sizes.whole_bytes + of_values,
-            *_room(program, sizes, sizes.dim, sizes.heads * program.model.value_dim, of_values),
-        )
     # Attention keeps its result, which is the input of that product.
+    has_bias = program.model.has_output_bias
+    yield from row_workspaces(program, sizes, "attn.o", of_values, has_bias, waits=of_values)
     sinks = ("attn.sinks",) if program.model.attention_sinks else ()
     yield Workspace("attn.core", 2 * of_heads + 2 * of_kv + blocks, sinks)
     if program.model.rotary_dim and kind.rotary:
@@ -198,7 +166,7 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
             made_bytes = normed + 3 * normed // sizes.element * _WIDE
             yield Workspace(name, of_heads + 2 * of_kv + made_bytes, (f"{name}.weight",))
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
-    yield from _columns(program, sizes, results, biases)
+    yield from column_workspaces(program, sizes, results, biases)
     yield from _before(program, sizes, "attn_norm")
 
 
@@ -231,91 +199,7 @@ def _latent_heads(program: Program, sizes: Sizes, of_core: int) -> Iterator[Work
         yield from second("attn.q_b", joined, of_q, low)
         yield Workspace("attn.q_a_norm", joined + normed(low), ("attn.q_a_norm.weight",))
         results = {"attn.q_a": low, "attn.kv_a": joined}
-    yield from _columns(program, sizes, results, model.attention_bias)
-
-
-def _columns(
-    program: Program, sizes: Sizes, results: Mapping[str, int], biases: bool
-) -> Iterator[Workspace]:
-    """Yield the needs of products of one input, of whose results the bytes are given."""
-    whole_bytes, names = sizes.whole_bytes, list(results)
-    if program.model.lora is not None:
-        yield from _frozen_columns(program, sizes, results)
-        return
-    line = sizes.tokens * sizes.element  # a number of each token
-    if not is_joint(program):
-        while names:  # one after the other: what the last one made is added to
-            held_bytes = sum(results[name] for name in names)
-            last = names.pop()
-            made_bytes = whole_bytes if len(names) == len(results) - 1 else 2 * whole_bytes
-            room = _room(program, sizes, results[last] // line, sizes.dim, whole_bytes)
-            yield Workspace(
-                last, held_bytes + made_bytes, weights_of(last, biases), results[last], *room
-            )
-        return
-    first, grads = names[0], sum(results.values())
-    regathers = gathers_again(program)
-    made_bytes, travelling = of_input(program, sizes, len(names), gathers=regathers)
-    yield Workspace(f"{first}: input", grads + made_bytes)
-    weights = tuple(weight for name in names for weight in weights_of(name, biases))
-    waits = whole_bytes - sizes.stream_bytes if regathers else 0
-    rooms = [_room(program, sizes, size // line, sizes.dim) for size in results.values()]
-    yield Workspace(
-        first, grads + travelling, weights, grads + waits, *map(max, zip(*rooms, strict=True))
-    )
-
-
-def _frozen_columns(
-    program: Program, sizes: Sizes, results: Mapping[str, int]
-) -> Iterator[Workspace]:
-    """Yield the needs of products of one input with frozen weights, and of their adapters."""
-    result_bytes, made_bytes = sum(results.values()), 0
-    for name, size in reversed(list(results.items())):
-        yield from frozen(
-            program, sizes, name, result_bytes + made_bytes - size, size, sizes.whole_bytes
-        )
-        result_bytes, made_bytes = result_bytes - size, sizes.whole_bytes
-    if program.layout.tp > 1:
-        sent, _ = of_input(program, sizes, gathers=False)
-        yield Workspace(f"{next(iter(results))}: input", sent)
-
-
-def of_input(
-    program: Program, sizes: Sizes, summands: int = 1, *, gathers: bool
-) -> tuple[int, int]:
-    """Return what the input gradient of products needs while computed, and while sent.
-
-    `summands` are its products; with `gathers`, the input itself is gathered for them. The sum over
-    tp uses its own memory. With sp, the gradient is split, which copies several rows, and becomes
-    the rank's shard; gloo reduces a copy.
-    """
-    whole_bytes = sizes.whole_bytes
-    if not (program.layout.sp and program.layout.tp > 1):
-        return min(summands, 2) * whole_bytes, whole_bytes
-    gathered = whole_bytes if gathers else 0
-    sent = whole_bytes + (whole_bytes if sizes.rows > 1 else 0)
-    made_bytes = (
-        gathered + sent + sizes.stream_bytes + (whole_bytes if program.target.on_cpu else 0)
-    )
-    # Of what was sent, the copy that is cut is kept until it has arrived.
-    return made_bytes, gathered + whole_bytes + sizes.stream_bytes
-
-
-def _room(
-    program: Program, sizes: Sizes, outer: int, inner: int, made_bytes: int = 0
-) -> tuple[int, int]:
-    """Return `Workspace.room` and `.added` of the product for the gradient of `[outer, inner]`.
-
-    Autograd computes it before the gradient of the input, of `made_bytes`, which count already:
-    only what exceeds them is added. Our own function computes it after that gradient.
-    """
-    if sizes.element != _WIDE:
-        return 0, 0
-    products, shape = program.target.products, (outer, sizes.tokens, inner)
-    room = products.room(*shape)
-    return room if is_joint(program) else max(room - made_bytes, 0), products.room(
-        *shape, adds=True
-    )
+    yield from column_workspaces(program, sizes, results, model.attention_bias)
 
 
 def _norm(program: Program, sizes: Sizes) -> int:

@@ -16,7 +16,6 @@ from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.program.float8 import LARGEST_BYTES, float8_weights, gathers_float8
 from meshwright.program.messages import CollectiveKind
-from meshwright.program.shards import sums_in_place
 
 
 class EndWaits(NamedTuple):
@@ -128,10 +127,10 @@ def unit_messages(setting: CostInputs, kernels: Kernels, layout: Layout) -> Unit
         among = peers.shards, peers.shard_stride, peers.shard
         size = peers.elements * setting.reduced_bytes
         reduce += network.seconds(reduction(setting, layout), size, *among)
-    in_place = sums_in_place(layout, setting.target)  # else a unit is taken up in either pass
-    is_joined = model.tie_embeddings and not in_place
+    by_fsdp2 = setting.target.uses_fsdp2(layout)  # takes up a unit in either pass
+    is_joined = model.tie_embeddings and by_fsdp2
     ends = _ends(setting, kernels, layout)
-    return UnitSeconds(gather, reduce, 0.0 if in_place else kernels.per_unit / 2, *ends, is_joined)
+    return UnitSeconds(gather, reduce, kernels.per_unit / 2 if by_fsdp2 else 0.0, *ends, is_joined)
 
 
 def _ends(setting: CostInputs, kernels: Kernels, layout: Layout) -> tuple[EndSeconds, EndSeconds]:
@@ -141,11 +140,11 @@ def _ends(setting: CostInputs, kernels: Kernels, layout: Layout) -> tuple[EndSec
     `System.parts_ends` does not part is gathered for both passes.
     """
     model, zero, network = setting.model, layout.zero, kernels.network
-    in_place = sums_in_place(layout, setting.target)
+    by_fsdp2 = setting.target.uses_fsdp2(layout)
     among = layout.shard_ranks, layout.tp, "shard"
 
     def gather(*units: int) -> float:
-        if zero < 3 or in_place:
+        if zero < 3 or not by_fsdp2:
             return 0.0
         kind = gathering(setting, layout)
         return sum(network.seconds(kind, elements * setting.element, *among) for elements in units)
@@ -156,9 +155,9 @@ def _ends(setting: CostInputs, kernels: Kernels, layout: Layout) -> tuple[EndSec
 
     cut = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp)
     trained = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, which="trained")
-    if in_place or model.tie_embeddings or not setting.system.parts_ends:
+    if not by_fsdp2 or model.tie_embeddings or not setting.system.parts_ends:
         # The last end's own, and what is tied to it where FSDP2 has both in one unit.
-        joined = model.tie_embeddings and not in_place
+        joined = model.tie_embeddings and by_fsdp2
         last_end, sums = (
             part.norm + part.head + part.embedding * joined for part in (cut, trained)
         )
@@ -177,13 +176,12 @@ def _ends(setting: CostInputs, kernels: Kernels, layout: Layout) -> tuple[EndSec
 
 def gathering(setting: CostInputs, layout: Layout) -> str:
     """Return how ZeRO gathers a unit's weights, as a kind of collective in `cost.network`."""
-    return "rows" if sums_in_place(layout, setting.target) else "all_gather"
+    return "all_gather" if setting.target.uses_fsdp2(layout) else "rows"
 
 
 def reduction(setting: CostInputs, layout: Layout) -> CollectiveKind:
     """Return the collective that reduces gradients over the ranks that share rows."""
-    in_place = sums_in_place(layout, setting.target)
-    return "all_to_all" if in_place else "reduce_scatter"
+    return "reduce_scatter" if setting.target.uses_fsdp2(layout) else "all_to_all"
 
 
 def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> Waits:
@@ -247,7 +245,7 @@ def data_messages(
             size = peers.elements * reduced / peers.shards
             copies = peers.replicas, peers.replica_stride, peers.replicate
             seconds += network.seconds("all_reduce", size, *copies)
-    if layout.zero == 3 and sums_in_place(layout, setting.target):
+    if layout.zero == 3 and not setting.target.uses_fsdp2(layout):
         ends = elements_of(
             setting.model, layout, held_layers._replace(kinds=(0,) * len(held_layers.kinds))
         )

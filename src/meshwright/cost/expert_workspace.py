@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from meshwright.cost.workspace import Workspace, frozen, of_result, trained
+from meshwright.program.layers.workspace import Workspace, frozen, of_result, trained
 from meshwright.program.lower import Program
 from meshwright.program.sizes import Sizes
 from meshwright.spec.lora import DOWN, JOINED, matrices

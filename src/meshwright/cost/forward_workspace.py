@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from meshwright.cost.workspace import mask_bytes
+from meshwright.program.layers import mlp
+from meshwright.program.layers.workspace import mask_bytes
 from meshwright.program.lower import Program
 from meshwright.program.sizes import Sizes
 from meshwright.spec.model import LayerSpec
@@ -23,42 +24,10 @@ def forward_workspace(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     stream = 0 if is_kept else sizes.stream_bytes
     if model.has_experts(kind):
         within = _experts(program, sizes)
-    else:  # with recomputation the result of its norm is not kept, either
-        normed = sizes.whole_bytes if recompute != "none" and model.norms_before else 0
-        within = normed + max(_mlp(program, sizes), _adapter(program, sizes))
+    else:
+        within = mlp.forward_workspace(program, sizes)
     dropped = sizes.stream_bytes + mask_bytes(sizes.stream * sizes.dim) if model.dropout else 0
     return stream + max(within, dropped)
-
-
-def _mlp(program: Program, sizes: Sizes) -> int:
-    """Return the bytes of an MLP's activation, or of the last product.
-
-    Selective recomputation keeps products, but not their sums with those of adapters, which the
-    activation takes; full recomputation keeps neither.
-    """
-    hidden, recompute = sizes.tokens * sizes.ffn * sizes.element, program.layout.recompute
-    takes = 2 if program.model.gated_mlp else 1
-    if recompute == "none" or (recompute == "selective" and program.model.lora is None):
-        return max((takes - 1) * hidden, sizes.whole_bytes)
-    return hidden + max(takes * hidden, sizes.whole_bytes)
-
-
-def _adapter(program: Program, sizes: Sizes) -> int:
-    """Return the bytes of an MLP's last product with an adapter.
-
-    It has three results: its own, the adapter's, and their sum. Its input is kept by the adapter,
-    which with dropout keeps a copy instead.
-    """
-    model, keeps = program.model, program.layout.recompute == "none"
-    if model.lora is None or "mlp.down" not in model.adapted:
-        return 0
-    hidden, sums = sizes.tokens * sizes.ffn * sizes.element, 3 * sizes.whole_bytes
-    if not model.lora.dropout:
-        return sums + (0 if keeps else hidden)
-    masking = sizes.whole_bytes + mask_bytes(sizes.tokens * sizes.ffn)
-    if keeps:  # the copy counts as kept, but comes after its mask
-        return max(masking, sums + hidden)
-    return hidden + max(masking, sums + hidden)
 
 
 def _experts(program: Program, sizes: Sizes) -> int:
@@ -75,7 +44,7 @@ def _experts(program: Program, sizes: Sizes) -> int:
     remade = pairs
     if recompute == "selective":
         remade += 2 * hidden
-    if not program.target.on_cpu and sizes.element != _WIDE:  # one kernel for all groups
+    if program.target.traits.has_grouped_matmul and sizes.element != _WIDE:
         remade = 0
     end = remade + hidden + pairs + sizes.routed_bytes
     if recompute != "full":

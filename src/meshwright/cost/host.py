@@ -52,7 +52,7 @@ def copy_waits(
         return CopyWaits(nothing, nothing, 0.0, is_there=True)
     moved = [sum(size for _, size in work.leaves) for work in work_of(setting, layout).layers]
     copies = [size / setting.cluster.host.bandwidth for size in moved]
-    overlap = 0.0 if setting.on_cpu else kernels.overlap
+    overlap = kernels.overlap if setting.traits.runs_ahead else 0.0
 
     def wait(sent: float, computed: float) -> float:
         return sent - overlap * min(sent, computed)

@@ -17,7 +17,7 @@ from meshwright.program.float8 import remakes_inputs
 from meshwright.program.schedule import stage_ranks
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage, split_stages
-from meshwright.program.target import Target, route, takes_tf32
+from meshwright.program.target import TRAITS, Device, DeviceTraits, Target, route, takes_tf32
 from meshwright.program.zero_collectives import reduced_bytes
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
@@ -54,14 +54,19 @@ class CostInputs:
         return self.system.reduced_bytes or reduced_bytes(self.train)
 
     @cached_property
-    def on_cpu(self) -> bool:
-        """Whether the ranks are processes on CPUs."""
-        return self.cluster.device.kind == "cpu"
+    def device(self) -> Device:
+        """Where the ranks compute."""
+        return "cpu" if self.cluster.device.kind == "cpu" else "gpu"
+
+    @property
+    def traits(self) -> DeviceTraits:
+        """What the device of the ranks does differently from others."""
+        return TRAITS[self.device]
 
     @cached_property
     def target(self) -> Target:
         """The target of a program on the cluster's ranks."""
-        if not self.on_cpu:
+        if self.device == "gpu":
             tf32 = takes_tf32(self.train.matmul)
             target = Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
             return target._replace(compiled=self.compiles)
@@ -83,7 +88,7 @@ class CostInputs:
         """Whether blocks are priced as compiled: "auto" is, on GPUs whose gain is not measured."""
         if self.train.compile != "auto":
             return self.train.is_compiled
-        is_usual = not self.on_cpu and self.compile_gain is None
+        is_usual = self.traits.compiles_unmeasured and self.compile_gain is None
         return is_usual and self.train.engine == "native"
 
     def compile_saves(self, constant: str) -> float:

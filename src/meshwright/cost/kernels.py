@@ -220,7 +220,7 @@ class Kernels:
         A CPU is the host, which computes when it has called; before a GPU the host runs ahead.
         """
         device, calls = max(device, passes * launches), self.per_layer * passes / PASSES
-        return device + calls if self.target.on_cpu else max(device, calls)
+        return max(device, calls) if self.target.traits.runs_ahead else device + calls
 
     def _selective(
         self,

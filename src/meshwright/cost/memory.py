@@ -21,7 +21,7 @@ from meshwright.cost.work import LayoutWork, RankLayers, Work
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.saved import Kind
-from meshwright.program.shards import cuts_frozen, sums_in_place
+from meshwright.program.shards import cuts_frozen
 from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_rows, loss_workspace
 from meshwright.spec.lora import NF4_BLOCK, nf4_bytes
 
@@ -65,7 +65,7 @@ def model_states(setting: CostInputs, layout: Layout, held_layers: RankLayers) -
     ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer states over the
     sharding ranks, stage 2 also gradients, stage 3 also weights. In a system that keeps shards, the
     fp32 weights are the master weights, so stage 1 shards them and gathers a compute copy. On CPUs
-    in fp32, they stay whole, see `program.shards.sums_in_place`.
+    in fp32, they stay whole, see `Target.uses_fsdp2`.
     """
     model, system, element = setting.model, setting.system, setting.element
     ranks, zero = layout.shard_ranks, layout.zero
@@ -85,7 +85,7 @@ def model_states(setting: CostInputs, layout: Layout, held_layers: RankLayers) -
             blocks, size = packed // NF4_BLOCK, nf4_bytes(NF4_BLOCK)
             template = "{:,} blocks of 64 elements x {} B: frozen in four bits"
             terms.append(Term("weights", blocks * size, template, (blocks, size)))
-    in_place = system.keeps == "shards" and sums_in_place(layout, setting.target)
+    in_place = system.keeps == "shards" and not setting.target.uses_fsdp2(layout)
     if system.keeps != "shards" and zero < 3:
         add("weights", whole_elements, element, "whole")
     elif in_place and zero < 3 and element == _FP32:
@@ -168,7 +168,7 @@ def _gradients(
         # FSDP2 keeps a shard group's sums on the device until its replicas meet, for the last.
         terms.append(_counted("gradients", part, reduced, "sums of a shard group"))
     further = layout.virtual_stages - 1
-    if system.keeps == "shards" and not sums_in_place(layout, setting.target) and further:
+    if system.keeps == "shards" and setting.target.uses_fsdp2(layout) and further:
         # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
         label = "reduced last, of each further stage"
         terms.append(_counted("communication buffers", further * unit.layer, reduced, label))

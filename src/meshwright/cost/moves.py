@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from meshwright.cost.byte_count import ByteCount
 from meshwright.program.actions import Action
+from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
-from meshwright.program.operations import Operation, gathers_again, operations
+from meshwright.program.operations import Operation, operations
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec, ModelSpec

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from meshwright.cost.backward_workspace import LayerBytes, Size, kept, layer_bytes, of_input
+from meshwright.cost.backward_workspace import LayerBytes, Size, kept, layer_bytes
 from meshwright.cost.byte_count import ByteCount, PredictedMoment
 from meshwright.cost.moves import Moves
 from meshwright.cost.units import GRADIENTS, Units
+from meshwright.program.layers.linears import of_input
 from meshwright.program.lower import Program
 from meshwright.program.operations import Operation, operations
 from meshwright.program.schedule import Action, Kind, Table

@@ -13,7 +13,7 @@ from typing import Final
 from meshwright.cost.byte_count import ByteCount
 from meshwright.cost.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
 from meshwright.program.lower import Program
-from meshwright.program.shards import EMBED, HEAD, Sharding, cuts_frozen, data_rank, sums_in_place
+from meshwright.program.shards import EMBED, HEAD, Sharding, cuts_frozen, data_rank
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 from meshwright.program.zero_collectives import unit_in
@@ -40,12 +40,12 @@ class Units:
         self.layout, self.bytes_held = layout, bytes_held
         self.element = ELEMENT_BYTES[train.precision]
         self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
-        self.in_place = sums_in_place(layout, program.target)
+        self.in_place = not program.target.uses_fsdp2(layout)
         # An exchange is completed by the next one; sums end while the rank goes on.
         self.waits = self.in_place and layout.shard_ranks > 1
         self.offload = layout.offload
         # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
-        self.copies = 2 if program.target.on_cpu else 1
+        self.copies = 2 if program.target.traits.reduces_copies else 1
         tp, place = layout.tp, data_rank(layout, coordinates)
         ends: dict[str, dict[str, Sharding]] = {}
         for name in program.parameters(stage):

@@ -308,7 +308,7 @@ def _work(
     if any(op.kind == "attention" for op in ops):
         attention = _attention_flops(program, ops)
         scores = sizes.rows * sizes.heads * program.sequence * program.train.seq_len
-    moved = sum(_moved(program, sizes, op) for op in ops)
+    moved = float(sum(op.io_bytes for op in ops))
     if scores:
         moved += 2 * 3 * sizes.stream_bytes  # two residual sums: two read, one written
         moved += dequantising_bytes(program, sizes)
@@ -357,26 +357,3 @@ def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
     is_column = sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))
     is_column = is_column and not (shared or name.endswith((".q_b", ".kv_b")))
     return Product(rows, inner, outer, is_column, 1, op.backward, shared)
-
-
-def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
-    """Return the bytes that a forward of an operation moves if it reads and writes each once."""
-    heads = sizes.tokens * (sizes.heads + sizes.kv_heads) * sizes.head_dim * sizes.element
-    hidden = sizes.tokens * sizes.ffn * sizes.element
-    if op.name.endswith("mlp.experts.act"):
-        hidden = sizes.received * sizes.expert_ffn * sizes.element
-    elif op.name.endswith("mlp.shared.act"):
-        hidden = sizes.tokens * sizes.shared_ffn * sizes.element
-    elif op.name.endswith("mlp.shared_gate.act"):
-        return 3.0 * sizes.whole_bytes
-    if op.kind == "routing":  # into the experts' order and back: read and written, then summed
-        return 5.0 * sizes.received * sizes.dim * sizes.element
-    if op.kind == "dropout":
-        return 2.0 * sizes.stream_bytes
-    if op.kind == "rotation":
-        return 2.0 * heads
-    if op.kind == "activation":
-        return (3.0 if program.model.gated_mlp else 2.0) * hidden
-    if op.kind == "embedding":
-        return 2.0 * sizes.stream_bytes
-    return 0.0

@@ -90,7 +90,7 @@ class _KeepsProducts(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.nodes:
-            if node.target in _PRODUCTS and _is_fp32_on_cpu(node):
+            if node.target in _PRODUCTS and _is_fp32_of_cpu(node):
                 node.meta["should_fallback"] = True
 
     def uuid(self) -> str:
@@ -98,7 +98,7 @@ class _KeepsProducts(CustomGraphPass):
         return "meshwright keeps products 1"
 
 
-def _is_fp32_on_cpu(node: Node) -> bool:
+def _is_fp32_of_cpu(node: Node) -> bool:
     value: Tensor = node.meta["val"]
     return value.dtype == torch.float32 and value.device.type == "cpu"
 

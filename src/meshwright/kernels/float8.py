@@ -26,7 +26,8 @@ def take_float8(blocks: Iterable[nn.Module], target: Target) -> None:
     On a CPU, operands are rounded in the same way, and multiplied by plain products. Raises
     `MeshwrightError` if the GPU has no float8 products.
     """
-    if not target.on_cpu and torch.cuda.is_available():
+    emulates = target.traits.emulates_float8
+    if not emulates and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < CAPABILITY:
             raise MeshwrightError(
@@ -38,4 +39,4 @@ def take_float8(blocks: Iterable[nn.Module], target: Target) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     for block in blocks:
-        convert_to_float8_training(block, config=Float8LinearConfig(emulate=target.on_cpu))
+        convert_to_float8_training(block, config=Float8LinearConfig(emulate=emulates))

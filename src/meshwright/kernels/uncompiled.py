@@ -38,7 +38,7 @@ def leave_uncompiled(block: Block, program: Program, *, splits: bool) -> nn.Modu
 
 def _leave_experts_uncompiled(mlp: ExpertMLP, program: Program, *, splits: bool) -> None:
     apart: list[nn.Module] = [mlp.router]
-    has_kernel = not program.target.on_cpu and program.train.precision == "bf16"
+    has_kernel = program.target.traits.has_grouped_matmul and program.train.precision == "bf16"
     lora = program.model.lora
     has_kernel &= lora is None or not mlp.experts.adapters or lora.rank % ALIGNED == 0
     if program.layout.ep > 1:

@@ -10,17 +10,15 @@ from meshwright.models.context import PLAIN, Context
 from meshwright.models.dropout import Dropout
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
-from meshwright.models.mlp import MLP, GatedMLP
+from meshwright.models.mlp import MLP
 from meshwright.models.norms import norm
 from meshwright.models.rope import Rope
 from meshwright.spec.model import LayerSpec, ModelSpec
 
 
-def feed_forward(spec: ModelSpec, kind: LayerSpec) -> GatedMLP | MLP | ExpertMLP:
+def feed_forward(spec: ModelSpec, kind: LayerSpec) -> MLP | ExpertMLP:
     """Return the second sublayer of a layer: an MLP, or experts."""
-    if spec.has_experts(kind):
-        return ExpertMLP(spec)
-    return GatedMLP(spec, spec.ffn_dim) if spec.gated_mlp else MLP(spec)
+    return ExpertMLP(spec) if spec.has_experts(kind) else MLP(spec)
 
 
 class Block(nn.Module):

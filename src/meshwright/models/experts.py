@@ -28,7 +28,7 @@ from meshwright.models.grouped import (
     sums,
     weight_grads,
 )
-from meshwright.models.mlp import GatedMLP
+from meshwright.models.mlp import MLP
 from meshwright.models.ops import Glu, widened
 from meshwright.models.routers import Edge, Make, Matrices, Routing, router, same
 from meshwright.spec.lora import DOWN, JOINED, JOINT, matrices
@@ -95,8 +95,7 @@ class ExpertMLP(nn.Module):
         super().__init__()
         self.router = router(spec)
         self.experts = Experts(spec)
-        width = spec.shared_ffn_dim
-        self.shared = GatedMLP(spec, width, "mlp.shared") if width else None
+        self.shared = MLP(spec, "mlp.shared") if spec.shared_ffn_dim else None
         self.shared_gate = nn.Linear(spec.dim, 1, bias=False) if spec.shared_gate else None
         self.enter: Edge = same
         self.leave: Edge = same

@@ -1,4 +1,4 @@
-"""The MLPs of a layer, gated and plain."""
+"""The MLP of a layer, gated or plain."""
 
 from __future__ import annotations
 
@@ -9,43 +9,36 @@ from meshwright.models.context import PLAIN, Context
 from meshwright.models.lora import apply, linear
 from meshwright.models.ops import activated, gated
 from meshwright.spec.model import ModelSpec
-
-
-class GatedMLP(nn.Module):
-    """A gated MLP, as Llama's: `down(act(gate(x)) * up(x))`, SwiGLU with SiLU. arXiv:2002.05202.
-
-    `name` is its own in a block.
-    """
-
-    def __init__(self, spec: ModelSpec, width: int, name: str = "mlp") -> None:
-        super().__init__()
-        self.gate = linear(spec, f"{name}.gate", spec.dim, width, bias=spec.mlp_bias)
-        self.up = linear(spec, f"{name}.up", spec.dim, width, bias=spec.mlp_bias)
-        self.down = linear(spec, f"{name}.down", width, spec.dim, bias=spec.mlp_bias)
-        self.act = spec.activation
-        self.project: Project = each
-
-    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return the MLP of x `[..., dim]`, of the same shape."""
-        gate, up = self.project(x, (self.gate, self.up), context)
-        hidden = gated(gate, up, self.act)
-        del gate, up  # frees their memory before the last product
-        return apply(self.down, hidden, context)
+from meshwright.spec.parts import mlp_linears
 
 
 class MLP(nn.Module):
-    """A plain MLP, as GPT-NeoX's: `down(act(up(x)))`."""
+    """`down(act(gate(x)) * up(x))` if gated, as Llama's, SwiGLU with SiLU: arXiv:2002.05202.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Otherwise `down(act(up(x)))`, as GPT-NeoX's. `name` is its own in a block.
+    """
+
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
+    def __init__(self, spec: ModelSpec, name: str = "mlp") -> None:
         super().__init__()
-        self.up = linear(spec, "mlp.up", spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
-        self.down = linear(spec, "mlp.down", spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
+        for path, (outer, _), (inner, _), has_bias in mlp_linears(spec, name):
+            layer = linear(spec, path, inner, outer, bias=has_bias)
+            self.add_module(path.rpartition(".")[2], layer)
         self.act = spec.activation
+        self.is_gated = spec.gated_mlp
         self.project: Project = each
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
-        (up,) = self.project(x, (self.up,), context)
-        hidden = activated(up, self.act)
-        del up
+        if self.is_gated:
+            gate, up = self.project(x, (self.gate, self.up), context)
+            hidden = gated(gate, up, self.act)
+            del gate, up  # frees their memory before the last product
+        else:
+            (up,) = self.project(x, (self.up,), context)
+            hidden = activated(up, self.act)
+            del up
         return apply(self.down, hidden, context)

@@ -50,9 +50,9 @@ from meshwright.parallel.tensor_parallel.tensor import (
 )
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
 from meshwright.program.float8 import gathers_float8
+from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
-from meshwright.program.operations import gathers_again
-from meshwright.program.shards import Region, data_rank, sums_in_place, whole
+from meshwright.program.shards import Region, data_rank, whole
 from meshwright.program.sizes import Sizes, fuses_loss, loss_rows, received
 from meshwright.program.target import Route
 from meshwright.spec.model import ModelSpec
@@ -129,7 +129,7 @@ def describe(
                 wrap(block)
             if offload is not None:
                 offload.wrap(block, is_first=block is model.blocks[0])
-        if not sums_in_place(layout, program.target):
+        if program.target.uses_fsdp2(layout):
             of_experts = None if groups.experts is None else groups.experts.parameters
             mesh = groups.parameters
             options: dict[str, Any] = {"of_experts": of_experts, "keeps_frozen": True}
@@ -177,7 +177,7 @@ def materialise(
         give_levels(model, device)
         _place_buffers(model, device)
         trained = dict(model.named_parameters())
-        if sums_in_place(layout, program.target):  # only now: the parameters are new ones
+        if not program.target.uses_fsdp2(layout):  # only now: the parameters are new ones
             trained = replicate_in_place(model, layout, train, groups)
         params += _held(program, index, trained)
     stages: dict[int, nn.Module] = dict(modules)

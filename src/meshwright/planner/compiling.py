@@ -45,7 +45,7 @@ def choose(setting: CostInputs, layout: Layout, lacks: str | None = None) -> Com
     """
     train, gain = setting.train, setting.compile_gain
     if gain is None:
-        return unmeasured(train, lacks, on_gpus=not setting.on_cpu)
+        return unmeasured(train, lacks, on_gpus=setting.traits.compiles_unmeasured)
     if (choice := _settled(train, lacks)) is not None:
         return choice
     plain, compiled = (

@@ -216,7 +216,7 @@ def plan(
         given(config),
     )
     device = setting.cluster.device
-    if config.train.fp8 and not setting.on_cpu and "fp8" not in device.peaks:
+    if config.train.fp8 and not setting.traits.emulates_float8 and "fp8" not in device.peaks:
         rule = f"train.fp8 = true, but {device.name} has no float8 matmuls"
         raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))
     prices, devices = prices or KnownPrices(), setting.cluster.devices

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from meshwright.program.actions import Kind, Table
 from meshwright.program.gradient_sums import gradient_sums
+from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Overlaps, Phase, Purpose
-from meshwright.program.operations import gathers_again
 from meshwright.program.pieces import pieces_of, shared_over
 from meshwright.program.shards import data_rank
 from meshwright.program.sizes import Sizes, loss_rows
@@ -43,7 +43,7 @@ _SENT: Final = {
 def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
     """Return all messages that a rank sends and receives in one step, by purpose.
 
-    On CPUs, ZeRO reduces differently, see `program.shards.sums_in_place`, and the loss processes
+    On CPUs, ZeRO reduces differently, see `Target.uses_fsdp2`, and the loss processes
     fewer tokens at a time.
     """
     coordinates = program.layout.mesh.coordinates(rank)

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Final
 
 from meshwright.layout import Layout
-from meshwright.program.shards import sums_in_place
 from meshwright.program.target import Target
 from meshwright.spec.model import LayerSpec, ModelSpec
 from meshwright.spec.parts import Part, parts
@@ -26,7 +25,7 @@ def gathers_float8(train: TrainSpec, layout: Layout, target: Target) -> bool:
     FSDP2 asks a shard what to gather of it, but one on the host is copied first. Our own exchange
     on CPUs, where float8 is rounded bf16, sends rows in bf16.
     """
-    return train.fp8 and not sums_in_place(layout, target) and layout.offload != "params"
+    return train.fp8 and target.uses_fsdp2(layout) and layout.offload != "params"
 
 
 def remakes_inputs(train: TrainSpec, target: Target) -> bool:

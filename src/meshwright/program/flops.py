@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from meshwright.program.layers.linears import is_joint
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
     ATTENTION_BACKWARD,
-    is_joint,
     operations,
 )
 

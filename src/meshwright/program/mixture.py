@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
+from meshwright.program.layers import mlp
+from meshwright.program.layers.linears import Inputs
 from meshwright.program.lower import Program
-from meshwright.program.matmuls import Inputs
 from meshwright.program.saved import FROZEN_BACKWARD, PRODUCT_BACKWARD, Op
 from meshwright.program.sizes import Sizes
 from meshwright.spec.lora import DOWN, JOINED, matrices
@@ -24,7 +25,6 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     """
     model, el = program.model, sizes.element
     scores = sizes.routed * model.experts * _WIDE
-    shared_hidden = sizes.tokens * sizes.shared_ffn * el
     is_folded = program.layout.folds > 1
     is_frozen = model.lora is not None
     product = partial(
@@ -38,16 +38,14 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     if model.shared_ffn_dim:  # the router may keep the input; dropout would make another of it
         whole_bytes = sizes.whole_bytes
         inputs = Inputs(program, sizes, whole_bytes if is_folded else 0, whole_bytes)
-        yield from inputs.product("mlp.shared.gate", sizes.dim, sizes.shared_ffn, shared_hidden)
-        yield from inputs.product("mlp.shared.up", sizes.dim, sizes.shared_ffn, shared_hidden)
-        yield Op("mlp.shared.act", "activation", saved=(shared_hidden, shared_hidden))
-        inputs = Inputs(program, sizes, shared_hidden)
-        yield from inputs.product("mlp.shared.down", sizes.shared_ffn, sizes.dim, whole_bytes)
+        shared = "mlp.shared", sizes.shared_ffn, inputs, whole_bytes
+        yield from mlp.gated_operations(program, sizes, *shared)
     if model.shared_gate:
         gate_bytes = sizes.tokens * el  # a number of each token
         # Its sigmoid, and what that multiplies.
         yield product("mlp.shared_gate", flops=sizes.product(sizes.dim, 1), kept=gate_bytes)
-        yield Op("mlp.shared_gate.act", "activation", saved=(gate_bytes, sizes.whole_bytes))
+        gated, io_bytes = (gate_bytes, sizes.whole_bytes), 3 * sizes.whole_bytes
+        yield Op("mlp.shared_gate.act", "activation", saved=gated, io_bytes=io_bytes)
     # The pairs' shares, their tokens and places, and how many an expert has.
     order = sizes.received * 2 * _INT64 + model.experts * _INT64
     shares, come = sizes.received * _WIDE, 0
@@ -56,11 +54,18 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     if program.layout.ep > 1:  # what has come is kept with it, and once more how it is sent back
         come = results
         order += sizes.pairs * 2 * _INT64 + model.experts // program.layout.ep * _INT64
-    yield Op("mlp.experts.order", "routing", saved=(shares, come), indices=order)
+    # Into the experts' order and back: read and written, then summed.
+    yield Op(
+        "mlp.experts.order",
+        "routing",
+        saved=(shares, come),
+        indices=order,
+        io_bytes=5 * results,
+    )
     for name in JOINED:
         yield product(name, flops=sizes.expert_product, kept=hidden)
         yield from _adapter(program, sizes, name, sizes.dim, sizes.expert_ffn)
-    yield Op("mlp.experts.act", "activation", saved=(hidden, hidden))
+    yield Op("mlp.experts.act", "activation", saved=(hidden, hidden), io_bytes=3 * hidden)
     # Under tp the sum over the ranks is kept too.
     is_summed = program.layout.tp > 1 and (model.shared_ffn_dim or not is_folded)
     summed = sizes.stream_bytes if is_summed else 0

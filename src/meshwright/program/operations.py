@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from meshwright.layout.schedules import SCHEDULES
+from meshwright.program.layers import mlp
+from meshwright.program.layers.linears import Inputs, row_kept
 from meshwright.program.lower import Program
-from meshwright.program.matmuls import Inputs
 from meshwright.program.mixture import expert_operations
 from meshwright.program.saved import (
     FROZEN_BACKWARD,
@@ -48,7 +48,8 @@ class Operation:
     `saved_bytes` is what it saves for the backward; a shared tensor counts at its first operation.
     `moved_bytes` of them are in host memory until then if activations are offloaded.
     `normed_bytes` is the size of a norm's input and output. `backward` is the number of products of
-    this size in the backward: one for a frozen weight.
+    this size in the backward: one for a frozen weight. `io_bytes` are what a memory-bound forward
+    reads and writes, each once; not of norms.
     """
 
     name: str
@@ -61,28 +62,7 @@ class Operation:
     layer: LayerSpec | None = None
     backward: float = PRODUCT_BACKWARD
     moved_bytes: int = 0
-
-
-def is_joint(program: Program) -> bool:
-    """Whether our own function computes the products of one input together.
-
-    See `parallel.tensor_parallel.deferred`. Under tp, and where weight gradients may be deferred;
-    not where weights are frozen.
-    """
-    layout = program.layout
-    if program.model.lora is not None:
-        return False
-    return layout.tp > 1 or (layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward)
-
-
-def gathers_again(program: Program) -> bool:
-    """Whether the backward gathers the input of column-parallel layers from a saved shard.
-
-    arXiv:2205.05198, section 4.2.2. After a recomputed forward, the backward follows at once and
-    uses its gathered input.
-    """
-    layout = program.layout
-    return layout.tp > 1 and layout.sp and layout.recompute == "none" and is_joint(program)
+    io_bytes: int = 0
 
 
 def operations(
@@ -107,11 +87,14 @@ def operations(
         # batch's own ids.
         saved = sizes.tokens * (_INT64 + 1) if program.layout.tp > 1 else 0
         saved = 0 if program.model.lora is not None else saved
-        ops.append(Operation("embed", "embedding", index, 0.0, saved, 1))
+        ops.append(
+            Operation("embed", "embedding", index, 0.0, saved, 1, io_bytes=2 * sizes.stream_bytes)
+        )
     ops += (
         Operation(
             f"layers.*.{op.name}",
             *(op.kind, index, op.flops, saved, count, op.normed, kind, op.backward, moved),
+            io_bytes=op.io_bytes,
         )
         for kind, count in kinds.items()
         for op, saved, moved in _layer(program, sizes, kind, cp_rank, recomputed)
@@ -146,7 +129,7 @@ def _layer(
         moved = moved_of(saved, sizes.least_moved)
         yield op, total(saved) + indices, moved
     if keys:
-        yield Op("dropout", "dropout"), keys, 0
+        yield Op("dropout", "dropout", io_bytes=2 * sizes.stream_bytes), keys, 0
 
 
 def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False) -> Op:
@@ -183,7 +166,7 @@ def _latent_heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     what it is a part of.
     """
     model, line = program.model, sizes.tokens * sizes.element
-    first = Inputs(program, sizes, _input_kept(program, sizes))
+    first = Inputs.of_stream(program, sizes)
 
     def low(name: str, width: int, part: int = 0) -> Iterator[Op]:
         rank, wide = width - part, sizes.tokens * _WIDE
@@ -216,7 +199,7 @@ def _heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     of_heads = sizes.tokens * heads * sizes.element
     of_kv_heads = sizes.tokens * kv_heads * sizes.element
     # q, k and v have one input. The results of products are kept by the selective policy.
-    inputs = Inputs(program, sizes, _input_kept(program, sizes))
+    inputs = Inputs.of_stream(program, sizes)
     yield from inputs.product("attn.q", sizes.dim, heads, of_heads)
     yield from inputs.product("attn.k", sizes.dim, kv_heads, of_kv_heads)
     yield from inputs.product("attn.v", sizes.dim, kv_heads, of_kv_heads)
@@ -238,7 +221,9 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
     if model.rotary_dim and kind.rotary:
         # Slices of the model's tables, or with positions of its own a copy in each layer.
         table = program.sequence * model.rotary_dim * _WIDE if layout.cp > 1 else 0
-        yield Op("attn.rope", "rotation", saved=(table, table))
+        yield Op(
+            "attn.rope", "rotation", saved=(table, table), io_bytes=2 * (of_heads + of_kv_heads)
+        )
     sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
     of_keys = of_heads if spreads(program, kind) else of_kv_heads
     # The rows' segments in ring order.
@@ -259,44 +244,16 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
     values = sizes.heads * model.value_dim
     of_values = sizes.tokens * values * sizes.element
     inputs = Inputs(program, sizes, of_values if is_copied else 0, of_values)
-    yield from inputs.product("attn.o", values, sizes.dim, _row_kept(program, sizes))
+    yield from inputs.product("attn.o", values, sizes.dim, row_kept(program, sizes))
 
 
 def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Op]:
     if program.model.norms_before:
         yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
     has_experts = program.model.has_experts(kind)
-    yield from expert_operations(program, sizes) if has_experts else _mlp(program, sizes)
+    yield from expert_operations(program, sizes) if has_experts else mlp.operations(program, sizes)
     if program.model.norms_after:
         yield _norm(program, sizes, "mlp_post_norm")
-
-
-def _mlp(program: Program, sizes: Sizes) -> Iterator[Op]:
-    hidden = sizes.tokens * sizes.ffn * sizes.element
-    inputs = Inputs(program, sizes, _input_kept(program, sizes))
-    if program.model.gated_mlp:
-        yield from inputs.product("mlp.gate", sizes.dim, sizes.ffn, hidden)
-        yield from inputs.product("mlp.up", sizes.dim, sizes.ffn, hidden)
-        # Gate and up; act(gate) is made again.
-        yield Op("mlp.act", "activation", saved=(hidden, hidden))
-    else:
-        yield from inputs.product("mlp.up", sizes.dim, sizes.ffn, hidden)
-        yield Op("mlp.act", "activation", saved=hidden)
-    inputs = Inputs(program, sizes, hidden)
-    yield from inputs.product("mlp.down", sizes.ffn, sizes.dim, _row_kept(program, sizes))
-
-
-def _input_kept(program: Program, sizes: Sizes) -> int:
-    """Return what column-parallel layers keep of the stream: with sp their share, or all of it."""
-    return sizes.stream_bytes if gathers_again(program) else sizes.whole_bytes
-
-
-def _row_kept(program: Program, sizes: Sizes) -> tuple[int, ...]:
-    """Return what selective recomputation keeps of a product that leaves the cut part of a block.
-
-    The partial sums, and under tp also what the other ranks made of them.
-    """
-    return sizes.whole_bytes, sizes.stream_bytes if program.layout.tp > 1 else 0
 
 
 def _end(program: Program, sizes: Sizes) -> Iterator[Op]:

@@ -31,7 +31,8 @@ class Op(NamedTuple):
     """An operation of a layer: `saved` without recomputation, `kept` with the selective one.
 
     Both have a number for each tensor, or one for a single tensor; `indices` are the bytes of
-    integers, which `saved` has none of.
+    integers, which `saved` has none of. `io_bytes` are what a memory-bound forward reads and
+    writes, each once; not of norms, which have `normed`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Op(NamedTuple):
     indices: int = 0
     normed: int = 0
     backward: float = PRODUCT_BACKWARD
+    io_bytes: int = 0
 
 
 def total(sizes: Bytes) -> int:

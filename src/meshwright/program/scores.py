@@ -17,15 +17,15 @@ def pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     """
     bounds, span = ScoreBounds.of(program.model, kind), program.train.seq_len
     if is_ring(program):
-        if not program.target.on_cpu:  # a kernel that knows what is hidden, and skips it
+        if program.target.traits.has_masked_attention:
             bounds = bounds._replace(cap=None)
         plain = is_plain(program) or bounds.cap is not None
         totals = ring_totals(span, program.layout.cp, cp_rank, bounds)
         return totals.plain_pairs if plain else totals.pairs
-    if program.target.packed and program.target.on_cpu:
+    if program.target.packed and not program.target.traits.has_masked_attention:
         return sum(piece.pairs(bounds.cap is not None) for piece in causal_pieces(span, bounds))
     bounds, target = bounds.within(span), program.target
-    is_masked = target.on_cpu and bounds != UNBOUNDED
+    is_masked = bounds != UNBOUNDED and not target.traits.has_masked_attention
     shape = program.model.n_heads, program.model.n_kv_heads, span, program.train.precision
     if is_masked and not by_blocks(*shape, bounds):
         return float(span * span)
@@ -39,7 +39,8 @@ def is_ring(program: Program) -> bool:
 
 def is_plain(program: Program) -> bool:
     """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
-    is_masked = is_ring(program) and program.target.packed and program.target.on_cpu
+    is_packed_ring = is_ring(program) and program.target.packed
+    is_masked = is_packed_ring and not program.target.traits.has_masked_attention
     return is_masked and program.train.precision == "fp16"
 
 
@@ -50,8 +51,8 @@ def spreads(program: Program, kind: LayerSpec) -> bool:
     """
     bounds, target = ScoreBounds.of(program.model, kind), program.target
     is_bounded = target.packed or bounds.within(program.train.seq_len) != UNBOUNDED
-    is_fused = not is_bounded and not is_ring(program) and not target.on_cpu
-    return is_fused and program.train.precision == "fp32"
+    is_grouped = not is_bounded and not is_ring(program) and target.traits.repeats_kv_heads
+    return is_grouped and program.train.precision == "fp32"
 
 
 def ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
@@ -60,5 +61,6 @@ def ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
         return 1.0
     bounds = ScoreBounds.of(program.model, kind)
     totals = ring_totals(program.train.seq_len, program.layout.cp, cp_rank, bounds)
-    rows = totals.rows if program.target.on_cpu else totals.whole_rows
+    is_whole = program.target.traits.has_masked_attention
+    rows = totals.whole_rows if is_whole else totals.rows
     return rows / program.sequence

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Final
 
 from meshwright.layout import Layout
-from meshwright.program.target import Target
 from meshwright.spec.lora import nf4_bytes
 from meshwright.spec.parts import Part
 
@@ -174,17 +173,6 @@ def cuts_frozen(layout: Layout) -> bool:
     ZeRO's stages 1 and 2 shard gradients and optimizer states, which these don't have.
     """
     return layout.zero == 3 or layout.offload == "params"
-
-
-def sums_in_place(layout: Layout, target: Target) -> bool:
-    """Whether ranks keep weights whole and sum gradients themselves, without FSDP2.
-
-    Under ZeRO, they do so on a CPU, where FSDP2 copies what it gathers and reduces more than once,
-    and gloo's reduce-scatter is an all-reduce; elsewhere, a reduce-scatter sends half as much. A
-    target may request FSDP2 on CPUs, too.
-    """
-    on_host = layout.offload == "params"
-    return layout.zero == 0 or (target.on_cpu and not target.fsdp2 and not on_host)
 
 
 def unit_of(name: str, *, ep: int = 1, apart: Sequence[str] = (EMBED,)) -> str:

@@ -119,7 +119,7 @@ def loss_rows(tokens: int, element: int, target: Target) -> int:
     Enough for the products of a CPU, or to keep a GPU busy. In half precision (`element` 2 bytes),
     at least a quarter of all, because each round rounds the gradient of the head's weight.
     """
-    minimum, rounds = 256 if target.on_cpu else 1024, 16 if element == _WIDE else 4
+    minimum, rounds = target.traits.least_loss_tokens, 16 if element == _WIDE else 4
     return -(-tokens // min(max(tokens // minimum, 1), rounds))
 
 

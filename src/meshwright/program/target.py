@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
+
+from meshwright.layout import Layout
 
 Matmul = Literal["auto", "torch", "onednn"]
 
@@ -70,6 +73,63 @@ class Route(NamedTuple):
 Device = Literal["cpu", "gpu"]
 
 
+class DeviceTraits(NamedTuple):
+    """What ranks on CPUs and on GPUs do differently, where that changes memory, messages or time.
+
+    `has_fsdp2`: FSDP2 handles ZeRO. `has_masked_attention`: attention kernels skip scores that a
+    window or another document hides, and can cap scores; others are given blocks or a mask.
+    `repeats_kv_heads`: the fp32 attention kernel needs a copy of each key head for each query head.
+    `has_grouped_matmul`: one kernel multiplies the groups of all experts in half precision.
+    `emulates_float8`: float8 operands are rounded, and multiplied in another dtype.
+    `reduces_copies`: collectives work on a copy of their input, as gloo's do. `runs_ahead`: the
+    host launches kernels and copies, which run while it continues. `compiles_unmeasured`:
+    `train.compile = "auto"` compiles before anyone has measured the gain. `measures_tensors`:
+    peak memory is measured as that of tensors, not of processes. `least_loss_tokens`: tokens whose
+    logits keep the device busy.
+    """
+
+    has_fsdp2: bool
+    has_masked_attention: bool
+    repeats_kv_heads: bool
+    has_grouped_matmul: bool
+    emulates_float8: bool
+    reduces_copies: bool
+    runs_ahead: bool
+    compiles_unmeasured: bool
+    measures_tensors: bool
+    least_loss_tokens: int
+
+
+TRAITS: Final[Mapping[Device, DeviceTraits]] = {
+    "cpu": DeviceTraits(
+        # It copies what it gathers and reduces more than once, and gloo's reduce-scatter is an
+        # all-reduce: see `parallel.data_parallel.replicas`.
+        has_fsdp2=False,
+        has_masked_attention=False,
+        repeats_kv_heads=False,
+        has_grouped_matmul=False,
+        emulates_float8=True,
+        reduces_copies=True,
+        runs_ahead=False,
+        compiles_unmeasured=False,
+        measures_tensors=False,
+        least_loss_tokens=256,
+    ),
+    "gpu": DeviceTraits(
+        has_fsdp2=True,
+        has_masked_attention=True,
+        repeats_kv_heads=True,
+        has_grouped_matmul=True,
+        emulates_float8=False,
+        reduces_copies=False,
+        runs_ahead=True,
+        compiles_unmeasured=True,
+        measures_tensors=True,
+        least_loss_tokens=1024,
+    ),
+}
+
+
 class Target(NamedTuple):
     """The devices that a program runs on, and the rows that it receives.
 
@@ -89,9 +149,17 @@ class Target(NamedTuple):
     compiled: bool = False
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the ranks are processes on CPUs."""
-        return self.device == "cpu"
+    def traits(self) -> DeviceTraits:
+        """What its device does differently from others."""
+        return TRAITS[self.device]
+
+    def uses_fsdp2(self, layout: Layout) -> bool:
+        """Whether FSDP2 shards, gathers and reduces.
+
+        Otherwise, our own replicas keep weights whole and sum gradients: without ZeRO always.
+        """
+        is_there = self.traits.has_fsdp2 or self.fsdp2 or layout.offload == "params"
+        return layout.zero > 0 and is_there
 
 
 def takes_tf32(matmul: Matmul) -> bool:

@@ -22,7 +22,6 @@ from meshwright.program.shards import (
     HEAD,
     Sharding,
     data_rank,
-    sums_in_place,
     unit_of,
 )
 from meshwright.program.sizes import ELEMENT_BYTES
@@ -75,7 +74,7 @@ def unit_in(program: Program, name: str) -> str:
     their weights; tied ones are in the rest.
     """
     layout, apart = program.layout, [EMBED]
-    if not sums_in_place(layout, program.target):
+    if program.target.uses_fsdp2(layout):
         apart = [] if program.model.tie_embeddings else [EMBED, HEAD]
     return unit_of(name, ep=layout.ep, apart=apart)
 
@@ -124,7 +123,7 @@ def gathers(
     layout, train = program.layout, program.train
     if layout.shard_ranks == 1:
         return
-    if sums_in_place(layout, program.target):
+    if not program.target.uses_fsdp2(layout):
         yield from _rows_gathered(program, coordinates, stages)
         return
     rounded = gathers_float8(train, layout, program.target)
@@ -216,11 +215,11 @@ def reductions(
     after each second half, because the parts differ between rounds.
     """
     layout = program.layout
-    in_place = sums_in_place(layout, program.target)
-    if in_place and layout.shard_ranks > 1:
+    by_fsdp2 = program.target.uses_fsdp2(layout)
+    if not by_fsdp2 and layout.shard_ranks > 1:
         yield from _exchanges(program, coordinates, stages)
     element = reduced_bytes(program.train)
-    each_microbatch = layout.zero >= 2 and not in_place
+    each_microbatch = layout.zero >= 2 and by_fsdp2
     phase = _summed_in(each_microbatch)
 
     def padded(sharding: Sharding) -> int:
@@ -234,7 +233,7 @@ def reductions(
             for unit in units:
                 axes = unit.axes
                 size = unit.of(*comes)
-                if not size or (in_place and axes.shards > 1):
+                if not size or (not by_fsdp2 and axes.shards > 1):
                     continue
                 if axes.shards > 1:
                     reason = "ZeRO: sum and cut gradients"

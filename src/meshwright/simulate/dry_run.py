@@ -27,7 +27,7 @@ from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.tensor_parallel.deferred import Deferral
 from meshwright.program.actions import Action
 from meshwright.program.lower import Program
-from meshwright.program.shards import Region, sums_in_place
+from meshwright.program.shards import Region
 from meshwright.simulate.fake import CPU, fake_tensors, fake_world, replaced
 from meshwright.simulate.labels import labelled_in_data
 from meshwright.simulate.memory import HOST, START, Breach, MemoryTracker, Phase
@@ -221,7 +221,7 @@ def _described(program: Program, world: World) -> tuple[Groups, Deferral, dict[i
     """Return groups and stages. On a GPU groups are used as they open, and FSDP2 copies."""
     with replaced(rooms, "warm", _on_fakes):
         groups, deferral = open_groups(program.layout, world), Deferral()
-    by_fsdp = not sums_in_place(program.layout, program.target)
+    by_fsdp = program.target.uses_fsdp2(program.layout)
     with fake_tensors() if world.device != CPU and by_fsdp else nullcontext():
         modules = describe(program, groups, deferral)
     for model in modules.values():

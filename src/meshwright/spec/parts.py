@@ -11,9 +11,10 @@ matrices; an `addend` is added once to a sum over what tensor parallelism shards
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import LINEAR, matrices
@@ -21,6 +22,15 @@ from meshwright.spec.model import LayerSpec, ModelSpec, unpadded
 
 Side = tuple[int, str]
 """One side of a matrix: its size and its logical axis."""
+
+
+class Linear(NamedTuple):
+    """A linear layer of a block: its name there, its outputs and its inputs."""
+
+    name: str
+    outer: Side
+    inner: Side
+    has_bias: bool
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
     if spec.has_experts(kind):
         yield from _experts(spec, path)
     else:
-        yield from _mlp(spec, path, "mlp", spec.ffn_dim)
+        yield from _linears(spec, path, mlp_linears(spec))
     if spec.norms_after:
         yield from _norm(spec, f"{path}.mlp_post_norm")
 
@@ -159,12 +169,20 @@ def _latent_attention(spec: ModelSpec, path: str) -> Iterator[Part]:
     )
 
 
-def _mlp(spec: ModelSpec, path: str, mlp: str, width: int) -> Iterator[Part]:
-    for name in ("gate", "up") if spec.gated_mlp else ("up",):
-        yield from _linear(
-            spec, path, f"{mlp}.{name}", (width, "ffn"), (spec.dim, "dim"), spec.mlp_bias
-        )
-    yield from _linear(spec, path, f"{mlp}.down", (spec.dim, "dim"), (width, "ffn"), spec.mlp_bias)
+def mlp_linears(spec: ModelSpec, name: str = "mlp") -> tuple[Linear, ...]:
+    """Return the linear layers of an MLP, `down` last; `mlp.shared` is a shared expert."""
+    width = (spec.shared_ffn_dim if name == "mlp.shared" else spec.ffn_dim), "ffn"
+    stream = spec.dim, "dim"
+    columns = ("gate", "up") if spec.gated_mlp else ("up",)
+    return (
+        *(Linear(f"{name}.{column}", width, stream, spec.mlp_bias) for column in columns),
+        Linear(f"{name}.down", stream, width, spec.mlp_bias),
+    )
+
+
+def _linears(spec: ModelSpec, layer: str, linears: Iterable[Linear]) -> Iterator[Part]:
+    for linear in linears:
+        yield from _linear(spec, layer, *linear)
 
 
 def _experts(spec: ModelSpec, layer: str) -> Iterator[Part]:
@@ -176,7 +194,7 @@ def _experts(spec: ModelSpec, layer: str) -> Iterator[Part]:
         yield from _of_experts(spec, layer, f"mlp.experts.{name}", inner, outer, "ffn")
     yield from _of_experts(spec, layer, "mlp.experts.down", outer, inner, "addend")
     if spec.shared_ffn_dim:
-        yield from _mlp(spec, layer, "mlp.shared", spec.shared_ffn_dim)
+        yield from _linears(spec, layer, mlp_linears(spec, "mlp.shared"))
     if spec.shared_gate:
         yield Part(f"{path}.shared_gate.weight", (1, spec.dim), ("routes", "dim"))
 

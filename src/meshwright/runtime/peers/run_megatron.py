@@ -70,10 +70,10 @@ def pretend_cuda() -> None:
 
     torch.Tensor.type = cuda_type
     for name in ("empty", "zeros", "ones", "tensor", "full", "arange", "rand", "randn"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, _not_on_cuda(getattr(torch, name)))
 
 
-def _on_cpu(make: Any) -> Any:
+def _not_on_cuda(make: Any) -> Any:
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> Any:
         if "cuda" in str(options.get("device")):

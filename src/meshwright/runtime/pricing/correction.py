@@ -102,8 +102,8 @@ def measurement_of(path: Path, base: Calibration) -> Measurement:
         for event in steps
         for peak_bytes in (event.get("peak_memory_bytes") or {}).values()
     ]
-    is_gpu = not setting.on_cpu  # a CPU rank's peak is its process's
-    peak_bytes = float(max(peaks)) if peaks and is_gpu else None
+    is_known = peaks and setting.traits.measures_tensors
+    peak_bytes = float(max(peaks)) if is_known else None
     seconds = statistics.median(float(event["step_time_s"]) for event in steps)
     return Measurement(setting, job.layout, seconds, peak_bytes, is_allocated=True, name=str(path))
 

@@ -1,0 +1,192 @@
+"""Linear layers of a sublayer, with their adapters: matmuls, what they save, their workspaces.
+
+Layers of one input are column-parallel under tp and enter its region together; the one whose result
+is added to the residual stream is row-parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.program.float8 import remakes_inputs
+from meshwright.program.layers.workspace import Workspace, frozen, of_result, weights_of
+from meshwright.program.lower import Program
+from meshwright.program.saved import FROZEN_BACKWARD, Bytes, Op
+from meshwright.program.sizes import Sizes
+
+_WIDE: Final = 4
+
+
+def is_joint(program: Program) -> bool:
+    """Whether our own function computes the products of one input together.
+
+    See `parallel.tensor_parallel.deferred`. Under tp, and where weight gradients may be deferred;
+    not where weights are frozen.
+    """
+    layout = program.layout
+    if program.model.lora is not None:
+        return False
+    return layout.tp > 1 or (layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward)
+
+
+def gathers_again(program: Program) -> bool:
+    """Whether the backward gathers the input of column-parallel layers from a saved shard.
+
+    arXiv:2205.05198, section 4.2.2. After a recomputed forward, the backward follows at once and
+    uses its gathered input.
+    """
+    layout = program.layout
+    return layout.tp > 1 and layout.sp and layout.recompute == "none" and is_joint(program)
+
+
+class Inputs:
+    """What some linear layers take together, of `size` bytes for the first that keeps them.
+
+    `copied` bytes is what dropout makes of them. A product with a frozen weight keeps nothing: it
+    has no gradient of the weight to compute; nor does one whose input is made again.
+    """
+
+    def __init__(self, program: Program, sizes: Sizes, size: int, copied: int = 0) -> None:
+        self._model, self._sizes = program.model, sizes
+        self._size, self._copied = size, copied or size
+        if remakes_inputs(program.train, program.target):
+            self._size = 0
+
+    @classmethod
+    def of_stream(cls, program: Program, sizes: Sizes) -> Inputs:
+        """Return the input of column-parallel layers, which keep all of it, or with sp a share."""
+        size = sizes.stream_bytes if gathers_again(program) else sizes.whole_bytes
+        return cls(program, sizes, size)
+
+    def product(self, name: str, inner: int, outer: int, kept_bytes: Bytes) -> Iterator[Op]:
+        """Yield the product of a layer, and those of its adapter: `kept_bytes` as `Op.kept`."""
+        sizes, lora = self._sizes, self._model.lora
+        flops = sizes.product(inner, outer)
+        if lora is None:
+            yield Op(name, "product", flops, self._take(), kept_bytes)
+            return
+        yield Op(name, "product", flops, 0, kept_bytes, backward=FROZEN_BACKWARD)
+        if name not in self._model.adapted:
+            return
+        low = sizes.tokens * lora.rank * sizes.element
+        saved = self._copied if lora.dropout else self._take()
+        yield Op(f"{name}.lora_a", "product", sizes.product(inner, lora.rank), saved, low)
+        result = sizes.tokens * outer * sizes.element
+        yield Op(f"{name}.lora_b", "product", sizes.product(lora.rank, outer), low, result)
+
+    def _take(self) -> int:
+        size, self._size = self._size, 0
+        return size
+
+
+def row_kept(program: Program, sizes: Sizes) -> tuple[int, ...]:
+    """Return what selective recomputation keeps of the result of a row-parallel layer.
+
+    The partial sums, and under tp also what the other ranks made of them.
+    """
+    return sizes.whole_bytes, sizes.stream_bytes if program.layout.tp > 1 else 0
+
+
+def row_workspaces(
+    program: Program, sizes: Sizes, name: str, input_bytes: int, has_bias: bool, waits: int = 0
+) -> Iterator[Workspace]:
+    """Yield the workspaces of a row-parallel layer, which takes `input_bytes`.
+
+    A deferred weight gradient holds the gradient of its result, and `waits` bytes beside it.
+    """
+    gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
+    result_bytes = of_result(program, sizes) + gathered
+    if program.model.lora is not None:
+        yield from frozen(program, sizes, name, result_bytes, 0, input_bytes)
+        return
+    inner = input_bytes // (sizes.tokens * sizes.element)
+    rooms = weight_gradient_rooms(program, sizes, sizes.dim, inner, input_bytes)
+    weights = weights_of(name, has_bias)
+    yield Workspace(name, result_bytes + input_bytes, weights, sizes.whole_bytes + waits, *rooms)
+
+
+def column_workspaces(
+    program: Program, sizes: Sizes, results: Mapping[str, int], has_bias: bool
+) -> Iterator[Workspace]:
+    """Yield the workspaces of layers of one input, of whose results the bytes are given."""
+    whole_bytes, names = sizes.whole_bytes, list(results)
+    if program.model.lora is not None:
+        yield from _frozen_columns(program, sizes, results)
+        return
+    line = sizes.tokens * sizes.element  # a number of each token
+    if not is_joint(program):
+        while names:  # one after the other: what the last one made is added to
+            held_bytes = sum(results[name] for name in names)
+            last = names.pop()
+            made_bytes = whole_bytes if len(names) == len(results) - 1 else 2 * whole_bytes
+            rooms = weight_gradient_rooms(
+                program, sizes, results[last] // line, sizes.dim, whole_bytes
+            )
+            weights = weights_of(last, has_bias)
+            yield Workspace(last, held_bytes + made_bytes, weights, results[last], *rooms)
+        return
+    first, grads = names[0], sum(results.values())
+    regathers = gathers_again(program)
+    made_bytes, travelling = of_input(program, sizes, len(names), gathers=regathers)
+    yield Workspace(f"{first}: input", grads + made_bytes)
+    weights = tuple(weight for name in names for weight in weights_of(name, has_bias))
+    waits = whole_bytes - sizes.stream_bytes if regathers else 0
+    rooms_of_all = [
+        weight_gradient_rooms(program, sizes, size // line, sizes.dim) for size in results.values()
+    ]
+    largest_rooms = map(max, zip(*rooms_of_all, strict=True))
+    yield Workspace(first, grads + travelling, weights, grads + waits, *largest_rooms)
+
+
+def _frozen_columns(
+    program: Program, sizes: Sizes, results: Mapping[str, int]
+) -> Iterator[Workspace]:
+    """Yield the workspaces of products of one input with frozen weights, and of their adapters."""
+    result_bytes, made_bytes = sum(results.values()), 0
+    for name, size in reversed(list(results.items())):
+        yield from frozen(
+            program, sizes, name, result_bytes + made_bytes - size, size, sizes.whole_bytes
+        )
+        result_bytes, made_bytes = result_bytes - size, sizes.whole_bytes
+    if program.layout.tp > 1:
+        sent, _ = of_input(program, sizes, gathers=False)
+        yield Workspace(f"{next(iter(results))}: input", sent)
+
+
+def of_input(
+    program: Program, sizes: Sizes, summands: int = 1, *, gathers: bool
+) -> tuple[int, int]:
+    """Return what the input gradient of products needs while computed, and while sent.
+
+    `summands` are its products; with `gathers`, the input itself is gathered for them. The sum over
+    tp uses its own memory. With sp, the gradient is split, which copies several rows, and becomes
+    the rank's shard; gloo reduces a copy.
+    """
+    whole_bytes = sizes.whole_bytes
+    if not (program.layout.sp and program.layout.tp > 1):
+        return min(summands, 2) * whole_bytes, whole_bytes
+    gathered = whole_bytes if gathers else 0
+    sent = whole_bytes + (whole_bytes if sizes.rows > 1 else 0)
+    copied = whole_bytes if program.target.traits.reduces_copies else 0
+    made_bytes = gathered + sent + sizes.stream_bytes + copied
+    # Of what was sent, the copy that is cut is kept until it has arrived.
+    return made_bytes, gathered + whole_bytes + sizes.stream_bytes
+
+
+def weight_gradient_rooms(
+    program: Program, sizes: Sizes, outer: int, inner: int, made_bytes: int = 0
+) -> tuple[int, int]:
+    """Return `Workspace.room` and `.added` of the product for the gradient of `[outer, inner]`.
+
+    Autograd computes it before the gradient of the input, of `made_bytes`, which count already:
+    only what exceeds them is added. Our own function computes it after that gradient.
+    """
+    if sizes.element != _WIDE:
+        return 0, 0
+    products, shape = program.target.products, (outer, sizes.tokens, inner)
+    room = products.room(*shape)
+    return room if is_joint(program) else max(room - made_bytes, 0), products.room(
+        *shape, adds=True
+    )

@@ -1,0 +1,97 @@
+"""The MLP of a layer: `down(act(gate(x)) * up(x))` if it is gated, else `down(act(up(x)))`.
+
+Everything follows from its linear layers, `spec.parts.mlp_linears`: `models.mlp` builds them, and
+here are their operations, with FLOPs and saved bytes, and the workspaces of forward and backward.
+Under tp it is one region, whose messages `program.tp_collectives` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.program.layers.linears import (
+    Inputs,
+    column_workspaces,
+    row_kept,
+    row_workspaces,
+)
+from meshwright.program.layers.workspace import Workspace, mask_bytes
+from meshwright.program.lower import Program
+from meshwright.program.saved import Bytes, Op
+from meshwright.program.sizes import Sizes
+from meshwright.spec.parts import mlp_linears
+
+
+def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
+    """Yield the operations of an MLP on a rank."""
+    inputs = Inputs.of_stream(program, sizes)
+    yield from gated_operations(program, sizes, "mlp", sizes.ffn, inputs, row_kept(program, sizes))
+
+
+def gated_operations(
+    program: Program, sizes: Sizes, name: str, width: int, inputs: Inputs, result_kept: Bytes
+) -> Iterator[Op]:
+    """Yield the operations of the MLP of a name and `width`, also of a shared expert.
+
+    `inputs` are those of its first layers; selective recomputation keeps `result_kept`.
+    """
+    hidden = sizes.tokens * width * sizes.element
+    *columns, down = mlp_linears(program.model, name)
+    for linear in columns:
+        yield from inputs.product(linear.name, sizes.dim, width, hidden)
+    # It keeps the results of these; act(gate) is made again.
+    io_bytes = (len(columns) + 1) * hidden
+    yield Op(f"{name}.act", "activation", saved=(hidden,) * len(columns), io_bytes=io_bytes)
+    yield from Inputs(program, sizes, hidden).product(down.name, width, sizes.dim, result_kept)
+
+
+def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
+    """Yield the workspaces of an MLP's operations, the last operation first."""
+    hidden = sizes.tokens * sizes.ffn * sizes.element
+    *columns, down = mlp_linears(program.model)
+    yield from row_workspaces(program, sizes, down.name, hidden, down.has_bias)
+    # The gradient of its result, and those of its factors.
+    yield Workspace("mlp.act", (len(columns) + 1) * hidden)
+    results = {linear.name: hidden for linear in columns}
+    yield from column_workspaces(program, sizes, results, down.has_bias)
+
+
+def forward_workspace(program: Program, sizes: Sizes) -> int:
+    """Return the most temporary bytes of an MLP's forward.
+
+    With recomputation, the result of the norm before it is not kept, either.
+    """
+    is_kept = program.layout.recompute == "none" or not program.model.norms_before
+    normed = 0 if is_kept else sizes.whole_bytes
+    return normed + max(_activation(program, sizes), _adapted_down(program, sizes))
+
+
+def _activation(program: Program, sizes: Sizes) -> int:
+    """Return the bytes of the activation, or of the last product.
+
+    Selective recomputation keeps products, but not their sums with those of adapters, which the
+    activation takes; full recomputation keeps neither.
+    """
+    hidden, recompute = sizes.tokens * sizes.ffn * sizes.element, program.layout.recompute
+    factors = len(mlp_linears(program.model)) - 1
+    if recompute == "none" or (recompute == "selective" and program.model.lora is None):
+        return max((factors - 1) * hidden, sizes.whole_bytes)
+    return hidden + max(factors * hidden, sizes.whole_bytes)
+
+
+def _adapted_down(program: Program, sizes: Sizes) -> int:
+    """Return the bytes of the last product with an adapter.
+
+    It has three results: its own, the adapter's, and their sum. Its input is kept by the adapter,
+    which with dropout keeps a copy instead.
+    """
+    model, keeps = program.model, program.layout.recompute == "none"
+    if model.lora is None or "mlp.down" not in model.adapted:
+        return 0
+    hidden, sums = sizes.tokens * sizes.ffn * sizes.element, 3 * sizes.whole_bytes
+    if not model.lora.dropout:
+        return sums + (0 if keeps else hidden)
+    masking = sizes.whole_bytes + mask_bytes(sizes.tokens * sizes.ffn)
+    if keeps:  # the copy counts as kept, but comes after its mask
+        return max(masking, sums + hidden)
+    return hidden + max(masking, sums + hidden)
