@@ -10,16 +10,16 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from meshwright.errors import ConfigError
-from meshwright.interop.export.deepspeed import deepspeed_keys
-from meshwright.interop.export.hugging_face import (
+from meshwright.interop.deepspeed import deepspeed_keys
+from meshwright.interop.hugging_face_trainers import (
     accelerate_keys,
     axolotl_keys,
     transformers_keys,
 )
-from meshwright.interop.export.megatron import megatron_keys, nemo_keys, swift_keys
-from meshwright.interop.export.source import OWN_KEYS, PlanSource
-from meshwright.interop.export.torchtitan import torchtitan_keys
 from meshwright.interop.importing import Imported, import_values
+from meshwright.interop.megatron import megatron_keys, nemo_keys, swift_keys
+from meshwright.interop.plan_source import OWN_KEYS, PlanSource
+from meshwright.interop.torchtitan import torchtitan_keys
 from meshwright.interop.trainers import Trainer
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.spec.dump import toml_value
