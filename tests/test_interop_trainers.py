@@ -8,7 +8,7 @@ from meshwright.errors import ConfigError
 from meshwright.interop.export import layout_of
 from meshwright.interop.import_report import VERDICTS
 from meshwright.interop.importing import detect_system, import_files
-from meshwright.interop.table import model_names
+from meshwright.interop.names import model_names
 from meshwright.spec.presets import PRESETS
 
 TITAN = """

@@ -32,7 +32,7 @@ from meshwright.data.view import Mask, Shard, map_array
 from meshwright.errors import DataError, refusal
 from meshwright.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
 from meshwright.parsing import parse_json
-from meshwright.spec.base import Spec
+from meshwright.spec.kinds import Spec
 from meshwright.spec.training import DataFormat
 from meshwright.units import MIB
 

@@ -25,9 +25,9 @@ from meshwright.interop.degrees import (
     read_precision,
     read_recompute,
 )
+from meshwright.interop.names import need_model, read_hub_name
 from meshwright.interop.plan_source import PlanSource
 from meshwright.interop.source import ImportSource
-from meshwright.interop.table import need_model, read_hub_name
 
 NATIVE: Final = "distributed_config."
 ACCELERATE: Final = "parallelism_config."

@@ -19,8 +19,8 @@ from meshwright.interop.degrees import (
 )
 from meshwright.interop.hugging_face_trainers import read_adapters, read_rates, read_trainer
 from meshwright.interop.megatron import read_megatron
+from meshwright.interop.names import model_names, need_model, read_hub_name
 from meshwright.interop.source import ImportSource
-from meshwright.interop.table import model_names, need_model, read_hub_name
 
 # Sections of Megatron-Bridge's config whose keys are Megatron-LM's arguments.
 SECTIONS: Final = ("model", "train", "optimizer", "scheduler", "ddp", "dist")

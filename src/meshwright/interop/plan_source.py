@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from meshwright.errors import ConfigError
-from meshwright.interop.table import ModelNames, names_of
+from meshwright.interop.names import ModelNames, names_of
 from meshwright.layout import Layout
 from meshwright.spec.loading import Config
 

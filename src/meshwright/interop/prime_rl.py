@@ -12,8 +12,8 @@ from meshwright.interop.degrees import (
     read_degrees,
     read_local_batch,
 )
+from meshwright.interop.names import need_model, read_hub_name
 from meshwright.interop.source import ImportSource
-from meshwright.interop.table import need_model, read_hub_name
 
 _BATCH = 128
 

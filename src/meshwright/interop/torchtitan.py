@@ -19,9 +19,9 @@ from meshwright.interop.degrees import (
     read_degrees,
     read_local_batch,
 )
+from meshwright.interop.names import model_names
 from meshwright.interop.plan_source import PlanSource
 from meshwright.interop.source import ImportSource
-from meshwright.interop.table import model_names
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.spec.presets import PRESETS
 

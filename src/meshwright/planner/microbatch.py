@@ -7,7 +7,7 @@ from typing import NamedTuple
 from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import worst_memory
 from meshwright.layout import Layout, broken
-from meshwright.layout.candidates import divisors
+from meshwright.layout.rules import divisors
 from meshwright.planner.fits import Fits, preference
 from meshwright.planner.rank import MARGIN
 from meshwright.planner.space import is_worth

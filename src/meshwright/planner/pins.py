@@ -8,8 +8,7 @@ from typing import Any
 from meshwright.cost.inputs import CostInputs
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken, unsharded
-from meshwright.layout.candidates import divisors
-from meshwright.layout.rules import nearest_legal
+from meshwright.layout.rules import divisors, nearest_legal
 from meshwright.planner.space import Pins
 from meshwright.spec.loading import Config
 

@@ -7,8 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from meshwright.cost.inputs import CostInputs
 from meshwright.layout import Layout, broken
-from meshwright.layout.candidates import divisors
-from meshwright.layout.rules import nearest_legal
+from meshwright.layout.rules import divisors, nearest_legal
 from meshwright.planner.space import Pins
 
 # The axes of a layout, by their names, with what else a layout that uses them may have.

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.layout import Layout, broken
-from meshwright.layout.candidates import divisors
+from meshwright.layout.rules import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Recompute, TrainSpec, Zero

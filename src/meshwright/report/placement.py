@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, Final, NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.layout.mesh import AXES
+from meshwright.layout.layout import AXES
 from meshwright.program.lower import Program
 from meshwright.program.shards import Sharding, data_rank
 from meshwright.report.colours import BLACK, PAPER, PLACES, SOFT, blend

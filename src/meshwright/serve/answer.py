@@ -21,11 +21,11 @@ from meshwright.planner.plan import Plan, prediction_json
 from meshwright.planner.scaling import counts_between, curve
 from meshwright.serve.conditions import Conditions
 from meshwright.serve.detail import detail
-from meshwright.spec.catalogue import LOCAL
 from meshwright.spec.dump import given_toml, toml_value
 from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.loading import Config, load_config, read_given
 from meshwright.spec.parts import parameter_count
+from meshwright.spec.presets import LOCAL
 from meshwright.spec.resolve import Values
 from meshwright.spec.words import HAS_RUN
 from meshwright.units import format_bytes, format_count

@@ -21,8 +21,7 @@ from meshwright.report.colours import (
 from meshwright.report.markup import escape
 from meshwright.report.page import policy as policy_of
 from meshwright.report.timelines import NAMES as KIND_NAMES
-from meshwright.spec.catalogue import catalogue_rows
-from meshwright.spec.presets import PRESETS
+from meshwright.spec.presets import PRESETS, catalogue_rows
 from meshwright.version import __version__
 
 

@@ -10,9 +10,9 @@ from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.runtime.machines.accelerators import gpu_memory
 from meshwright.runtime.machines.machine import CPU_RANKS, gpu_name
 from meshwright.runtime.pricing.measured import CALIBRATION
-from meshwright.spec.defaults import default_precision
 from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config
+from meshwright.spec.resolve import default_precision
 
 if TYPE_CHECKING:  # `config show` has no use for what they bring
     from meshwright.cost.inputs import CostInputs
