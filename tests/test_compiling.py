@@ -19,7 +19,7 @@ from meshwright.cost.calibration import as_toml
 from meshwright.cost.price import price
 from meshwright.errors import EXIT_REFUSED, ConfigError
 from meshwright.layout import Layout, Machine
-from meshwright.planner.compiling import choose, with_compile
+from meshwright.planner.choices import choose, with_compile
 from meshwright.planner.plan import cost_inputs_of, plan
 from meshwright.planner.saved import load_planned
 from meshwright.prove.case import Case

@@ -17,8 +17,7 @@ from rich.console import Console
 from meshwright.cli import main
 from meshwright.layout import Layout, resolve_layout
 from meshwright.lines import GOES_ON, fitted, folded
-from meshwright.planner.command import training_command
-from meshwright.planner.plan import plan
+from meshwright.planner.plan import plan, training_command
 from meshwright.runtime.machines.machine import detect
 from meshwright.runtime.supervise.trend import Trend
 from meshwright.runtime.supervise.view import LiveView

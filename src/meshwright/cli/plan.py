@@ -59,9 +59,7 @@ from meshwright.files import write_atomic
 from meshwright.kernels.processor import processor
 from meshwright.layout import Layout, Machine, unsharded
 from meshwright.planner.advice import warnings
-from meshwright.planner.command import training_command
 from meshwright.planner.for_trainer import plan_for, priced_as
-from meshwright.planner.pins import given, words
 from meshwright.planner.plan import (
     COLUMNS,
     Plan,
@@ -72,8 +70,10 @@ from meshwright.planner.plan import (
     on_cluster,
     plan,
     prediction_json,
+    training_command,
 )
 from meshwright.planner.rank import MARGIN
+from meshwright.planner.space import given, words
 from meshwright.planner.ways_to_fit import ways_to_fit
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.runtime.checks.notes import layout_notes, plan_notes

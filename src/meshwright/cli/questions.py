@@ -20,9 +20,8 @@ from meshwright.cli.scaling import (
 )
 from meshwright.cost.price import Prediction
 from meshwright.errors import ConfigError
-from meshwright.planner.fine_tuning import FineTuning
 from meshwright.planner.plan import Plan, prediction_json
-from meshwright.planner.questions import LargestBatch, Offer
+from meshwright.planner.questions import FineTuning, LargestBatch, Offer
 from meshwright.planner.ways_to_fit import WayToFit
 from meshwright.units import format_bytes, format_count, format_money, format_seconds
 

@@ -14,11 +14,10 @@ from rich.console import Console
 from meshwright.cli.common import print_json, say, table
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.parsing import foreign
-from meshwright.planner.differences import ChangedKey, difference
-from meshwright.planner.pins import given
 from meshwright.planner.plan import Plan
-from meshwright.planner.saved import read_plan
+from meshwright.planner.saved import ChangedKey, difference, read_plan
 from meshwright.planner.scaling import Cost, Point, best_cost, counts_between, curve
+from meshwright.planner.space import given
 from meshwright.units import format_bytes, format_count, format_money, format_seconds
 
 _MOST_DEVICES: Final = 1 << 17

@@ -15,10 +15,9 @@ from meshwright.cost.calibration import SHIPPED, shipped_calibration
 from meshwright.cost.inputs import CostInputs
 from meshwright.errors import ConfigError, refusal
 from meshwright.planner.advice import lost_by
-from meshwright.planner.command import training_command
-from meshwright.planner.pins import given
-from meshwright.planner.plan import Plan, prediction_json
+from meshwright.planner.plan import Plan, prediction_json, training_command
 from meshwright.planner.scaling import counts_between, curve
+from meshwright.planner.space import given
 from meshwright.serve.conditions import Conditions
 from meshwright.serve.detail import detail
 from meshwright.spec.dump import given_toml, toml_value

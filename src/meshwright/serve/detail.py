@@ -12,8 +12,8 @@ from meshwright.cost.step import pace_of
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout
 from meshwright.planner.advice import lost_by, warnings
-from meshwright.planner.pins import given
 from meshwright.planner.plan import Plan, check_legal, on_cluster, prediction_json
+from meshwright.planner.space import given
 from meshwright.program.profile import Span
 from meshwright.report.peaks import PROCESS, TENSORS
 from meshwright.units import format_bytes
