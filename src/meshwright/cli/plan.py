@@ -28,11 +28,11 @@ from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.cli.questions import (
     add_questions,
     answers,
+    compare_plans,
     print_answers,
     print_ways_to_fit,
     ways_to_fit_json,
 )
-from meshwright.cli.scaling import compare_plans
 from meshwright.cli.serve import add_serve, frozen_page, serve_page
 from meshwright.cli.trainers import (
     add_trainers,
@@ -77,8 +77,7 @@ from meshwright.planner.space import given, words
 from meshwright.planner.ways_to_fit import ways_to_fit
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.runtime.checks.notes import layout_notes, plan_notes
-from meshwright.runtime.machines.compiler import lacks_compiler
-from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.machines.machine import detect, lacks_compiler
 from meshwright.runtime.measure.measuring import measured_first
 from meshwright.runtime.pricing.planned import on_machine, slower
 from meshwright.spec.loading import Config

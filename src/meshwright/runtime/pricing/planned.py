@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 from meshwright.errors import ConfigError
 from meshwright.kernels.processor import processor
 from meshwright.layout import Layout, Machine, resolve_layout
-from meshwright.runtime.machines.accelerators import gpu_memory
-from meshwright.runtime.machines.machine import CPU_RANKS, gpu_name
+from meshwright.runtime.machines.machine import CPU_RANKS, gpu_memory, gpu_name
 from meshwright.runtime.pricing.measured import CALIBRATION
 from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config

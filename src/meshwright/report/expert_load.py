@@ -8,9 +8,8 @@ from typing import Any, Final
 from meshwright.program.events import dropped_share
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import mean_causes
-from meshwright.report.colours import INK, TOKENS
 from meshwright.report.curves import line, lines, series
-from meshwright.report.figure import Figure, axis, figure, finite, thin
+from meshwright.report.figure import INK, TOKENS, Figure, axis, figure, finite, thin
 from meshwright.report.page import Page, grid, prose, table
 from meshwright.report.record import RunRecord
 from meshwright.units import counted

@@ -1,8 +1,9 @@
-"""`simulate`: rehearses chosen ranks of a layout, and compares them with their prediction."""
+"""`simulate`: dry-runs chosen ranks of a layout, beside their prediction, also as step profiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,16 +13,18 @@ from meshwright.cost.inputs import CostInputs
 from meshwright.cost.memory import Term, outside
 from meshwright.cost.price import RankMemory as PredictedMemory
 from meshwright.cost.price import memory as predicted_memory
+from meshwright.cost.profile import predicted_profile
 from meshwright.cost.timeline import timeline
 from meshwright.cost.units import OPTIMIZER
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine, resolve_layout
-from meshwright.planner.plan import cost_inputs_of, explain, prediction_json
+from meshwright.planner.plan import cost_inputs_of, explain, on_cluster, prediction_json
 from meshwright.program.flops import attention_flops, matmul_flops
 from meshwright.program.lower import Program, lower
+from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile, Traffic
 from meshwright.program.update import update_flops
 from meshwright.simulate.dry_run import DryRun, dry_run
-from meshwright.simulate.memory import Breach
+from meshwright.simulate.memory_tracker import Breach
 from meshwright.spec.loading import Config
 from meshwright.units import KIB, format_bytes
 
@@ -236,7 +239,7 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
     """Return all results, with the prediction.
 
     The keys are those of a prediction; `ranks` has each rank in full, with FLOPs, differences and
-    where it runs out of memory. Bytes and FLOPs are of one step. `simulate.profile` has the part
+    where it runs out of memory. Bytes and FLOPs are of one step. `simulate.simulation` has the part
     that step profiles share.
     """
     worst = simulation.worst
@@ -305,3 +308,64 @@ def _rank_json(simulated: Simulated) -> dict[str, Any]:
         ],
         "seconds": rehearsal.seconds,
     }
+
+
+# What the tracker's categories are in the profile; the others are called the same.
+_PROFILE_CATEGORIES: Final[Mapping[str, str]] = {
+    "weights": "parameters",
+    "temporary": "activations",
+    "inputs": "activations",
+}
+_ACTION: Final = re.compile(r"(\d+)([A-Z_]+)(\d+)")
+
+
+def simulated_profile(simulation: Simulation) -> StepProfile:
+    """Return what the rehearsed ranks hold and send in a step.
+
+    Memory is known in order, without times: at the highest moment of each action, and after it.
+    What a device holds beside tensors is the prediction's.
+    """
+    mesh = simulation.program.layout.mesh
+    ranks = tuple(
+        RankProfile(
+            simulated.rehearsal.rank,
+            mesh.coordinates(simulated.rehearsal.rank),
+            simulated.rehearsal.stages,
+            memory=tuple(_memory(simulated)),
+            traffic=tuple(
+                Traffic(message.kind, message.axis, message.bytes, times)
+                for message, times in sorted(simulated.rehearsal.messages.items())
+            ),
+        )
+        for simulated in simulation.ranks
+    )
+    layout, device = simulation.program.layout, simulation.setting.cluster.device
+    return StepProfile(
+        "simulated",
+        layout.model_dump(mode="json"),
+        layout.label,
+        device.name,
+        ranks,
+        memory_limit=device.memory,
+    )
+
+
+def both_profiles(simulation: Simulation) -> tuple[StepProfile, StepProfile]:
+    """Return the prediction for the rehearsed ranks, and the simulation."""
+    simulated = simulated_profile(simulation)
+    setting = on_cluster(simulation.setting, simulation.program.layout)
+    ranks = [profile.rank for profile in simulated.ranks]
+    predicted = predicted_profile(setting, simulation.program.layout, ranks=ranks)
+    return predicted, simulated
+
+
+def _memory(simulated: Simulated) -> Iterator[MemoryPoint]:
+    fixed = round(simulated.beside)
+    for phase in simulated.rehearsal.phases:
+        name = _ACTION.sub(r"\2 \1 \3", phase.name)
+        for allocated in (phase.peak, phase.end):
+            sums = {"fixed": fixed} if fixed else {}
+            for kind, size in allocated.items():
+                key = _PROFILE_CATEGORIES.get(kind, kind)
+                sums[key] = sums.get(key, 0) + size
+            yield MemoryPoint(name, None, {kind: size for kind, size in sums.items() if size})

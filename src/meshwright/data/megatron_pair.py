@@ -21,8 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blocks import Blocks, sampled_digest
-from meshwright.data.view import Shard, map_array
+from meshwright.data.view import Blocks, Shard, map_array, sampled_digest
 from meshwright.errors import DataError, refusal
 from meshwright.files import AtomicFile, FileHash, reading, sha256_bytes, write_atomic
 from meshwright.parsing import foreign, parse_json

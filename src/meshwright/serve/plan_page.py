@@ -10,15 +10,15 @@ from string import Template
 from typing import Any
 
 from meshwright.report.causes import CAUSE_NAMES
-from meshwright.report.colours import (
+from meshwright.report.figure import (
     ACTIONS,
     CAUSE_LOOKS,
     DARK,
     MEMORY_LOOKS,
     OTHER_STAGE,
     Look,
+    escape,
 )
-from meshwright.report.markup import escape
 from meshwright.report.page import policy as policy_of
 from meshwright.report.timelines import NAMES as KIND_NAMES
 from meshwright.spec.presets import PRESETS, catalogue_rows

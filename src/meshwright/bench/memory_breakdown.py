@@ -30,9 +30,8 @@ from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 
 STEPS: Final = 4
 

@@ -9,11 +9,10 @@ from typing import Any, Final
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.events import ending
 from meshwright.program.profile import StepProfile
-from meshwright.report.agreement import agreement
+from meshwright.report.agreement import MEANINGS, agreement, name_in_events, peak_name
 from meshwright.report.causes import CAUSE_NAMES, mean_causes
 from meshwright.report.curves import series
 from meshwright.report.figure import finite, seconds
-from meshwright.report.peaks import MEANINGS, name_in_events, peak_name
 from meshwright.report.record import RunRecord
 from meshwright.spec.words import busy
 from meshwright.units import counted, format_bytes, format_count
