@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
 
 from meshwright.runtime.peers.catalogue import PeerSizes
 
@@ -82,18 +81,3 @@ class Llama(nn.Module):
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats, in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def llama_config(sizes: PeerSizes) -> LlamaConfig:
-    """Return the config; the head is not tied."""
-    return LlamaConfig(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.dim,
-        intermediate_size=sizes.ffn,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.heads,
-        max_position_embeddings=sizes.seq,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )

@@ -19,7 +19,8 @@ from transformers import LlamaForCausalLM
 
 from meshwright.runtime.peers.catalogue import RANKS
 from meshwright.runtime.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
-from meshwright.runtime.peers.llama import llama_config, mean_loss
+from meshwright.runtime.peers.hf import llama_config
+from meshwright.runtime.peers.llama import mean_loss
 
 
 def _sharded(task: Task) -> Accelerator:

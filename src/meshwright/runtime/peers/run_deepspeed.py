@@ -19,7 +19,8 @@ from transformers import LlamaForCausalLM
 
 from meshwright.runtime.peers.catalogue import RANKS
 from meshwright.runtime.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
-from meshwright.runtime.peers.llama import Llama, LlamaBlock, llama_config, mean_loss
+from meshwright.runtime.peers.hf import llama_config
+from meshwright.runtime.peers.llama import Llama, LlamaBlock, mean_loss
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "bf16": 1}
 
