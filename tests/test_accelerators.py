@@ -1,5 +1,6 @@
 """What a start says on machines with GPUs that it can use, cannot use, or is not to use."""
 
+import platform
 import sys
 
 import pytest
@@ -8,7 +9,6 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.runtime import doctor
 from meshwright.runtime.checks import start as checks
-import platform
 from meshwright.runtime.machines.machine import (
     Build,
     check_build,

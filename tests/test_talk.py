@@ -15,7 +15,7 @@ from meshwright.data import open_data
 from meshwright.errors import ConfigError
 from meshwright.evaluate.talk import Sampling, TextModel
 from meshwright.models import build_model, init_model
-from meshwright.runtime.checks.notes import fine_tuning_words, samples_of_epoch
+from meshwright.runtime.checks.epochs import fine_tuning_words, samples_of_epoch
 from meshwright.runtime.session import prepare_job
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config

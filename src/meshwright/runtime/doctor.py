@@ -20,13 +20,8 @@ from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.lines import fitted
-from meshwright.runtime.checks.notes import (
-    check_room,
-    config_notes,
-    layout_notes,
-    nearest_folder,
-    with_epochs,
-)
+from meshwright.runtime.checks.epochs import with_epochs
+from meshwright.runtime.checks.notes import check_room, config_notes, layout_notes, nearest_folder
 from meshwright.runtime.checks.start import (
     check_device,
     check_extras,

@@ -28,7 +28,8 @@ from meshwright.layout import Machine, left_over, resolve_layout, with_padding
 from meshwright.lines import GOES_ON, fitted
 from meshwright.parsing import parse_json
 from meshwright.report.run_page import write_report
-from meshwright.runtime.checks.notes import check_room, fine_tuning_words, run_notes, with_epochs
+from meshwright.runtime.checks.epochs import fine_tuning_words, with_epochs
+from meshwright.runtime.checks.notes import check_room, run_notes
 from meshwright.runtime.checks.start import (
     Resume,
     allow_open_files,
