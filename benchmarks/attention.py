@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.models import blockwise
 from meshwright.models.plain_attention import band
 from meshwright.parallel.allocations import events_of, pieces_of
-from meshwright.runtime.ranks.rank_environ import rank_environ
+from meshwright.runtime.ranks.local import rank_environ
 
 # rows, heads, heads of keys, length, dim of a head
 SHAPES = (

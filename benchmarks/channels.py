@@ -27,7 +27,7 @@ from meshwright.comm.world import World
 from meshwright.kernels.fp32_matmuls import take_route
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
-from meshwright.runtime.ranks.rank_environ import ALLOCATOR
+from meshwright.runtime.ranks.local import ALLOCATOR
 from meshwright.spec.loading import load_config
 
 RANKS = 2

@@ -44,9 +44,8 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 from meshwright.units import MIB
 
 RANKS: Final = 2

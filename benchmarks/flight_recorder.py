@@ -43,9 +43,8 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.runtime.machines.machine import detect
 from meshwright.spec.loading import load_config
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 
 RANKS: Final = 2
 STEPS: Final = 6  # of a block, of which the first does not count

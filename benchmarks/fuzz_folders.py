@@ -22,7 +22,7 @@ from meshwright.models import build_model, init_model
 from meshwright.models.hf import INDEX, load_hf, save_hf
 from meshwright.program.profile import to_json
 from meshwright.program.shards import whole
-from meshwright.report.run import report
+from meshwright.report.run_page import report
 from meshwright.runtime.certificate import BOUNDS, first_difference, on_another
 from meshwright.runtime.pricing.planned import predicted
 from meshwright.runtime.session import Run, prepare_job

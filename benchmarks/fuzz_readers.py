@@ -19,7 +19,7 @@ from meshwright.cli.prove import case_of_json
 from meshwright.cost.calibration import read_calibration
 from meshwright.data import load_tokenizer, train_bpe
 from meshwright.data.corpora import Files
-from meshwright.data.megatron import open_megatron, write_megatron
+from meshwright.data.megatron_pair import open_megatron, write_megatron
 from meshwright.data.store import open_store, verify
 from meshwright.data.writer import prepare
 from meshwright.files import hash_file

@@ -47,7 +47,7 @@ def lacking(
         )
     # Only now: the package needs what was looked for.
     from meshwright.errors import ConfigError
-    from meshwright.runtime.machines.accelerators import (
+    from meshwright.runtime.machines.machine import (
         check_build,
         find_gpus,
         torch_build,
@@ -100,7 +100,7 @@ def driver_advice(error: str, cuda: str | None) -> str:
 
 def compiler_advice(environ: Mapping[str, str] = os.environ, device: str = "cuda") -> str | None:
     """Return why nothing is compiled, and what to do; None where a compiler is there."""
-    from meshwright.runtime.machines.compiler import lacks_compiler
+    from meshwright.runtime.machines.machine import lacks_compiler
 
     lacks = lacks_compiler(device, environ)
     return lacks and f"nothing is compiled, eager rows alone are measured: {lacks}"

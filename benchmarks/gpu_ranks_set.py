@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from meshwright.prove.case import Case
-from meshwright.runtime.ranks.rank_environ import rank_environ
+from meshwright.runtime.ranks.local import rank_environ
 
 # Seconds to import torch and start CUDA.
 _START_S: Final = 120.0

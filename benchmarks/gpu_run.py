@@ -27,7 +27,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.shrink import shrink
 from meshwright.runtime.machines.machine import detect
 from meshwright.runtime.pricing.measured import source_of
-from meshwright.runtime.ranks.rank_environ import rank_environ
+from meshwright.runtime.ranks.local import rank_environ
 from meshwright.spec.loading import Config, load_config
 
 # Shares of the free memory that a prediction may fill: the second where the first was too much.

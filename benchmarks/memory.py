@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.bench.memory import AllocatedMemory, measure
+from meshwright.bench.memory_breakdown import AllocatedMemory, measure
 from meshwright.comm.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import Program, lower

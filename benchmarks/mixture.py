@@ -32,7 +32,7 @@ import torch
 
 from benchmarks import mixture_peers
 from benchmarks.mixture_model import BATCH, IDS, MODEL, NOT_COUNTED, SEQ
-from meshwright.data.megatron import write_megatron
+from meshwright.data.megatron_pair import write_megatron
 from meshwright.data.view import Shard
 
 WAYS = ("eager", "grouped_mm")

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.world import World
 from meshwright.cost.timeline import timeline
 from meshwright.program.lower import lower

@@ -32,10 +32,9 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.readings import ArrivingNumbers
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 
 
 class Steps(NamedTuple):

@@ -36,8 +36,8 @@ from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.world import World
 from meshwright.runtime.machines.machine import detect
 from meshwright.spec.loading import Config, load_config
-from meshwright.training.recording import MEMORY_AFTER, Recording
 from meshwright.training.run_folder import Job, RunFolder, RunTokenizer
+from meshwright.training.step_recording import MEMORY_AFTER, Recording
 
 PROFILES: Final = 5
 

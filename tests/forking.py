@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from meshwright.runtime.ranks.rank_environ import ALLOCATOR
+from meshwright.runtime.ranks.local import ALLOCATOR
 
 FORKED: Final = {
     "meshwright",

@@ -25,9 +25,8 @@ from meshwright.parallel.gather import on_stages
 from meshwright.program.lower import lower
 from meshwright.prove.compare import mine
 from meshwright.spec.training import DataSpec, OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 
 CHAT = Path(__file__).parent.parent / "examples" / "chat"
 STEPS = 10

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from meshwright.runtime.supervise.restart import recoveries
+from meshwright.runtime.supervise.attempts import recoveries
 
 
 class Outcome(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from meshwright.runtime.supervise.core_dumps import (
+from meshwright.runtime.supervise.crash_records import (
     allow_core_dump,
     take_core_dump,
     write_stacks,

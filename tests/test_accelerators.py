@@ -1,5 +1,6 @@
 """What a start says on machines with GPUs that it can use, cannot use, or is not to use."""
 
+import platform
 import sys
 
 import pytest
@@ -8,8 +9,7 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.runtime import doctor
 from meshwright.runtime.checks import start as checks
-from meshwright.runtime.machines import accelerators
-from meshwright.runtime.machines.accelerators import (
+from meshwright.runtime.machines.machine import (
     Build,
     check_build,
     find_gpus,
@@ -144,7 +144,7 @@ def test_gpus_that_are_not_used_are_told(nvidia, tmp_path):
 
 
 def test_gpus_of_apple_and_intel_are_told_and_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerators.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
     told = unused_note("auto", "cpu", None, tmp_path, "Darwin")
     assert "GPUs of Apple (torch's mps) are not supported" in told
     assert unused_note("auto", "cpu", None, tmp_path, "Linux") is None

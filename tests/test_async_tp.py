@@ -18,8 +18,8 @@ from meshwright.layout.rules import broken, nearest_legal
 from meshwright.parallel import build
 from meshwright.parallel.tensor_parallel.async_tp import OPTIONS, take_async_tp
 from meshwright.program.target import Target
-from meshwright.runtime.machines.accelerators import Gpus
 from meshwright.runtime.machines.engine import check_async_tp
+from meshwright.runtime.machines.machine import Gpus
 from meshwright.runtime.session import prepare_job
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.bench import blocks, links, shares
+from meshwright.bench import blocks, layouts, links
 from meshwright.bench.device import by_device, saturation
 from meshwright.cli.main import main
 from meshwright.comm import shared
@@ -132,7 +132,7 @@ def test_an_operation_is_of_the_kind_of_what_called_it():
         event = None
         for name in names:  # the outermost first
             event = SimpleNamespace(name=name, cpu_parent=event)
-        return shares._kind(event)
+        return layouts._kind(event)
 
     assert kind("_RMSNormBackward", "aten::mul") == "norms"
     assert kind("_LossBackward", "aten::mm") == "products"
@@ -176,7 +176,7 @@ def seconds_by_kind(world):
     fresh.recorder.wait = waits
     step()
     key += "/again"
-    return shares.shares(fresh, step, pp=1, dp=1), took[-1]
+    return layouts.shares(fresh, step, pp=1, dp=1), took[-1]
 
 
 def test_what_goes_through_shared_memory_counts_once():
@@ -184,9 +184,9 @@ def test_what_goes_through_shared_memory_counts_once():
     for (found, took), late in ((first, LATE_S), (second, 0.0)):
         # The computation at the message's end is part of the wait for it, and of nothing else.
         assert found["waiting: tp"] > late + took
-        assert found[shares.OTHER] < took / 2
-        assert found[shares.REST] > 0
-    assert second[0][shares.REST] > LATE_S
+        assert found[layouts.OTHER] < took / 2
+        assert found[layouts.REST] > 0
+    assert second[0][layouts.REST] > LATE_S
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from meshwright.comm.world import World
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.hf import load_hf
 from meshwright.report.record import read_run
-from meshwright.report.words import verdict
+from meshwright.report.run_words import verdict
 from meshwright.runtime.supervise.diagnosis import diagnose
 from meshwright.spec.loading import load_config
 from meshwright.spec.stored import BEST, best_step, find_step
-from meshwright.training.best import LOSSES, Best, HeldOut
+from meshwright.training.held_out import LOSSES, Best, HeldOut
 from runs import TINY
 
 RUN = [

@@ -10,7 +10,7 @@ from meshwright.cli import main
 from meshwright.data import open_store, prepare
 from meshwright.data.boundaries import ends_of
 from meshwright.data.corpora import Files
-from meshwright.data.megatron import write_megatron
+from meshwright.data.megatron_pair import write_megatron
 from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import DataError
 from meshwright.spec.stored import StoredTokenizer, stored_tokenizer

@@ -11,8 +11,8 @@ from meshwright.data.chat_template import ChatTemplate, load_template
 from meshwright.data.conversations import Conversation, conversation_of
 from meshwright.data.corpora import Files
 from meshwright.data.encoders import ChatEncoder, Encoding, encoder_of
+from meshwright.data.sampler import best_fit
 from meshwright.data.tokenizers import load_tokenizer
-from meshwright.data.whole import best_fit
 from meshwright.errors import ConfigError, DataError
 from meshwright.spec.loading import load_config
 from meshwright.spec.training import DataSpec, TrainSpec

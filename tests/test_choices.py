@@ -8,10 +8,9 @@ from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.cost.calibration import as_toml
 from meshwright.layout import Layout, Machine
-from meshwright.planner.choices import choices, rows_of
-from meshwright.planner.compiling import CompileChoice
+from meshwright.planner.choices import CompileChoice, choices, rows_of
 from meshwright.planner.plan import cost_inputs_of
-from meshwright.runtime.ranks.rank_environ import ALLOCATOR, rank_environ, sets_allocator
+from meshwright.runtime.ranks.local import ALLOCATOR, rank_environ, sets_allocator
 from meshwright.spec.loading import load_config
 
 MACHINE = Machine("cpu", 2, 2, "two cores", is_fixed=False)

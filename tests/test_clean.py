@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.cli.clean import format_age
+from meshwright.runtime.supervise.attempts import Word
 from meshwright.runtime.supervise.disk import DiskEntry, DiskSelection, size_of
-from meshwright.runtime.supervise.elastic import Word
 from meshwright.runtime.supervise.lock import RunLock
 
 DAY = 86400

@@ -23,9 +23,8 @@ from meshwright.prove.compare import mine
 from meshwright.simulate.fake import fake_world
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 
 
 def stuck(logs):

@@ -10,20 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.bench import compiling as measured_compiling
-from meshwright.bench.blocks import bytes_moved, own, stack
-from meshwright.bench.compiling import compiling
+from meshwright.bench import blocks as measured_compiling
+from meshwright.bench.blocks import bytes_moved, compiling, own, stack
 from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.cost.calibration import as_toml
 from meshwright.cost.price import price
 from meshwright.errors import EXIT_REFUSED, ConfigError
 from meshwright.layout import Layout, Machine
-from meshwright.planner.compiling import choose, with_compile
+from meshwright.planner.choices import choose, with_compile
 from meshwright.planner.plan import cost_inputs_of, plan
 from meshwright.planner.saved import load_planned
 from meshwright.prove.case import Case
-from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
+from meshwright.runtime.machines.machine import check_compiler, lacks_compiler
 from meshwright.runtime.pricing.planned import settled
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config

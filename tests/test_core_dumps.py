@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.runtime.supervise import core_dumps
-from meshwright.runtime.supervise.core_dumps import (
+from meshwright.runtime.supervise import crash_records
+from meshwright.runtime.supervise.crash_records import (
     allow_core_dump,
     core_dump,
     crash_stack,
@@ -41,7 +41,7 @@ def crash(code: str, folder: Path) -> Path:
     """Run code that crashes in a folder, and return the core dump."""
     if not sys.platform.startswith("linux") or shutil.which("gdb") is None:
         pytest.skip("reading a core dump needs Linux and gdb")
-    if core_dumps._PATTERN.read_text().startswith("|"):
+    if crash_records._PATTERN.read_text().startswith("|"):
         pytest.skip("this system pipes core dumps to a program")
     began = time.time() - 1  # the clock of files may be a little behind
     words = [sys.executable, "-c", f"input()\nimport faulthandler\nfaulthandler.enable()\n{code}"]
@@ -69,8 +69,8 @@ def test_the_stacks_of_a_crash_are_kept(tmp_path, code, frame):
 
 
 def test_a_file_of_the_user_is_no_core_dump(tmp_path, monkeypatch):
-    monkeypatch.setattr(core_dumps, "_PATTERN", tmp_path / "pattern")
-    monkeypatch.setattr(core_dumps, "_APPENDS_PID", tmp_path / "appends")
+    monkeypatch.setattr(crash_records, "_PATTERN", tmp_path / "pattern")
+    monkeypatch.setattr(crash_records, "_APPENDS_PID", tmp_path / "appends")
     (tmp_path / "pattern").write_text("core\n")
     (tmp_path / "appends").write_text("0\n")
     file = tmp_path / "core"
@@ -92,8 +92,8 @@ def test_a_file_of_the_user_is_no_core_dump(tmp_path, monkeypatch):
     ],
 )
 def test_names_of_core_dumps(tmp_path, monkeypatch, pattern, appends, name):
-    monkeypatch.setattr(core_dumps, "_PATTERN", tmp_path / "pattern")
-    monkeypatch.setattr(core_dumps, "_APPENDS_PID", tmp_path / "appends")
+    monkeypatch.setattr(crash_records, "_PATTERN", tmp_path / "pattern")
+    monkeypatch.setattr(crash_records, "_APPENDS_PID", tmp_path / "appends")
     (tmp_path / "pattern").write_text(pattern)
     (tmp_path / "appends").write_text(appends)
     (tmp_path / name).write_bytes(b"\x7fELF" + bytes(12) + b"\x04\x00")

@@ -12,7 +12,7 @@ from meshwright.layout import Layout, Machine
 from meshwright.planner.plan import cost_inputs_of, explain
 from meshwright.program.events import Events
 from meshwright.report.record import read_run
-from meshwright.report.words import verdict
+from meshwright.report.run_words import verdict
 from meshwright.runtime.pricing.correcting import AT, Correcting, correcting
 from meshwright.runtime.pricing.correction import corrected_event, main
 from meshwright.runtime.pricing.measured import VARIABLE, as_measured_here

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from meshwright.data.tinystories import FILES, TinyStories
+from meshwright.data.corpora import FILES, TinyStories
 from meshwright.errors import DataError
 
 STORIES = b"\n<|endoftext|>\n".join(b"Once upon a time %d." % n for n in range(500))

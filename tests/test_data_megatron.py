@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.data import open_data, open_store, train_bpe
-from meshwright.data.megatron import megatron_prefix, open_megatron, write_megatron
+from meshwright.data.megatron_pair import megatron_prefix, open_megatron, write_megatron
 from meshwright.data.view import Shard
 from meshwright.errors import DataError
 from meshwright.spec.training import DataSpec

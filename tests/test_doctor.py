@@ -16,7 +16,7 @@ from meshwright.runtime.session import prepare_job, train
 from meshwright.runtime.supervise import diagnosis
 from meshwright.runtime.supervise.diagnosis import diagnose
 from meshwright.runtime.supervise.explain import Witness, explain, mismatch
-from meshwright.runtime.supervise.watchdog import Watchdog
+from meshwright.runtime.supervise.supervisor import Watchdog
 from meshwright.spec.words import busy
 from meshwright.training.events import JsonLines
 from meshwright.training.run_folder import RunFolder

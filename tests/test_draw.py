@@ -17,7 +17,7 @@ from meshwright.prove.draw import WORLDS, draw
 from meshwright.prove.outcome import Outcome
 from meshwright.prove.smallest import smallest
 from meshwright.prove.verdict import Verdict
-from meshwright.runtime.proofs import config_proof, proof
+from meshwright.runtime.proofs import proof
 from meshwright.spec.model import ModelSpec
 
 pytestmark = pytest.mark.early
@@ -230,7 +230,7 @@ def fail(monkeypatch):
                 show(outcome)
             return outcomes
 
-        monkeypatch.setattr(config_proof, "prove_cases", prove)
+        monkeypatch.setattr(proof, "prove_cases", prove)
         monkeypatch.setattr(proof, "prove_cases", prove)
         return proven
 

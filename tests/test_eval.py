@@ -18,9 +18,9 @@ from meshwright.cli import main
 from meshwright.data import IGNORE, Sampler, load_tokenizer
 from meshwright.data.view import Mask, Shard, split
 from meshwright.errors import CheckpointError, ConfigError, DataError
-from meshwright.evaluate import score, text
+from meshwright.evaluate import perplexity, text
 from meshwright.evaluate.perplexity import measure, standard_error
-from meshwright.evaluate.windows import Conversations, Windows
+from meshwright.evaluate.text import Conversations, Windows
 from meshwright.spec.loading import load_config
 from runs import TINY
 
@@ -104,8 +104,8 @@ def test_scores_do_not_depend_on_the_pieces(monkeypatch):
     with torch.no_grad():
         logits = model(ids)
     expected = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="none")
-    monkeypatch.setattr(score, "LOGITS", 7 * 320)
-    found = score.score(model, ids, targets)
+    monkeypatch.setattr(perplexity, "LOGITS", 7 * 320)
+    found = perplexity.score(model, ids, targets)
     torch.testing.assert_close(found.nats.float(), expected, atol=1e-5, rtol=0)
     assert torch.equal(found.greedy, logits.argmax(-1) == targets)
 

@@ -40,9 +40,8 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.parts import active_parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 from ranks import on_ranks
 from seeded import without_sums
 

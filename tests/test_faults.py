@@ -26,10 +26,9 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.spec.resolve import model_spec
-from meshwright.training.loss_scale import LossScale
-from meshwright.training.replicas import check_replicas
-from meshwright.training.spikes import SpikeWatch
-from meshwright.training.update import gradients, overflowed, update
+from meshwright.training.between_steps import check_replicas
+from meshwright.training.readings import SpikeWatch
+from meshwright.training.update import LossScale, gradients, overflowed, update
 from outcomes import Outcome, refused
 from ranks import on_ranks, ranks
 from test_reshard import LABELS, LAYOUTS, MODEL, TRAIN, open_layout

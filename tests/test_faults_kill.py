@@ -15,8 +15,8 @@ from faulty import RUN, TENSOR, events_of, last_files, of
 from meshwright.checkpoint.commit import PLACES, step_name, steps
 from meshwright.errors import ConfigError, NoProgress, RankFailed
 from meshwright.runtime.ranks.fault import ACTIONS, Fault
+from meshwright.runtime.supervise.attempts import recoveries
 from meshwright.runtime.supervise.diagnosis import diagnose
-from meshwright.runtime.supervise.restart import recoveries
 from runs import TINY, clean_environ
 
 # --- a killed rank (cases 1, 25) -------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_twenty_restarts_of_twenty(go, whole):
 
 # Acts from the second step of an attempt on, so that each attempt commits one.
 EVERY_OTHER = """
-import meshwright.runtime.ranks.inject as inject
+import meshwright.runtime.ranks.worker as inject
 act = inject.Injector.__call__
 seen = set()
 def later(self, phase, step):
@@ -306,6 +306,6 @@ def test_faults_are_parsed_strictly():
 
 
 def test_every_action_has_a_deed():
-    from meshwright.runtime.ranks.inject import _DEEDS
+    from meshwright.runtime.ranks.worker import _DEEDS
 
     assert tuple(_DEEDS) == ACTIONS

@@ -29,7 +29,7 @@ from faulty import (
 )
 from meshwright.checkpoint.weights import load_model
 from meshwright.errors import ConfigError
-from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.session import train
 from meshwright.runtime.supervise.lock import RunLock
 from runs import clean_environ, rank_pids

@@ -21,17 +21,16 @@ from meshwright.cli import main
 from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.program.events import Events
-from meshwright.report.markup import Html, escape
+from meshwright.report.figure import Html, escape
 from meshwright.report.page import Page, grid, prose, titled
 from meshwright.report.record import read_run
-from meshwright.report.run import comparison_page, report, run_page
+from meshwright.report.run_page import comparison_page, report, run_page
 from meshwright.runtime.ranks import local
 from meshwright.runtime.ranks.worker import record_failure
 from meshwright.runtime.session import train
+from meshwright.runtime.supervise.attempts import restarted, run_attempts
 from meshwright.runtime.supervise.diagnosis import diagnose
-from meshwright.runtime.supervise.elastic import restarted
 from meshwright.runtime.supervise.lock import read_holder, refused
-from meshwright.runtime.supervise.restart import run_attempts
 from meshwright.runtime.supervise.supervisor import RanksFailed, failure_of
 from meshwright.spec.loading import load_config
 from meshwright.training.events import JsonLines, _Scalars

@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.fine_tuning import tables
 
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
@@ -25,7 +25,7 @@ from meshwright.prove.locate import locate
 from meshwright.prove.nf4_reference import in_nf4
 from meshwright.prove.parity import check, prove_parity
 from meshwright.prove.shrink import shrink
-from meshwright.simulate.run import simulate
+from meshwright.simulate.simulation import simulate
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
 from meshwright.spec.lora import NF4_PIECE, Lora

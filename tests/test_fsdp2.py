@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.fsdp import FSDPModule
 
 from conformance_cases import make
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.comm.wire import Wire
 from meshwright.cost.timeline import timeline

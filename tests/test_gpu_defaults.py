@@ -21,8 +21,7 @@ from meshwright.kernels import fp32_matmuls
 from meshwright.kernels.fp32_matmuls import take_route, target_of
 from meshwright.layout import Machine, resolve_layout
 from meshwright.models.attention import attend, spread
-from meshwright.planner.compiling import unmeasured
-from meshwright.planner.microbatch import fastest
+from meshwright.planner.choices import fastest, unmeasured
 from meshwright.planner.plan import cost_inputs_of
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations

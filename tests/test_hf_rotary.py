@@ -9,8 +9,7 @@ import torch
 from meshwright.errors import ConfigError
 from meshwright.models.rope import inverse_frequencies
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.hf import hf_config, spec_from_hf
-from meshwright.spec.hf_rotary import read_rotary, rotary_keys, sliding_base
+from meshwright.spec.hf import hf_config, read_rotary, rotary_keys, sliding_base, spec_from_hf
 from meshwright.spec.model import LayerSpec
 from meshwright.spec.resolve import model_spec
 from rotary_cases import SCALINGS, SIZES, longrope, patterned

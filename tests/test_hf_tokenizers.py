@@ -8,9 +8,8 @@ import pytest
 from hf_folders import export, hf_folder, write_run
 from meshwright.cli import main
 from meshwright.data import load_tokenizer, train_bpe
-from meshwright.data.byte_level import byte_characters, byte_level_json
 from meshwright.data.hf_tokenizer import hf_tokenizer
-from meshwright.data.tokenizers import BYTES_EOS
+from meshwright.data.tokenizers import BYTES_EOS, byte_characters, byte_level_json
 from runs import clean_environ
 
 

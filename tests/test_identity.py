@@ -26,12 +26,12 @@ from meshwright.comm.rendezvous import Rendezvous
 from meshwright.data import open_data
 from meshwright.errors import CheckpointError, ConfigError, RankFailed
 from meshwright.runtime.checks.notes import run_notes
-from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.machines.gather import check_sights, hand_over, sight
-from meshwright.runtime.ranks.alike import differences, digests_of, refuse_unlike
+from meshwright.runtime.ranks.worker import differences, digests_of, refuse_unlike
 from meshwright.runtime.session import locked, prepare_job, train
+from meshwright.runtime.supervise.attempts import read_word, recorded, tell
 from meshwright.runtime.supervise.disk import forget_gone
-from meshwright.runtime.supervise.elastic import read_word, recorded, tell
 from meshwright.runtime.supervise.lock import RunLock
 from meshwright.training.run_folder import create, read_job
 from outcomes import refused
@@ -315,7 +315,7 @@ def test_first_weights_and_code_are_compared(config, tmp_path):
     data = open_data(job.config.data, job.cache)
     found = digests_of(job, data, has_weights=True)
     assert {str(job.folder.plan), str(weights / "manifest.json")} <= found.keys()
-    assert {"meshwright/runtime/ranks/alike.py", "torch", "the tokenizer"} <= found.keys()
+    assert {"meshwright/runtime/ranks/worker.py", "torch", "the tokenizer"} <= found.keys()
     assert data.files.items() <= found.items()
     assert digests_of(job, data, has_weights=False).keys() < found.keys()
 

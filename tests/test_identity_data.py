@@ -10,18 +10,18 @@ import pytest
 
 from faulty import flip
 from meshwright import files
-from meshwright.data import blocks, open_data, open_store, prepare
+from meshwright.data import open_data, open_store, prepare, view
 from meshwright.data.corpora import Files
-from meshwright.data.megatron import open_megatron, write_megatron
+from meshwright.data.megatron_pair import open_megatron, write_megatron
 from meshwright.errors import DataError
-from meshwright.runtime.ranks.alike import differences
+from meshwright.runtime.ranks.worker import differences
 from meshwright.spec.training import DataSpec
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """A store whose blocks have 100 bytes."""
-    for module in (files, blocks):
+    for module in (files, view):
         monkeypatch.setattr(module, "BLOCK_BYTES", 100)
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(["abcdefgh" * 60, "ij"]))
     return prepare([Files((tmp_path / "a.txt",))], "bytes", tmp_path / "store").folder
@@ -42,7 +42,7 @@ def test_a_bit_that_was_flipped_is_found_when_its_block_is_read(store, outcome):
 
 @pytest.mark.case(35)
 def test_a_store_without_checksums_of_blocks_is_read_as_a_whole(store, outcome, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 70)  # so that their number does not fit
+    monkeypatch.setattr(view, "BLOCK_BYTES", 70)  # so that their number does not fit
     whole = open_store(store).shards[0]
     assert whole.read(0, 8).tolist() == list(b"abcdefgh")
     flip(store / "tokens-00000.bin", 250)

@@ -13,7 +13,7 @@ from meshwright.cost.rows import predict_row, read_row
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.planner.plan import check_legal, cost_inputs_of
-from meshwright.simulate.run import simulate
+from meshwright.simulate.simulation import simulate
 from meshwright.spec.loading import load_config
 from test_predict_experts import ROW
 

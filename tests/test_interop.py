@@ -5,10 +5,9 @@ import json
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.interop.command_line import read_arguments
-from meshwright.interop.detect import detect_system
-from meshwright.interop.importing import import_files
-from meshwright.interop.report import VERDICTS
+from meshwright.interop.flat import read_arguments
+from meshwright.interop.import_report import VERDICTS
+from meshwright.interop.importing import detect_system, import_files
 from meshwright.interop.table import load_table
 from meshwright.spec.loading import KEYS, build_config, load_config
 

@@ -4,7 +4,7 @@ import json
 import tomllib
 
 from meshwright.cli import main
-from meshwright.interop.report import VERDICTS
+from meshwright.interop.import_report import VERDICTS
 from meshwright.spec.loading import load_config
 
 DS = {

@@ -5,11 +5,10 @@ import json
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.interop.detect import detect_system
-from meshwright.interop.export.writing import layout_of
-from meshwright.interop.importing import import_files
+from meshwright.interop.export import layout_of
+from meshwright.interop.import_report import VERDICTS
+from meshwright.interop.importing import detect_system, import_files
 from meshwright.interop.names import model_names
-from meshwright.interop.report import VERDICTS
 from meshwright.spec.presets import PRESETS
 
 TITAN = """

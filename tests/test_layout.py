@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
 from meshwright.layout import AXES, Layout, Machine, broken, nearest_legal, resolve_layout
-from meshwright.layout.candidates import divisors
-from meshwright.layout.rules import RULES
+from meshwright.layout.rules import RULES, divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.loading import load_config
 from meshwright.spec.lora import Lora

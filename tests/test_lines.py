@@ -17,11 +17,9 @@ from rich.console import Console
 from meshwright.cli import main
 from meshwright.layout import Layout, resolve_layout
 from meshwright.lines import GOES_ON, fitted, folded
-from meshwright.planner.command import training_command
-from meshwright.planner.plan import plan
+from meshwright.planner.plan import plan, training_command
 from meshwright.runtime.machines.machine import detect
-from meshwright.runtime.supervise.trend import Trend
-from meshwright.runtime.supervise.view import LiveView
+from meshwright.runtime.supervise.view import LiveView, Trend
 from meshwright.spec.loading import load_config
 from runs import TINY, clean_environ
 from test_view import START, STEP

@@ -9,7 +9,7 @@ from torch import nn
 
 from conformance_cases import make
 from meshwright.prove.suite import Suite
-from meshwright.runtime.checks.room import check_room
+from meshwright.runtime.checks.notes import check_room
 from meshwright.spec.loading import load_config
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part

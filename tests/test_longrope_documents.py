@@ -12,9 +12,9 @@ from meshwright.cli import main
 from meshwright.comm.groups import open_groups
 from meshwright.data import open_data
 from meshwright.data.sampler import IGNORE
+from meshwright.evaluate.perplexity import score
 from meshwright.evaluate.requests import Ask, answer
-from meshwright.evaluate.score import score
-from meshwright.evaluate.windows import Windows
+from meshwright.evaluate.text import Windows
 from meshwright.layout import Layout
 from meshwright.models import build_model, init_model
 from meshwright.models.generate import generate

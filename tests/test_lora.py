@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
@@ -21,7 +21,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.parity import check, prove_parity
 from meshwright.runtime.machines.engine import check_engine
-from meshwright.simulate.run import simulate
+from meshwright.simulate.simulation import simulate
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
 from meshwright.spec.lora import Lora

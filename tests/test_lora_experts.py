@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
@@ -15,7 +15,7 @@ from meshwright.parallel.user_models.parallelize import _refuse_adapters
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.parity import check
-from meshwright.simulate.run import simulate
+from meshwright.simulate.simulation import simulate
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parts, trained_parameter_count
 from meshwright.spec.training import OptimizerSpec

@@ -27,9 +27,8 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.peft import ADAPTER_WEIGHTS
 from meshwright.spec.stored import ADAPTER_CONFIG
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 from ranks import on_ranks
 from test_lora import NEOX, model
 

@@ -20,7 +20,7 @@ from meshwright.planner.plan import cost_inputs_of
 from meshwright.prove.case import Case
 from meshwright.report.record import read_run
 from meshwright.runtime import session
-from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.machines.machine import detect
 from meshwright.runtime.measure import measuring
 from meshwright.runtime.measure.measuring import measured_first

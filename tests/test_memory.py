@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.parallel.batch import Batch
@@ -19,9 +19,8 @@ from meshwright.prove.case import Case
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 from ranks import on_ranks
 
 RANKS, LAYERS, MIDDLE = 2, 6, 3

@@ -16,7 +16,7 @@ from meshwright.models.init import parameter_seed
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
-from meshwright.training.run import weights_source
+from meshwright.training.between_steps import weights_source
 
 SPEC = model_spec(vocab_size=512, dim=128, n_layers=8, n_heads=4, context=64, attention_bias=True)
 

@@ -35,9 +35,8 @@ from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part, parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer, step_scaled
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 from ranks import on_ranks
 
 SHAPES = [(24, 16), (16, 24), (16, 16), (3, 40)]

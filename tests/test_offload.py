@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance_cases import CASES, labelled
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.cli import main
 from meshwright.comm.groups import open_groups
 from meshwright.cost.host import host_bytes

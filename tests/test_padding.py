@@ -11,8 +11,7 @@ from loops import CHAT
 from meshwright.cli import main
 from meshwright.comm.groups import open_groups
 from meshwright.data import open_data
-from meshwright.data.sampler import IGNORE, PADDING
-from meshwright.data.whole import filled_row
+from meshwright.data.sampler import IGNORE, PADDING, filled_row
 from meshwright.layout import Layout
 from meshwright.models.balance import Balance, Sequences
 from meshwright.models.context import Context, Unpadded

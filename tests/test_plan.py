@@ -13,7 +13,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError, nearest
 from meshwright.layout import Layout, Machine
-from meshwright.planner import pace
+from meshwright.planner import prices
 from meshwright.planner.plan import digest, plan
 from meshwright.runtime.machines.machine import gpu_name
 from meshwright.runtime.pricing import planned
@@ -74,8 +74,8 @@ def test_seventy_billion_on_512_devices_is_quick():
 def test_few_of_the_layouts_are_priced(monkeypatch):
     """What makes planning quick, counted: most layouts are left out by a bound of their cores."""
     calls = []
-    whole = pace.closed_form
-    monkeypatch.setattr(pace, "closed_form", lambda *a: calls.append(1) or whole(*a))
+    whole = prices.closed_form
+    monkeypatch.setattr(prices, "closed_form", lambda *a: calls.append(1) or whole(*a))
     found = plan(mw.load_config(overrides=SEVENTY)).found
     assert found.considered > 1_000_000
     assert len(calls) < found.considered / 200

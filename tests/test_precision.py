@@ -17,9 +17,8 @@ from meshwright.runtime.session import train
 from meshwright.spec.parts import Part
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import GROWTH_STEPS, START, LossScale
 from meshwright.training.optimizer import build_optimizer, step_scaled
-from meshwright.training.update import overflowed, update
+from meshwright.training.update import GROWTH_STEPS, START, LossScale, overflowed, update
 from ranks import ranks
 from runs import clean_environ
 

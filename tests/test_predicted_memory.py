@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from benchmarks.predicted_memory import WIDER, WIDTHS, Choice, scaled
 
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
 from meshwright.program.lower import lower

@@ -17,9 +17,8 @@ from meshwright.comm.interfaces import (
 from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import ConfigError
 from meshwright.runtime.machines import system
-from meshwright.runtime.machines.reach import links_finding, measure_links
 from meshwright.runtime.machines.system import examine_system, loopback_speed
-from meshwright.runtime.preflight import preflight, together
+from meshwright.runtime.preflight import links_finding, measure_links, preflight, together
 from meshwright.spec.loading import load_config
 from runs import TINY, torchrun
 

@@ -24,7 +24,7 @@ from meshwright.prove.outcome import Outcome
 from meshwright.prove.refused import refuse
 from meshwright.prove.shrink import MOST_RANKS, shrink
 from meshwright.prove.verdict import Divergence, Verdict
-from meshwright.runtime.proofs import config_proof
+from meshwright.runtime.proofs import proof
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
@@ -264,7 +264,7 @@ def test_a_config_is_proven_small(capsys):
 
 
 def test_the_order_of_a_huge_layout_is_checked_without_ranks(capsys, monkeypatch):
-    monkeypatch.setattr(config_proof, "prove_cases", None)
+    monkeypatch.setattr(proof, "prove_cases", None)
     words = ["prove", "model.preset=gpt3-175b", "model.vocab_size=50304", "train.seq_len=2048"]
     words += ["layout.tp=8", "layout.pp=8", "layout.dp_replicate=6", "train.batch=1536"]
     assert main([*words, "--check-order"]) == 0
@@ -305,7 +305,7 @@ def test_a_failed_verdict_is_shown_with_its_place(capsys, monkeypatch):
             show(outcome)
         return outcomes
 
-    monkeypatch.setattr(config_proof, "prove_cases", prove)
+    monkeypatch.setattr(proof, "prove_cases", prove)
     assert main(["prove", "--matrix", "--world", "2", "--only", "naive mb4"]) == 1
     out = capsys.readouterr().out
     assert "FAIL pp2 naive mb4" in out

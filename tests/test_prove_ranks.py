@@ -13,7 +13,7 @@ from meshwright.prove.draw import WORLDS, draw
 from meshwright.prove.matrix import matrix
 from meshwright.prove.outcome import Outcome
 from meshwright.prove.verdict import Verdict
-from meshwright.runtime.proofs import config_proof, proof
+from meshwright.runtime.proofs import proof
 from meshwright.runtime.proofs.proof import by_world, prove_cases
 from runs import clean_environ
 
@@ -122,9 +122,9 @@ def test_each_number_of_ranks_has_a_part_of_the_time(capsys, monkeypatch):
         limits.append(seconds)
         return [Outcome(cases[0], (Verdict("loss", {}, 0.0, 0.0, None, True),), 0.1)]
 
-    monkeypatch.setattr(config_proof, "prove_cases", prove)
+    monkeypatch.setattr(proof, "prove_cases", prove)
     clock = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: 0.0)
-    monkeypatch.setattr(config_proof, "time", clock)
+    monkeypatch.setattr(proof, "time", clock)
     words = ["prove", "--random", "40", "--minutes", "2", "--seed", "5"]
     assert main([*words, "--json"]) == 0
     found = capsys.readouterr()

@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.prove.case import Case
 from meshwright.prove.outcome import Outcome
 from meshwright.prove.verdict import Verdict
-from meshwright.runtime.proofs.config_proof import Proof
+from meshwright.runtime.proofs.proof import Proof
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 TINY = {"model": {"dim": 32, "n_layers": 2, "n_heads": 2}, "train.batch": 4}

@@ -10,12 +10,12 @@ from meshwright.cli.main import main
 from meshwright.cost.price import price, worst_estimate, worst_memory
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
-from meshwright.planner.fine_tuning import fine_tunings
 from meshwright.planner.lightest import lightest, lightest_of, with_train
 from meshwright.planner.plan import cost_inputs_of
 from meshwright.planner.questions import (
     cheapest,
     fewest_devices,
+    fine_tunings,
     largest_batches,
     longest_context,
     on_devices,

@@ -13,7 +13,7 @@ from meshwright.prove.case import Case
 from meshwright.runtime import session
 from meshwright.runtime.measure import benchmark
 from meshwright.runtime.proofs import proof
-from meshwright.runtime.ranks.rank_environ import ALLOCATOR, rank_environ
+from meshwright.runtime.ranks.local import ALLOCATOR, rank_environ
 from meshwright.spec.loading import load_config
 
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

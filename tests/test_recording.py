@@ -35,16 +35,15 @@ from meshwright.program.target import Processor, Target, route
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
-from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.session import train
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.run_folder import RunFolder, put_step
-from meshwright.training.step_profile import gather_ranks, is_detailed
-from meshwright.training.update import update
+from meshwright.training.step_recording import gather_ranks, is_detailed
+from meshwright.training.update import LossScale, update
 from ranks import on_ranks, ranks
 from runs import clean_environ
 

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.report.ahead import layouts_page
 from meshwright.report.page import Page
 from meshwright.report.record import read_run
-from meshwright.report.run import comparison_page, report, run_page
+from meshwright.report.run_page import comparison_page, report, run_page
 from run_folders import step_event, write_run
 
 PIPELINE = ("layout.pp=2", "layout.microbatch=1", "train.batch=8", "model.n_layers=4")

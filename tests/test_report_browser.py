@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.report.ahead import layouts_page
-from meshwright.report.run import report
+from meshwright.report.run_page import report
 from meshwright.spec.loading import load_config
 from run_folders import write_run
 from runs import TINY

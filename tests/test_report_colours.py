@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from meshwright.report import colours
-from meshwright.report.colours import (
+from meshwright.report import figure
+from meshwright.report.figure import (
     ACTIONS,
     BLACK,
     CAUSE_LOOKS,
@@ -29,7 +29,7 @@ from meshwright.report.colours import (
 THEMES = {"light": lambda colour: colour, "dark": lambda colour: DARK.get(colour, colour)}
 # What is drawn in one chart.
 CHARTS = {
-    "timeline": [*ACTIONS.values(), *OTHER_STAGE.values(), *PHASES.values(), WAIT, colours.IDLE],
+    "timeline": [*ACTIONS.values(), *OTHER_STAGE.values(), *PHASES.values(), WAIT, figure.IDLE],
     "memory": list(MEMORY_LOOKS.values()),
     "causes": list(CAUSE_LOOKS.values()),
     "sides": [PREDICTED, MEASURED],

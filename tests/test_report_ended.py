@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from meshwright.errors import Diverged
-from meshwright.report.ended import banner
 from meshwright.report.record import read_run
-from meshwright.report.run import comparison_page, run_page
-from meshwright.report.winner import winner
+from meshwright.report.run_page import banner, comparison_page, run_page, winner
 from meshwright.runtime.ranks.worker import is_out_of_memory
 from meshwright.runtime.supervise import supervisor
-from meshwright.runtime.supervise.restart import failed_event
+from meshwright.runtime.supervise.attempts import failed_event
 from meshwright.spec.loading import load_config
 from meshwright.training.run_folder import RunFolder
 from run_folders import step_event, write_run

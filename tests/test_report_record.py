@@ -6,7 +6,7 @@ import re
 from meshwright.report.causes import CAUSE_NAMES
 from meshwright.report.figure import seconds
 from meshwright.report.record import read_run
-from meshwright.report.run import run_page
+from meshwright.report.run_page import run_page
 from meshwright.units import format_bytes
 from run_folders import write_run
 

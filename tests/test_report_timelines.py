@@ -10,10 +10,17 @@ from meshwright.cost.profile import predicted_profile
 from meshwright.layout import Layout
 from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.report.page import Page
-from meshwright.report.placing import MOST_SPANS, Fold, aligned, fold_of
 from meshwright.report.record import read_run
-from meshwright.report.run import run_page
-from meshwright.report.timelines import panels, timeline_chart, timelines
+from meshwright.report.run_page import run_page
+from meshwright.report.timelines import (
+    MOST_SPANS,
+    Fold,
+    aligned,
+    fold_of,
+    panels,
+    timeline_chart,
+    timelines,
+)
 from meshwright.spec.loading import load_config
 from run_folders import write_run
 from test_report import PIPELINE

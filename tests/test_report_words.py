@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.program.profile import RankProfile, Span, StepProfile
 from meshwright.report.record import read_run
-from meshwright.report.run import run_page
-from meshwright.report.words import profile_warnings, run_warnings
+from meshwright.report.run_page import run_page
+from meshwright.report.run_words import profile_warnings, run_warnings
 from meshwright.spec.words import busy
 from run_folders import write_run
 from test_report import PIPELINE, text_of

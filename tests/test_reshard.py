@@ -21,9 +21,8 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import UNIT_ROUNDOFFS, mine
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import gradients, update
+from meshwright.training.update import LossScale, gradients, update
 from ranks import on_ranks
 
 LAYOUTS = {

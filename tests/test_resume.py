@@ -16,7 +16,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
 from meshwright.runtime.certificate import certify
-from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.session import prepare_job
 from meshwright.runtime.session import train as train_command
 from meshwright.runtime.supervise.lock import RunLock

@@ -19,7 +19,7 @@ from meshwright.prove.compare import mine
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.oracle_routers import router_losses
 from meshwright.prove.parity import prove_parity
-from meshwright.report.run import report
+from meshwright.report.run_page import report
 from meshwright.runtime.supervise.view import experts_line
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec

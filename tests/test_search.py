@@ -14,7 +14,7 @@ from meshwright.cost.price import estimated, price, worst_estimate, worst_memory
 from meshwright.cost.step import StepTime
 from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout, broken
-from meshwright.layout.candidates import divisors
+from meshwright.layout.rules import divisors
 from meshwright.planner.advice import lost_by, warnings
 from meshwright.planner.rank import Search, preference
 from meshwright.spec.resolve import model_spec

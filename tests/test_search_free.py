@@ -14,8 +14,8 @@ from meshwright.cost.catalogue import cluster_of, find_device
 from meshwright.cost.inputs import CostInputs, work_of
 from meshwright.cost.step import transfer_seconds
 from meshwright.cost.systems import SYSTEMS
-from meshwright.planner.fits import preference
 from meshwright.planner.plan import plan
+from meshwright.planner.prices import preference
 from meshwright.planner.rank import Search
 from meshwright.planner.space import schedules
 from meshwright.spec.loading import load_config

@@ -15,11 +15,10 @@ from meshwright.cli import main
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.planner.plan import plan
 from meshwright.serve.answer import SECTIONS as PAGE_SECTIONS
-from meshwright.serve.answer import answer, devices_answer, model_words, named_files
+from meshwright.serve.answer import answer, detail, devices_answer, model_words, named_files
 from meshwright.serve.app import HAS_UI, HOST, LARGEST_BODY, MISSING, application, serve
 from meshwright.serve.conditions import Conditions
-from meshwright.serve.detail import detail
-from meshwright.serve.page import page
+from meshwright.serve.plan_page import page
 from meshwright.serve.worker import reply
 from meshwright.spec.loading import KEYS, load_config, read_given
 

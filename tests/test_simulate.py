@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance_cases import make
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.cli import main
 from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.cost.timeline import timeline
@@ -24,8 +24,8 @@ from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.simulate.dry_run import dry_run
 from meshwright.simulate.fake import fake_tensors, fake_world
-from meshwright.simulate.memory import HOST, START, MemoryTracker
-from meshwright.simulate.run import LEAST_TOLERANCE, layout_of, ranks_of, simulate
+from meshwright.simulate.memory_tracker import HOST, START, MemoryTracker
+from meshwright.simulate.simulation import LEAST_TOLERANCE, layout_of, ranks_of, simulate
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
@@ -136,7 +136,7 @@ def test_a_program_that_lies_is_found():
         found = simulated(case, [0])
     assert not found.agrees
     assert any("all_gather of" in text for text in found.ranks[0].differences)
-    with mock.patch("meshwright.simulate.run.matmul_flops", return_value=1.0):
+    with mock.patch("meshwright.simulate.simulation.matmul_flops", return_value=1.0):
         (one,) = simulated(case, [0]).ranks
     assert [text.partition(":")[0] for text in one.differences] == ["matrix products"]
 

@@ -20,9 +20,8 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 from ranks import ranks
 
 MODEL = {"vocab_size": 2048, "dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4}

@@ -74,9 +74,9 @@ def test_a_saver_s_thread_takes_its_rank_s_gpu_first(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 8190, 8191, 8192, 5 * 8191 + 7])
 def test_numbers_of_shards_need_little_memory_and_are_those_of_the_whole(count, monkeypatch):
-    from meshwright.training import replicas
+    from meshwright.training import between_steps
 
-    monkeypatch.setattr(replicas, "_PERIODS", 2)
+    monkeypatch.setattr(between_steps, "_PERIODS", 2)
     shard = torch.randn(count)
     flat = shard.view(torch.int32).to(torch.int64)
     whole = int((flat * (torch.arange(count) % 8191 + 1)).sum())
@@ -88,5 +88,5 @@ def test_numbers_of_shards_need_little_memory_and_are_those_of_the_whole(count, 
         return real(x, dtype, *rest)
 
     monkeypatch.setattr(torch.Tensor, "to", noted)
-    assert replicas.bits(shard) == whole
+    assert between_steps.bits(shard) == whole
     assert max(most, default=0) <= 2 * 8191

@@ -19,13 +19,12 @@ from meshwright.runtime.checks.notes import config_notes, resume_notes, run_note
 from meshwright.runtime.doctor import examine_config
 from meshwright.runtime.pricing.planned import cost_inputs_on
 from meshwright.runtime.session import prepare_job
-from meshwright.spec.defaults import rate_for
 from meshwright.spec.hf import hf_config
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.presets import PRESETS
-from meshwright.spec.resolve import model_spec
+from meshwright.spec.resolve import model_spec, rate_for
 from meshwright.training.run_folder import create
 from meshwright.units import format_count
 from runs import TINY, clean_environ

@@ -19,16 +19,15 @@ from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.flight_recorder_file import read_flight_recorder
 from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
 from meshwright.report.record import read_run
-from meshwright.report.words import verdict
+from meshwright.report.run_words import verdict
 from meshwright.runtime import certificate
 from meshwright.runtime.run import Run
 from meshwright.runtime.supervise import supervisor
+from meshwright.runtime.supervise.attempts import Stopping, going_on, has_made_no_progress
 from meshwright.runtime.supervise.diagnosis import diagnose
-from meshwright.runtime.supervise.signals import StopSignals
-from meshwright.runtime.supervise.stopping import Stopping, going_on, has_made_no_progress
-from meshwright.runtime.supervise.supervisor import Timing, supervise
+from meshwright.runtime.supervise.supervisor import StopSignals, Timing, supervise
 from meshwright.runtime.supervise.view import Lasting, open_view
-from meshwright.training.interruptible import Interruptible
+from meshwright.training.held_out import Interruptible
 from meshwright.training.run_folder import read_job
 from run_folders import write_run
 from runs import TINY, clean_environ, rank_pids

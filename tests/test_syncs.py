@@ -19,12 +19,10 @@ from meshwright.runtime.session import prepare_job
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.training import loop
-from meshwright.training.loss_scale import LossScale
-from meshwright.training.metrics import DeviceLaps, StepClock
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.readings import ArrivingNumbers
+from meshwright.training.readings import ArrivingNumbers, DeviceLaps, StepClock
 from meshwright.training.run_folder import create, read_job
-from meshwright.training.update import update
+from meshwright.training.update import LossScale, update
 from ranks import on_ranks
 from runs import clean_environ
 from syncs import Syncs

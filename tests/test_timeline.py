@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from meshwright.bench.memory import measure
+from meshwright.bench.memory_breakdown import measure
 from meshwright.cost.timeline import timeline
 from meshwright.kernels.fp32_matmuls import has_onednn
 from meshwright.layout import Layout

@@ -20,15 +20,15 @@ from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.runtime.ranks import local
 from meshwright.runtime.ranks.local import LocalRun
 from meshwright.runtime.session import prepare_job
+from meshwright.runtime.supervise.crash_records import ask_for_traces, trace_files, traced
 from meshwright.runtime.supervise.supervisor import (
     LocalRanks,
     RanksFailed,
     Timing,
+    Watchdog,
     listen_on_loopback,
     supervise,
 )
-from meshwright.runtime.supervise.traces import ask_for_traces, trace_files, traced
-from meshwright.runtime.supervise.watchdog import Watchdog
 from meshwright.training.run_folder import RunFolder, create
 from runs import clean_environ
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.interop.export.source import PlanSource
-from meshwright.interop.export.writing import nest, written
+from meshwright.interop.export import nest, written
+from meshwright.interop.plan_source import PlanSource
 from meshwright.interop.trainers import trainer_named
 from meshwright.layout import Layout
 from meshwright.spec.loading import load_config

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from meshwright.cli import main
 from meshwright.cost.systems import SYSTEMS
 from meshwright.errors import ConfigError
-from meshwright.interop.export.source import PlanSource
-from meshwright.interop.export.writing import differing, layout_of, nest, written
+from meshwright.interop.export import differing, layout_of, nest, written
 from meshwright.interop.flat import flatten
 from meshwright.interop.importing import import_files
+from meshwright.interop.plan_source import PlanSource
 from meshwright.interop.trainers import TRAINERS, trainer_named
 from meshwright.layout import Layout, broken, unsharded
 from meshwright.planner.for_trainer import plan_for

@@ -23,9 +23,8 @@ from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.training.loop import share
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer, set_learning_rate
-from meshwright.training.update import evaluate, gradients, update
+from meshwright.training.update import LossScale, evaluate, gradients, update
 from ranks import on_ranks, ranks
 
 SPECS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.report.memories import _about
+from meshwright.report.steps import _about
 from meshwright.units import GIB, MIB, format_bytes, format_ratio
 
 

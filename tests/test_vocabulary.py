@@ -21,7 +21,7 @@ from meshwright.parallel.loss import loss_and_gradient, loss_sum
 from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
 from meshwright.planner.plan import digest, plan
 from meshwright.program.lower import lower
-from meshwright.runtime.checks.resuming import Resume
+from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.session import train
 from meshwright.spec.loading import load_config
 from meshwright.spec.model import padded, unpadded

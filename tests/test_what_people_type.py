@@ -11,9 +11,8 @@ from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.layout import resolve_layout
 from meshwright.runtime.machines.machine import detect
-from meshwright.spec.catalogue import catalogue_rows, full_device_name
 from meshwright.spec.loading import load_config
-from meshwright.spec.presets import PRESETS, preset_of
+from meshwright.spec.presets import PRESETS, catalogue_rows, full_device_name, preset_of
 from runs import clean_environ
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, plan
     from meshwright.prove.trainers.attach import WatchCallback
     from meshwright.prove.trainers.watch import watch
-    from meshwright.runtime.proofs.config_proof import Proof, prove_layout
+    from meshwright.runtime.proofs.proof import Proof, prove_layout
     from meshwright.runtime.run import Run, open_run
     from meshwright.runtime.session import train
     from meshwright.spec.loading import Config, load_config
@@ -56,7 +56,7 @@ _HOMES = {
     "load_config": "meshwright.spec.loading",
     "Layout": "meshwright.layout",
     "Plan": "meshwright.planner.plan",
-    "Proof": "meshwright.runtime.proofs.config_proof",
+    "Proof": "meshwright.runtime.proofs.proof",
     "Run": "meshwright.runtime.run",
     "clip_grad_norm": "meshwright.parallel.user_models.parallelize",
     "load_model": "meshwright.checkpoint.weights",
@@ -65,7 +65,7 @@ _HOMES = {
     "parallelize": "meshwright.parallel.user_models.parallelize",
     "plan": "meshwright.planner.plan",
     "positions": "meshwright.parallel.user_models.parallelize",
-    "prove_layout": "meshwright.runtime.proofs.config_proof",
+    "prove_layout": "meshwright.runtime.proofs.proof",
     "train": "meshwright.runtime.session",
     "watch": "meshwright.prove.trainers.watch",
     "WatchCallback": "meshwright.prove.trainers.attach",

@@ -32,12 +32,11 @@ from meshwright.planner.plan import cost_inputs_of, on_cluster, plan
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.report.ahead import layouts_page
-from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
-from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.machines.machine import check_compiler, detect, lacks_compiler
 from meshwright.runtime.measure.benchmark import measure_on_ranks
 from meshwright.runtime.pricing.measured import keep, kept_at, source_of
 from meshwright.runtime.pricing.planned import on_machine
-from meshwright.runtime.ranks.rank_environ import sets_allocator
+from meshwright.runtime.ranks.local import sets_allocator
 from meshwright.spec.loading import Config
 from meshwright.units import format_bytes, format_seconds
 

@@ -21,8 +21,7 @@ from meshwright.cli.common import (
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.interop.flat import SYSTEMS
 from meshwright.layout import resolve_layout
-from meshwright.runtime.machines.compiler import lacks_compiler
-from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.machines.machine import detect, lacks_compiler
 from meshwright.runtime.pricing.planned import settled
 from meshwright.spec.dump import given_toml, toml_value
 from meshwright.spec.loading import KEYS, Config, config_schema

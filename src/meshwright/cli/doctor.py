@@ -16,9 +16,9 @@ from meshwright.cli.common import add_json, print_json, read_config, say_line
 from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.runtime.doctor import examine_config, examine_machine
-from meshwright.runtime.machines.finding import Finding
+from meshwright.runtime.machines.system import Finding
 from meshwright.runtime.pricing.measured import calibration_in_use
-from meshwright.runtime.supervise.core_dumps import crash_stack
+from meshwright.runtime.supervise.crash_records import crash_stack
 from meshwright.runtime.supervise.diagnosis import Diagnosis, diagnose
 from meshwright.spec.loading import Config
 from meshwright.units import format_seconds

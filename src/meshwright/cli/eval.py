@@ -19,8 +19,17 @@ from meshwright.data import load_tokenizer
 from meshwright.data.boundaries import ends_of
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.evaluate.perplexity import Perplexity, measure
-from meshwright.evaluate.text import BATCH_TOKENS, Text, given, held_out, run_of, windows_of
-from meshwright.evaluate.windows import Conversations, Windows, check_windows
+from meshwright.evaluate.text import (
+    BATCH_TOKENS,
+    Conversations,
+    Text,
+    Windows,
+    check_windows,
+    given,
+    held_out,
+    run_of,
+    windows_of,
+)
 from meshwright.models import Transformer
 from meshwright.runtime.session import cache_folder
 from meshwright.spec.loading import load_config

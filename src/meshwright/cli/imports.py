@@ -15,8 +15,8 @@ from rich.text import Text
 
 from meshwright.errors import ConfigError
 from meshwright.interop.flat import System
+from meshwright.interop.import_report import VERDICTS, KeyReport, Report
 from meshwright.interop.importing import Imported, import_files, refusal_text
-from meshwright.interop.report import VERDICTS, KeyReport, Report
 from meshwright.interop.source import AUTO
 from meshwright.layout import Machine, resolve_layout
 from meshwright.runtime.machines.machine import detect

@@ -28,11 +28,11 @@ from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.cli.questions import (
     add_questions,
     answers,
+    compare_plans,
     print_answers,
     print_ways_to_fit,
     ways_to_fit_json,
 )
-from meshwright.cli.scaling import compare_plans
 from meshwright.cli.serve import add_serve, frozen_page, serve_page
 from meshwright.cli.trainers import (
     add_trainers,
@@ -59,9 +59,7 @@ from meshwright.files import write_atomic
 from meshwright.kernels.processor import processor
 from meshwright.layout import Layout, Machine, unsharded
 from meshwright.planner.advice import warnings
-from meshwright.planner.command import training_command
 from meshwright.planner.for_trainer import plan_for, priced_as
-from meshwright.planner.pins import given, words
 from meshwright.planner.plan import (
     COLUMNS,
     Plan,
@@ -72,13 +70,14 @@ from meshwright.planner.plan import (
     on_cluster,
     plan,
     prediction_json,
+    training_command,
 )
 from meshwright.planner.rank import MARGIN
+from meshwright.planner.space import given, words
 from meshwright.planner.ways_to_fit import ways_to_fit
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.runtime.checks.notes import layout_notes, plan_notes
-from meshwright.runtime.machines.compiler import lacks_compiler
-from meshwright.runtime.machines.machine import detect
+from meshwright.runtime.machines.machine import detect, lacks_compiler
 from meshwright.runtime.measure.measuring import measured_first
 from meshwright.runtime.pricing.planned import on_machine, slower
 from meshwright.spec.loading import Config

@@ -29,9 +29,8 @@ from meshwright.prove.refused import Refusal, refuse
 from meshwright.prove.smallest import smallest
 from meshwright.prove.verdict import Verdict
 from meshwright.runtime.certificate import certify
-from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
-from meshwright.runtime.proofs.config_proof import check_gpus, prove_all, question_of
-from meshwright.runtime.proofs.proof import fails_alike
+from meshwright.runtime.machines.machine import check_compiler, lacks_compiler
+from meshwright.runtime.proofs.proof import check_gpus, fails_alike, prove_all, question_of
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
 from meshwright.units import format_count, format_seconds

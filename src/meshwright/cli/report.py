@@ -13,10 +13,10 @@ from meshwright.cli.common import say
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.files import write_atomic
 from meshwright.report.record import RunRecord, read_run
-from meshwright.report.run import write_report
+from meshwright.report.run_page import write_report
+from meshwright.report.run_words import run_warnings, verdict
 from meshwright.report.terminal import summary
 from meshwright.report.trace import chrome_trace
-from meshwright.report.words import run_warnings, verdict
 from meshwright.units import format_bytes
 
 EXAMPLE = """\

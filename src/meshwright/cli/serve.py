@@ -17,7 +17,7 @@ from meshwright.planner.rank import MARGIN
 from meshwright.runtime.pricing.measured import VARIABLES
 from meshwright.serve.answer import asked_words, document, named_files
 from meshwright.serve.conditions import TOP, Conditions
-from meshwright.serve.page import page
+from meshwright.serve.plan_page import page
 from meshwright.spec.loading import read_given
 
 

@@ -32,12 +32,12 @@ from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page
 from meshwright.report.page import Page
 from meshwright.simulate.on_standin import out_of_order, watch
-from meshwright.simulate.profile import both_profiles
-from meshwright.simulate.run import (
+from meshwright.simulate.simulation import (
     PEAK_TOLERANCE,
     Simulated,
     Simulation,
     as_json,
+    both_profiles,
     layout_of,
     ranks_of,
     simulate,

@@ -22,7 +22,7 @@ from meshwright.errors import ConfigError
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:
-    from meshwright.runtime.checks.resuming import Resume
+    from meshwright.runtime.checks.start import Resume
 
 EXAMPLE = """\
 examples:
@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; with `--json`, the outcome is a document on stdout, and the view goes to stderr."""
     # Not at the top: the data and the view that it brings would slow down `--help`.
-    from meshwright.runtime.checks.resuming import Resume
+    from meshwright.runtime.checks.start import Resume
     from meshwright.runtime.session import summarise, train
 
     resumed_run = _resume(args)

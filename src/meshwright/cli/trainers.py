@@ -16,10 +16,10 @@ from meshwright.cost.catalogue import resolve_cluster
 from meshwright.cost.price import Prediction, RankMemory, memories
 from meshwright.errors import ConfigError, refusal
 from meshwright.files import write_atomic
-from meshwright.interop.export.source import PlanSource
-from meshwright.interop.export.writing import Written, keys_of, layout_of, written
+from meshwright.interop.export import Written, keys_of, layout_of, written
+from meshwright.interop.import_report import KeyReport, Report
 from meshwright.interop.importing import Imported, import_files, refusal_text
-from meshwright.interop.report import KeyReport, Report
+from meshwright.interop.plan_source import PlanSource
 from meshwright.interop.trainers import TRAINERS, Trainer, trainer_named
 from meshwright.layout import Layout
 from meshwright.planner.for_trainer import freed, priced_as

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Final
 
 from meshwright.program.target import Processor
-from meshwright.spec.catalogue import LOCAL, catalogue_rows, check_device, check_link
+from meshwright.spec.presets import LOCAL, catalogue_rows, check_device, check_link
 from meshwright.spec.training import ClusterSpec
 
 # The fields that name a device "local" in a config, until it has been measured.

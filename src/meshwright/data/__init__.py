@@ -1,13 +1,10 @@
 """Corpora, tokenizers, the indexed store and the sampler. Numpy only; never imports torch."""
 
-from meshwright.data.blend import Blend, BlendSampler
-from meshwright.data.dataset import Dataset, open_data, refuse_changed
-from meshwright.data.sampler import IGNORE, PADDING, Rows, Sampler, StepPosition
-from meshwright.data.slots import StreamPosition, StreamSampler
+from meshwright.data.dataset import Blend, BlendSampler, Dataset, open_data, refuse_changed
+from meshwright.data.sampler import IGNORE, PADDING, Rows, Sampler, StepPosition, WholeSampler
 from meshwright.data.store import Store, open_store, verify
-from meshwright.data.streamed import StreamedDataset
+from meshwright.data.streamed import StreamedDataset, StreamPosition, StreamSampler
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
-from meshwright.data.whole import WholeSampler
 from meshwright.data.writer import prepare
 
 __all__ = [

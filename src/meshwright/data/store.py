@@ -25,14 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from meshwright.data.blocks import Blocks
 from meshwright.data.encoders import Encoder, encoder_of
 from meshwright.data.tokenizers import BytesTokenizer, JsonTokenizer, TiktokenTokenizer, Tokenizer
-from meshwright.data.view import Mask, Shard, map_array
+from meshwright.data.view import Blocks, Mask, Shard, map_array
 from meshwright.errors import DataError, refusal
 from meshwright.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
 from meshwright.parsing import parse_json
-from meshwright.spec.base import Spec
+from meshwright.spec.kinds import Spec
 from meshwright.spec.training import DataFormat
 from meshwright.units import MIB
 

@@ -7,15 +7,14 @@ import itertools
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.byte_level import byte_level_json
-from meshwright.data.patterns import check_patterns
 from meshwright.errors import DataError, either, nearest, refusal
 from meshwright.files import (
     read_bytes,
@@ -28,6 +27,124 @@ from meshwright.files import (
 from meshwright.parsing import parse_json
 from meshwright.spec.resolve import lacks_tokenizer_json
 from meshwright.units import MIB
+
+_LONGEST: Final = 10_000  # characters; those of known tokenizers have some hundred
+# What a pattern is made of: an escape, a class, the begin or end of a group, how often, or.
+_PART: Final = re.compile(
+    r"(?P<atom>\\.|\[(?:\\.|\[:\^?\w+:\]|[^\]\\])*\])|(?P<open>\((?:\?(?:[:=!>]|<[=!]|[a-z-]+:?))?)"
+    r"|(?P<close>\))|(?P<often>[*+]|\{\d*,\})(?P<keeps>\+?)|(?P<or>\|)|(?P<other>.)",
+    re.DOTALL,
+)
+
+
+def check_patterns(content: bytes) -> None:
+    """Raise `ValueError` for a tokenizer.json with an exponential pattern.
+
+    Matching can take time that doubles with each character if an unbounded repetition applies to a
+    group that contains one itself, or alternatives: `(a+)+`, `(a|a)*`.
+    """
+    if b'"Regex"' not in content:
+        return
+    for pattern in _patterns(parse_json(content)):
+        if len(pattern) > _LONGEST:
+            raise ValueError(f"a pattern has {len(pattern)} characters; at most {_LONGEST}")
+        if group := _doubling(pattern):
+            raise ValueError(
+                f"the pattern {pattern!r:.200} repeats the group {group!r:.100}, which can be "
+                "matched in more than one way: a text can make it take forever"
+            )
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        regex = value.get("Regex")
+        if isinstance(regex, str):
+            yield regex
+        for key, child in value.items():
+            if key not in ("vocab", "merges"):
+                yield from _patterns(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _patterns(child)
+
+
+def _doubling(pattern: str) -> str:
+    """Return the first group of a pattern that can take exponential time; empty if none can."""
+    opened: list[tuple[int, bool]] = []  # where a group begins, and whether it can match in ways
+    many, closed = False, (0, 0, False)
+    for part in _PART.finditer(pattern):
+        if part["open"]:
+            opened.append((part.start(), many))
+            many = False
+        elif part["close"] and opened:
+            start, before = opened.pop()
+            closed = (start, part.end(), many)
+            many = many or before
+        elif part["often"]:
+            if closed[1] == part.start() and closed[2] and not part["keeps"]:
+                return pattern[closed[0] : part.end()]
+            many = True
+        elif part["or"]:
+            many = True
+    return ""
+
+
+def byte_level_json(ranks: Mapping[bytes, int], eos: str, eos_id: int) -> bytes:
+    """Return the `tokenizer.json` of a vocabulary whose ids are also its merge ranks.
+
+    This is the form of tiktoken's vocabularies; the 256 single bytes alone merge nothing. Text is
+    split as in GPT-2. `eos` is the special token, and `eos_id` must be the id after the last.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = byte_characters()
+
+    def spelled(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    vocabulary = {spelled(token): rank for token, rank in ranks.items()}
+    merges = [(spelled(left), spelled(right)) for left, right in merges_of(ranks)]
+    # Like tiktoken, which looks a whole word up before it merges anything.
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(eos, special=True, normalized=False)])
+    if backend.token_to_id(eos) != eos_id:
+        raise ValueError(f"{eos} got id {backend.token_to_id(eos)}, not {eos_id}")
+    return backend.to_str(pretty=True).encode()
+
+
+def byte_characters() -> list[str]:
+    """Return the printable character that stands for each of the 256 bytes, as in GPT-2's files."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
+
+
+def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Return the pair that forms each token of more than one byte, in the order of the ranks.
+
+    It is what merges of lower rank make of the token's bytes; ranks of a trained BPE always leave
+    two parts.
+    """
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) > 1:
+            left, right = _merged(ranks, token, below=rank)
+            merges.append((left, right))
+    return merges
+
+
+def _merged(ranks: Mapping[bytes, int], token: bytes, below: int) -> list[bytes]:
+    parts = [token[index : index + 1] for index in range(len(token))]
+    while True:
+        pairs = [ranks.get(left + right, below) for left, right in pairwise(parts)]
+        best = min(pairs, default=below)
+        if best >= below:
+            return parts
+        index = pairs.index(best)
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
+
 
 BYTES_EOS = 256
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|im_end|>")

@@ -13,7 +13,7 @@ import torch
 
 from meshwright.data import IGNORE, Tokenizer
 from meshwright.errors import ConfigError, refusal
-from meshwright.evaluate.score import score
+from meshwright.evaluate.perplexity import score
 from meshwright.models import Transformer
 from meshwright.models.generate import generate_tokens
 

@@ -12,8 +12,8 @@ import torch
 from meshwright.checkpoint.weights import load_model
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.boundaries import ends_of
+from meshwright.data.conversations import Message
 from meshwright.data.encoders import ChatEncoder, encoder_of
-from meshwright.data.messages import Message
 from meshwright.errors import ConfigError
 from meshwright.models import Transformer
 from meshwright.models.generate import generate_tokens

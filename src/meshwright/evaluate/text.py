@@ -1,20 +1,187 @@
-"""The text for an evaluation: what the model's run held out, or any other."""
+"""The text for an evaluation, held out or any other, and the sliding windows that divide it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.checkpoint.commit import read_manifest
-from meshwright.data import Tokenizer, load_tokenizer, open_data
+from meshwright.data import IGNORE, PADDING, Rows, Tokenizer, load_tokenizer, open_data
 from meshwright.data.dataset import Dataset, Say, refuse_changed
+from meshwright.data.permutation import permute
+from meshwright.data.sampler import WholeSampler
 from meshwright.data.view import TokenView
 from meshwright.errors import ConfigError, DataError, refusal
-from meshwright.evaluate.windows import Conversations, Windows, check_windows
 from meshwright.spec.stored import find_step
 from meshwright.spec.training import DataFormat, DataSpec
 from meshwright.training.run_folder import Job, RunFolder, read_job
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows of at most `seq_len` inputs, each `stride` tokens after the one before.
+
+    Every token but the first is the target of exactly one row, the first that reaches it: where
+    rows overlap, the second scores what the first has not, with up to `seq_len` tokens before it.
+    The last one ends with the stream. These are the windows of
+    huggingface.co/docs/transformers/perplexity with a `max_length` of `seq_len + 1`.
+
+    Full rows come in the order in which a run with the seed reads them, so that the first of them
+    are a sample of the text; with a stride of `seq_len` they are those of the run's evaluation.
+    With packing "documents" attention stays inside a document, and its first token is no target.
+    `begin` are ids that the model expects before every text: rows that begin inside a document get
+    them in front, beside their `seq_len` inputs.
+    """
+
+    view: TokenView
+    seq_len: int
+    stride: int
+    packing: Literal["stream", "documents"] = "stream"
+    seed: int = 0
+    begin: tuple[int, ...] = ()
+
+    @property
+    def full(self) -> int:
+        """How many rows have `seq_len` inputs."""
+        return max(0, (len(self.view) - 1 - self.seq_len) // self.stride + 1)
+
+    def __len__(self) -> int:
+        covered = 0 if self.full == 0 else (self.full - 1) * self.stride + self.seq_len
+        return self.full + (covered < len(self.view) - 1)
+
+    def scored(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the range of tokens that each of some rows scores, int64 `[rows, 2]`."""
+        starts = self._starts(first, stop)
+        begins = starts + 1 + np.where(starts == 0, 0, self.seq_len - self.stride)
+        ends = np.minimum(starts + self.seq_len, len(self.view) - 1) + 1
+        return np.stack([begins, ends], axis=1)
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """Return rows `first` to `stop`, padded on the right; targets not scored are `IGNORE`.
+
+        Raises DataError for an id outside of the vocabulary.
+        """
+        starts, scored = self._starts(first, stop), self.scored(first, stop)
+        length = int((scored[:, 1] - starts).max())
+        positions = starts[:, None] + np.arange(length)
+        inside = np.minimum(positions, len(self.view) - 1)
+        ids = np.zeros_like(positions)
+        for row, (start, end) in enumerate(zip(starts, scored[:, 1], strict=True)):
+            ids[row, : end - start] = self.view.read(int(start), int(end))
+        targets = ids[:, 1:].copy()
+        targets[(positions[:, 1:] < scored[:, :1]) | (positions[:, 1:] >= scored[:, 1:])] = IGNORE
+        if self.packing == "stream":
+            return self._begun(Rows(ids[:, :-1], targets, None))
+        documents = np.searchsorted(self.view.ends, inside, side="right")
+        documents -= documents[:, :1]
+        targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+        documents[positions >= scored[:, 1:] - 1] = (
+            PADDING  # also the last token, which is a target only
+        )
+        return self._begun(Rows(ids[:, :-1], targets, documents[:, :-1]))
+
+    def _begun(self, rows: Rows) -> Rows:
+        """Prepend the ids that begin a text to each row that does not begin with them."""
+        count = len(self.begin)
+        if count == 0:
+            return rows
+        before = np.tile(np.array(self.begin, dtype=np.int64), (len(rows.inputs), 1))
+        inputs = np.concatenate([before, rows.inputs], axis=1)
+        targets = np.concatenate([np.full_like(before, IGNORE), rows.targets], axis=1)
+        segments = rows.segments
+        if segments is not None:
+            segments = np.concatenate([segments[:, :1].repeat(count, axis=1), segments], axis=1)
+        for row in np.flatnonzero((rows.inputs[:, :count] == before).all(axis=1)).tolist():
+            for values in (inputs, targets, segments):
+                if values is not None:  # it has them already: those in front become padding
+                    values[row] = np.roll(values[row], -count)
+            if segments is not None:
+                segments[row, -count:] = PADDING
+        return Rows(inputs, targets, segments)
+
+    def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the ids that the first `rows` rows score, as the longest pieces within a document.
+
+        Neighbouring rows are joined, since characters of several tokens cross their border.
+        """
+        view, ends, ranges = self.view, self.view.ends, self.scored(0, rows)
+        ordered = ranges[np.argsort(ranges[:, 0])]
+        joins = np.flatnonzero(ordered[1:, 0] != ordered[:-1, 1]) + 1
+        for group in np.split(ordered, joins):
+            start, stop = group[0, 0], group[-1, 1]
+            inner = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop)]
+            begins, stops = np.append(start, inner), np.append(inner, stop)
+            if self.packing == "documents":  # of which the first token is not scored
+                begins = begins + np.isin(begins, ends)
+            for begin, end in zip(begins.tolist(), stops.tolist(), strict=True):
+                yield view.read(begin, end)
+
+    def lengths(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the number of inputs of each row without its padding, int64 `[rows]`."""
+        starts, count = self._starts(first, stop), len(self.begin)
+        begun = [
+            tuple(self.view.read(start, start + count).tolist()) == self.begin for start in starts
+        ]
+        return self.scored(first, stop)[:, 1] - starts - 1 + np.where(begun, 0, count)
+
+    def _starts(self, first: int, stop: int) -> NDArray[np.int64]:
+        indices = np.arange(first, stop, dtype=np.int64)
+        is_full = indices < self.full
+        indices[is_full] = permute(indices[is_full], self.full, f"{self.seed}/0")
+        return indices * self.stride
+
+
+class Conversations:
+    """Rows of whole conversations, in the order in which a run with the seed evaluates them.
+
+    Only what is trained is scored. Takes the place of `Windows`.
+    """
+
+    packing: Literal["documents"] = "documents"
+
+    def __init__(self, view: TokenView, seq_len: int, seed: int = 0) -> None:
+        self.view, self.seq_len, self.stride = view, seq_len, seq_len
+        self._sampler = WholeSampler(
+            view, seq_len=seq_len, batch=1, seed=seed, skips=True, name="text"
+        )
+
+    def __len__(self) -> int:
+        return self._sampler.samples
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """Return rows `first` to `stop`; targets that are not trained are `IGNORE`."""
+        return self._sampler.read(range(first, stop))
+
+    def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the ids that the first rows score, an answer or a part of one at a time."""
+        for row in range(rows):
+            targets = self.rows(row, row + 1).targets[0]
+            is_scored = targets != IGNORE
+            cuts = np.flatnonzero(np.diff(is_scored)) + 1
+            for ids, flags in zip(np.split(targets, cuts), np.split(is_scored, cuts), strict=True):
+                if flags[:1].all():
+                    yield ids
+
+
+def check_windows(seq_len: int, stride: int, context: int) -> None:
+    """Refuse windows that the model's context or the rule of strides does not allow."""
+    if not 1 <= seq_len <= context:
+        raise ConfigError(
+            refusal(
+                f"--seq-len {seq_len} must be at least 1 and at most the model's context of "
+                f"{context}",
+                legal=[min(max(seq_len, 1), context)],
+            )
+        )
+    if not 1 <= stride <= seq_len:
+        rule = f"--stride {stride} must be at least 1 and at most the {seq_len} tokens of a window"
+        raise ConfigError(refusal(rule, legal=[min(max(stride, 1), seq_len)]))
+
 
 Packing = Literal["stream", "documents"]
 # Tokens of a batch: enough to fill the device, few enough for its memory.

@@ -1,4 +1,8 @@
-"""Batch arithmetic: global batch = microbatch x accumulation x data-parallel ranks."""
+"""What DeepSpeed, GPT-NeoX and Megatron share: batch arithmetic, and the division of documents.
+
+Global batch = microbatch x accumulation x data-parallel ranks. "949,50,1" divides documents into
+those for training, validation and test.
+"""
 
 from __future__ import annotations
 
@@ -158,3 +162,19 @@ def _spread(source: ImportSource, ranks: int | None, reason: str) -> None:
         return  # the base config says how they divide
     source.imply(_DEGREES[0], 1 if shards else ranks, reason)
     source.imply(_DEGREES[1], ranks if shards else 1, reason)
+
+
+def read_split(source: ImportSource, key: str) -> None:
+    """Take the shares of training, validation and test as `data.validation`."""
+    text = str(source.get(key))
+    try:
+        shares = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        source.contradict([key], f"{text!r} must be numbers such as 969,30,1")
+        return
+    if not shares[0] > 0:
+        source.contradict([key], f"{text!r} must have a training share above 0")
+        return
+    validation = round(1 - shares[0] / sum(shares), 6)
+    note = "of documents, chosen by data.seed; validation and test together"
+    source.translate(key, {"data.validation": validation}, note)

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON: what the table `deepspeed.toml` cannot say row by row.
+"""DeepSpeed's JSON: what `deepspeed.toml` cannot say row by row, and a plan written as it.
 
-Source of the keys: DeepSpeed's docs/_pages/config-json.md, and runtime/config.py for those that
-the page leaves out.
+Source of the keys: DeepSpeed's docs/_pages/config-json.md (0.19.8 for what is written), and
+runtime/config.py for those that the page leaves out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.errors import ConfigError
 from meshwright.interop.batch import Names, read_batch
+from meshwright.interop.plan_source import PlanSource
 from meshwright.interop.source import AUTO, ImportSource
 
 BATCH = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -224,3 +226,50 @@ def _read_rates(source: ImportSource, params: str, kind: str) -> None:
         source.honour(steps, {"optimizer.warmup_steps": count})
     elif steps not in source.values:
         source.fill("optimizer.warmup_steps", 1000, f"DeepSpeed's default of {steps}")
+
+
+_STAGES = "zero_optimization"
+
+
+def deepspeed_keys(source: PlanSource) -> dict[str, Any]:
+    """Return the keys of DeepSpeed's JSON, such as `zero_optimization.stage`."""
+    layout, train = source.layout, source.config.train
+    keys: dict[str, Any] = {
+        "train_batch_size": train.batch,
+        "train_micro_batch_size_per_gpu": layout.microbatch,
+        "gradient_accumulation_steps": source.accumulation,
+        f"{_STAGES}.stage": layout.zero,
+    }
+    if layout.offload != "none":
+        state = "param" if layout.offload == "params" else "optimizer"
+        keys[f"{_STAGES}.offload_{state}.device"] = "cpu"
+        if state == "param":
+            keys[f"{_STAGES}.offload_optimizer.device"] = "cpu"
+    if layout.tp > 1:
+        keys["tensor_parallel.autotp_size"] = layout.tp
+    if layout.cp > 1:
+        keys["sequence_parallel_size"] = layout.cp
+    if train.precision != "fp32":
+        keys[f"{train.precision}.enabled"] = True
+    if source.is_stated("train.clip_norm"):
+        keys["gradient_clipping"] = train.clip_norm
+    if source.is_stated("train.reduce_dtype") and train.reduce_dtype == "fp32":
+        keys["communication_data_type"] = "fp32"
+    return keys | _optimizer(source)
+
+
+def _optimizer(source: PlanSource) -> dict[str, Any]:
+    optimizer = source.config.optimizer
+    params = "optimizer.params."
+    given = source.given(
+        {
+            "optimizer.lr": f"{params}lr",
+            "optimizer.eps": f"{params}eps",
+            "optimizer.weight_decay": f"{params}weight_decay",
+        }
+    )
+    if source.is_stated("optimizer.betas"):
+        given[f"{params}betas"] = list(optimizer.betas)
+    if optimizer.name != "adamw" and given:
+        raise ConfigError(f"optimizer.name = {optimizer.name!r} is the script's; nearest: adamw")
+    return {"optimizer.type": "AdamW", **given} if given else {}

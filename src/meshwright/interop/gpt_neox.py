@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.interop.batch import read_batch
+from meshwright.interop.batch import read_batch, read_split
 from meshwright.interop.deepspeed import (
     BATCH,
     read_precision,
@@ -17,7 +17,6 @@ from meshwright.interop.deepspeed import (
     read_sgd,
     read_zero,
 )
-from meshwright.interop.documents import read_split
 from meshwright.interop.family import ForeignModel, take_family
 from meshwright.interop.source import ImportSource
 from meshwright.spec.families.layers import StoredLayer

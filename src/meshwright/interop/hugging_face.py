@@ -8,8 +8,7 @@ from meshwright.errors import ConfigError
 from meshwright.interop.source import ImportSource
 from meshwright.interop.table import KeyRow
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.hf import spec_from_hf
-from meshwright.spec.hf_rotary import FULL, SLIDING
+from meshwright.spec.hf import FULL, SLIDING, spec_from_hf
 from meshwright.spec.model import OF_PADDING
 
 # Where each key lands; what has no own place is a condition that the model meets.

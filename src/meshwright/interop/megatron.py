@@ -1,20 +1,144 @@
-"""Megatron-LM's arguments: what the table `megatron.toml` cannot say row by row.
+"""Megatron-LM's arguments: what `megatron.toml` cannot say row by row, and a plan written as them.
+
+A plan is also written as Megatron-Bridge's overrides, and as Megatron-SWIFT's YAML.
 
 Source of the arguments and defaults: Megatron-LM's megatron/training/arguments.py and the configs
-that it takes them from.
+that it takes them from; of experts megatron/core/transformer/moe, router.py and moe_utils.py, whose
+losses of a router have the same scale as Meshwright's: a sum over layers, 1 for each layer if
+tokens are even. megatron-bridge 0.3.1, training/config.py; ms-swift 4.6.0,
+swift/megatron/arguments/megatron_args.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Final
 
-from meshwright.interop.batch import Names, read_batch
-from meshwright.interop.documents import read_split
-from meshwright.interop.megatron_experts import read_experts
+from meshwright.errors import ConfigError
+from meshwright.interop.batch import Names, read_batch, read_split
 from meshwright.interop.megatron_model import read_model
+from meshwright.interop.plan_source import PlanSource
 from meshwright.interop.source import ImportSource
-from meshwright.spec.model import OF_PADDING
+from meshwright.spec.model import OF_PADDING, ModelSpec
 from meshwright.spec.resolve import BUILTIN_VOCAB
+
+_TYPE: Final = "moe-router-load-balancing-type"
+_WEIGHT: Final = "moe-aux-loss-coeff"
+_CAPACITY: Final = "moe-expert-capacity-factor"
+_OF_CAPACITY: Final = ("moe-token-drop-policy", "moe-pad-expert-input-to-capacity")
+_FORCED: Final = "moe-router-force-load-balancing"
+# Balancing by other means than a loss that `train.router_aux_loss` could be.
+_OTHER_TYPES: Final = ("sinkhorn", "quantile_balancing")
+
+
+def read_experts(source: ImportSource) -> None:
+    """Take the arguments on experts that are not of the architecture."""
+    for key, to in (
+        ("expert-model-parallel-size", "layout.ep"),
+        ("expert-tensor-parallel-size", "layout.etp"),
+    ):
+        size = source.whole(key)
+        if size is not None:
+            source.honour(key, {to: size})
+    if source.whole("num-experts") is None:
+        return
+    is_sigmoid = source.get("moe-router-score-function") == "sigmoid"
+    _read_balancing(source)
+    _read_bias(source, is_sigmoid)
+    if is_sigmoid and source.number("moe-z-loss-coeff", 0.0):
+        reason = "train.router_z_loss is of a softmax; nearest: 0"
+        source.refuse("moe-z-loss-coeff", reason)
+    _read_capacity(source)
+    if source.get(_FORCED) is True:
+        note = "tokens meet experts in turn, there at random"
+        source.translate(_FORCED, {"train.routing": "balanced"}, note)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _read_balancing(source: ImportSource) -> None:
+    """Take load-balancing losses: of each sequence, or of microbatches of one sequence."""
+    kinds = [str(kind) for kind in _listed(source.get(_TYPE, "aux_loss"))]
+    weights = _listed(source.get(_WEIGHT, 0.0))
+    settled = ["train.router_aux_loss"]
+    if len(kinds) != len(weights):
+        source.contradict([_TYPE, _WEIGHT], f"{len(weights)} weights for {len(kinds)} types")
+        return
+    total = 0.0
+    for kind, weight in zip(kinds, weights, strict=True):
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            source.contradict([_WEIGHT], f"{weight!r} must be a number", settled)
+            return
+        reason = _unlike(source, kind) if weight or kind in _OTHER_TYPES else ""
+        if reason:
+            source.refuse(_TYPE, reason, settled_by=settled, default=kind)
+            return
+        total += weight
+    to = {"train.router_aux_loss": total}
+    note = "the loss of each sequence"
+    source.honour(_WEIGHT, to, note)
+    source.honour(_TYPE, note=note if total else "no loss")
+
+
+def _unlike(source: ImportSource, kind: str) -> str:
+    """Return why a kind of balancing is not that of each sequence; empty where it is."""
+    nearest = "nearest: seq_aux_loss, or train.router_aux_loss"
+    if kind in _OTHER_TYPES:
+        return f"no {kind}; {nearest}"
+    if kind == "global_aux_loss":
+        return f"no loss of the global batch; {nearest}"
+    micro = source.whole("micro-batch-size") or 1
+    if kind == "aux_loss" and micro > 1:
+        return f"no loss of {micro} sequences at once; {nearest}, or micro-batch-size 1"
+    return ""
+
+
+def _read_bias(source: ImportSource, is_sigmoid: bool) -> None:
+    """Take the step of the corrections of sigmoid routers."""
+    switch, rate = "moe-router-enable-expert-bias", "moe-router-bias-update-rate"
+    if source.get(switch, False) is not True:
+        source.honour(switch, note="off")
+        source.ignore(rate, f"{switch} is not on")
+        return
+    if not is_sigmoid:
+        source.refuse(switch, "of routers with model.router_scores = sigmoid")
+        source.ignore(rate, f"of {switch}")
+        return
+    to = {"train.router_bias_rate": source.number(rate, 1e-3)}
+    source.honour(rate, to)
+    source.translate(switch, to, f"{rate} = {to['train.router_bias_rate']:g}")
+
+
+def _read_capacity(source: ImportSource) -> None:
+    factor = source.number(_CAPACITY, -1.0)
+    if factor < 0:
+        source.honour(_CAPACITY, note="no token is dropped")
+        for key in _OF_CAPACITY:
+            source.ignore(key, f"of {_CAPACITY}")
+        return
+    settled = ["train.expert_capacity"]
+    if source.get("moe-token-drop-policy", "probs") != "position":
+        reason = "later tokens are dropped, not those of small probability; nearest: position"
+        source.refuse("moe-token-drop-policy", reason, settled_by=settled, default="probs")
+    shared = [
+        f"{key} {size}"
+        for key in ("micro-batch-size", "tensor-model-parallel-size", "context-parallel-size")
+        if (size := source.whole(key) or 1) > 1
+    ]
+    if shared or factor < 1:
+        rule = "an expert's share is of a whole sequence, and at least even"
+        condition = f" with {', '.join(shared)}" if shared else ""
+        reason = (
+            f"{rule}, not {factor:g}{condition}; nearest: "
+            f"train.expert_capacity = {max(factor, 1):g}"
+        )
+        source.refuse(_CAPACITY, reason, settled_by=settled)
+    source.honour(_CAPACITY, {"train.expert_capacity": factor})
+    source.honour("moe-token-drop-policy", note="the first tokens of a sequence have precedence")
+    source.ignore("moe-pad-expert-input-to-capacity", "how tokens travel")
+
 
 BATCH = Names("global-batch-size", "micro-batch-size", "(accumulation)")
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -240,3 +364,243 @@ def _read_data(source: ImportSource) -> None:
         for key, value in {"model.vocab_size": size, **padding}.items():
             if source.target(key) is None:
                 source.fill(key, value, "Megatron-LM pads the vocabulary")
+
+
+_GIVEN: Final = {
+    "train.steps": "train-iters",
+    "train.clip_norm": "clip-grad",
+    "train.seed": "seed",
+    "train.router_aux_loss": "moe-aux-loss-coeff",
+    "train.router_z_loss": "moe-z-loss-coeff",
+    "optimizer.lr": "lr",
+    "optimizer.eps": "adam-eps",
+    "optimizer.weight_decay": "weight-decay",
+    "optimizer.warmup_steps": "lr-warmup-iters",
+    "optimizer.momentum": "sgd-momentum",
+}
+_DECAYS: Final = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
+_WRITTEN_SHARDING: Final = {2: "optim_grads", 3: "optim_grads_params"}
+# Sections of Megatron-Bridge's config; arguments that are in none of these are the model's.
+_SECTIONS: Final = {
+    "train": ("micro-batch-size", "global-batch-size", "train-iters"),
+    "ddp": ("use-distributed-optimizer", "grad-reduce-in-fp32"),
+    "optimizer": (
+        *("lr", "min-lr", "weight-decay", "adam-beta1", "adam-beta2", "adam-eps", "clip-grad"),
+        *("optimizer", "sgd-momentum"),
+    ),
+    "scheduler": ("lr-warmup-iters", "lr-decay-style", "lr-decay-iters"),
+    "rng": ("seed",),
+}
+_BRIDGE_NAMES: Final = {
+    "num-virtual-stages-per-pipeline-rank": "virtual-pipeline-model-parallel-size",
+}
+
+
+def megatron_keys(source: PlanSource) -> dict[str, Any]:
+    """Return the arguments of Megatron-LM by name, the model's among them."""
+    layout, train = source.layout, source.config.train
+    keys = _parallel(source) | model_arguments(source.config.model)
+    if layout.zero >= 2:
+        keys.pop("use-distributed-optimizer", None)
+        keys["use-megatron-fsdp"] = True
+        keys["data-parallel-sharding-strategy"] = _WRITTEN_SHARDING[layout.zero]
+        keys["use-distributed-optimizer"] = True
+    if train.precision != "fp32":
+        keys[train.precision] = True
+    if source.is_stated("train.reduce_dtype") and train.precision == "bf16":
+        is_fp32 = train.reduce_dtype == "fp32"
+        keys["accumulate-allreduce-grads-in-fp32" if is_fp32 else "grad-reduce-in-bf16"] = True
+    keys["seq-length"] = train.seq_len
+    keys["nproc-per-node"], keys["nnodes"] = source.per_node, source.nodes
+    return keys
+
+
+def nemo_keys(source: PlanSource) -> dict[str, Any]:
+    """Return the overrides of a recipe of Megatron-Bridge, such as `train.global_batch_size`."""
+    source.check_named_model()
+    if not source.names.bridge:
+        raise ConfigError(
+            f"Megatron-Bridge has no recipe of model.preset = {source.config.model.preset!r}"
+        )
+    precision = source.config.train.precision
+    if precision == "fp32":
+        raise ConfigError("Megatron-Bridge's recipes have no train.precision = fp32; nearest: bf16")
+    keys: dict[str, Any] = {"recipe": f"{source.names.bridge}_pretrain_config"}
+    parallel = _parallel(source) | _reduced(source)
+    parallel.setdefault("use-distributed-optimizer", False)
+    for name, value in parallel.items():
+        section = next((key for key, names in _SECTIONS.items() if name in names), "model")
+        keys[f"{section}.{_underscored(name)}"] = value
+    keys["model.seq_length"] = source.config.train.seq_len
+    keys["mixed_precision"] = f"{precision}_mixed"
+    return keys
+
+
+def swift_keys(source: PlanSource) -> dict[str, Any]:
+    """Return the arguments of Megatron-SWIFT, such as `global_batch_size`."""
+    source.check_named_model()
+    precision = source.config.train.precision
+    keys: dict[str, Any] = {"model": source.hub_name(), "tuner_type": "full"}
+    parallel = _parallel(source)
+    parallel.setdefault("recompute-granularity", "none")
+    parallel.setdefault("use-distributed-optimizer", False)
+    keys |= {_underscored(name): value for name, value in parallel.items()}
+    keys["max_length"] = source.config.train.seq_len
+    dtypes = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    keys["torch_dtype"] = dtypes[precision]
+    if source.config.train.reduce_dtype != "fp32":
+        raise ConfigError("ms-swift sums gradients in fp32; nearest: train.reduce_dtype = fp32")
+    return keys
+
+
+def _underscored(name: str) -> str:
+    return _BRIDGE_NAMES.get(name, name).replace("-", "_")
+
+
+def _reduced(source: PlanSource) -> dict[str, Any]:
+    if not source.is_stated("train.reduce_dtype"):
+        return {}
+    return {"grad-reduce-in-fp32": source.config.train.reduce_dtype == "fp32"}
+
+
+def _parallel(source: PlanSource) -> dict[str, Any]:
+    """Return the arguments of layout, batch and optimizer, which all three have."""
+    layout, train = source.layout, source.config.train
+    keys: dict[str, Any] = {
+        "tensor-model-parallel-size": layout.tp,
+        "pipeline-model-parallel-size": layout.pp,
+        "context-parallel-size": layout.cp,
+        "micro-batch-size": layout.microbatch,
+        "global-batch-size": train.batch,
+    }
+    if layout.sp and layout.tp > 1:
+        keys["sequence-parallel"] = True
+    if layout.cp > 1:
+        keys["cp-comm-type"] = "a2a" if layout.cp_kind == "ulysses" else "p2p"
+    if layout.virtual_stages > 1:
+        keys["num-virtual-stages-per-pipeline-rank"] = layout.virtual_stages
+    if source.config.model.experts:
+        keys["expert-model-parallel-size"] = layout.ep
+        keys["expert-tensor-parallel-size"] = layout.expert_tp
+    if layout.zero == 1:
+        keys["use-distributed-optimizer"] = True
+    if layout.recompute == "full":
+        keys |= {
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": 1,
+        }
+    elif layout.recompute == "selective":
+        keys["recompute-granularity"] = "selective"
+    return keys | source.given(_GIVEN) | _optimizer(source)
+
+
+def _optimizer(source: PlanSource) -> dict[str, Any]:
+    optimizer, keys = source.config.optimizer, dict[str, Any]()
+    if source.is_stated("optimizer.name"):
+        keys["optimizer"] = source.optimizer_name("megatron")
+    if source.is_stated("optimizer.betas"):
+        keys["adam-beta1"], keys["adam-beta2"] = optimizer.betas
+    if source.is_stated("optimizer.lr") and source.is_stated("optimizer.min_lr_ratio"):
+        keys["min-lr"] = optimizer.lr * optimizer.min_lr_ratio
+    if source.is_stated("optimizer.schedule"):
+        if optimizer.schedule not in _DECAYS:
+            raise ConfigError(
+                f"optimizer.schedule = {optimizer.schedule!r} falls otherwise there; nearest: "
+                f"{', '.join(_DECAYS)}"
+            )
+        keys["lr-decay-style"] = _DECAYS[optimizer.schedule]
+    return keys
+
+
+def model_arguments(model: ModelSpec) -> dict[str, Any]:
+    """Return Megatron-LM's arguments of an architecture; what it lacks is found by reading back."""
+    is_gated = model.gated_mlp
+    keys: dict[str, Any] = {
+        "num-layers": model.n_layers,
+        "hidden-size": model.dim,
+        "num-attention-heads": model.n_heads,
+        "ffn-hidden-size": model.ffn_dim,
+        "max-position-embeddings": model.context,
+        "normalization": "RMSNorm" if model.norm == "rms" else "LayerNorm",
+        "norm-epsilon": model.norm_eps,
+        "position-embedding-type": "rope",
+        "rotary-base": _whole(model.rope_theta),
+        "init-method-std": model.init_std,
+        "attention-dropout": 0.0,
+        "hidden-dropout": model.dropout,
+        "vocab-size": model.vocab_size,
+        "make-vocab-size-divisible-by": 1,
+        "swiglu": is_gated or None,
+        "rotary-percent": model.rotary_pct if model.rotary_pct != 1 else None,
+        "untie-embeddings-and-output-weights": (not model.tie_embeddings) or None,
+        "disable-bias-linear": (not (model.mlp_bias or model.expert_bias)) or None,
+        "add-qkv-bias": (model.attention_bias and not model.mlp_bias) or None,
+        "qk-layernorm": (model.qk_norm == "head" or bool(model.kv_lora_rank)) or None,
+    }
+    if not is_gated and model.activation == "gelu":
+        keys["no-bias-gelu-fusion"] = True
+    if model.is_latent:
+        keys |= _latent(model)
+    else:
+        keys["kv-channels"] = model.head_dim
+        if model.n_kv_heads != model.n_heads:
+            keys |= {"group-query-attention": True, "num-query-groups": model.n_kv_heads}
+    if model.experts:
+        keys |= _experts(model)
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "llama3":
+        keys |= {"use-rope-scaling": True, "rope-scaling-factor": scaling.factor}
+    elif scaling is not None and scaling.kind == "linear":
+        keys["rotary-seq-len-interpolation-factor"] = scaling.factor
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _whole(theta: float) -> int:
+    """Return a rotary base as Megatron-LM takes it; raises `ConfigError` for a fraction."""
+    if not theta.is_integer():
+        rule = f"Megatron-LM's --rotary-base is a whole number, model.rope_theta = {theta}"
+        raise ConfigError(f"{rule}; nearest: {round(theta)}")
+    return int(theta)
+
+
+def _latent(model: ModelSpec) -> dict[str, Any]:
+    keys = {
+        "multi-latent-attention": True,
+        "q-lora-rank": model.q_lora_rank or None,
+        "kv-lora-rank": model.kv_lora_rank,
+        "qk-head-dim": model.qk_nope_head_dim,
+        "qk-pos-emb-head-dim": model.qk_rope_head_dim,
+        "v-head-dim": model.v_head_dim,
+        "rotary-scaling-factor": 1.0,
+        "mscale": 1.0,
+        "mscale-all-dim": 0.0,
+    }
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "yarn":
+        keys["rotary-scaling-factor"] = scaling.factor
+        keys["mscale"] = getattr(scaling, "mscale", None) or 1.0
+        keys["mscale-all-dim"] = getattr(scaling, "mscale_all_dim", None) or 0.0
+    return keys
+
+
+def _experts(model: ModelSpec) -> dict[str, Any]:
+    is_sigmoid = model.router_scores == "sigmoid"
+    dense = model.dense_layers
+    return {
+        "num-experts": model.experts,
+        "moe-router-topk": model.top_k,
+        "moe-ffn-hidden-size": model.expert_ffn_dim or model.ffn_dim,
+        "moe-grouped-gemm": True,
+        "moe-router-dtype": "fp32",
+        "moe-router-load-balancing-type": "seq_aux_loss",
+        "moe-router-score-function": model.router_scores,
+        "moe-router-pre-softmax": True if not model.norm_top_k and not is_sigmoid else None,
+        "moe-shared-expert-intermediate-size": model.shared_ffn_dim or None,
+        "moe-shared-expert-gate": model.shared_gate or None,
+        "moe-router-num-groups": model.expert_groups if model.expert_groups > 1 else None,
+        "moe-router-group-topk": model.top_groups if model.expert_groups > 1 else None,
+        "moe-router-topk-scaling-factor": model.routed_scale if model.routed_scale != 1 else None,
+        "moe-router-enable-expert-bias": is_sigmoid or None,
+        "moe-layer-freq": f"[0]*{dense}+[1]*{model.n_layers - dense}" if dense else None,
+    }

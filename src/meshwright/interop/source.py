@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwright.errors import nearest
-from meshwright.interop.report import Filled, KeyReport, Verdict
+from meshwright.interop.import_report import Filled, KeyReport, Verdict
 from meshwright.interop.table import KeyRow, Table
 from meshwright.parsing import MAX_DIGITS
 from meshwright.spec.loading import SECTIONS

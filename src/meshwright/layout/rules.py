@@ -1,24 +1,173 @@
 """What makes a layout legal, and the nearest legal ones to a layout that is not.
 
 A rule is a small function that returns the broken rule as a sentence, or None. Its row in `RULES`
-names the keys that a user may change to obey it. One search serves all rules: it changes a key of
-the first broken rule, then one of the rule that this breaks, and checks each result against all.
+names the keys that a user may change to obey it. The values to try are divisors, and multiples of
+what they divide. One search serves all rules: it changes a key of the first broken rule, then one
+of the rule that this breaks, and checks each result against all.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple, get_args
 
-from meshwright.layout.candidates import CHOICES, NUMBERS
 from meshwright.layout.layout import Layout
-from meshwright.layout.nf4_rule import nf4_rule
-from meshwright.layout.routers import ROUTERS, router_rule
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
-from meshwright.spec.base import LARGEST
+from meshwright.spec.kinds import LARGEST
+from meshwright.spec.lora import NF4_BLOCK, Base
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
+
+
+@lru_cache(maxsize=256)
+def divisors(value: int) -> tuple[int, ...]:
+    """Return the divisors of a number; of one above 2^32, those that a degree may be."""
+    small = [d for d in range(1, min(math.isqrt(value), 1 << 16) + 1) if value % d == 0]
+    return tuple(sorted({*small, *(value // d for d in small)}))
+
+
+def _tensor_sizes(model: ModelSpec) -> int:
+    """Return the greatest common divisor of the sizes that tp cuts."""
+    widths = (model.ffn_dim, model.expert_width, model.shared_ffn_dim)
+    return math.gcd(model.n_heads, model.n_kv_heads, *widths)
+
+
+def _up_to(top: int, near: int) -> Iterable[int]:
+    """Return the numbers from 1 to `top` that are near a given one."""
+    near = min(near, max(top, 1))
+    return (1, *range(max(1, near - 64), min(top, near + 64) + 1))
+
+
+def _multiples(near: int, *units: int) -> Iterator[int]:
+    for unit in units:
+        for factor in range(-1, 3):
+            yield (near // unit + factor) * unit
+
+
+def _batches(model: ModelSpec, train: TrainSpec, layout: Layout) -> Iterable[int]:
+    one_each = layout.dp * layout.microbatch
+    # A schedule wants a number of microbatches, often of a multiple of the pipeline's ranks.
+    filled = one_each * layout.pp
+    return _multiples(train.batch, layout.dp, one_each, filled, 2 * filled)
+
+
+def _seq_lens(model: ModelSpec, train: TrainSpec, layout: Layout) -> Iterable[int]:
+    cp, tp = layout.cp, layout.tp
+    return _multiples(train.seq_len, cp, 2 * cp, cp * tp, cp * math.lcm(2, tp))
+
+
+NUMBERS: Mapping[str, Callable[[ModelSpec, TrainSpec, Layout], Iterable[int]]] = {
+    "layout.tp": lambda model, train, layout: divisors(_tensor_sizes(model)),
+    "layout.cp": lambda model, train, layout: divisors(train.seq_len),
+    "layout.ep": lambda model, train, layout: divisors(
+        math.gcd(model.experts or 1, layout.alike_ranks * layout.folds)
+    ),
+    "layout.etp": lambda model, train, layout: (1, layout.tp),
+    "layout.pp": lambda model, train, layout: _up_to(
+        model.n_layers // layout.virtual_stages, layout.pp
+    ),
+    "layout.virtual_stages": lambda model, train, layout: _up_to(
+        model.n_layers // layout.pp, layout.virtual_stages
+    ),
+    "layout.dp_replicate": lambda model, train, layout: divisors(train.batch),
+    "layout.dp_shard": lambda model, train, layout: divisors(train.batch),
+    "layout.microbatch": lambda model, train, layout: divisors(max(train.batch // layout.dp, 1)),
+    "train.batch": _batches,
+    "train.seq_len": _seq_lens,
+}
+
+# The values to try for keys whose values are not numbers, or for which only the default is legal.
+CHOICES: Mapping[str, tuple[object, ...]] = {
+    "layout.zero": get_args(Zero),
+    "layout.cp_kind": get_args(ContextKind),
+    "layout.schedule": get_args(Schedule),
+    "layout.offload": get_args(Offload),
+    "layout.sp": (False, True),
+    **dict.fromkeys(("train.fp8", "train.async_tp"), (False, True)),
+    "lora.base": get_args(Base),
+    "train.precision": ("bf16",),  # which fp8 needs
+    "train.router_aux_loss": (0.0,),
+    "train.router_z_loss": (0.0,),
+    "train.router_bias_rate": (0.0,),
+    "train.expert_capacity": (None,),
+    "train.routing": ("learned",),
+    "train.imbalance": (1.0,),
+}
+
+
+_WHY = "(lora.base = nf4)"
+
+
+def nf4_rule(model: ModelSpec, layout: Layout) -> str | None:
+    """Return the rule of NF4 weights that a layout breaks, or None.
+
+    Blocks lie along the inputs of a layer, which tp cuts for the last layers of attention and MLP.
+    """
+    if model.lora is None or model.lora.base != "nf4":
+        return None
+    if model.experts:
+        return f"model.experts = {model.experts} are not kept in four bits {_WHY}"
+    if model.is_latent:
+        return f"latent attention (model.kv_lora_rank) is not kept in four bits {_WHY}"
+    if layout.offload == "params":
+        return f"layout.offload = params cuts frozen weights, which four bits keep whole {_WHY}"
+    if layout.zero == 3:
+        return f"layout.zero = 3 cuts frozen weights, which four bits keep whole {_WHY}"
+    values = model.n_heads * model.value_dim
+    for name, inputs in (
+        ("model.dim", model.dim),
+        (f"model.n_heads x model.head_dim / layout.tp = {layout.tp}:", values // layout.tp),
+        (f"model.ffn_dim / layout.tp = {layout.tp}:", model.ffn_dim // layout.tp),
+    ):
+        if inputs % NF4_BLOCK:
+            term = f"{name} {inputs}" if name.endswith(":") else f"{name} = {inputs}"
+            return f"{term} must be a multiple of {NF4_BLOCK} {_WHY}"
+    return None
+
+
+# What a config may ask of routers, and the kinds of scores that it works with.
+ROUTERS = {
+    "router_aux_loss": ("softmax", "sigmoid"),
+    "router_z_loss": ("softmax",),
+    "router_bias_rate": ("sigmoid",),
+    "expert_capacity": ("softmax", "sigmoid"),
+    "routing": ("softmax", "sigmoid"),
+    "imbalance": ("softmax", "sigmoid"),
+}
+_ASKED = attrgetter("router_aux_loss", "router_z_loss", "router_bias_rate", "expert_capacity")
+
+
+def router_rule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """Return the rule on routers that a config breaks, or None."""
+    if not any(_ASKED(train)) and train.routing == "learned" and train.imbalance in (None, 1):
+        return None  # soon: the planner asks for thousands of layouts
+    for key, scores in ROUTERS.items():
+        value = getattr(train, key)
+        if value in (None, 0, "learned") or (key == "imbalance" and value == 1):
+            continue
+        if not model.experts:
+            return f"train.{key} = {value} is of models with experts, but model.experts = 0"
+        if model.router_scores not in scores:
+            return (
+                f"train.{key} = {value} is of routers with a {scores[0]}, but "
+                f"model.router_scores = {model.router_scores}"
+            )
+    if train.routing == "balanced" and (train.imbalance or 1) > 1:
+        return (
+            f'train.routing = "{train.routing}" gives every rank as many tokens, but '
+            f"train.imbalance = {train.imbalance}"
+        )
+    if train.router_bias_rate and model.lora is not None:
+        return (
+            f"train.router_bias_rate = {train.router_bias_rate} changes a buffer, which adapters "
+            f"do not store, but lora.rank = {model.lora.rank}"
+        )
+    return None
+
 
 Check = Callable[[ModelSpec, TrainSpec, Layout], str | None]
 # Fills in again what a user left out, after the given keys were changed; None: no room for it.

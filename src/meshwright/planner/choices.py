@@ -1,19 +1,144 @@
 """Automatic choices: what was chosen, its measured gain, and the key that changes it.
 
-The gains come from `meshwright bench device`, measured on the config's own blocks.
+The gains come from `meshwright bench device`, measured on the config's own blocks. Blocks are
+compiled on GPUs by default, elsewhere if the measured gain pays for it: on a GPU, between its
+matmuls a block reads and writes the memory once an operation, and the compiler joins them. What a
+compiler cannot take stays outside of the graphs, see `kernels.uncompiled`. The microbatch is the
+fastest or the largest that fits.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from meshwright.cost.inputs import CostInputs
-from meshwright.layout import Layout
-from meshwright.planner.compiling import CompileChoice
+from meshwright.cost.price import price, worst_memory
+from meshwright.layout import Layout, broken
+from meshwright.layout.rules import divisors
+from meshwright.planner.prices import Fits, preference
+from meshwright.planner.rank import MARGIN
+from meshwright.planner.space import is_worth
+from meshwright.spec.dump import FASTEST, LARGEST
 from meshwright.spec.loading import Config
 from meshwright.spec.model import OF_PADDING
+from meshwright.spec.training import TrainSpec
 from meshwright.spec.words import vocabulary_padding
-from meshwright.units import format_bytes
+from meshwright.units import format_bytes, format_seconds
+
+_UNMEASURED: Final = (
+    "its gain is not measured: `meshwright bench device --out FILE` does it, "
+    "cluster.calibration = FILE reads it"
+)
+_ON_GPUS: Final = (
+    "on GPUs it fuses the operations between matmuls; it takes about a minute at the start, and "
+    "train.compile = false turns it off"
+)
+
+
+class CompileChoice(NamedTuple):
+    """Whether blocks are compiled, and why."""
+
+    compiled: bool
+    reason: str
+
+
+NOTHING_FITS: Final = CompileChoice(False, "no layout fits")
+
+
+def choose(setting: CostInputs, layout: Layout, lacks: str | None = None) -> CompileChoice:
+    """Return the resolved `train.compile` of a layout; `lacks` is what its compiler is missing.
+
+    "auto" compiles if all steps together are predicted to save more seconds than compiling takes.
+    Without a measurement, it compiles on GPUs only.
+    """
+    train, gain = setting.train, setting.compile_gain
+    if gain is None:
+        return unmeasured(train, lacks, on_gpus=setting.traits.compiles_unmeasured)
+    if (choice := _settled(train, lacks)) is not None:
+        return choice
+    plain, compiled = (
+        price(with_compile(setting, compiles=compiles), layout).time.total
+        for compiles in (False, True)
+    )
+    saved, needed = train.steps * (plain - compiled), setting.compile_seconds
+    reason = f"blocks were measured at {gain:.2f} x their speed: {train.steps} steps "
+    if saved > 0:
+        reason += f"of {format_seconds(compiled)} instead of {format_seconds(plain)} save "
+        reason += f"{format_seconds(saved)}, compiling takes {format_seconds(needed)}"
+    else:
+        reason += "would save nothing"
+    return CompileChoice(saved > needed, reason)
+
+
+def unmeasured(train: TrainSpec, lacks: str | None, *, on_gpus: bool) -> CompileChoice:
+    """Return the resolved `train.compile` where the gain of compiling was not measured."""
+    choice = CompileChoice(on_gpus, _ON_GPUS if on_gpus else _UNMEASURED)
+    return _settled(train, lacks) or choice
+
+
+def _settled(train: TrainSpec, lacks: str | None) -> CompileChoice | None:
+    """Return the choice where it does not depend on the measured gain; None where it does."""
+    if train.compile != "auto":
+        return CompileChoice(train.compile, "as asked for")
+    if train.engine != "native":
+        return CompileChoice(False, f'train.engine = "{train.engine}" does not compile blocks')
+    return None if lacks is None else CompileChoice(False, lacks)
+
+
+def with_compile(setting: CostInputs, *, compiles: bool) -> CostInputs:
+    """Return a setting with compiled or uncompiled blocks."""
+    return replace(setting, train=setting.train.model_copy(update={"compile": compiles}))
+
+
+def decided(config: Config, choice: CompileChoice) -> Config:
+    """Return a config with its `train.compile` resolved, and the reason as its origin."""
+    if config.train.compile != "auto":
+        return config
+    train = config.train.model_copy(update={"compile": choice.compiled})
+    origins = {**config.origins, "train.compile": f"auto: {choice.reason}"}
+    return config.model_copy(update={"train": train, "origins": origins})
+
+
+class Microbatch(NamedTuple):
+    """A layout with its microbatch, and the reason for this size."""
+
+    layout: Layout
+    reason: str
+
+
+def largest(setting: CostInputs, layout: Layout, memory: int) -> Microbatch | None:
+    """Return a layout with its own microbatch, or the largest smaller one that fits such a memory.
+
+    It is for a device of which only the memory is known. None where none fits.
+    """
+    train, limit = setting.train, memory * (1 - MARGIN)
+    sizes = [n for n in divisors(train.batch // layout.dp) if n <= layout.microbatch]
+    for size in sorted(sizes, reverse=True):
+        sized = layout.model_copy(update={"microbatch": size})
+        if broken(setting.model, train, sized) is None:
+            needed_bytes = worst_memory(setting, sized).total
+            if needed_bytes <= limit:
+                reason = f"{LARGEST}, with {format_bytes(needed_bytes)} of {format_bytes(memory)}"
+                return Microbatch(sized, f"{reason}, as predicted")
+    return None
+
+
+def fastest(setting: CostInputs, layout: Layout) -> Microbatch | None:
+    """Return a layout with the planner's choice of microbatch; None where none fits."""
+    device, train = setting.cluster.device, setting.train
+    fits = Fits(setting, device.memory * (1 - MARGIN))
+    sizes = [size for size in divisors(train.batch // layout.dp) if is_worth(size, train, layout)]
+    tried = [layout.model_copy(update={"microbatch": size}) for size in sizes]
+    legal = [candidate for candidate in tried if broken(setting.model, train, candidate) is None]
+    light = [candidate for candidate in legal if fits.estimate(candidate).total <= fits.limit]
+    for timed in sorted(map(fits.timed, light), key=preference):
+        prediction = fits.priced(timed)
+        if prediction.memory.total <= fits.limit:
+            needed = format_bytes(prediction.memory.total)
+            reason = f"{FASTEST}, with {needed} of {format_bytes(device.memory)}"
+            return Microbatch(prediction.layout, f"{reason}, as predicted")
+    return None
 
 
 class Chosen(NamedTuple):

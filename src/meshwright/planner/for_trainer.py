@@ -12,10 +12,10 @@ from meshwright.cost.price import Prediction
 from meshwright.errors import ConfigError
 from meshwright.interop.trainers import Trainer
 from meshwright.layout import Layout
-from meshwright.planner.pins import given, words
 from meshwright.planner.plan import Plan, cost_inputs_of
 from meshwright.planner.prices import KnownPrices
 from meshwright.planner.rank import MARGIN, Found, Search
+from meshwright.planner.space import given, words
 from meshwright.spec.loading import Config
 from meshwright.spec.training import LayoutSection
 

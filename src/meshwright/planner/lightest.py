@@ -10,7 +10,7 @@ from meshwright.cost.inputs import CostInputs, layers_of_ranks, may_hold_most
 from meshwright.cost.memory import activations, model_states, outside
 from meshwright.cost.pipeline import in_flight
 from meshwright.layout import Layout
-from meshwright.layout.nf4_rule import nf4_rule
+from meshwright.layout.rules import nf4_rule
 from meshwright.planner.space import cores, dominated, schedules
 from meshwright.spec.training import Offload, Recompute, TrainSpec
 

@@ -1,10 +1,11 @@
-"""`plan`: from a config to ranked layouts, with explanations."""
+"""`plan`: from a config to ranked layouts, with explanations and the command to train the best."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -18,21 +19,19 @@ from meshwright.layout import Layout, broken
 from meshwright.layout.rules import nearest_legal
 from meshwright.planner import questions
 from meshwright.planner.advice import lost_by, warnings
-from meshwright.planner.choices import Chosen, choices
-from meshwright.planner.collector import uncollected
-from meshwright.planner.compiling import (
+from meshwright.planner.choices import (
     NOTHING_FITS,
+    Chosen,
     CompileChoice,
+    choices,
     choose,
     decided,
     with_compile,
 )
-from meshwright.planner.fine_tuning import FineTuning, fine_tunings
-from meshwright.planner.pins import given, is_given, refuse, words
 from meshwright.planner.prices import KnownPrices
-from meshwright.planner.questions import LargestBatch, Offer, on_devices
-from meshwright.planner.rank import MARGIN, Found, Search
-from meshwright.planner.removed import RemovedAxis, removed_axes
+from meshwright.planner.questions import FineTuning, LargestBatch, Offer, fine_tunings, on_devices
+from meshwright.planner.rank import MARGIN, Found, Search, uncollected
+from meshwright.planner.space import RemovedAxis, given, is_given, refuse, removed_axes, words
 from meshwright.program.target import Processor
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
@@ -363,3 +362,45 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for prediction in ranking.ranked
         ],
     }
+
+
+# What train derives where they are left out: at least one of the two degrees is given.
+_DERIVED = ("dp_replicate", "dp_shard")
+
+
+def training_command(arguments: Sequence[str], plan: Plan, name: str | None = None) -> str | None:
+    """Return the command that trains a plan's best layout; None where nothing fits.
+
+    `arguments` are the config path and the overrides of the plan. The command keeps them, and
+    appends the layout keys that the planner has chosen. With several nodes, `launch torchrun`
+    writes a command for each node. `name` is another `log.name`, where the config's is taken.
+    """
+    if plan.best is None:
+        return None
+    cluster = plan.setting.cluster
+    start = ["train"] if cluster.devices <= cluster.per_node else ["launch", "torchrun"]
+    named = [] if name is None else [f"log.name={name}"]
+    return shlex.join(["meshwright", *start, *arguments, *_chosen(plan), *named])
+
+
+def _chosen(plan: Plan) -> list[str]:
+    """Return what the planner has chosen of the best layout, as overrides.
+
+    What was given already and what holds unless it is given are left out.
+    """
+    assert plan.best is not None
+    pins, plain = given(plan.config), LayoutSection()
+    values = plan.best.layout.model_dump()
+    overrides = {
+        key: value
+        for key, value in values.items()
+        if key not in pins and value != getattr(plain, key) and (key not in _DERIVED or value > 1)
+    }
+    if not any(key in overrides or key in pins for key in _DERIVED):
+        overrides["dp_replicate"] = values["dp_replicate"]
+    auto = ["layout.auto=false"] if plan.config.layout.auto else []
+    return [*auto, *(f"layout.{key}={_word(value)}" for key, value in overrides.items())]
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,16 +1,279 @@
-"""`Prices`: the prices of parts of layouts, cached across searches of the same setting."""
+"""What a search prices once and keeps.
+
+`Prices`: parts of layouts, across searches of the same setting. `Shardings`: the ZeRO stages and
+offloads of a division of the devices. `Pace`: what a core's microbatches take in a schedule,
+whatever ZeRO stage is chosen for it. `Fits`: whether layouts fit, by estimate during a search and
+by their price at its end.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from operator import ge
 from typing import Final
 
-from meshwright.cost.inputs import CostInputs
-from meshwright.cost.memory import KeptBytes, kept_of
+from meshwright.cost.data_messages import UnitSeconds, Waits, data_messages, unit_messages
+from meshwright.cost.host import copy_waits
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, work_of
+from meshwright.cost.kernels import Kernels
+from meshwright.cost.memory import KeptBytes, kept_of, model_states
 from meshwright.cost.microbatch import MicrobatchTimes, TimesOfParts
+from meshwright.cost.pipeline import closed_form
+from meshwright.cost.price import (
+    Prediction,
+    RankMemory,
+    brief,
+    price,
+    worst_estimate,
+    worst_memory,
+)
+from meshwright.cost.step import host_seconds, optimizer_seconds, transfer_seconds
+from meshwright.cost.sums import sums_of
+from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
-from meshwright.planner.sharded import Shardings
-from meshwright.planner.space import Pins
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.planner.space import (
+    OF_SCHEDULE,
+    OF_SHARDING,
+    Core,
+    Pins,
+    Schedule,
+    ZeroSharding,
+    dominated,
+    obeys,
+    offloads,
+    schedules,
+    shardings,
+    with_schedule,
+    with_sharding,
+)
+from meshwright.spec.training import Offload
+
+# Below this share of the limit a closed form, some percent off, is not looked into.
+_SURE: Final = 0.9
+
+# Share of the time that each further word of a layout's label, or stage, has to earn. Predictions
+# are a few percent off, so of layouts that are about as fast the simplest is the one to run.
+_WORD = 0.002
+
+
+def preference(prediction: Prediction) -> float:
+    """Return the ranking value of a layout: its seconds, plus a little for complexity.
+
+    Each word of the label and each additional stage per rank counts as complexity.
+    """
+    layout = prediction.layout
+    effort = len(layout.label.split()) + layout.virtual_stages - 1
+    return prediction.time.total * (1 + _WORD * effort)
+
+
+class Fits:
+    """The memory of layouts compared with a limit in bytes; caches known values."""
+
+    def __init__(self, setting: CostInputs, limit: float) -> None:
+        self.setting, self.limit = setting, limit
+        self._estimates: dict[Layout, RankMemory] = {}
+        self._exact: dict[Layout, RankMemory] = {}
+        self._timed: dict[Layout, Prediction] = {}
+
+    def estimate(self, layout: Layout, kept_bytes: KeptBytes | None = None) -> RankMemory:
+        """Return the approximate bytes of a layout's largest rank; exact if already priced.
+
+        `kept_bytes` is the layout's `kept_of`, if the caller knows it.
+        """
+        if layout in self._exact:
+            return self._exact[layout]
+        if layout not in self._estimates:
+            memory = worst_estimate(self.setting, layout, kept_bytes)
+            if _SURE * self.limit < memory.total <= self.limit:
+                memory = brief(self.setting, layout, memory.rank)
+            self._estimates[layout] = memory
+        return self._estimates[layout]
+
+    def timed(self, layout: Layout) -> Prediction:
+        """Return the price of a layout, with its memory only estimated."""
+        if layout not in self._timed:
+            memory = self.estimate(layout)
+            self._timed[layout] = price(self.setting, layout, worst=memory)
+        return self._timed[layout]
+
+    def priced(self, timed: Prediction) -> Prediction:
+        """Return the price of a timed layout, with exact memory from now on."""
+        layout = timed.layout
+        if layout not in self._exact:
+            self._exact[layout] = worst_memory(self.setting, layout)
+        return replace(timed, memory=self._exact[layout])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A ZeRO stage with its shards and offload, priced for one division of the devices.
+
+    `unit` has the seconds of a microbatch's messages, `states` the bytes of model states on the
+    first and the last pipeline rank, `once` the seconds per step for messages and the update on
+    ranks with such layers.
+    """
+
+    sharding: ZeroSharding
+    offload: Offload
+    unit: UnitSeconds
+    states: tuple[float, float]
+    once: dict[RankLayers, tuple[float, float]] = field(default_factory=dict, compare=False)
+
+
+class Shardings:
+    """The ZeRO choices for a division that no other choice beats in all respects; cached.
+
+    The setting may be replaced by one that differs by its batch.
+    """
+
+    def __init__(self, setting: CostInputs, kernels: Kernels, pins: Pins) -> None:
+        self.setting, self.kernels, self.pins = setting, kernels, pins
+        self._known: dict[tuple[object, ...], list[Choice]] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._units: dict[tuple[object, ...], UnitSeconds] = {}
+        self._states: dict[tuple[object, ...], float] = {}
+        self._once: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def of(self, division: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
+        """Return the ZeRO stages of a division of the devices, each with its costs."""
+        often = self._often(division) if "params" in offloaded else ()
+        key = (
+            division.pp,
+            division.dp_replicate,
+            division.cp,
+            division.tp,
+            division.ep,
+            division.etp,
+            offloaded,
+            often,
+        )
+        if key not in self._known:
+            self._known[key] = _best_somewhere(
+                [
+                    self._choice(division, layout, sharding, offload)
+                    for sharding in shardings(
+                        division.dp_replicate, division.cp, division.expert_data
+                    )
+                    for offload in offloads(sharding.zero, offloaded)
+                    for layout in [with_sharding(division, sharding, offload)]
+                    if obeys(self.pins, layout, OF_SHARDING)
+                ]
+            )
+        return self._known[key]
+
+    def least_states(self, division: Layout, offloaded: tuple[Offload, ...]) -> float:
+        """Return the fewest bytes of model states on the first rank of a division's choices.
+
+        Infinite where it has no choice.
+        """
+        is_summed = division.microbatches(self.setting.train.batch) > 1
+        key = (
+            division.pp,
+            division.dp_replicate,
+            division.cp,
+            division.tp,
+            division.ep,
+            division.etp,
+            offloaded,
+            is_summed,
+        )
+        if key not in self._least:
+            self._least[key] = min(
+                (
+                    sum(term.bytes for term in model_states(self.setting, layout, held_layers[0]))
+                    for sharding in shardings(
+                        division.dp_replicate, division.cp, division.expert_data
+                    )
+                    for offload in offloads(sharding.zero, offloaded)
+                    for layout in [with_sharding(division, sharding, offload)]
+                    if obeys(self.pins, layout, OF_SHARDING)
+                    for held_layers in [layers_of_ranks(self.setting, layout)]
+                ),
+                default=math.inf,
+            )
+        return self._least[key]
+
+    def _choice(
+        self, division: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
+    ) -> tuple[tuple[float, ...], Choice]:
+        """Return a tuple of costs, one for each way in which choices differ, and the choice."""
+        held_layers, key = layers_of_ranks(self.setting, layout), self._alike(layout)
+        first, last = (
+            self._states_of(layout, held_layers[rank], key) for rank in (0, division.pp - 1)
+        )
+        unit = self._unit(layout)
+        choice = Choice(sharding, offload, unit, (first, last))
+        sent, update = self.once(division, choice, held_layers[0])
+        return (sent + update, *unit.largest, first, last), choice
+
+    def _states_of(self, layout: Layout, held_layers: RankLayers, key: tuple[object, ...]) -> float:
+        """Return the bytes of model states of a rank with such layers; `key` is `_alike`."""
+        key = *key, held_layers
+        if key not in self._states:
+            terms = model_states(self.setting, layout, held_layers)
+            self._states[key] = sum(term.bytes for term in terms)
+        return self._states[key]
+
+    def _unit(self, layout: Layout) -> UnitSeconds:
+        """Return the seconds of a microbatch's messages, which depend on few choices."""
+        key = (
+            layout.zero,
+            layout.shard_ranks,
+            layout.tp,
+            layout.ep,
+            layout.etp,
+            layout.offload == "params",
+        )
+        if key not in self._units:
+            self._units[key] = unit_messages(self.setting, self.kernels, layout)
+        return self._units[key]
+
+    def once(
+        self, division: Layout, choice: Choice, held_layers: RankLayers
+    ) -> tuple[float, float]:
+        """Return the seconds per step of a pipeline rank's messages and update."""
+        if held_layers not in choice.once:
+            layout = with_sharding(division, choice.sharding, choice.offload)
+            key = *self._alike(layout), held_layers
+            if key not in self._once:
+                self._once[key] = (
+                    data_messages(self.setting, self.kernels, layout, held_layers),
+                    optimizer_seconds(self.setting, self.kernels, layout, held_layers),
+                )
+            choice.once[held_layers] = self._once[key]
+        return choice.once[held_layers]
+
+    def _often(self, layout: Layout) -> tuple[int, int]:
+        """Return how often weights on the host are sent, anew for each microbatch, and its size."""
+        return layout.microbatches(self.setting.train.batch), layout.microbatch
+
+    def _alike(self, layout: Layout) -> tuple[object, ...]:
+        """Return the cache key of a rank's states, and of its messages once per step."""
+        often = self._often(layout) if layout.offload == "params" else ()
+        zero = layout.zero, layout.shard_ranks, layout.replica_ranks
+        return *zero, layout.tp, layout.ep, layout.etp, layout.offload, often
+
+
+def _best_somewhere(candidates: Sequence[tuple[tuple[float, ...], Choice]]) -> list[Choice]:
+    """Return the choices that no other one beats or equals in every cost; of equal ones the first.
+
+    `candidates` are pairs of a tuple of costs and a choice.
+    """
+    firsts = dict(reversed(candidates))
+    return [
+        choice
+        for costs, choice in candidates
+        if firsts[costs] is choice
+        and not any(
+            all(map(ge, costs, other_costs)) for other_costs in firsts if other_costs != costs
+        )
+    ]
+
 
 # Settings of which prices are kept: those that a person goes back and forth between.
 _MOST: Final = 4
@@ -91,3 +354,118 @@ def shape_of(layout: Layout) -> tuple[object, ...]:
         layout.recompute,
         moves,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """The seconds that a core's microbatches take in a schedule, with the host's work for them.
+
+    `times` counts the ranks of a pipeline by the layers that they hold, `base` has the seconds of a
+    microbatch on each, `transfer` those of a message between stages.
+    """
+
+    schedule: Schedule
+    layout: Layout
+    count: int
+    parts: MicrobatchTimes
+    times: Counter[RankLayers]
+    base: dict[RankLayers, float]
+    transfer: float
+    kernels: Kernels
+
+    @cached_property
+    def plain(self) -> tuple[RankLayers, float]:
+        """The rank that sets the pace and the seconds, without a message of data parallelism."""
+        return self._of(self.base)
+
+    def among(self, gathers: Waits) -> tuple[RankLayers, float]:
+        """Return the slowest rank and the seconds where microbatches wait for such messages."""
+        return self._of(
+            {
+                held_layers: seconds + gathers.of(held_layers)
+                for held_layers, seconds in self.base.items()
+            }
+        )
+
+    def _of(self, seconds_by_layers: dict[RankLayers, float]) -> tuple[RankLayers, float]:
+        kernels, count = self.kernels, self.count
+        slowest = max(seconds_by_layers, key=seconds_by_layers.__getitem__)
+        busy, total = (
+            count * seconds_by_layers[slowest],
+            sum(
+                rank_count * seconds_by_layers[held_layers]
+                for held_layers, rank_count in self.times.items()
+            ),
+        )
+        order = self.schedule.name, self.layout.pp, self.schedule.virtual, count
+        pipeline = closed_form(
+            *order, seconds_by_layers[slowest], total, self.transfer, kernels.exposed_pp
+        )
+        waiting = kernels.idle * (pipeline - busy)
+        return slowest, busy + waiting + host_seconds(kernels, count)
+
+
+class Paces:
+    """The paces of cores in their schedules; cached."""
+
+    def __init__(self, setting: CostInputs, prices: Prices) -> None:
+        self._setting, self._prices = setting, prices
+        # By core: the limit that they are below, and the schedules that are not.
+        self._known: dict[Layout, tuple[float, list[Pace], Counter[str]]] = {}
+
+    def below(
+        self, core: Core, orders: Sequence[Schedule], limit: float
+    ) -> tuple[list[Pace], Counter[str]]:
+        """Return the paces of a core below a limit, and how many schedules have none, by reason.
+
+        They are without a message of data parallelism, and thus the same for each sharding.
+        """
+        layout, layers, count = core.layout, self._setting.model.n_layers, core.microbatches
+        known = self._known.get(layout)
+        if known is not None and limit <= known[0]:
+            return known[1:]
+        transfer = transfer_seconds(self._prices.kernels, layout, work_of(self._setting, layout))
+        paces, slow = list[Pace](), Counter[str]()
+        is_fixed = not self._prices.pins.keys().isdisjoint(OF_SCHEDULE)
+        for order in orders:
+            reason = None if is_fixed else dominated(order, layers, layout.pp)
+            if reason is None:
+                pace = self.pace(layout, order, count, transfer)
+                if pace.plain[1] < limit:
+                    paces.append(pace)
+                    continue
+            slow[reason or "slower"] += 1
+        self._known[layout] = limit, paces, slow
+        return paces, slow
+
+    def pace(self, core_layout: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
+        """Return the pace of a core in a schedule of so many microbatches."""
+        setting, kernels = self._setting, self._prices.kernels
+        layout = with_schedule(core_layout, schedule)
+        # One that splits the backward of a cut layer hides fewer messages.
+        parts = self._prices.parts(
+            layout, core_layout.tp > 1 and SCHEDULES[schedule.name].splits_backward
+        )
+        times = Counter(layers_of_ranks(setting, layout))
+        copies = copy_waits(setting, kernels, layout, parts)
+        sums = sums_of(setting, kernels, layout)
+        base = {
+            held_layers: parts.total(held_layers)
+            + copies.of(held_layers, schedule.virtual)
+            + sums.of(held_layers)
+            for held_layers in times
+        }
+        return Pace(schedule, layout, count, parts, times, base, transfer, kernels)
+
+
+@lru_cache(maxsize=4096)
+def least_idle(pp: int, layers: int, microbatches: int) -> float:
+    """Return the smallest idle time of a pipeline over its legal schedules, as a share of its work.
+
+    Its ranks are equally fast, and its messages take no time.
+    """
+    of_one = (
+        closed_form(order.name, pp, order.virtual, microbatches, 1.0, pp, 0.0, 0.0)
+        for order in schedules(pp, layers, microbatches)
+    )
+    return min(of_one, default=float(microbatches)) / microbatches - 1

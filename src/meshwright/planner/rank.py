@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter, mul
 from typing import get_args
@@ -17,12 +19,17 @@ from meshwright.cost.price import Prediction, RankMemory, worst_memory
 from meshwright.cost.step import host_seconds
 from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout, broken
-from meshwright.planner.collector import uncollected
-from meshwright.planner.fits import Fits, preference
 from meshwright.planner.lightest import lightest
-from meshwright.planner.pace import Pace, Paces, least_idle
-from meshwright.planner.prices import Prices, shape_of
-from meshwright.planner.sharded import Choice
+from meshwright.planner.prices import (
+    Choice,
+    Fits,
+    Pace,
+    Paces,
+    Prices,
+    least_idle,
+    preference,
+    shape_of,
+)
 from meshwright.planner.space import (
     OF_CORE,
     Core,
@@ -38,6 +45,24 @@ from meshwright.planner.space import (
     with_sharding,
 )
 from meshwright.spec.training import Offload
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Turn Python's garbage collector off inside the `with` block.
+
+    A search makes hundreds of thousands of small objects and keeps many of them until its end. They
+    have no cycles, but the collector would look through all of them again and again, for a tenth to
+    a fifth of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 
 # Share of a device's memory that a plan leaves free: a prediction is a few percent off.
 MARGIN = 0.05

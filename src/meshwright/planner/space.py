@@ -1,15 +1,22 @@
-"""The space of layouts for a number of devices, within the rules."""
+"""The space of layouts for a number of devices, within the rules and the keys that a config sets.
+
+The planner keeps these keys, or says why it cannot. A rule may take an axis out of a search
+altogether, such as tp by an odd number of heads.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
-from meshwright.layout import Layout, broken
-from meshwright.layout.candidates import divisors
+from meshwright.cost.inputs import CostInputs
+from meshwright.errors import ConfigError, refusal
+from meshwright.layout import AXES, Layout, broken, unsharded
+from meshwright.layout.rules import divisors, nearest_legal
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
+from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Recompute, TrainSpec, Zero
 
@@ -266,3 +273,116 @@ def _of_sharding(
         ("zero", zero),
         ("offload", offload),
     )
+
+
+def is_given(config: Config, key: str) -> bool:
+    """Whether a layout key was set, in a file or on the command line."""
+    return config.origins.get(f"layout.{key}", "default") != "default"
+
+
+def given(config: Config) -> Pins:
+    """Return the layout keys that were set, with their values."""
+    values = config.layout.model_dump(exclude={"auto"})
+    return {key: value for key, value in values.items() if is_given(config, key)}
+
+
+def degree_of(pins: Pins) -> int:
+    """Return the least number of ranks that the given degrees require."""
+    return math.prod(int(str(pins[key])) for key in AXES if key in pins)
+
+
+def words(pins: Pins) -> str:
+    """Return the given keys in the notation of overrides."""
+    return ", ".join(
+        f"layout.{key} = {str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in pins.items()
+    )
+
+
+def refuse(setting: CostInputs, pins: Pins) -> ConfigError:
+    """Return why no layout of the cluster's devices can have the given keys, with the nearest."""
+    devices, train = setting.cluster.devices, setting.train
+    if not pins:
+        if (rule := broken(setting.model, train, Layout())) is not None:  # whatever the layout
+            return ConfigError(refusal(rule, legal=nearest_legal(setting.model, train, Layout())))
+        text = f"no layout of {devices} devices is legal with train.batch = {train.batch}"
+        return ConfigError(text)
+    values: dict[str, Any] = dict(pins)
+    if values.get("dp_shard", 1) > 1 or values.get("offload") == "params":
+        values.setdefault("zero", 1)  # it is free to shard
+    plain = Layout(**values)
+    rule = broken(setting.model, train, plain)
+    if rule is not None and (plain.dp == 1 or devices % degree_of(pins) == 0):
+        return ConfigError(refusal(rule, legal=nearest_legal(setting.model, train, plain)))
+    degrees = degree_of(pins)
+    if devices % degrees:
+        fixed = words({key: pins[key] for key in AXES if key in pins})
+        rule = f"{fixed}: {degrees} ranks do not divide the cluster's {devices} devices"
+        return ConfigError(refusal(rule, legal=[f"{n} ranks" for n in divisors(devices)[::-1][:3]]))
+    hint = "Leave one of the keys out, and the planner chooses it"
+    if degrees == devices and (idle := unsharded(plain)) is not None:
+        return ConfigError(refusal(idle, legal=["layout.zero = 0"], hint=hint))
+    rule = f"no layout of {devices} devices with train.batch = {train.batch} has {words(pins)}"
+    return ConfigError(refusal(rule, hint=hint))
+
+
+# The axes of a layout, by their names, with what else a layout that uses them may have.
+_AXES: Final[Mapping[str, tuple[str, tuple[Mapping[str, Any], ...]]]] = {
+    "dp_replicate": ("data parallelism", ({},)),
+    "tp": ("tensor parallelism", ({},)),
+    "cp": ("context parallelism", ({"cp_kind": "ring"}, {"cp_kind": "ulysses"})),
+    "pp": ("pipeline parallelism", ({},)),
+}
+
+
+class RemovedAxis(NamedTuple):
+    """An axis that no layout of the devices can use: its key, its name, the rule, and what helps.
+
+    The rule is that of the smallest degree.
+    """
+
+    axis: str
+    name: str
+    rule: str
+    nearest: tuple[str, ...]
+
+    def __str__(self) -> str:
+        helps = f"; {' or '.join(self.nearest)} would allow it" if self.nearest else ""
+        return f"no {self.name}: {self.rule}{helps}"
+
+
+def removed_axes(setting: CostInputs, devices: int, pins: Pins | None = None) -> list[RemovedAxis]:
+    """Return the axes of which the rules allow no degree above 1, though the devices do.
+
+    Those that the config fixes are left out.
+    """
+    return [
+        removed
+        for axis in _AXES
+        if axis not in (pins or {})
+        for removed in [_removed(setting, devices, axis)]
+        if removed is not None
+    ]
+
+
+def _removed(setting: CostInputs, devices: int, axis: str) -> RemovedAxis | None:
+    model, train = setting.model, setting.train
+    first: tuple[str, Layout] | None = None
+    for layout in _layouts(devices, axis):
+        rule = broken(model, train, layout)
+        if rule is None:
+            return None
+        first = first or (rule, layout)
+    if first is None:  # a single device
+        return None
+    rule, layout = first
+    changes = nearest_legal(model, train, layout)
+    helps = tuple(change for change in changes if not change.startswith("layout."))
+    return RemovedAxis(axis, _AXES[axis][0], rule, helps)
+
+
+def _layouts(devices: int, axis: str) -> Iterator[Layout]:
+    """Yield layouts with each degree of an axis, the smallest first, one sequence a microbatch."""
+    for degree in divisors(devices):
+        for further_keys in _AXES[axis][1] if degree > 1 else ():
+            yield Layout(**{axis: degree, **further_keys})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, estimated, price
 from meshwright.layout import Layout, broken
-from meshwright.layout.candidates import divisors
+from meshwright.layout.rules import divisors
 from meshwright.planner.lightest import with_train
 from meshwright.planner.questions import on_devices
 from meshwright.planner.rank import MARGIN

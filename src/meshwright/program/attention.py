@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from meshwright.layout.candidates import divisors
+from meshwright.layout.rules import divisors
 from meshwright.spec.model import LayerSpec, ModelSpec
 
 # Tokens of a row from which, in fp32, and up to which blocks were measured to be faster than

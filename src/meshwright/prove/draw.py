@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken
-from meshwright.layout.candidates import divisors
+from meshwright.layout.rules import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import ADAMW, SGD, Case
 from meshwright.spec.families import FAMILIES

@@ -19,9 +19,8 @@ from meshwright.prove.compare import Difference, Fault, build_small, mine, progr
 from meshwright.prove.optimizer import comparable
 from meshwright.prove.reference import Reference
 from meshwright.spec.learning_rate import learning_rate
-from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer, set_learning_rate
-from meshwright.training.update import evaluate, update
+from meshwright.training.update import LossScale, evaluate, update
 
 
 class StepNumbers(NamedTuple):

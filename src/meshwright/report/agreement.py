@@ -1,11 +1,35 @@
-"""`agreement`: whether a measured step went as planned: the order of actions, and idle time."""
+"""Whether a measured step went as planned: order of actions, idle time, the two memory peaks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Final
 
-from meshwright.program.profile import RankProfile, StepProfile
+from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile
+
+TENSORS, PROCESS = "tensor peak", "process peak"
+MEANINGS: Final = {
+    TENSORS: "tensors alone",
+    PROCESS: "the whole process",
+}
+
+
+def peak_name(peak: MemoryPoint) -> str:
+    """Return which of the two peaks a profile has.
+
+    It has the process peak if it includes memory outside of the program.
+    """
+    return PROCESS if peak.bytes.get("fixed") else TENSORS
+
+
+def name_in_events(device: str) -> str:
+    """Return which of the two peaks step events have, by the start event's device.
+
+    It is the size of the process on a CPU, torch's allocated memory on a GPU.
+    """
+    return PROCESS if device.startswith("CPU") or device == "cpu" else TENSORS
+
 
 Done = tuple[str, int, int]  # kind, stage, microbatch
 

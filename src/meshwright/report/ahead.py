@@ -8,9 +8,9 @@ from typing import Any
 from meshwright.cost.inputs import CostInputs
 from meshwright.program.lower import Program
 from meshwright.program.profile import StepProfile
+from meshwright.report.agreement import TENSORS, peak_name
 from meshwright.report.causes import bars
-from meshwright.report.colours import MEASURED, PREDICTED
-from meshwright.report.figure import byte_unit, seconds, time_unit
+from meshwright.report.figure import MEASURED, PREDICTED, byte_unit, seconds, time_unit
 from meshwright.report.page import (
     Page,
     facts,
@@ -21,10 +21,9 @@ from meshwright.report.page import (
     prose,
     table,
 )
-from meshwright.report.peaks import TENSORS, peak_name
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
+from meshwright.report.run_words import profile_warnings
 from meshwright.report.steps import step_sections
-from meshwright.report.words import profile_warnings
 from meshwright.spec.parts import parameter_count
 from meshwright.units import counted, format_bytes, format_count
 

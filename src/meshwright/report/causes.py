@@ -9,9 +9,19 @@ from typing import Any, Final
 from meshwright.cost.catalogue import Cluster
 from meshwright.layout import Layout
 from meshwright.program.profile import CAUSES, RankProfile, StepProfile
-from meshwright.report.colours import MEASURED, PREDICTED, Look
-from meshwright.report.figure import Figure, axis, byte_unit, figure, seconds, time_unit
-from meshwright.report.markup import escape, joined
+from meshwright.report.figure import (
+    MEASURED,
+    PREDICTED,
+    Figure,
+    Look,
+    axis,
+    byte_unit,
+    escape,
+    figure,
+    joined,
+    seconds,
+    time_unit,
+)
 from meshwright.report.page import Page, key_of, table
 from meshwright.units import format_bytes
 

@@ -6,18 +6,23 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from meshwright.report.colours import HATCH, HELD_OUT, INK, SERIES, SOFT, Look
 from meshwright.report.figure import (
+    HATCH,
+    HELD_OUT,
+    INK,
+    SERIES,
+    SOFT,
     Figure,
+    Look,
     axis,
     bounds,
     end_label,
+    escape,
     figure,
     finite,
     spread,
     thin,
 )
-from meshwright.report.markup import escape
 from meshwright.report.page import Page, grid, key_of, table
 from meshwright.report.record import RunRecord
 from meshwright.units import format_count

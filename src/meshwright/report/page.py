@@ -18,9 +18,7 @@ from importlib import resources
 from string import Template
 from typing import Any, Final
 
-from meshwright.report.colours import DARK, Look
-from meshwright.report.figure import Figure, rounded
-from meshwright.report.markup import Html, escape, joined, markup
+from meshwright.report.figure import DARK, Figure, Html, Look, escape, joined, markup, rounded
 from meshwright.version import __version__
 
 # A number, its unit, and another number in brackets.

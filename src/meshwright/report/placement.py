@@ -9,11 +9,10 @@ from itertools import product
 from typing import Any, Final, NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.layout.mesh import AXES
+from meshwright.layout.layout import AXES
 from meshwright.program.lower import Program
 from meshwright.program.shards import Sharding, data_rank
-from meshwright.report.colours import BLACK, PAPER, PLACES, SOFT, blend
-from meshwright.report.figure import Figure, axis, figure, note
+from meshwright.report.figure import BLACK, PAPER, PLACES, SOFT, Figure, axis, blend, figure, note
 from meshwright.report.page import Page, prose, table
 from meshwright.units import format_bytes, format_count
 

@@ -14,8 +14,7 @@ from typing import Final
 from rich.text import Text
 
 from meshwright.program.profile import CAUSES, MEMORY, RankProfile, Span, StepProfile, of_source
-from meshwright.report.agreement import agreement
-from meshwright.report.peaks import peak_name
+from meshwright.report.agreement import agreement, peak_name
 from meshwright.report.trace import NAMES
 from meshwright.units import format_bytes, format_seconds
 

@@ -21,8 +21,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.lines import fitted
 from meshwright.runtime.checks.epochs import with_epochs
-from meshwright.runtime.checks.notes import config_notes, layout_notes
-from meshwright.runtime.checks.room import check_room, nearest_folder
+from meshwright.runtime.checks.notes import check_room, config_notes, layout_notes, nearest_folder
 from meshwright.runtime.checks.start import (
     check_device,
     check_extras,
@@ -30,11 +29,16 @@ from meshwright.runtime.checks.start import (
     check_memory,
     check_tokenizer,
 )
-from meshwright.runtime.machines.accelerators import check_build, find_gpus, torch_build
-from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
-from meshwright.runtime.machines.finding import Finding
-from meshwright.runtime.machines.machine import detect, memory_of_machine
-from meshwright.runtime.machines.system import examine_system
+from meshwright.runtime.machines.machine import (
+    check_build,
+    check_compiler,
+    detect,
+    find_gpus,
+    lacks_compiler,
+    memory_of_machine,
+    torch_build,
+)
+from meshwright.runtime.machines.system import Finding, examine_system
 from meshwright.runtime.pricing.planned import cost_inputs_on, settled
 from meshwright.runtime.session import cache_folder
 from meshwright.runtime.supervise.supervisor import LOOPBACK, listen_on_loopback

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.program.events import Events
 from meshwright.report.record import read_run
-from meshwright.report.run import write_report
-from meshwright.report.words import headline, verdict
+from meshwright.report.run_page import write_report
+from meshwright.report.run_words import headline, verdict
 from meshwright.tables import html_table, text_table
 from meshwright.training.run_folder import RunFolder
 

@@ -27,37 +27,51 @@ from meshwright.errors import (
 from meshwright.layout import Machine, left_over, resolve_layout, with_padding
 from meshwright.lines import GOES_ON, fitted
 from meshwright.parsing import parse_json
-from meshwright.report.run import write_report
+from meshwright.report.run_page import write_report
 from meshwright.runtime.checks.epochs import fine_tuning_words, with_epochs
-from meshwright.runtime.checks.notes import run_notes
-from meshwright.runtime.checks.resuming import Resume, resumed, resumed_folder_with_steps
-from meshwright.runtime.checks.room import check_room
+from meshwright.runtime.checks.notes import check_room, run_notes
 from meshwright.runtime.checks.start import (
+    Resume,
     allow_open_files,
     check_device,
     check_extras,
     check_limit,
     check_memory,
     check_tokenizer,
+    resumed,
+    resumed_folder_with_steps,
 )
-from meshwright.runtime.machines.accelerators import find_gpus
-from meshwright.runtime.machines.compiler import check_compiler, lacks_compiler
 from meshwright.runtime.machines.engine import check_async_tp, check_engine, check_fp8
 from meshwright.runtime.machines.gather import hand_over, logged, one_folder
-from meshwright.runtime.machines.machine import detect, on_nodes
+from meshwright.runtime.machines.machine import (
+    check_compiler,
+    detect,
+    find_gpus,
+    lacks_compiler,
+    on_nodes,
+)
 from meshwright.runtime.measure.measuring import measured_first
 from meshwright.runtime.pricing.measured import user_cache
 from meshwright.runtime.pricing.planned import predicted, settled
 from meshwright.runtime.ranks.fault import Fault
-from meshwright.runtime.ranks.local import LocalRun
-from meshwright.runtime.ranks.rank_environ import gpu_environ
+from meshwright.runtime.ranks.local import LocalRun, gpu_environ
 from meshwright.runtime.run import Run
-from meshwright.runtime.supervise.elastic import forget, recorded, restarted, tell
+from meshwright.runtime.supervise.attempts import (
+    cut_short,
+    forget,
+    going_on,
+    recorded,
+    restarted,
+    tell,
+)
+from meshwright.runtime.supervise.crash_records import trace_files
 from meshwright.runtime.supervise.lock import RunLock
-from meshwright.runtime.supervise.signals import StopSignals
-from meshwright.runtime.supervise.stopping import cut_short, going_on
-from meshwright.runtime.supervise.supervisor import Timing, listen_on_loopback, worker_command
-from meshwright.runtime.supervise.traces import trace_files
+from meshwright.runtime.supervise.supervisor import (
+    StopSignals,
+    Timing,
+    listen_on_loopback,
+    worker_command,
+)
 from meshwright.runtime.supervise.view import Lasting, open_view
 from meshwright.spec.loading import Config
 from meshwright.training.events import append_event

@@ -1,4 +1,4 @@
-"""Describes the kinds of values that keys accept, and values, in TOML's terms."""
+"""`Spec`, the base of all specs, and the kinds of values that keys accept, in TOML's terms."""
 
 from __future__ import annotations
 
@@ -7,10 +7,27 @@ from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import ErrorDetails
 
 from meshwright.errors import either
+
+# Far above what anybody trains: a program has a row for each layer, microbatch and rank.
+LARGEST: Final = 2**31 - 1
+
+
+class Spec(BaseModel):
+    """Base of all specs: frozen, strict types, no unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=True
+    )
+
+
+def as_tuple(value: object) -> object:
+    """Convert a list from a TOML or JSON file to a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
 
 _WORDS: Final = {str: ("a string", "strings"), int: ("an integer", "integers")}
 _NUMBER: Final = ("a number", "numbers")

@@ -13,15 +13,20 @@ from pydantic_core import ErrorDetails
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.files import read_text
 from meshwright.parsing import parse_json, parse_toml, printable
-from meshwright.spec.base import LARGEST, Spec
-from meshwright.spec.catalogue import LOCAL, check_device, check_link, full_device_name
-from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
-from meshwright.spec.kinds import is_of_kind, kind_of, shown
+from meshwright.spec.kinds import LARGEST, Spec, is_of_kind, kind_of, shown
 from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.peft import read_adapter_config
-from meshwright.spec.presets import preset_of
-from meshwright.spec.resolve import Value, Values, check_held_out, resolve_model
+from meshwright.spec.presets import LOCAL, check_device, check_link, full_device_name, preset_of
+from meshwright.spec.resolve import (
+    Value,
+    Values,
+    check_held_out,
+    default_rate,
+    default_tokenizer,
+    default_training,
+    resolve_model,
+)
 from meshwright.spec.synonyms import instead_of
 from meshwright.spec.training import (
     CheckpointSpec,

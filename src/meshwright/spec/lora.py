@@ -20,8 +20,8 @@ from pydantic import (
 )
 
 from meshwright.errors import nearest, refusal
-from meshwright.spec.base import Spec, as_tuple
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.kinds import Spec, as_tuple
 
 # What PEFT calls all linear layers but the head.
 ALL_LINEAR: Final = "all-linear"

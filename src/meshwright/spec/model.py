@@ -17,9 +17,9 @@ from pydantic import (
 )
 
 from meshwright.errors import nearest, nearest_divisors, refusal
-from meshwright.spec.base import LARGEST, Spec, as_tuple
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import FEATURES, LATER, NEWEST
+from meshwright.spec.kinds import LARGEST, Spec, as_tuple
 from meshwright.spec.lora import BlockKinds, Lora, adapted, check_targets
 from meshwright.spec.rotary import RopeScaling, RotaryBase
 from meshwright.units import round_up

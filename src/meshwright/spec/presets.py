@@ -1,15 +1,20 @@
-"""Model presets with the published sizes, each with its source in its family's file.
+"""What a config may name: presets of models, and the devices and links of `catalogue.toml`.
 
-A preset is a partial set of `ModelSpec` fields; `resolve` derives missing ones (`n_kv_heads`,
-`head_dim`, `ffn_dim`, `context`).
+A preset of a model is a partial set of `ModelSpec` fields with its source in its family's file;
+`resolve` derives missing ones (`n_kv_heads`, `head_dim`, `ffn_dim`, `context`). `cost.catalogue`
+converts devices and links for pricing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Collection, Mapping
+from functools import cache
+from importlib import resources
 from typing import Any, Final
 
+from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.spec.families import FAMILIES
 
 # What a name on the Hugging Face Hub says besides the model: who tuned it, for what, how stored.
@@ -42,3 +47,66 @@ def preset_of(name: str) -> str | None:
         word = shorter
     known = {_MORE.sub("", preset): preset for preset in PRESETS}
     return known.get(_SAME.get(word, word))
+
+
+# Names the machine at hand instead of a device.
+LOCAL = "local"
+
+# Names that people type, each of the usual one of several devices.
+_SHORT: Final[Mapping[str, str]] = {
+    "v100": "v100-32gb",
+    "a100": "a100-80gb",
+    "h100": "h100-sxm",
+    "gh200": "gh200-96gb",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+    "rtx6000": "rtx6000-ada",
+    "mi250": "mi250x",
+    "mi300": "mi300x",
+}
+
+Rows = Mapping[str, Mapping[str, Any]]
+
+
+@cache
+def catalogue_rows() -> Mapping[str, Rows]:
+    """Return the rows by name, of `devices` and of `links`."""
+    text = resources.files("meshwright.spec").joinpath("catalogue.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def full_device_name(name: object) -> object:
+    """Return the catalogue's name of a device for a short one, as `h100`, `RTX 4090` or 4090.
+
+    Anything else is returned as it is.
+    """
+    word = re.sub(r"[\s_]+", "-", str(name).strip().lower()) if isinstance(name, str | int) else ""
+    known = catalogue_rows()["devices"]
+    for candidate in (word, _SHORT.get(word, ""), word.replace("-", "")):
+        if candidate in known:
+            return candidate
+    return name
+
+
+def check_device(name: str, where: str = "") -> None:
+    """Raise `ConfigError` with the nearest names for a device that the catalogue lacks.
+
+    `where` says where the name was written, in brackets after a space.
+    """
+    devices = catalogue_rows()["devices"]
+    if name not in devices:
+        rule = f"cluster.preset = {name!r}{where} is not known"
+        raise ConfigError(refusal(rule, legal=_nearest(name, (LOCAL, *devices))))
+
+
+def check_link(name: str, where: str = "") -> None:
+    """Raise `ConfigError` as `check_device` does, for a link."""
+    links = catalogue_rows()["links"]
+    if name not in links:
+        rule = f"cluster.links{where} has {name!r}, which is not known"
+        raise ConfigError(refusal(rule, legal=_nearest(name, links)))
+
+
+def _nearest(name: str, known: Collection[str]) -> list[str]:
+    return nearest(name, known, 3) or sorted(known)

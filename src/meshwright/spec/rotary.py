@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from meshwright.errors import refusal
-from meshwright.spec.base import LARGEST, Spec, as_tuple
+from meshwright.spec.kinds import LARGEST, Spec, as_tuple
 
 RopeKind = Literal["linear", "llama3", "yarn", "longrope"]
 ROPE_KINDS: Final[tuple[RopeKind, ...]] = get_args(RopeKind)

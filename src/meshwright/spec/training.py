@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from meshwright.errors import nearest, refusal
-from meshwright.spec.base import LARGEST, Spec
+from meshwright.spec.kinds import LARGEST, Spec
 from meshwright.spec.model import MOST_LAYERS
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.units import parse_bytes

@@ -28,8 +28,9 @@ from meshwright.parallel.batch import Batch
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.model import unpadded
 from meshwright.spec.parts import parts
+from meshwright.training.between_steps import weights_source
 from meshwright.training.events import Emit
-from meshwright.training.interruptible import Interruptible
+from meshwright.training.held_out import Interruptible
 from meshwright.training.loop import (
     Summary,
     ended,
@@ -39,9 +40,8 @@ from meshwright.training.loop import (
     share,
     start_event,
 )
-from meshwright.training.metrics import StepClock, step_event
 from meshwright.training.optimizer import build_optimizer, set_learning_rate
-from meshwright.training.run import weights_source
+from meshwright.training.readings import StepClock, step_event
 from meshwright.training.run_folder import Job
 
 

@@ -25,16 +25,14 @@ from meshwright.program.model_flops import flops_per_token
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
-from meshwright.training.best import HeldOut
+from meshwright.training.between_steps import check_replicas, open_run, save
 from meshwright.training.events import Emit
-from meshwright.training.interruptible import Interruptible
+from meshwright.training.held_out import HeldOut, Interruptible
 from meshwright.training.optimizer import set_learning_rate
 from meshwright.training.readings import Readings, lag
-from meshwright.training.recording import Recording
-from meshwright.training.replicas import check_replicas
 from meshwright.training.routing import RoutingReport
-from meshwright.training.run import open_run, save
 from meshwright.training.run_folder import Job
+from meshwright.training.step_recording import Recording
 from meshwright.training.update import evaluate, update
 
 

@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from filecmp import cmp
 from operator import attrgetter
 from pathlib import Path
 
 from meshwright.checkpoint.commit import steps
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, refusal
 from meshwright.layout import Layout, Machine, left_over, unsharded
+from meshwright.program.optimizer import saved_bytes
 from meshwright.program.target import takes_tf32
-from meshwright.runtime.checks.room import check_room
-from meshwright.runtime.machines.accelerators import find_gpus, unused_note
+from meshwright.runtime.machines.machine import find_gpus, unused_note
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import stored_tokenizer
 from meshwright.spec.words import beyond_context, unnamed_inputs, vocabulary_padding
 from meshwright.training.run_folder import Job
+from meshwright.units import format_bytes
+
+
+def check_room(config: Config, root: Path, *, for_all: bool = False) -> str:
+    """Return what the steps of a run take of the disk of `root`, and what is free there.
+
+    Raises `ConfigError` if a single step does not fit, and `for_all` if all that are kept don't.
+    """
+    step = saved_bytes(config.model, config.optimizer)
+    # The newest is there before the oldest goes.
+    count = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    free = shutil.disk_usage(nearest_folder(root)).free
+    text = (
+        f"{count} steps of {format_bytes(step)} need {format_bytes(step * count)}; "
+        f"{format_bytes(free)} are free"
+    )
+    if free < (step * count if for_all else step):
+        hint = "checkpoint.dir or log.dir sets where"
+        raise ConfigError(refusal(f"{root} has no room for the run's steps: {text}", hint=hint))
+    return text
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the nearest folder on a path that is there."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
 
 # What a resumed run may change of how it trains: keys of the schedule, and others by section.
 _OF_SCHEDULE = ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "schedule_steps")

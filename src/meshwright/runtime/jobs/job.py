@@ -17,7 +17,7 @@ from typing import Final
 
 from meshwright.comm.secret import VARIABLE
 from meshwright.errors import ConfigError, refusal
-from meshwright.runtime.ranks.rank_environ import ALLOCATOR
+from meshwright.runtime.ranks.local import ALLOCATOR
 from meshwright.units import format_seconds
 
 PORT: Final = 29500

@@ -32,7 +32,7 @@ from meshwright.errors import (
     refusal,
 )
 from meshwright.runtime.jobs.job import JobSpec, environment, shell
-from meshwright.runtime.supervise.signals import StopSignals
+from meshwright.runtime.supervise.supervisor import StopSignals
 
 _POLL_S: Final = 0.5
 # Nothing that another attempt would change, as in Slurm's script.

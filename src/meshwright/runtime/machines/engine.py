@@ -8,8 +8,7 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.optimizer import needs_matrices
-from meshwright.runtime.machines.accelerators import Gpus
-from meshwright.runtime.machines.machine import gpu_name
+from meshwright.runtime.machines.machine import Gpus, gpu_name
 from meshwright.spec.loading import Config
 
 

@@ -16,11 +16,27 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
-from meshwright.runtime.machines.finding import Finding
 from meshwright.units import GIB, MIB, format_bytes
+
+State = Literal["ok", "note", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check; "bad" prevents a run, a "note" does not."""
+
+    name: str
+    text: str
+    state: State = "ok"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready values."""
+        return asdict(self)
+
 
 _FEW_FILES: Final = 1024
 _SENT: Final = 256 * MIB

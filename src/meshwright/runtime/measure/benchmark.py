@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import StoppedOnRequest
-from meshwright.runtime.machines.accelerators import (
+from meshwright.runtime.machines.machine import (
     check_build,
     check_torch,
     find_gpus,
     torch_build,
 )
-from meshwright.runtime.ranks.rank_environ import rank_environ
-from meshwright.runtime.supervise.signals import StopSignals
+from meshwright.runtime.ranks.local import rank_environ
 from meshwright.runtime.supervise.supervisor import (
     LocalRanks,
+    StopSignals,
     Timing,
     listen_on_loopback,
     supervise,

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError, RankFailed
 from meshwright.layout import Machine, resolve_layout
 from meshwright.lines import fitted
 from meshwright.prove.case import Case
-from meshwright.runtime.machines.accelerators import torch_build
+from meshwright.runtime.machines.machine import torch_build
 from meshwright.runtime.pricing.measured import (
     CALIBRATION,
     Kept,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
-from meshwright.data.megatron import write_megatron
+from meshwright.data.megatron_pair import write_megatron
 from meshwright.data.view import Shard
 from meshwright.errors import ConfigError, refusal
 from meshwright.runtime.peers.catalogue import (

@@ -15,8 +15,8 @@ from meshwright.errors import ConfigError, DataError, lacks_training
 from meshwright.files import read_text
 from meshwright.kernels.processor import fingerprint
 from meshwright.layout import Machine
-from meshwright.runtime.machines.finding import Finding
 from meshwright.runtime.machines.machine import detect, gpu_name
+from meshwright.runtime.machines.system import Finding
 from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final
 from meshwright.errors import ConfigError
 from meshwright.kernels.processor import processor
 from meshwright.layout import Layout, Machine, resolve_layout
-from meshwright.runtime.machines.accelerators import gpu_memory
-from meshwright.runtime.machines.machine import CPU_RANKS, gpu_name
+from meshwright.runtime.machines.machine import CPU_RANKS, gpu_memory, gpu_name
 from meshwright.runtime.pricing.measured import CALIBRATION
-from meshwright.spec.defaults import default_precision
 from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config
+from meshwright.spec.resolve import default_precision
 
 if TYPE_CHECKING:  # `config show` has no use for what they bring
     from meshwright.cost.inputs import CostInputs
@@ -47,7 +46,7 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         return config.model_copy(update=changes)
     on_gpus = machine.device == "cuda"
     if config.train.compile == "auto" and (on_gpus or config.cluster.calibration is not None):
-        from meshwright.planner.compiling import choose, decided, unmeasured
+        from meshwright.planner.choices import choose, decided, unmeasured
 
         layout = resolve_layout(config, machine)
         try:
@@ -81,7 +80,7 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
     """
     if config.layout.microbatch is not None:
         return config
-    from meshwright.planner.microbatch import fastest, largest
+    from meshwright.planner.choices import fastest, largest
 
     layout = resolve_layout(config, machine)
     try:
@@ -133,7 +132,7 @@ def on_machine(config: Config, machine: Machine) -> Config:
     are not in the catalogue.
     """
     from meshwright.cost.catalogue import device_named
-    from meshwright.planner.pins import degree_of, given
+    from meshwright.planner.space import degree_of, given
 
     devices = machine.devices
     if not machine.is_fixed:

@@ -1,7 +1,7 @@
 """Injected faults: a rank that is killed, stopped or corrupted in a given phase and step.
 
 `FAULT=rank:phase:step:action` in the environment of `train`; docs/faults.md lists the actions. No
-torch here: `runtime.ranks.inject` acts them out.
+torch here: `runtime.ranks.worker` acts them out.
 """
 
 from __future__ import annotations

@@ -18,19 +18,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import meshwright
+from meshwright.checkpoint.commit import MANIFEST
 from meshwright.comm.collective_recorder import CollectiveRecorder
 from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.groups import open_groups
 from meshwright.comm.rendezvous import Rendezvous
-from meshwright.comm.world import World, join, leave
-from meshwright.data import open_data
+from meshwright.comm.world import World, exchange, join, leave
+from meshwright.data import Dataset, StreamedDataset, open_data
+from meshwright.data.view import sampled_digest
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_RANK_FAILED,
@@ -40,17 +46,156 @@ from meshwright.errors import (
     MeshwrightError,
     RankFailed,
 )
-from meshwright.files import write_atomic
+from meshwright.files import sha256_bytes, write_atomic
 from meshwright.program.events import Event
 from meshwright.runtime.pricing.correcting import correcting
-from meshwright.runtime.ranks.alike import digests_of, refuse_unlike
-from meshwright.runtime.ranks.inject import injector
-from meshwright.runtime.supervise.explain import REFUSED, out_of_memory
-from meshwright.runtime.supervise.signals import stop_signals
+from meshwright.runtime.ranks.fault import Fault
+from meshwright.runtime.supervise.explain import REFUSED, out_of_memory, ranks_text
+from meshwright.runtime.supervise.supervisor import stop_signals
+from meshwright.spec.stored import find_step
 from meshwright.training.events import Sink, open_sinks
 from meshwright.training.loop import train
 from meshwright.training.run_folder import Job, RunFolder, read_job
 from meshwright.units import format_bytes
+
+_SHOWN: Final = 3  # of the files that differ
+_DIGITS: Final = 12  # of a digest, or more where these are the same
+
+Digests = Mapping[str, str]  # by the name of what they are of
+
+
+def refuse_unlike(own_digests: Digests, world: World) -> None:
+    """Raise `ConfigError` on every rank if digests differ, with files and ranks; a collective.
+
+    If they agree, ranks exchange only 64 bytes.
+    """
+    if world.size == 1:
+        return
+    text = json.dumps(own_digests, sort_keys=True)
+    if len(set(exchange(sha256_bytes(text.encode()), dist.group.WORLD))) == 1:
+        return
+    everyone = [json.loads(answer) for answer in exchange(text, dist.group.WORLD)]
+    differing = list(differences(everyone))
+    suffix = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    hint = "All ranks must read the same files, and run the same code"
+    raise ConfigError(f"ranks differ: {'; '.join(differing[:_SHOWN])}{suffix}. {hint}")
+
+
+def differences(everyone: Sequence[Digests]) -> Iterator[str]:
+    """Yield a sentence for each input that differs between ranks, with its value on each."""
+    for name in dict.fromkeys(name for digests in everyone for name in digests):
+        ranks: dict[str, list[int]] = {}
+        for rank, digests in enumerate(everyone):
+            ranks.setdefault(digests.get(name, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            digits = _telling(ranks)
+            which = (
+                f"{value[:digits]} on {ranks_text(ranks_of_value)}"
+                for value, ranks_of_value in ranks.items()
+            )
+            yield f"{name} is {', '.join(which)}"
+
+
+def _telling(values: Collection[str]) -> int:
+    """Return how many leading characters distinguish all values, at least `_DIGITS`."""
+    return next(n for n in count(_DIGITS) if len({value[:n] for value in values}) == len(values))
+
+
+def digests_of(
+    job: Job, dataset: Dataset | StreamedDataset, *, has_weights: bool
+) -> dict[str, str]:
+    """Return digests of a rank's inputs; without `has_weights`, not of the first weights."""
+    files = (job.folder.config, job.folder.plan)
+    digests = {str(path): sha256_bytes(path.read_bytes()) for path in files}
+    digests |= dataset.files or dataset.identity
+    digests["the tokenizer"] = dataset.identity["tokenizer"]
+    if has_weights and job.config.model.init_from is not None:
+        digests |= dict(_weights(Path(job.config.model.init_from)))
+    return digests | dict(_code())
+
+
+def _weights(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield digests of a step's manifest, or of parts of the files of a Hugging Face folder."""
+    step = find_step(folder)
+    paths = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
+    for path in sorted(paths) if step is None else [step / MANIFEST]:
+        yield str(path), sampled_digest(path)
+
+
+def _code() -> Iterator[tuple[str, str]]:
+    """Yield digests of this package's files, and the version of torch."""
+    root = Path(meshwright.__file__).parent
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".toml"):
+            yield str(path.relative_to(root.parent)), sha256_bytes(path.read_bytes())
+    yield "torch", str(torch.__version__)
+
+
+class Injector:
+    """Executes a fault, once for each of its steps; called with each phase of a recorder."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._acted: set[int] = set()
+
+    def __call__(self, phase: str, step: int) -> None:
+        """Inject the fault if this is its phase and step."""
+        fault = self._fault
+        if phase != fault.phase or fault.step not in (None, step) or step in self._acted:
+            return
+        self._acted.add(step)
+        _DEEDS[fault.action](fault.argument)
+
+
+def injector(text: str | None, rank: int, attempt: int) -> Injector | None:
+    """Return the injector of this rank and attempt, if there is one."""
+    fault = Fault.parse(text) if text else None
+    if fault is None or fault.rank != rank or (attempt > 0 and not fault.always):
+        return None
+    return Injector(fault)
+
+
+def _send(number: signal.Signals) -> Callable[[str], None]:
+    return lambda argument: os.kill(os.getpid(), number)
+
+
+def _segfault(argument: str) -> None:
+    ctypes.string_at(0)
+
+
+def _hang_with_gil(argument: str) -> None:
+    """Stop as a C extension does that never returns: no other thread can run Python again."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+    ctypes.PyDLL(None).pause()
+
+
+def _raise(argument: str) -> None:
+    raise RuntimeError(argument or "a fault on purpose")
+
+
+def _spoil(argument: str) -> None:
+    """Make the next module return numbers that are not finite."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+            return None
+        handle.remove()
+        return out * float(argument or "nan")
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+
+
+_DEEDS: Final[Mapping[str, Callable[[str], None]]] = {
+    "kill": _send(signal.SIGKILL),
+    "stop": _send(signal.SIGSTOP),
+    "segfault": _segfault,
+    "hang_gil": _hang_with_gil,
+    "sleep": lambda argument: time.sleep(float(argument or 1)),
+    "raise": _raise,
+    "exit": lambda argument: os._exit(int(argument or 7)),
+    "nan": _spoil,
+}
+
 
 M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
 PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl.h

@@ -16,6 +16,7 @@ from meshwright.checkpoint.commit import read_manifest, steps
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.parsing import foreign
 from meshwright.program.events import Event, Events, ending
+from meshwright.runtime.supervise.attempts import Recovery, recoveries, step_of
 from meshwright.runtime.supervise.explain import (
     ELSEWHERE,
     Witness,
@@ -27,7 +28,6 @@ from meshwright.runtime.supervise.explain import (
     witnesses,
 )
 from meshwright.runtime.supervise.lock import read_holder
-from meshwright.runtime.supervise.restart import Recovery, recoveries, step_of
 from meshwright.training.run_folder import Job, RunFolder, read_job
 from meshwright.units import counted, format_seconds
 

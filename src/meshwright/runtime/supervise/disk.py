@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from meshwright.checkpoint.commit import steps
 from meshwright.errors import ConfigError
-from meshwright.runtime.supervise.elastic import read_word
+from meshwright.runtime.supervise.attempts import read_word
 from meshwright.runtime.supervise.lock import RunLock, read_holder, refused
 from meshwright.spec.stored import steps_folder
 from meshwright.training.run_folder import RunFolder

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType
+from typing import Any, Final, Literal, NamedTuple
 
-from meshwright.comm.flight_recorder_file import forget
+from meshwright.comm.flight_recorder_file import FlightRecorderFile, RankPace, forget
 from meshwright.comm.secret import VARIABLE
 from meshwright.errors import (
     EXIT_DONE,
@@ -31,7 +32,11 @@ from meshwright.errors import (
     refusal,
 )
 from meshwright.files import is_full, open_own
-from meshwright.runtime.supervise.core_dumps import allow_core_dump, take_core_dump
+from meshwright.runtime.supervise.crash_records import (
+    allow_core_dump,
+    ask_for_traces,
+    take_core_dump,
+)
 from meshwright.runtime.supervise.explain import (
     REFUSED,
     TIMED_OUT,
@@ -45,9 +50,143 @@ from meshwright.runtime.supervise.explain import (
     read_failure,
     witnesses,
 )
-from meshwright.runtime.supervise.traces import ask_for_traces
-from meshwright.runtime.supervise.watchdog import Watchdog
 from meshwright.training.run_folder import RunFolder, read_job
+from meshwright.units import format_seconds
+
+# A signal that comes sooner after another says the same: of a key that is held down, of a shell
+# and a job's supervisor that both pass one on.
+_APART_S: Final = 0.5
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask to stop: not SIGHUP where it is ignored, as under nohup."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals
+
+
+class StopSignals:
+    """A context that handles signals as requests to stop.
+
+    `asked`: there was one. `repeats` counts further Ctrl-Cs.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.repeats = False, 0
+        self._last = 0.0
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {number: signal.signal(number, self._ask) for number in stop_signals()}
+        return self
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        clock_s = time.monotonic()
+        is_apart, self._last = clock_s - self._last >= _APART_S, clock_s
+        if self.asked and is_apart and signum == signal.SIGINT:
+            self.repeats += 1
+        self.asked = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+# Steps over which the waits of ranks are compared.
+WINDOW: Final = 8
+# Until all ranks have begun, they are given at least these seconds: they import torch.
+_BEGIN_S: Final = 120.0
+# The share of those steps that all others wait, at least, where one rank is said to be slow.
+_WAITED_FOR: Final = 0.5
+
+
+class Hang(NamedTuple):
+    """Ranks without activity: why, and for how many seconds."""
+
+    cause: str
+    silent_s: float
+
+
+class Watchdog:
+    """Watches the ranks of one attempt; with `hang_s` 0, it reports no hangs.
+
+    `clock` is that of the flight recorders, in seconds.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        world: int,
+        hang_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._world, self._hang_s = folder, world, hang_s
+        self._clock = clock
+        self._files: dict[int, FlightRecorderFile] = {}
+        self._moves = [0] * world
+        self._moved_at = clock()
+        self._before: list[RankPace] | None = None
+
+    def look(self, pids: Sequence[int]) -> Hang | None:
+        """Read the flight recorders; returns why the ranks hang, if they do."""
+        self._map()
+        moves = [self._files[r].moves if r in self._files else 0 for r in range(self._world)]
+        clock_s = self._clock()
+        if moves != self._moves:
+            self._moves, self._moved_at = moves, clock_s
+        silent = clock_s - self._moved_at
+        has_begun = len(self._files) == self._world
+        limit = self._hang_s if has_begun else max(self._hang_s, _BEGIN_S)
+        if not self._hang_s or silent < limit:
+            return None
+        explanation = explain(witnesses(self._folder, self._world, pids), clock_s)
+        return Hang(
+            f"no rank has done anything for {format_seconds(silent)}: {explanation}", silent
+        )
+
+    def _map(self) -> None:
+        for rank in range(self._world):
+            if rank not in self._files and (path := self._folder.flight_recorder(rank)).is_file():
+                try:
+                    self._files[rank] = FlightRecorderFile(path)
+                except (OSError, ValueError):  # being written
+                    continue
+
+    def slow(self) -> dict[str, Any] | None:
+        """Return the event of a rank for which all others waited over the last steps, if any."""
+        if len(self._files) < self._world or self._world < 2:
+            return None
+        paces = [self._files[rank].pace() for rank in range(self._world)]
+        if min(pace.step for pace in paces) < 2:  # the first one begins when all have loaded
+            return None
+        if self._before is None:
+            self._before = paces
+        before = self._before
+        if min(p.step for p in paces) - min(p.step for p in before) < WINDOW:
+            return None
+        self._before = paces
+        return _slow_event(before, paces)
+
+
+def _slow_event(before: Sequence[RankPace], latest: Sequence[RankPace]) -> dict[str, Any] | None:
+    shares = []
+    for old, new in zip(before, latest, strict=True):
+        seconds = new.stepped_s - old.stepped_s
+        shares.append((new.waited_s - old.waited_s) / seconds if seconds > 0 else 0.0)
+    rank = min(range(len(shares)), key=shares.__getitem__)
+    least_wait = min(share for other_rank, share in enumerate(shares) if other_rank != rank)
+    if least_wait < _WAITED_FOR or shares[rank] > least_wait / 2:
+        return None
+    return {
+        "event": "slow_rank",
+        "time": time.time(),
+        "rank": rank,
+        "from_step": before[rank].step,
+        "step": latest[rank].step,
+        "others_wait": least_wait,
+        "waits": shares[rank],
+    }
+
 
 LOOPBACK = "127.0.0.1"
 # A process that they end prints the stacks of its threads first.

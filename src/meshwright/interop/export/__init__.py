@@ -1,1 +1,0 @@
-"""A plan as the config file of another trainer. Never imports torch."""
