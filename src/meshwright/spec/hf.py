@@ -73,7 +73,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             legal = [repr(v) for v in inert] or ["null"]
             raise ConfigError(refusal(f"{key} = {value!r} is not supported", legal=legal))
     fields = _sizes(config, family.sizes)
-    if not family.head_dim_parts and (not family.grouped or config.get("head_dim") is None):
+    if _divides_heads(config, family):
         _check_heads(fields)
     family.check(config)
     fields |= _own_fields(config, family, fields)
@@ -137,8 +137,9 @@ def hf_config(
     }
     if family.layers is not None:
         layers = [
-            StoredLayer(layer.window, layer.rotary, layer.dense)
-            for layer in map(spec.layer, range(spec.n_layers))
+            # A key of their own says how many of the first layers are dense.
+            StoredLayer(layer.window, layer.rotary, layer.dense and index >= spec.dense_layers)
+            for index, layer in enumerate(map(spec.layer, range(spec.n_layers)))
         ]
         config |= family.layers.write(layers, family.name)
     return config | rotary_keys(spec, family)
@@ -155,6 +156,8 @@ def _written(key: Key, value: Any, spec: ModelSpec) -> Any:
     """Return the value that `config.json` has for a field."""
     if key.kind == "optional size":
         return value or None
+    if key.kind == "norm of heads":
+        return value == "head"
     if key.kind == "experts":
         width = spec.expert_width
         if value == 0 or value % width:
@@ -192,6 +195,7 @@ def _own_fields(
         "count": count,
         "optional size": optional_size,
         "experts": lambda *args: size(*args) * fields["expert_ffn_dim"],
+        "norm of heads": lambda *args: "head" if flag(*args) else "none",
     }
     fields = {
         "n_kv_heads": heads,
@@ -210,6 +214,15 @@ def _own_fields(
     return {"family": family.name, **fields}
 
 
+def _divides_heads(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether the size of a head is the width divided by the number of heads."""
+    defaults = {key.ours: key.default for key in family.keys}
+    derived = "dim / n_heads"
+    absent = None if defaults.get("head_dim", derived) == derived else defaults["head_dim"]
+    is_unset = config.get("head_dim", absent) is None
+    return not family.head_dim_parts and (not family.grouped or is_unset)
+
+
 def _check_heads(sizes: Mapping[str, int]) -> None:
     if sizes["dim"] % sizes["n_heads"]:
         raise ConfigError(
@@ -223,7 +236,7 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         rule = f"{family.activation_key} = {name!r} is not supported"
         raise ConfigError(refusal(rule, legal=list(_ACTIVATIONS)))
-    return _ACTIVATIONS[name]
+    return family.activations.get(name, _ACTIVATIONS[name])
 
 
 def _reason(path: Sequence[object], message: str) -> str:

@@ -43,6 +43,11 @@ def read_rotary(config: Mapping[str, Any], family: Family, context: int) -> dict
     shares = [at(config, share), *(at(table, share, path) for path, table in tables)]
     theta += [at(config, key) for key in family.theta_keys]
     shares += [at(config, key) for key in family.rotary_keys if key != share]
+    if family.rotary_dims_key is not None and config.get(family.rotary_dims_key) is not None:
+        rotated = size(config, family.rotary_dims_key, 1)
+        if config.get("head_dim") is None:
+            raise ConfigError(f"{family.rotary_dims_key} = {rotated} needs the key 'head_dim'")
+        shares.append((family.rotary_dims_key, rotated / size(config, "head_dim", 1)))
     name, pct = agreed_number(shares, family.rotary_pct)
     if "rotary_pct" not in family.free and pct != 1.0:
         rule = f"{name} = {pct!r} is not supported for {family.model_type}"
@@ -107,6 +112,7 @@ def rotary_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
         **original,
         **dict.fromkeys(family.theta_keys, spec.rope_theta),
         **dict.fromkeys(family.rotary_keys, spec.rotary_pct),
+        **({} if family.rotary_dims_key is None else {family.rotary_dims_key: spec.rotary_dim}),
         **({} if family.sliding_theta_key is None else {family.sliding_theta_key: base}),
     }
 

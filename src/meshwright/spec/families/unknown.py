@@ -9,9 +9,20 @@ from meshwright.errors import nearest, refusal
 
 # Model types of transformers: the family that is nearest, and how it differs from that.
 _DIFFERS: Final = {
+    "apertus": ("llama", "an activation with parameters (xIELU)"),
+    "arcee": ("llama", "an activation of squares (relu2)"),
+    "cohere2": ("neox", "a LayerNorm without biases and adjacent rotated pairs"),
     "deepseek_v2": ("deepseek_v3", "a router of softmaxes"),
-    "gemma": ("gemma2", "norms before each sublayer alone, no caps, no windows"),
+    "deepseek_v32": ("deepseek_v3", "sparse attention"),
+    "ernie4_5": ("llama", "adjacent rotated pairs"),
+    "ernie4_5_moe": ("deepseek_v3", "a router of softmaxes and adjacent rotated pairs"),
+    "exaone4": ("olmo3", "layers without rotation"),
     "gemma3": ("gemma3", "images; its text model alone is gemma3_text"),
+    "glm4": ("gemma2", "adjacent rotated pairs"),
+    "gpt2": ("neox", "learned positions"),
+    "hunyuan_v1_dense": ("qwen3", "norms of heads after the rotation"),
+    "llama4_text": ("qwen2_moe", "attention in chunks"),
+    "nemotron": ("neox", "a LayerNorm of 1 + weight and an activation of squares (relu2)"),
     "qwen3_next": ("qwen3_moe", "linear attention"),
 }
 
