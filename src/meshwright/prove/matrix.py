@@ -116,8 +116,8 @@ def matrix(world: int) -> tuple[Case, ...]:
                 cases.setdefault(case.layout, case)
     of_experts = _of(EXPERT_KINDS, world, _OF_EXPERTS[world], _SHARED_OUT[world])
     of_adapters = _of(ADAPTED_KINDS, world, _OF_ADAPTERS[world])
-    more = (*of_experts, *of_adapters, *_of_fsdp2(world), *_of_newer(world))
-    return (*cases.values(), *more, *(refused(world) if world < 16 else ()))
+    special = (*of_experts, *of_adapters, *_of_fsdp2(world), *_of_newer(world))
+    return (*cases.values(), *special, *(refused(world) if world < 16 else ()))
 
 
 def _of(kinds: Sequence[Kind], world: int, number: int, sharing: int = 0) -> Iterator[Case]:

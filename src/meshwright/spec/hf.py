@@ -17,7 +17,18 @@ from meshwright.spec.families.base import Family, Key
 from meshwright.spec.families.layers import StoredLayer, shortest_pattern
 from meshwright.spec.families.unknown import refuse_model_type
 from meshwright.spec.hf_rotary import read_rotary, rotary_keys, sliding_base
-from meshwright.spec.hf_values import agree, at, count, flag, number, optional, optional_size, size
+from meshwright.spec.hf_text import text_config
+from meshwright.spec.hf_values import (
+    FP8_BLOCK,
+    agree,
+    at,
+    count,
+    flag,
+    number,
+    optional,
+    optional_size,
+    size,
+)
 from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 
 _ACTIVATIONS: Final = {
@@ -54,9 +65,11 @@ _SIZE_KEYS: Final = {
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the architecture that a Hugging Face `config.json` describes.
 
+    Of a model with images, it is the text model.
     Raises `ConfigError` naming the key and its value for another `model_type`, an unsupported
     feature, two spellings that disagree, a value of the wrong type and sizes that do not fit.
     """
+    config = text_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
         raise ConfigError(refuse_model_type(model_type, list(_MODEL_TYPES)))
@@ -149,7 +162,10 @@ def _is_read(quantisation: object, family: Family) -> bool:
     """Whether quantised weights can be read, as the numbers that they stand for."""
     if not isinstance(quantisation, Mapping):
         return False
-    return quantisation.get("quant_method") in family.quantised
+    method = quantisation.get("quant_method")
+    if method == "fp8":
+        return quantisation.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    return method in family.quantised
 
 
 def _written(key: Key, value: Any, spec: ModelSpec) -> Any:

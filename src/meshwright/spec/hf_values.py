@@ -8,6 +8,8 @@ from typing import Any, Final
 from meshwright.errors import ConfigError
 
 _LARGEST: Final = 1e300
+# Rows and columns of a block of numbers in fp8 that have one scale.
+FP8_BLOCK: Final = 128
 # A key as messages name it, and its value; None: absent.
 Found = tuple[str, Any]
 

@@ -90,8 +90,15 @@ class Key(NamedTuple):
     ours: str
     hf_key: str
     kind: Literal[
-        *("size", "count", "optional size", "number", "flag", "optional", "inverse root"),
-        *("experts", "norm of heads"),
+        "size",
+        "count",
+        "optional size",
+        "number",
+        "flag",
+        "optional",
+        "inverse root",
+        "experts",
+        "norm of heads",
     ]
     default: Any
 

@@ -155,7 +155,7 @@ class LayerKeys:
 
 
 def starts_at(default: int) -> Callable[[Mapping[str, Any], int], bool]:
-    """Return the rule that layers from `max_window_layers` on have a window; `default` of the key."""
+    """Return the rule that layers from `max_window_layers` on have a window."""
 
     def is_windowed(config: Mapping[str, Any], layer: int) -> bool:
         first = config.get("max_window_layers", default)

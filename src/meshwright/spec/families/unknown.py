@@ -17,7 +17,6 @@ _DIFFERS: Final = {
     "ernie4_5": ("llama", "adjacent rotated pairs"),
     "ernie4_5_moe": ("deepseek_v3", "a router of softmaxes and adjacent rotated pairs"),
     "exaone4": ("olmo3", "layers without rotation"),
-    "gemma3": ("gemma3", "images; its text model alone is gemma3_text"),
     "glm4": ("gemma2", "adjacent rotated pairs"),
     "gpt2": ("neox", "learned positions"),
     "hunyuan_v1_dense": ("qwen3", "norms of heads after the rotation"),
