@@ -4,6 +4,7 @@ import transformers
 
 from hf_deepseek import DEEPSEEKS
 from hf_gpt_oss import GPT_OSSES
+from hf_newer import NEWER
 
 SIZES = {
     "vocab_size": 99,
@@ -367,6 +368,7 @@ OLMOES = {
     },
 }
 KINDS = {
+    **NEWER,
     "deepseek_v3": (transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config, DEEPSEEKS),
     "gpt_oss": (transformers.GptOssForCausalLM, transformers.GptOssConfig, GPT_OSSES),
     "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, MIXTRALS),

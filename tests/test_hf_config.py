@@ -47,6 +47,34 @@ def test_absent_neox_keys_mean_what_transformers_says():
     assert ours.norm_eps == 1e-5
 
 
+@pytest.mark.parametrize("family", ["gemma", "glm4_moe", "minimax_m2", "seed_oss", "starcoder2"])
+def test_absent_keys_of_newer_families_mean_what_transformers_says(family):
+    transformers = pytest.importorskip("transformers")
+    # The defaults of GLM have no whole size of a head, and StarCoder2's first weights their own.
+    given = {"initializer_range": 0.02, **({"head_dim": 128} if family == "glm4_moe" else {})}
+    theirs = transformers.AutoConfig.for_model(family, **given)
+    assert spec_from_hf({"model_type": family, **given}) == spec_from_hf(theirs.to_dict())
+
+
+def test_published_settings_of_newer_families_are_read():
+    """Dropout of a pretraining, rotated dims as a number, a router's settings for its own code."""
+    seed = {**LLAMA, "model_type": "seed_oss", "num_key_value_heads": 4}
+    assert not spec_from_hf({**seed, "residual_dropout": 0.1}).drops
+    starcoder2 = {**LLAMA, "model_type": "starcoder2", "embedding_dropout": 0.1}
+    assert not spec_from_hf({**starcoder2, "attention_dropout": 0.1, "use_bias": False}).mlp_bias
+    minimax = {**LLAMA, "model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8}
+    minimax |= {"num_key_value_heads": 4, "scoring_func": "sigmoid", "use_qk_norm": True}
+    spec = spec_from_hf(minimax | {"attn_type_list": [1, 1]})
+    assert (spec.rotary_pct, spec.rotary_dim) == (0.5, 8)
+    assert hf_config(spec)["rotary_dim"] == 8
+    assert (
+        spec_from_hf(
+            {**LLAMA, "model_type": "gemma", "num_key_value_heads": 4, "hidden_act": "gelu"}
+        ).activation
+        == "gelu_tanh"
+    )
+
+
 def test_null_means_absent():
     keys = ("num_key_value_heads", "head_dim", "rope_scaling", "rope_theta", "sliding_window")
     assert spec_from_hf({**LLAMA, **dict.fromkeys(keys)}) == spec_from_hf(LLAMA)
@@ -125,6 +153,15 @@ REFUSED = [
      "factor = inf is beyond any"),
     (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
      "rope_parameters.full_attention is a table"),
+    (LLAMA, {"model_type": "ernie4_5"}, "like llama, with adjacent rotated pairs"),
+    (LLAMA, {"model_type": "hunyuan_v1_dense"}, "like qwen3, with norms of heads after the rot"),
+    (LLAMA, {"model_type": "minimax_m2", "num_key_value_heads": 4, "rotary_dim": 8,
+     "head_dim": None}, "rotary_dim = 8 needs the key 'head_dim'"),
+    (LLAMA, {"model_type": "minimax_m2", "num_key_value_heads": 4, "attn_type_list": [1, 0]},
+     "attn_type_list must be 1"),
+    (LLAMA, {"model_type": "minimax_m2", "scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    (LLAMA, {"model_type": "starcoder2", "norm_type": "rms_norm"}, "norm_type = 'rms_norm' must"),
+    (LLAMA, {"model_type": "dots1"}, "needs the key 'n_routed_experts'"),
     (LLAMA, {"model_type": None}, "model_type = None"),
     (LLAMA, {"model_type": ["llama"]}, "model_type = "),
     (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096"),

@@ -15,6 +15,7 @@ from meshwright.spec.resolve import model_spec
 
 transformers = pytest.importorskip("transformers")
 from hf_models import KINDS, SIZES  # noqa: E402
+from hf_newer import NEWER  # noqa: E402
 
 CASES = [
     pytest.param(family, keys, id=f"{family} {name}")
@@ -89,6 +90,26 @@ def test_logits_and_gradients_are_those_of_transformers(family, keys, tmp_path):
     for name, grad in expected.items():
         off = (stored[name] - grad).norm()
         assert off <= 1e-5 * max(grad.norm(), 1e-3 * whole), name
+
+
+@pytest.mark.parametrize("family", sorted(NEWER))
+@pytest.mark.parametrize("length", [7, 33, 64])
+def test_documents_of_a_row_and_padded_rows_are_those_of_transformers(family, length, tmp_path):
+    """A row of two documents has the logits of both alone; padding after a row changes nothing."""
+    reference = theirs(family, next(iter(NEWER[family][2].values())))
+    reference.save_pretrained(tmp_path)
+    model = load_hf(tmp_path)
+    ids = torch.randint(0, 99, (1, length), generator=torch.Generator().manual_seed(length))
+    first = length // 3
+    segments = (torch.arange(length) >= first).long()[None]
+    padded = F.pad(ids, (0, 5))
+    with torch.no_grad():
+        alone = [reference(part).logits for part in (ids[:, :first], ids[:, first:])]
+        mask = torch.arange(length + 5)[None] < length
+        wanted = reference(padded, attention_mask=mask.long()).logits[:, :length]
+        packed, filled = model(ids, segments), model(padded)[:, :length]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(filled, wanted, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", sorted(KINDS))

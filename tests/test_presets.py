@@ -57,6 +57,11 @@ PUBLISHED = {
     "granite-3.3-8b": 8_170_864_640,
     "mistral-7b-v0.1": 7_241_732_096,
     "phi-3-mini": 3_821_079_552,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
@@ -82,7 +87,10 @@ PUBLISHED = {
 # Ours, one without the learned positions of the paper, and the text models of ones with images.
 UNPUBLISHED = {"demo", "gpt3-175b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}
 UNPUBLISHED |= {"qwen2-57b-a14b"}  # its card has "57B" and "14B"
-UNPUBLISHED |= {"moonlight-16b-a3b", "kimi-k2"}
+UNPUBLISHED |= {"moonlight-16b-a3b", "kimi-k2", "glm-4.5", "glm-4.5-air", "glm-4.6"}
+UNPUBLISHED |= {"dots.llm1", "minimax-m2", "seed-oss-36b"}
+# Their papers leave out embedding and head.
+WITHOUT_VOCABULARY = {"moonlight-16b-a3b", "glm-4.5", "glm-4.5-air", "minimax-m2"}
 # As the papers and cards round them: arXiv:2401.04088, 2505.09388 (table 2), 2409.02060.
 ACTIVE = {
     "mixtral-8x7b": 12.9,
@@ -115,14 +123,19 @@ def test_a_token_meets_as_many_parameters_as_published(name):
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    # arXiv:2412.19437, 2502.16982 (table 2) and 2507.20534: billions, rounded.
-    [("deepseek-v3", 671, 37), ("moonlight-16b-a3b", 16, 2.24), ("kimi-k2", 1040, 32.6)],
+    # arXiv:2412.19437, 2502.16982 (table 2), 2507.20534, 2508.06471 and 2506.05767, and the card of
+    # MiniMax-M2: billions, rounded.
+    [
+        *(("deepseek-v3", 671, 37), ("moonlight-16b-a3b", 16, 2.24), ("kimi-k2", 1040, 32.6)),
+        *(("glm-4.5", 355, 32), ("glm-4.5-air", 106, 12), ("dots.llm1", 142, 14)),
+        ("minimax-m2", 230, 10),
+    ],
 )
 def test_sizes_are_nearly_those_of_papers(name, total, active):
     spec = model_spec(preset=name)
     assert parameter_count(spec) / 1e9 == pytest.approx(total, rel=0.015)
     found = active_parameter_count(spec)
-    if name == "moonlight-16b-a3b":  # its paper leaves out embedding and head
+    if name in WITHOUT_VOCABULARY:
         found -= 2 * spec.vocab_size * spec.dim
     assert found / 1e9 == pytest.approx(active, rel=0.02)
 

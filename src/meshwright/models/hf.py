@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.errors import CheckpointError, ConfigError, nearest
-from meshwright.models import fused, mxfp4
+from meshwright.models import fp8_blocks, fused, images, mxfp4
 from meshwright.models.files import open_safetensors
 from meshwright.models.hf_names import (
     AllExperts,
@@ -29,6 +29,7 @@ from meshwright.models.transformer import Transformer, build_model
 from meshwright.program.shards import Region, whole
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.hf import hf_config, spec_from_hf
+from meshwright.spec.hf_text import has_images
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import kept_in_fp32
 from meshwright.spec.stored import read_object
@@ -98,13 +99,8 @@ class HFWeights:
             for name in item.parts:
                 self._items_of.setdefault(name, []).append(item)
         self._alias: dict[str, str] = {}
-        self._files: dict[str, Any] = {}
-        for path in _weight_files(folder):
-            opened = open_safetensors(path)
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                if name in self._files:
-                    raise CheckpointError(f"{path} holds {name}, which another shard holds too")
-                self._files[name] = opened
+        self._files = _opened(folder)
+        self._scales = fp8_blocks.scales_of(self._files)
         self._packed = self._find_packed()
         self._inside = fused.inside(self.tensors, self._files)
         if self._inside:
@@ -148,6 +144,9 @@ class HFWeights:
             return self._unpacked(self._packed[name], region)
         inside = self._inside.get(name)
         stored = self._alias.get(name, name) if inside is None else inside.stored
+        scaled = fp8_blocks.read(self._files, self._scales, stored, region)
+        if scaled is not None:
+            return scaled
         view: Any = self._files[stored].get_slice(stored)
         cuts: Any = ... if region is None else tuple(slice(*bounds) for bounds in region)
         if inside is not None:
@@ -185,6 +184,7 @@ class HFWeights:
         """Raise `CheckpointError` where names or shapes differ from the spec's; reads no tensor."""
         packed = {name + end for name in self._packed for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
         present = {name for name in self._files if is_parameter(spec.family, name)}
+        present -= self._scales
         present -= self._ahead(folder, spec, present)
         present = (present - packed) | self._packed.keys()
         present -= {inside.stored for inside in self._inside.values()} | set(self._alias.values())
@@ -346,6 +346,30 @@ def _shards(
         shards[-1].append(item)
         shard_bytes += item_bytes
     return shards
+
+
+def _opened(folder: Path) -> dict[str, Any]:
+    """Return the opened file of each tensor of a folder, by its name in a text model."""
+    is_multimodal = (folder / CONFIG).is_file() and has_images(_read_json(folder / CONFIG))
+    files: dict[str, Any] = {}
+    left_out = 0
+    for path in _weight_files(folder):
+        opened = open_safetensors(path)
+        for stored in opened.keys():  # noqa: SIM118 - not a dict
+            name = images.text_name(stored) if is_multimodal else stored
+            if name is None:
+                left_out += 1
+                continue
+            if name in files:
+                raise CheckpointError(f"{path} holds {stored}, which another shard holds too")
+            files[name] = opened if name == stored else images.Renamed(opened, stored)
+    if left_out:
+        warnings.warn(
+            f"{folder}: {left_out} tensors that read images are left out: the model is the text "
+            "model alone, and is exported as one",
+            stacklevel=2,
+        )
+    return files
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -46,8 +46,12 @@ _ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)
 _FAMILIES: Final = (
     *("llama", "neox", "qwen2", "qwen3", "granite", "phi3"),
     *("gemma2", "gemma3", "olmo2", "olmo3", "smollm3"),
+    *("seed_oss", "gemma", "starcoder2"),
 )
-_MIXTURES: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+_MIXTURES: Final = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"),
+    *("glm4_moe", "dots1", "minimax_m2"),
+)
 _LOCAL: Final = LayerSpec(window=9, rope_theta=50.0)
 # Windows shorter than any row, some of them at the seams of chunks, and layers that do not rotate.
 _PATTERNS: Final = (
@@ -62,6 +66,8 @@ _PATTERNS: Final = (
 _FREE: Final[Mapping[str, tuple[Any, ...]]] = {
     "parallel_residual": _BOOLS,
     "attention_bias": _BOOLS,
+    "output_bias": _BOOLS,
+    "qk_norm": ("head", "none"),
     "mlp_bias": _BOOLS,
     "embedding_scale": (3.0, 0.5),
     "attention_scale": (0.6, None),

@@ -156,6 +156,24 @@ EXPERT_KINDS: Final = (
     Kind("gpt_oss", packed=True, flags={**_BOUNDED, **_ODD, "experts": 8, "top_k": 3}),
     Kind("gpt_oss", flags={**_GPT_OSS, "rope_scaling": _YARN, "tie_embeddings": True}),
 )
+# As DeepSeek-V3's experts, of whole attention: a dense layer, a shared expert.
+_ROUTED: Final = {
+    "experts": 6,
+    "top_k": 2,
+    "expert_ffn_dim": 48,
+    "shared_ffn_dim": 48,
+    "dense_layers": 1,
+    "routed_scale": 0.7,
+}
+# Each in every axis, apart from the kinds above, whose turns stay as they are.
+NEWER_KINDS: Final = (
+    Kind("seed_oss", packed=True, flags={**_ODD, "output_bias": True}),
+    Kind("gemma", flags={"tie_embeddings": True}),
+    Kind("starcoder2", packed=True, flags={"layer_pattern": [{"window": 7}]}),
+    Kind("glm4_moe", flags={**_ROUTED, "qk_norm": "head", "rotary_pct": 0.5}, asked=_MOVED),
+    Kind("dots1", packed=True, flags={**_ROUTED, **_ODD}, asked={**_EVEN, **_MOVED}),
+    Kind("minimax_m2", flags={"experts": 4, "top_k": 2, "rotary_pct": 0.5}, asked=_MOVED),
+)
 # Inputs of which tp cuts whole blocks.
 _BLOCKS: Final = {"head_dim": 32, "ffn_dim": 256}
 ADAPTED_KINDS: Final = (

@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.prove.case import ADAMW, SGD, Case
-from meshwright.prove.kinds import ADAPTED_KINDS, EXPERT_KINDS, KINDS, Kind
+from meshwright.prove.kinds import ADAPTED_KINDS, EXPERT_KINDS, KINDS, NEWER_KINDS, Kind
 from meshwright.prove.refused import refused
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.model import ModelSpec
@@ -72,6 +72,13 @@ _OF_EXPERTS: Final = {2: 28, 4: 42, 8: 42, 16: 7}
 _SHARED_OUT: Final = {2: 0, 4: 45, 8: 50, 16: 0}
 # And to models of which adapters are trained: of few, since test_lora.py has more of their layouts.
 _OF_ADAPTERS: Final = {2: 12, 4: 18, 8: 0, 16: 0}
+# Layouts that each newer family is proven in, by itself and combined.
+_OF_NEWER: Final = {
+    2: ("dp2 mb1", "tp2 sp mb1", "pp2 1f1b mb1", "cp2-ring mb1", "shard2 zero3 mb1"),
+    4: ("dp2 tp2 mb1", "shard2 zero3 pp2 1f1b mb1", "cp2-ulysses tp2 sp mb1"),
+    8: (),
+    16: (),
+}
 # And how many with ZeRO to FSDP2, which GPUs take for it: the others sum by themselves on CPUs.
 _OF_FSDP2: Final = {2: 12, 4: 14, 8: 0, 16: 0}
 # Layouts of their own fame, which must stay in whatever the spread picks.
@@ -109,8 +116,8 @@ def matrix(world: int) -> tuple[Case, ...]:
                 cases.setdefault(case.layout, case)
     of_experts = _of(EXPERT_KINDS, world, _OF_EXPERTS[world], _SHARED_OUT[world])
     of_adapters = _of(ADAPTED_KINDS, world, _OF_ADAPTERS[world])
-    refusals = refused(world) if world < 16 else ()
-    return (*cases.values(), *of_experts, *of_adapters, *_of_fsdp2(world), *refusals)
+    special = (*of_experts, *of_adapters, *_of_fsdp2(world), *_of_newer(world))
+    return (*cases.values(), *special, *(refused(world) if world < 16 else ()))
 
 
 def _of(kinds: Sequence[Kind], world: int, number: int, sharing: int = 0) -> Iterator[Case]:
@@ -127,6 +134,15 @@ def _of(kinds: Sequence[Kind], world: int, number: int, sharing: int = 0) -> Ite
         if case is not None and (len(cases) < number or case.layout.ep > 1):
             cases.setdefault(case.layout, case)
     yield from cases.values()
+
+
+def _of_newer(world: int) -> Iterator[Case]:
+    """Yield the cases of each newer family in the layouts that all of them are proven in."""
+    turns = count()
+    for place, layout in product(range(len(NEWER_KINDS)), map(Layout.parse, _OF_NEWER[world])):
+        case = _dealt(layout, next(turns), NEWER_KINDS[place : place + 1])
+        if case is not None:
+            yield case
 
 
 def _of_fsdp2(world: int) -> Iterator[Case]:

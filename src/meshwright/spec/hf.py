@@ -19,11 +19,14 @@ from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import Family, Key
 from meshwright.spec.families.layers import StoredLayer, shortest_pattern
+from meshwright.spec.hf_text import text_config
 from meshwright.spec.kinds import LARGEST
 from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 from meshwright.spec.rotary import RopeScaling
 
 _LARGEST: Final = 1e300
+# Rows and columns of a block of numbers in fp8 that have one scale.
+FP8_BLOCK: Final = 128
 # A key as messages name it, and its value; None: absent.
 Found = tuple[str, Any]
 
@@ -123,6 +126,11 @@ def read_rotary(config: Mapping[str, Any], family: Family, context: int) -> dict
     shares = [at(config, share), *(at(table, share, path) for path, table in tables)]
     theta += [at(config, key) for key in family.theta_keys]
     shares += [at(config, key) for key in family.rotary_keys if key != share]
+    if family.rotary_dims_key is not None and config.get(family.rotary_dims_key) is not None:
+        rotated = size(config, family.rotary_dims_key, 1)
+        if config.get("head_dim") is None:
+            raise ConfigError(f"{family.rotary_dims_key} = {rotated} needs the key 'head_dim'")
+        shares.append((family.rotary_dims_key, rotated / size(config, "head_dim", 1)))
     name, pct = agreed_number(shares, family.rotary_pct)
     if "rotary_pct" not in family.free and pct != 1.0:
         rule = f"{name} = {pct!r} is not supported for {family.model_type}"
@@ -187,6 +195,7 @@ def rotary_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
         **original,
         **dict.fromkeys(family.theta_keys, spec.rope_theta),
         **dict.fromkeys(family.rotary_keys, spec.rotary_pct),
+        **({} if family.rotary_dims_key is None else {family.rotary_dims_key: spec.rotary_dim}),
         **({} if family.sliding_theta_key is None else {family.sliding_theta_key: base}),
     }
 
@@ -391,9 +400,19 @@ def _rotary_reason(item: Mapping[str, Any]) -> str:
 
 # Model types of transformers: the family that is nearest, and how it differs from that.
 _DIFFERS: Final = {
+    "apertus": ("llama", "an activation with parameters (xIELU)"),
+    "arcee": ("llama", "an activation of squares (relu2)"),
+    "cohere2": ("neox", "a LayerNorm without biases and adjacent rotated pairs"),
     "deepseek_v2": ("deepseek_v3", "a router of softmaxes"),
-    "gemma": ("gemma2", "norms before each sublayer alone, no caps, no windows"),
-    "gemma3": ("gemma3", "images; its text model alone is gemma3_text"),
+    "deepseek_v32": ("deepseek_v3", "sparse attention"),
+    "ernie4_5": ("llama", "adjacent rotated pairs"),
+    "ernie4_5_moe": ("deepseek_v3", "a router of softmaxes and adjacent rotated pairs"),
+    "exaone4": ("olmo3", "layers without rotation"),
+    "glm4": ("gemma2", "adjacent rotated pairs"),
+    "gpt2": ("neox", "learned positions"),
+    "hunyuan_v1_dense": ("qwen3", "norms of heads after the rotation"),
+    "llama4_text": ("qwen2_moe", "attention in chunks"),
+    "nemotron": ("neox", "a LayerNorm of 1 + weight and an activation of squares (relu2)"),
     "qwen3_next": ("qwen3_moe", "linear attention"),
 }
 
@@ -442,9 +461,11 @@ _SIZE_KEYS: Final = {
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the architecture that a Hugging Face `config.json` describes.
 
+    Of a model with images, it is the text model.
     Raises `ConfigError` naming the key and its value for another `model_type`, an unsupported
     feature, two spellings that disagree, a value of the wrong type and sizes that do not fit.
     """
+    config = text_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
         raise ConfigError(refuse_model_type(model_type, list(_MODEL_TYPES)))
@@ -461,7 +482,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             legal = [repr(v) for v in inert] or ["null"]
             raise ConfigError(refusal(f"{key} = {value!r} is not supported", legal=legal))
     fields = _sizes(config, family.sizes)
-    if not family.head_dim_parts and (not family.grouped or config.get("head_dim") is None):
+    if _divides_heads(config, family):
         _check_heads(fields)
     family.check(config)
     fields |= _own_fields(config, family, fields)
@@ -525,8 +546,9 @@ def hf_config(
     }
     if family.layers is not None:
         layers = [
-            StoredLayer(layer.window, layer.rotary, layer.dense)
-            for layer in map(spec.layer, range(spec.n_layers))
+            # A key of their own says how many of the first layers are dense.
+            StoredLayer(layer.window, layer.rotary, layer.dense and index >= spec.dense_layers)
+            for index, layer in enumerate(map(spec.layer, range(spec.n_layers)))
         ]
         config |= family.layers.write(layers, family.name)
     return config | rotary_keys(spec, family)
@@ -536,13 +558,18 @@ def _is_read(quantisation: object, family: Family) -> bool:
     """Whether quantised weights can be read, as the numbers that they stand for."""
     if not isinstance(quantisation, Mapping):
         return False
-    return quantisation.get("quant_method") in family.quantised
+    method = quantisation.get("quant_method")
+    if method == "fp8":
+        return quantisation.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    return method in family.quantised
 
 
 def _written(key: Key, value: Any, spec: ModelSpec) -> Any:
     """Return the value that `config.json` has for a field."""
     if key.kind == "optional size":
         return value or None
+    if key.kind == "norm of heads":
+        return value == "head"
     if key.kind == "experts":
         width = spec.expert_width
         if value == 0 or value % width:
@@ -580,6 +607,7 @@ def _own_fields(
         "count": count,
         "optional size": optional_size,
         "experts": lambda *args: size(*args) * fields["expert_ffn_dim"],
+        "norm of heads": lambda *args: "head" if flag(*args) else "none",
     }
     fields = {
         "n_kv_heads": heads,
@@ -598,6 +626,15 @@ def _own_fields(
     return {"family": family.name, **fields}
 
 
+def _divides_heads(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether the size of a head is the width divided by the number of heads."""
+    defaults = {key.ours: key.default for key in family.keys}
+    derived = "dim / n_heads"
+    absent = None if defaults.get("head_dim", derived) == derived else defaults["head_dim"]
+    is_unset = config.get("head_dim", absent) is None
+    return not family.head_dim_parts and (not family.grouped or is_unset)
+
+
 def _check_heads(sizes: Mapping[str, int]) -> None:
     if sizes["dim"] % sizes["n_heads"]:
         raise ConfigError(
@@ -611,7 +648,7 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         rule = f"{family.activation_key} = {name!r} is not supported"
         raise ConfigError(refusal(rule, legal=list(_ACTIVATIONS)))
-    return _ACTIVATIONS[name]
+    return family.activations.get(name, _ACTIVATIONS[name])
 
 
 def _reason(path: Sequence[object], message: str) -> str:

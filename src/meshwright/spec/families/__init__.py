@@ -7,11 +7,15 @@ from typing import Final
 
 from meshwright.spec.families.base import Family
 from meshwright.spec.families.deepseek_v3 import DEEPSEEK_V3
+from meshwright.spec.families.dots1 import DOTS1
+from meshwright.spec.families.gemma import GEMMA
 from meshwright.spec.families.gemma2 import GEMMA2
 from meshwright.spec.families.gemma3 import GEMMA3
+from meshwright.spec.families.glm4_moe import GLM4_MOE
 from meshwright.spec.families.gpt_oss import GPT_OSS
 from meshwright.spec.families.granite import GRANITE
 from meshwright.spec.families.llama import LLAMA
+from meshwright.spec.families.minimax_m2 import MINIMAX_M2
 from meshwright.spec.families.mistral import MISTRAL
 from meshwright.spec.families.mixtral import MIXTRAL
 from meshwright.spec.families.neox import NEOX
@@ -23,7 +27,9 @@ from meshwright.spec.families.qwen2 import QWEN2
 from meshwright.spec.families.qwen2_moe import QWEN2_MOE
 from meshwright.spec.families.qwen3 import QWEN3
 from meshwright.spec.families.qwen3_moe import QWEN3_MOE
+from meshwright.spec.families.seed_oss import SEED_OSS
 from meshwright.spec.families.smollm3 import SMOLLM3
+from meshwright.spec.families.starcoder2 import STARCODER2
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.name: family
@@ -31,5 +37,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *(LLAMA, NEOX, QWEN2, QWEN3, MISTRAL, GRANITE, PHI3),
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GPT_OSS),
+        *(SEED_OSS, GEMMA, STARCODER2, GLM4_MOE, DOTS1, MINIMAX_M2),
     )
 }

@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from meshwright.errors import refusal
+from meshwright.errors import ConfigError, refusal
 from meshwright.spec.families.layers import LayerKeys
 
 # What a block is made of, as `ModelSpec` has it, and what Llama has there.
@@ -83,13 +83,22 @@ class Key(NamedTuple):
 
     Where `default` is the name of a field, absence means the value of that one. An `optional`
     number may be null, an `inverse root` is a whole number n for `n ** -0.5`. A `count` may be 0,
-    an `optional size` is null for 0, `experts` are so many times an expert's width, a key before.
+    an `optional size` is null for 0, `experts` are so many times an expert's width, a key before. A
+    `norm of heads` is a flag for a norm over each head.
     """
 
     ours: str
     hf_key: str
     kind: Literal[
-        "size", "count", "optional size", "number", "flag", "optional", "inverse root", "experts"
+        "size",
+        "count",
+        "optional size",
+        "number",
+        "flag",
+        "optional",
+        "inverse root",
+        "experts",
+        "norm of heads",
     ]
     default: Any
 
@@ -123,6 +132,8 @@ class Family:
     derived: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
+    # Names of activations that mean another one in its files.
+    activations: Mapping[str, str] = field(default_factory=dict)
     ties: bool = False
     # Other names of keys, which newer versions write.
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -138,6 +149,8 @@ class Family:
     # Defaults of the rotated share and the base, and further keys that spell them.
     rotary_pct: float = 1.0
     rotary_keys: tuple[str, ...] = ()
+    # A key that has the number of rotated dims instead.
+    rotary_dims_key: str | None = None
     rope_theta: float = 10000.0
     theta_keys: tuple[str, ...] = ()
     # The rotary settings of a file that has none.
@@ -262,6 +275,28 @@ def qwen_experts() -> dict[str, str]:
     return expert_modules("mlp", *(f"{proj}_proj" for proj in ("gate", "up", "down")))
 
 
+def shared_experts() -> dict[str, str]:
+    """Return the names of a shared expert in DeepSeek-V3 and its followers."""
+    inside = "model.layers.{}.mlp.shared_experts"
+    return {f"mlp.shared.{proj}": f"{inside}.{proj}_proj" for proj in ("gate", "up", "down")}
+
+
+def routed_keys(
+    experts: int, top_k: int, width: int, dense: int, *, normalises: bool = True
+) -> tuple[Key, ...]:
+    """Return the keys of experts behind a router of sigmoids, in files like DeepSeek-V3's."""
+    return (
+        *expert_keys(experts, top_k, hf_key="n_routed_experts"),
+        Key("expert_ffn_dim", "moe_intermediate_size", "size", width),
+        Key("shared_ffn_dim", "n_shared_experts", "experts", 1),
+        Key("dense_layers", "first_k_dense_replace", "count", dense),
+        Key("norm_top_k", "norm_topk_prob", "flag", normalises),
+        Key("expert_groups", "n_group", "size", 1),
+        Key("top_groups", "topk_group", "size", 1),
+        Key("routed_scale", "routed_scaling_factor", "number", 1.0),
+    )
+
+
 def expert_keys(count: int, top_k: int, *, hf_key: str = "num_experts") -> tuple[Key, ...]:
     """Return the keys for the numbers of experts, total and per token, with defaults."""
     return (
@@ -275,6 +310,27 @@ def head_norms() -> dict[str, str]:
     return {f"attn.{proj}_norm": f"model.layers.{{}}.self_attn.{proj}_norm" for proj in "qk"}
 
 
+def one_bias(family: str) -> Callable[[Mapping[str, Any]], None]:
+    """Return a check that all linear layers have a bias or none: one key says so."""
+
+    def check(fields: Mapping[str, Any]) -> None:
+        attention, output, mlp = (
+            fields[key] for key in ("attention_bias", "output_bias", "mlp_bias")
+        )
+        if mlp != attention or output not in (None, attention):
+            raise ConfigError(
+                f"model.mlp_bias = {_toml(mlp)} and model.attention_bias = {_toml(attention)} "
+                f"cannot be written as {family}: one key is of all its biases; set both alike, "
+                "and model.output_bias not at all"
+            )
+
+    return check
+
+
+# The correction of a router's scores, in files like DeepSeek-V3's.
+CORRECTION: Final = {
+    "mlp.router.correction": "model.layers.{}.mlp.gate.e_score_correction_bias",
+}
 BIASES: Final = (
     Key("attention_bias", "attention_bias", "flag", False),
     Key("mlp_bias", "mlp_bias", "flag", False),

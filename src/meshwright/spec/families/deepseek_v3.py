@@ -10,11 +10,13 @@ from typing import Any, Final
 
 from meshwright.errors import ConfigError
 from meshwright.spec.families.base import (
+    CORRECTION,
     Family,
     Key,
     llama_modules,
     preset,
     qwen_experts,
+    shared_experts,
     sizes_of,
 )
 
@@ -26,10 +28,6 @@ _LATENT: Final = {
     "attn.kv_a": "kv_a_proj_with_mqa",
     "attn.kv_a_norm": "kv_a_layernorm",
     "attn.kv_b": "kv_b_proj",
-}
-_SHARED: Final = {
-    f"mlp.shared.{proj}": f"{_INSIDE}.mlp.shared_experts.{proj}_proj"
-    for proj in ("gate", "up", "down")
 }
 # Whether a null is another value than the absence of the key: false to transformers.
 _NOT_NULL: Final = ("norm_topk_prob", "rope_interleave")
@@ -70,8 +68,8 @@ DEEPSEEK_V3: Final = Family(
     modules=llama_modules(
         **{ours: f"{_INSIDE}.self_attn.{hf_name}" for ours, hf_name in _LATENT.items()},
         **qwen_experts(),
-        **_SHARED,
-        **{"mlp.router.correction": f"{_INSIDE}.mlp.gate.e_score_correction_bias"},
+        **shared_experts(),
+        **CORRECTION,
     ),
     sizes=sizes_of(129280, 7168, 18432, 61, 128, 4096),
     keys=(

@@ -154,15 +154,20 @@ class LayerKeys:
         return [bool(flag) for flag in flags]
 
 
-def _is_late(config: Mapping[str, Any], layer: int) -> bool:
-    first = config.get("max_window_layers", 28)
-    if isinstance(first, bool) or not isinstance(first, int):
-        raise ConfigError(f"max_window_layers = {first!r} must be a whole number")
-    return layer >= first
+def starts_at(default: int) -> Callable[[Mapping[str, Any], int], bool]:
+    """Return the rule that layers from `max_window_layers` on have a window."""
+
+    def is_windowed(config: Mapping[str, Any], layer: int) -> bool:
+        first = config.get("max_window_layers", default)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ConfigError(f"max_window_layers = {first!r} must be a whole number")
+        return layer >= first
+
+    return is_windowed
 
 
-# Qwen: with the switch on, the layers from `max_window_layers` on have a window.
-LATE_WINDOWS: Final = LayerKeys(window=4096, is_windowed=_is_late, switch="use_sliding_window")
+# Qwen: with the switch on, the late layers have a window.
+LATE_WINDOWS: Final = LayerKeys(window=4096, is_windowed=starts_at(28), switch="use_sliding_window")
 
 
 def shortest_pattern(layers: Sequence[T]) -> tuple[T, ...]:

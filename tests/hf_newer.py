@@ -1,0 +1,183 @@
+"""Small configs of transformers' models, some of each of the families that came later."""
+
+import transformers
+
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+WINDOWED = ["sliding_attention", "full_attention"]
+HALF_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.5,
+}
+SEED_OSSES = {
+    "gqa, wide heads": {**NO_TOKENS, "num_key_value_heads": 2, "head_dim": 24},
+    "all biases, mqa, tied": {
+        **NO_TOKENS,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "no biases, eps": {
+        **NO_TOKENS,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "attention_bias": False,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    },
+}
+GEMMAS = {
+    "wide heads": {**NO_TOKENS, "num_key_value_heads": 2, "head_dim": 24},
+    "mqa, narrow heads, biases": {
+        **NO_TOKENS,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "attention_bias": True,
+    },
+    "not tied, gelu that is its approximation": {
+        **NO_TOKENS,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "tie_word_embeddings": False,
+        "hidden_act": "gelu",
+        "rms_norm_eps": 0.1,
+    },
+}
+STARCODER2S = {
+    "gqa": {**NO_TOKENS, "num_key_value_heads": 2},
+    "mqa, no biases, window": {
+        **NO_TOKENS,
+        "num_key_value_heads": 1,
+        "use_bias": False,
+        "sliding_window": 7,
+    },
+    "not tied, silu, eps": {
+        **NO_TOKENS,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "norm_epsilon": 0.1,
+    },
+}
+ROUTED = {"moe_intermediate_size": 24, "pad_token_id": None}
+GLM4_MOES = {
+    "three of seven, norms of heads, a dense layer": {
+        **ROUTED,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "one of twelve in groups, mqa, yarn": {
+        **ROUTED,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 0.8,
+        "rope_parameters": HALF_YARN,
+    },
+    "all of three, tied, whole heads rotate": {
+        **ROUTED,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 1.0,
+        },
+    },
+}
+DOTS1S = {
+    "two of five, a dense layer": {
+        **ROUTED,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "one of eight in groups, late windows": {
+        **ROUTED,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 1,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    "all of three, tied, biases, windows by layer": {
+        **ROUTED,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "sliding_window": 9,
+        "layer_types": WINDOWED,
+    },
+}
+MINIMAX_M2S = {
+    "two of five, half of a head rotates": {
+        **NO_TOKENS,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 6,
+    },
+    "one of eleven, mqa, tied": {
+        **NO_TOKENS,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "num_local_experts": 11,
+        "num_experts_per_tok": 1,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 0.1,
+    },
+    "all of three, yarn": {
+        **NO_TOKENS,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {**HALF_YARN, "partial_rotary_factor": 1 / 3},
+    },
+}
+NEWER = {
+    "seed_oss": (transformers.SeedOssForCausalLM, transformers.SeedOssConfig, SEED_OSSES),
+    "gemma": (transformers.GemmaForCausalLM, transformers.GemmaConfig, GEMMAS),
+    "starcoder2": (transformers.Starcoder2ForCausalLM, transformers.Starcoder2Config, STARCODER2S),
+    "glm4_moe": (transformers.Glm4MoeForCausalLM, transformers.Glm4MoeConfig, GLM4_MOES),
+    "dots1": (transformers.Dots1ForCausalLM, transformers.Dots1Config, DOTS1S),
+    "minimax_m2": (
+        transformers.MiniMaxM2ForCausalLM,
+        transformers.MiniMaxM2Config,
+        MINIMAX_M2S,
+    ),
+}
