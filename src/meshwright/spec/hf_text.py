@@ -24,7 +24,8 @@ _IMAGES: Final = ("vision_config",)
 
 def has_images(config: Mapping[str, Any]) -> bool:
     """Whether a config describes a model with images whose text model is supported."""
-    return config.get("model_type") in TEXT_MODELS
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in TEXT_MODELS
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
