@@ -34,6 +34,7 @@ from meshwright.runtime.supervise.lock import read_holder, refused
 from meshwright.runtime.supervise.supervisor import RanksFailed, failure_of
 from meshwright.spec.loading import load_config
 from meshwright.training.events import JsonLines, _Scalars
+from meshwright.training.held_out import LOSSES
 from meshwright.training.run_folder import read_job, restore, resumed_folder
 from run_folders import write_run
 from runs import TINY, clean_environ
@@ -143,6 +144,7 @@ def test_a_run_killed_after_its_last_save_comes_to_its_end(folder, capsys, outco
     before = events_of(folder)
     cut = [event for event in before if event["event"] not in ("eval", "end")]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in cut))
+    (folder / "checkpoints" / LOSSES).unlink()
     started = time.monotonic()
     code, said = resumed(folder, capsys)
     outcome.add(code, said.strip().splitlines()[-2], time.monotonic() - started)
