@@ -164,14 +164,6 @@ COMBINATIONS = {
         "moe-router-score-function moe-router-enable-expert-bias",
         "nearest: deepseek_v3",
     ),
-    "sigmoid without latent attention": (
-        *(
-            MIXTRAL,
-            "--moe-router-topk 2",
-            "--moe-router-score-function sigmoid --moe-router-topk 2",
-        ),
-        *("moe-router-score-function", 'model.router_scores = "sigmoid"'),
-    ),
     "unweighed shares": (
         *(MIXTRAL, "--moe-router-topk 2", "--moe-router-topk 2 --moe-router-pre-softmax"),
         *("moe-router-pre-softmax", "nearest: mixtral"),
@@ -182,7 +174,7 @@ COMBINATIONS = {
     ),
     "experts with LayerNorm": (
         *(MIXTRAL, "--normalization RMSNorm", ""),
-        *("num-experts num-query-groups", "nearest: neox"),
+        *("num-experts", "nearest: starcoder2"),
     ),
     "dense layers late": (
         *(DEEPSEEK, "[0]*3+[1]*58", "[1]*58+[0]*3"),
@@ -250,6 +242,7 @@ def test_what_no_family_has_is_refused_by_its_key(tmp_path, name):
 
 # Arguments beside Mixtral's, and what they set.
 SETS = {
+    "--moe-router-score-function sigmoid": {"model.router_scores": "sigmoid"},
     "--moe-z-loss-coeff 1e-3": {"train.router_z_loss": 1e-3},
     "--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position": {
         "train.expert_capacity": 1.5

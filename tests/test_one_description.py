@@ -95,12 +95,12 @@ def test_a_sum_of_gradients_has_the_wait_and_the_count_of_targets_next_to_none(l
 )
 @pytest.mark.parametrize("model", [MODEL, TIED], ids=["untied", "tied"])
 def test_every_pipeline_rank_updates_the_elements_that_it_holds(label, model):
-    """The last one a copy of the embedding, where the head is tied to it."""
+    """The last stage has a copy of the embedding, where the head is tied to it."""
     layout, one = Layout.parse(label), setting(model=model)
     program = lower(model, one.train, one.optimizer, layout)
     for place, held in enumerate(layers_of_ranks(one, layout)):
         at = layout.mesh.coordinates(layout.mesh.rank({"pp": place}))
-        names = {n for stage in program.held(place) for n in program.parameters(stage)}
+        names = [n for stage in program.held(place) for n in program.parameters(stage)]
         real = 0
         for name in names:
             elements = 1
@@ -228,7 +228,10 @@ def test_the_ends_are_waited_for_where_they_are_held():
         for one in (setting(model=model) for model in (MODEL, wide))
     ]
     first, last = (
-        [one.passes(RankLayers((0,), at == "first", at == "last")) for one in gathers]
+        [
+            one.passes(RankLayers((0,), at == "first", at == "last", int(at == "first")))
+            for one in gathers
+        ]
         for at in ("first", "last")
     )
     assert first[1][0] > 10 * first[0][0]  # the embedding, in the forward

@@ -72,6 +72,23 @@ def test_the_closed_form_is_the_walk(case, spec):
         assert closed_form(case, pp_rank) == walked(program, rank)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("label", ["pp2 zbv v2 mb1", "pp2 1f1b mb1", "mb1"])
+def test_a_tied_head_on_the_rank_of_the_embedding_has_its_own_copy(label, tied):
+    """In a V, the first rank has both ends; their stages have a weight each."""
+    layout = Layout.parse(label)
+    model = model_spec(dim=24, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=50)
+    model = model.model_copy(update={"tie_embeddings": tied})
+    case = replace(CASES[0], model=model, optimizer=SPECS[0], layout=layout)
+    setting = cost_inputs_of(case)
+    program = lower(case.model, case.train, case.optimizer, layout)
+    for rank in range(layout.pp):
+        terms = model_states(setting, layout, layers_of_ranks(setting, layout)[rank])
+        after = dry_run(program, rank).phases[-1].end
+        assert closed_form(case, rank) == after["optimizer"]
+        assert sum(one.bytes for one in terms if one.category == "weights") == after["weights"]
+
+
 @pytest.mark.often(1)
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.label)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g}")

@@ -32,8 +32,8 @@ def from_name(name):
         raise importlib.metadata.PackageNotFoundError(name)
     return known(name)
 importlib.metadata.Distribution.from_name = from_name
-from meshwright.runtime.machines import accelerators
-accelerators.torch_build = lambda file=None: None
+from meshwright.runtime.machines import machine
+machine.torch_build = lambda file=None: None
 from meshwright.cli import main
 sys.exit(main(sys.argv[1:]))
 """

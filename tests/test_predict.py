@@ -62,7 +62,7 @@ def setting(model=SEVEN, device="h100-sxm", devices=8, system=OURS, **train):
 
 
 def states(layout, element=2, system=OURS, device="h100-sxm"):
-    held, sums = RankLayers((SEVEN.n_layers,), True, True), {}
+    held, sums = RankLayers((SEVEN.n_layers,), True, True, 1), {}
     one = setting(device=device, system=system, precision={2: "bf16", 4: "fp32"}[element])
     for term in model_states(one, layout, held):
         sums[term.category] = sums.get(term.category, 0) + term.bytes
@@ -71,7 +71,7 @@ def states(layout, element=2, system=OURS, device="h100-sxm"):
 
 @pytest.mark.parametrize("each", [[5.0], [5.0, 7.0, 11.0]])
 def test_a_sum_over_layers_needs_one_number_for_each_kind(each):
-    held = RankLayers((2, 3), True, True)
+    held = RankLayers((2, 3), True, True, 1)
     assert held.total([5.0, 7.0]) == 31.0
     with pytest.raises(ValueError, match="zip"):
         held.total(each)
@@ -169,7 +169,10 @@ def test_zero_on_cpus_keeps_weights_whole():
         found = states(layout, element, **where)
         assert (found["weights"], found["gathered"]) == (4 * count // 8, element * count)
     # What goes to the ranks that sum it, and a gather.
-    ours, held = setting(device="cpu", precision="fp32"), RankLayers((SEVEN.n_layers,), True, True)
+    ours, held = (
+        setting(device="cpu", precision="fp32"),
+        RankLayers((SEVEN.n_layers,), True, True, 1),
+    )
     kernels = ours.kernels()
     gather = kernels.network.seconds("rows", 4 * count, 8, 1)
     exchange = kernels.network.seconds("all_to_all", 4 * count, 8, 1)

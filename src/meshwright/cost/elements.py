@@ -148,8 +148,7 @@ def _elements(
     unit_weights = weights(model, tp, ranks, ep, etp, which=which, rounded=rounded)
     experts = int(held_layers.total(unit_weights.experts))
     plain = int(held_layers.total(unit_weights.layers)) - experts
-    if held_layers.has_embedding or (held_layers.has_head and model.tie_embeddings):
-        plain += unit_weights.embedding
+    plain += unit_weights.embedding * held_layers.embeddings
     return Elements(plain + (unit_weights.norm + unit_weights.head) * held_layers.has_head, experts)
 
 

@@ -47,11 +47,10 @@ def _parameters(model: ModelSpec, held_layers: RankLayers, which: Which) -> int:
         )
     ends = [part for part in parts(model) if not part.name.startswith("layers.")]
     of_embedding = sum(is_of(part, which) for part in ends if part.name.startswith("embed."))
-    has_embedding = held_layers.has_embedding or (held_layers.has_head and model.tie_embeddings)
     of_head = sum(is_of(part, which) for part in ends if not part.name.startswith("embed."))
     return (
         int(held_layers.total(per_layer))
-        + of_embedding * has_embedding
+        + of_embedding * held_layers.embeddings
         + of_head * held_layers.has_head
     )
 

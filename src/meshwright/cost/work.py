@@ -98,20 +98,26 @@ class Work(NamedTuple):
 class RankLayers(NamedTuple):
     """What a pipeline rank holds: layers of each kind, maybe the embedding or the head.
 
-    Kinds are in the order of `ModelSpec.layer_kinds`.
+    Kinds are in the order of `ModelSpec.layer_kinds`. `embeddings` counts the weights of the
+    embedding: a tied head on another stage has its own copy, also where both are on one rank.
     """
 
     kinds: tuple[int, ...]
     has_embedding: bool
     has_head: bool
+    embeddings: int
 
     @classmethod
     def of(cls, model: ModelSpec, stages: Sequence[Stage]) -> RankLayers:
         """Return what stages hold together."""
         counts = Counter(model.layer(layer) for stage in stages for layer in stage.layers)
         kinds = tuple(counts[kind] for kind in model.layer_kinds)
+        tied = model.tie_embeddings
         return cls(
-            kinds, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+            kinds,
+            any(stage.is_first for stage in stages),
+            any(stage.is_last for stage in stages),
+            sum(stage.is_first or (stage.is_last and tied) for stage in stages),
         )
 
     @property

@@ -26,6 +26,7 @@ _TARGETS = {
     "rope_theta": "rope_theta",
     "partial_rotary_factor": "rotary_pct",
     "rotary_pct": "rotary_pct",
+    "rotary_dim": "rotary_pct",
     "rotary_emb_base": "rope_theta",
     "hidden_activation": "activation",
     "sliding_window": "layer_pattern",
