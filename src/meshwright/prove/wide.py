@@ -116,10 +116,13 @@ def gathered_norm(
 
 
 def rounded_share(parallel: Parallel, case: Case, world: World) -> float:
-    """Return the largest share of a shard's weights that half precision can represent."""
+    """Return the largest share of a shard's weights that half precision can represent.
+
+    Zeros do not count: biases of an expert that got no token are as they began.
+    """
     half, shares = DTYPES[case.train.precision], [0.0]
     for param in parallel.trained:
-        shard = param.shard
+        shard = param.shard[param.shard != 0]
         if shard.numel() >= 16:  # fewer may be so by chance
             shares.append((shard == shard.to(half)).double().mean().item())
     return max(everyones(max(shares), world))
