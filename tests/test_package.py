@@ -1,5 +1,6 @@
 """The package: one version everywhere, planning without torch, a workflow that releases it."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ci.release import ROOT, expected, newest, problems, version
+from packaging.specifiers import SpecifierSet
 
 from meshwright.errors import EXIT_REFUSED
 from meshwright.runtime.pricing import measured
@@ -167,3 +169,17 @@ def test_an_issue_template_asks_for_something(path: Path):
         return
     assert {"name", "description", "body"} <= set(form)
     assert any(one.get("validations", {}).get("required") for one in form["body"])
+
+
+def test_pinned_packages_install_on_the_oldest_python():
+    """Debian 12 has Python 3.11.2, which a package that asks for 3.11.5 does not support."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = f"{project['requires-python'].removeprefix('>=')}.0"
+    pins = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    for name, pinned in (pin for pin in pins if len(pin) == 2):
+        try:
+            package = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of an extra that is not installed
+        if package["Version"] == pinned:
+            assert SpecifierSet(package["Requires-Python"] or "").contains(oldest), name

@@ -289,8 +289,10 @@ def test_a_prediction_says_how_many_sources_are_near():
     """Of a system and a device that nobody published a step of, none."""
     row = {**ROW, "framework": "Megatron-LM", "gpu": "A100-80GB"}
     said = predict_row(row, shipped_calibration())["evidence"]
-    assert re.search(r"near this: [1-9]\d* sources? of megatron, [1-9]\d* of a100, ", said)
+    assert re.search(
+        r"near this: [1-9]\d* sources? of megatron, [1-9]\d* of devices priced like a100, ", said
+    )
     said = predict_row({**row, "gpu": "RTX 4090"}, shipped_calibration())["evidence"]
-    assert ", 0 of l40s, " in said
+    assert ", 0 of devices priced like l40s, " in said
     alone = predict_row({**row, "tp": 1, "pp": 1}, shipped_calibration())["evidence"]
     assert alone.endswith("of data parallelism alone")

@@ -33,7 +33,7 @@ def evidence(setting: CostInputs, layout: Layout) -> str:
     shape = "data parallelism alone" if layouts == "data" else f"{layouts} layouts"
     return (
         f"published step times near this: {counted(of_system, 'source')} of {system}, "
-        f"{of_device} of {device}, {of_layout} of {shape}"
+        f"{of_device} of devices priced like {device}, {of_layout} of {shape}"
     )
 
 

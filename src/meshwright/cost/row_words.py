@@ -126,8 +126,8 @@ def system_of(row: Mapping[str, Any], assumed: list[str]) -> System:
         system = replace(system, keeps_quantised=True)
     if kernel:
         system = replace(system, attention=_attention(str(kernel), assumed))
-    # Its NVFP4 linear keeps what its product took (components/quantization/nvfp4.md: 103 GiB where
-    # bf16 needs 174); torchao's float8 and MXFP8 linears keep 16 bits.
+    # Inferred from published peaks, 103 GiB where bf16 needs 174, and not read from its code: its
+    # NVFP4 linear keeps what its product took. torchao's float8 and MXFP8 linears keep 16 bits.
     if "titan" in name and "nvfp4" in str(row.get("precision")).lower():
         system = replace(system, keeps_quantised=True)
     system = _with_dispatcher(system, row, assumed)

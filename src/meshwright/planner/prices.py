@@ -142,16 +142,7 @@ class Shardings:
     def of(self, division: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
         """Return the ZeRO stages of a division of the devices, each with its costs."""
         often = self._often(division) if "params" in offloaded else ()
-        key = (
-            division.pp,
-            division.dp_replicate,
-            division.cp,
-            division.tp,
-            division.ep,
-            division.etp,
-            offloaded,
-            often,
-        )
+        key = (*_degrees(division), offloaded, often)
         if key not in self._known:
             self._known[key] = _best_somewhere(
                 [
@@ -172,16 +163,7 @@ class Shardings:
         Infinite where it has no choice.
         """
         is_summed = division.microbatches(self.setting.train.batch) > 1
-        key = (
-            division.pp,
-            division.dp_replicate,
-            division.cp,
-            division.tp,
-            division.ep,
-            division.etp,
-            offloaded,
-            is_summed,
-        )
+        key = (*_degrees(division), offloaded, is_summed)
         if key not in self._least:
             self._least[key] = min(
                 (
@@ -259,6 +241,12 @@ class Shardings:
         return *zero, layout.tp, layout.ep, layout.etp, layout.offload, often
 
 
+def _degrees(division: Layout) -> tuple[object, ...]:
+    """Return what the choices of a division depend on beside offload and the batch."""
+    degrees = division.pp, division.dp_replicate, division.cp, division.tp
+    return (*degrees, division.ep, division.etp)
+
+
 def _best_somewhere(candidates: Sequence[tuple[tuple[float, ...], Choice]]) -> list[Choice]:
     """Return the choices that no other one beats or equals in every cost; of equal ones the first.
 
@@ -332,9 +320,8 @@ class KnownPrices:
             known_setting = known.setting
             train = known_setting.train.model_copy(update={"batch": batch})
             if known.pins == pins and replace(known_setting, train=train) == setting:
-                known.shardings.setting = (
-                    setting  # weights on the host are sent for each microbatch
-                )
+                # Weights on the host are sent for each microbatch.
+                known.shardings.setting = setting
                 return known
         self._last = [Prices(setting, pins), *self._last[: _MOST - 1]]
         return self._last[0]

@@ -24,7 +24,7 @@ from meshwright.spec.kinds import LARGEST
 from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 from meshwright.spec.rotary import RopeScaling
 
-_LARGEST: Final = 1e300
+_LARGEST_NUMBER: Final = 1e300
 # Rows and columns of a block of numbers in fp8 that have one scale.
 FP8_BLOCK: Final = 128
 # A key as messages name it, and its value; None: absent.
@@ -66,7 +66,7 @@ def as_number(name: str, value: object) -> float:
     """Return a value that must be a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} = {value!r} must be a number")
-    if not -_LARGEST < value < _LARGEST:  # nor one that is not a number
+    if not -_LARGEST_NUMBER < value < _LARGEST_NUMBER:  # nor one that is not a number
         raise ConfigError(f"{name} = {format(value, '.3g')} is beyond any that a config has")
     return float(value)
 

@@ -26,7 +26,7 @@ def attach(
     say: Callable[[str], None] = print,
     at_end: Callable[[TrainerWatch], None],
 ) -> Callable[[], None]:
-    """Watch the models that a program trains; return what ends it, as the program's end does.
+    """Watch the models that a program trains; return a function that ends the watch early.
 
     A model is compared after `steps` steps, or before the program trains another model, destroys
     its process group or exits. The next one is watched if it is right. Then, or if there is no
@@ -94,7 +94,7 @@ class _ModelFinder:
             self.finish()
 
     def _meet(self, module: nn.Module) -> None:
-        """Watch a model, if none is or the one before has nothing left to do."""
+        """Watch a model, unless the one before it is still being watched."""
         if self._watched is not None and not self._is_over(self._watched, module):
             return
         self._watched = TrainerWatch(
@@ -111,7 +111,7 @@ class _ModelFinder:
         self._watched.start()
 
     def _is_over(self, before: TrainerWatch, module: nn.Module) -> bool:
-        """Whether another model may be watched; compares one of which no step is pending."""
+        """Whether the watch of `before` is over; compares `before` unless a step is pending."""
         if before.root is module or not before.is_on:
             return False
         if before.drop():
