@@ -68,7 +68,7 @@ def test_a_run_with_a_pipeline_shows_every_part(config):
     assert "bubble" in text
     off = run.planned.step_time_s / run.measured.step_time_s - 1
     assert off < -0.1
-    assert f"The predicted step time is off by {off:+.0%}." in text
+    assert f"The predicted step time is {-off:.0%} too short." in text
 
 
 def test_memory_comes_worst_rank_first_with_prediction_and_limit(config):

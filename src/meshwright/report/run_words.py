@@ -285,7 +285,8 @@ def _off(planned: StepProfile, happened: StepProfile, slowed_by: str | None) -> 
         if off < 0 and slowed_by is not None:  # the constants may be right: it was slower
             advice = slowed_by
         if abs(off) > _OFF:
-            yield f"The predicted step time is off by {off:+.0%}.", advice
+            side = "short" if off < 0 else "long"
+            yield f"The predicted step time is {abs(off):.0%} too {side}.", advice
     predicted_peak, measured_peak = (
         profile.worst.peak if profile.worst else None for profile in (planned, happened)
     )
@@ -296,8 +297,9 @@ def _off(planned: StepProfile, happened: StepProfile, slowed_by: str | None) -> 
         and abs(predicted_peak.total / measured_peak.total - 1) > _OFF
     ):
         off = predicted_peak.total / measured_peak.total - 1
+        side = "low" if off < 0 else "high"
         yield (
-            f"The predicted {peak_name(measured_peak)} is off by {off:+.0%}.",
+            f"The predicted {peak_name(measured_peak)} is {abs(off):.0%} too {side}.",
             "Compare the areas and the line in the chart of memory: that tells which part it is.",
         )
 
