@@ -85,9 +85,7 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> tupl
     have two needs, the second under the name of the first product: while they compute the input
     gradient, and while it is sent and they compute weight gradients.
     """
-    target = program.target
-    has_kernels = target.packed or target.traits.has_masked_attention
-    blocks = 0 if has_kernels else _blocks(program, sizes, kind)
+    blocks = _blocks(program, sizes, kind)
     has_experts = program.model.has_experts(kind)
     feed_forward = expert_workspaces if has_experts else mlp.backward_workspaces
     return (
@@ -119,8 +117,8 @@ def _after(program: Program, sizes: Sizes, name: str) -> Iterator[Workspace]:
 
 def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     """Return what attention by blocks needs beside gradients."""
-    model, train = program.model, program.train
-    if is_ring(program):
+    model, train, target = program.model, program.train, program.target
+    if is_ring(program) or target.packed or target.traits.has_masked_attention:
         return 0
     # Ulysses attends over whole rows, with its share of the heads.
     cp = program.layout.cp
@@ -131,6 +129,12 @@ def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
         return 0
     cut = Cut.of(sizes.rows, heads, kv_heads, length, model.core_dim, sees)
     return cut.backward_bytes(sizes.element)
+
+
+def inside_kernels(program: Program) -> int:
+    """Return the most bytes that a kernel of attention allocates, and its caller does not see."""
+    sizes = Sizes.of(program)
+    return max(_blocks(program, sizes, kind) for kind in program.model.layer_kinds)
 
 
 def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> Iterator[Workspace]:
