@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loops import CHAT, DATA, OPTIMIZER, STEPS, plain_steps, sampled
 from loops import TRAIN as ROWS
@@ -45,6 +47,24 @@ def test_half_of_the_rows_have_nothing_that_is_trained():
         counts = (make_batch(case_of("dp2 mb1"), step).targets != IGNORE).sum(1)
         assert counts[:4].tolist() == [0] * 4
         assert len(set(counts[4:].tolist())) > 1
+
+
+@given(
+    rows=st.integers(1, 6),
+    seq=st.integers(2, 48),
+    seed=st.integers(0, 999),
+    packed=st.booleans(),
+    chat=st.booleans(),
+)
+def test_every_batch_has_a_target(rows, seq, seed, packed, chat):
+    """A document's border or a span could fall on the only one: all gradients were zero."""
+    train = TRAIN.model_copy(update={"batch": rows, "seq_len": seq, "seed": seed})
+    case = Case(MODEL, train, Layout.parse("dp1 mb1"), packed=packed, chat=chat)
+    batch = make_batch(case, 0)
+    assert (batch.targets != IGNORE).any()
+    if packed:  # what remains is predicted within its document
+        rows_of, places = (batch.targets[:, :-1] != IGNORE).nonzero(as_tuple=True)
+        assert (batch.segments[rows_of, places] == batch.segments[rows_of, places + 1]).all()
 
 
 @pytest.mark.often(2)

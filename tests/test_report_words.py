@@ -21,7 +21,7 @@ def test_a_slow_step_on_a_busy_machine_is_not_the_calibrations_fault(config, loa
     plan = json.loads((path / "plan.json").read_text())
     plan["machine"] |= {"load": load, "cores": 2}
     (path / "plan.json").write_text(json.dumps(plan))
-    ((_, todo),) = [one for one in run_warnings(read_run(path)) if "step time is off" in one[0]]
+    ((_, todo),) = [one for one in run_warnings(read_run(path)) if "predicted step time" in one[0]]
     if load > 1 and slower > 1:
         found = "9.0 on 2 cores; other processes take time from the ranks"
         assert todo == f"The load of the machine was {found}. Compare once it is idle."
@@ -36,7 +36,7 @@ def test_more_ranks_than_cores_are_why_a_step_is_slow(config):
     plan = json.loads((path / "plan.json").read_text())
     plan["machine"] |= {"load": 9.0, "cores": 1}
     (path / "plan.json").write_text(json.dumps(plan))
-    ((_, todo),) = [one for one in run_warnings(read_run(path)) if "step time is off" in one[0]]
+    ((_, todo),) = [one for one in run_warnings(read_run(path)) if "predicted step time" in one[0]]
     assert todo == "2 ranks share 1 core. Compare a layout with a core for each rank."
 
 

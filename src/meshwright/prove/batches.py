@@ -16,22 +16,24 @@ def make_batch(case: Case, step: int) -> Batch:
 
     For packed cases, rows hold several documents of random lengths; of three rows, one ends with
     padding in its last half, one in its last quarter. For chats, targets are in spans, and the
-    first half of the rows, including whole microbatches and ranks, has none.
+    first half of the rows, including whole microbatches and ranks, has none. The last row always
+    has a target.
     """
     generator = torch.Generator().manual_seed(1000 * case.train.seed + step)
     rows, seq, vocab = case.train.batch, case.train.seq_len, case.model.vocab_size
     tokens = torch.randint(0, vocab, (rows, seq + 1), generator=generator)
     targets = tokens[:, 1:].clone()
+    middle = (seq - 1) // 2
     for row in range(rows):  # a mean of means would be wrong
         targets[row, : row * seq // (2 * rows)] = IGNORE
     if case.chat:
         turns = (torch.rand(rows, seq, generator=generator) < 4 / seq).cumsum(1)
         targets[turns % 2 == 0] = IGNORE
         targets[: rows // 2] = IGNORE
-        targets[-1, seq // 2] = tokens[-1, seq // 2 + 1]  # one, however the spans fall
     segments = bounds = None
     if case.packed:
         starts = torch.rand(rows, seq, generator=generator) < 4 / seq
+        starts[-1, middle + 1 : middle + 2] = False  # a document's last token has no target
         segments = starts.cumsum(1).to(torch.int32)
         last = torch.ones(rows, 1, dtype=torch.bool)
         targets[torch.cat((starts[:, 1:], last), 1)] = IGNORE
@@ -40,6 +42,7 @@ def make_batch(case: Case, step: int) -> Batch:
             segments[row, data:], tokens[row, data:] = PADDING, 0
             targets[row, data - 1 :] = IGNORE
         bounds = bounds_of(segments)
+    targets[-1, middle] = tokens[-1, middle + 1]  # a batch without a target would prove nothing
     keys = None
     if case.model.drops:
         keys = row_keys(case.train.seed, step, range(rows))
