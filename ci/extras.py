@@ -91,6 +91,11 @@ EXTRAS: Final = {
         ("meshwright[ui]", "axe-playwright-python"),
         (Package("chromium", "chromium"),),
     ),
+    "trackers": Extra(
+        ("tests/test_trackers.py",),
+        2,
+        ("wandb", "trackio", "mlflow-skinny"),
+    ),
     # The build that the package index has, for CUDA: no GPU is needed.
     "oldest-torch": Extra(("tests/test_oldest_torch.py",), 10, ("torch==2.11.0",)),
     "slurm": Extra(

@@ -36,6 +36,7 @@ from meshwright.spec.loading import load_config
 from meshwright.training.events import JsonLines, _Scalars
 from meshwright.training.held_out import LOSSES
 from meshwright.training.run_folder import read_job, restore, resumed_folder
+from meshwright.training.sinks import Opened
 from run_folders import write_run
 from runs import TINY, clean_environ
 
@@ -126,7 +127,7 @@ def test_no_flipped_bit_of_a_note_is_in_the_way(config, name):
 
 
 def test_a_tracker_that_fails_ends_no_run(capsys):
-    lost = _Scalars("tensorboard", lambda numbers, step: 1 / 0, lambda: 1 / 0)
+    lost = _Scalars("tensorboard", Opened(lambda numbers, step: 1 / 0, lambda: 1 / 0))
     for step in (1, 2):
         lost.write({"event": "step", "step": step, "loss": 1.0})
     lost.close()

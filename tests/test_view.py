@@ -1,17 +1,11 @@
 """The terminal view: plain lines, the live block within 80 columns, trackers."""
 
 import io
-import json
-import sys
-import types
 
-import pytest
 from rich.console import Console
 
 from meshwright.layout import Layout
 from meshwright.runtime.supervise.view import EventTail, LiveView, QuietView, View
-from meshwright.spec.training import LogSpec
-from meshwright.training.events import open_sinks
 
 START = {
     "event": "start",
@@ -126,30 +120,6 @@ def test_a_quiet_view_says_what_goes_wrong_and_the_end():
         "step 3: skipped, the gradient of norm.weight is not finite",
         "done after 100 steps: loss 1.2500 nats, unigram entropy of the data 3.1447 nats",
     ]
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_get_the_config_and_the_numbers(name, monkeypatch, tmp_path):
-    """The two packages share an interface: init, log, finish; a stand-in records the calls."""
-    calls = []
-    stand_in = types.ModuleType(name)
-    stand_in.init = lambda **k: calls.append(("init", k))
-    stand_in.log = lambda numbers, step: calls.append(("log", numbers, step))
-    stand_in.finish = lambda: calls.append(("finish",))
-    monkeypatch.setitem(sys.modules, name, stand_in)
-    sinks = open_sinks(LogSpec(**{name: "project"}), tmp_path, {"train": {"steps": 3}})
-    for sink in sinks:
-        sink.write(START)
-        sink.write(STEP)
-        sink.close()
-    assert calls[0][1]["project"] == "project"
-    assert calls[0][1]["config"] == {"train": {"steps": 3}}
-    assert calls[1][0] == "log"
-    assert calls[1][1]["train/loss"] == 2.5
-    assert calls[1][2] == 40
-    assert calls[-1] == ("finish",)
-    lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines] == ["start", "step"]
 
 
 def test_what_happens_to_a_run_is_said():

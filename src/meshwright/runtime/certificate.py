@@ -29,6 +29,8 @@ from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.run import Run
 from meshwright.runtime.session import train
 from meshwright.spec.loading import Config
+from meshwright.spec.training import LogSpec
+from meshwright.training.sinks import trackers_of
 
 Arrays = Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]
 # A tensor has at most so many times the elements of its chunks: an offset may say anything.
@@ -237,7 +239,8 @@ def small_config(config: Config, case: Case, folder: Path) -> Config:
     }
     saving = {"every": 1, "keep": STEPS, "dir": None}
     world = {"device": "cpu", "devices_per_node": case.layout.world, "nodes": 1, "memory": None}
-    log = {"dir": str(folder), "name": None, "tensorboard": False, "wandb": None, "trackio": None}
+    untracked = {name: LogSpec.model_fields[name].default for name in trackers_of(config.log)}
+    log = {"dir": str(folder), "name": None, **untracked}
     return config.model_copy(
         update={
             "model": model,

@@ -46,6 +46,7 @@ from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.training import ClusterSpec
 from meshwright.spec.words import busy
+from meshwright.training.sinks import TRACKERS, trackers_of
 from meshwright.units import counted, format_bytes, format_count
 from meshwright.version import __version__
 
@@ -53,9 +54,7 @@ from meshwright.version import __version__
 _EXTRAS: Final[Mapping[str, str]] = {
     "tiktoken": "tiktoken",
     "datasets": "hf",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
+    **{name: name for name in TRACKERS},
 }
 
 
@@ -214,8 +213,7 @@ def data_identity(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
 
 def _trackers(config: Config) -> str:
     check_extras(config)
-    wanted = [name for name in ("tensorboard", "wandb", "trackio") if getattr(config.log, name)]
-    return ", ".join(wanted) or "none"
+    return ", ".join(trackers_of(config.log)) or "none"
 
 
 def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:

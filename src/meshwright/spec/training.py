@@ -403,6 +403,7 @@ class LogSpec(Spec):
     tensorboard: bool = False
     wandb: str | None = None
     trackio: str | None = None
+    mlflow: str | None = None
     trace: int = Field(default=100, ge=0)
     trace_memory: bool = True
     core_dumps: bool | Literal["auto"] = "auto"

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -17,6 +18,8 @@ from meshwright.errors import ConfigError
 from meshwright.files import FULL, open_own
 from meshwright.program.events import Event
 from meshwright.spec.training import LogSpec
+from meshwright.training.sinks import TRACKERS, Opened, trackers_of
+from meshwright.training.sinks.base import TrackedRun
 
 # Seconds for which another process may hold the lock of a file: it writes a line meanwhile.
 _LOCKED_S: Final = 5.0
@@ -142,15 +145,10 @@ def _finite(value: Any) -> Any:
 
 
 class _Scalars:
-    """The numbers of step and evaluation events, handed to a writer of scalars."""
+    """The numbers of step and evaluation events, handed to a tracker."""
 
-    def __init__(
-        self,
-        name: str,
-        write: Callable[[Mapping[str, float], int], None],
-        close: Callable[[], None],
-    ) -> None:
-        self._name, self._write, self._close = name, write, close
+    def __init__(self, name: str, tracker: Opened) -> None:
+        self._name, self._tracker = name, tracker
         self._is_lost = False
 
     def write(self, event: Event) -> None:
@@ -162,14 +160,14 @@ class _Scalars:
                 for key, value in event.items()
                 if isinstance(value, int | float) and key != "step"
             }
-            self._try(lambda: self._write(numbers, int(event["step"])))
+            self._try(lambda: self._tracker.write(numbers, int(event["step"])))
 
     def close(self) -> None:
-        """Let the writer end."""
-        self._try(self._close)
+        """Let the tracker end."""
+        self._try(self._tracker.close)
 
     def _try(self, do: Callable[[], None]) -> None:
-        """Do what the writer may fail at: a full disk or a server is no reason to end a run."""
+        """Do what the tracker may fail at: a full disk or a server is no reason to end a run."""
         if self._is_lost:
             return
         try:
@@ -179,47 +177,23 @@ class _Scalars:
             note(f"{self._name} gets no more numbers, which events.jsonl has: {error}")
 
 
-def open_sinks(log: LogSpec, folder: Path, config: Mapping[str, Any]) -> list[Sink]:
-    """Return a run's sinks; trackers record `config`.
+def open_sinks(log: LogSpec, run: TrackedRun) -> list[Sink]:
+    """Return a run's sinks: `events.jsonl`, and the trackers that `log` names.
 
     Raises `ConfigError` naming the extra to install if a tracker's package is missing.
     """
-    sinks: list[Sink] = [JsonLines(folder / "events.jsonl")]
-    if log.tensorboard:
-        sinks.append(_tensorboard(folder))
-    for name, project in (("wandb", log.wandb), ("trackio", log.trackio)):
-        if project is not None:
-            sinks.append(_tracker(name, project, folder, config))
+    sinks: list[Sink] = [JsonLines(run.folder / "events.jsonl")]
+    for name in trackers_of(log):
+        try:
+            tracker = TRACKERS[name](replace(run, setting=getattr(log, name)))
+        except ImportError:
+            raise ConfigError(without_package(name)) from None
+        sinks.append(_Scalars(name, tracker))
     return sinks
 
 
-def _tensorboard(folder: Path) -> Sink:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(_missing("tensorboard")) from None
-    writer = SummaryWriter(folder / "tensorboard")
-
-    def write(numbers: Mapping[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return _Scalars("tensorboard", write, writer.close)
-
-
-def _tracker(name: str, project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
-    """Return W&B or trackio, whose interfaces are the same."""
-    try:
-        tracker = __import__(name)
-    except ImportError:
-        raise ConfigError(_missing(name)) from None
-    options = {"dir": str(folder)} if name == "wandb" else {}
-    tracker.init(project=project, name=folder.name, config=dict(config), **options)
-    return _Scalars(
-        name, lambda numbers, step: tracker.log(dict(numbers), step=step), tracker.finish
+def without_package(tracker: str) -> str:
+    """Return the refusal of a tracker whose package is not installed."""
+    return (
+        f"log.{tracker} is set, but {tracker} is not installed: pip install 'meshwright[{tracker}]'"
     )
-
-
-def _missing(extra: str) -> str:
-    return f"log.{extra} is set, but {extra} is not installed: pip install 'meshwright[{extra}]'"

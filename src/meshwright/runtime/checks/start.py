@@ -30,7 +30,9 @@ from meshwright.runtime.pricing.planned import cost_inputs_on
 from meshwright.spec.loading import KEYS, Config, load_config
 from meshwright.spec.model import OF_PADDING
 from meshwright.spec.parts import parts
+from meshwright.training.events import without_package
 from meshwright.training.run_folder import Job, RunFolder, read_job, resumed_folder
+from meshwright.training.sinks import trackers_of
 from meshwright.units import MIB, format_bytes
 
 # What ranks hold between steps.
@@ -48,13 +50,9 @@ _USUAL_FILES: Final = 1024  # Linux's default
 
 def check_extras(config: Config) -> None:
     """Refuse an experiment tracker whose package is not installed."""
-    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb}
-    wanted["trackio"] = config.log.trackio
-    for name, value in wanted.items():
-        if value and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"log.{name} is set, but {name} is not installed: pip install 'meshwright[{name}]'"
-            )
+    for name in trackers_of(config.log):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(without_package(name))
 
 
 def check_device(config: Config, machine: Machine, environ: Mapping[str, str]) -> None:

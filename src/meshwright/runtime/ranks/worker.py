@@ -56,6 +56,7 @@ from meshwright.spec.stored import find_step
 from meshwright.training.events import Sink, open_sinks
 from meshwright.training.loop import train
 from meshwright.training.run_folder import Job, RunFolder, read_job
+from meshwright.training.sinks.base import TrackedRun
 from meshwright.units import format_bytes
 
 _SHOWN: Final = 3  # of the files that differ
@@ -352,7 +353,8 @@ def run_rank(
     refuse_unlike(digests_of(job, dataset, has_weights=not resume), world)
     sinks: list[Sink] = []
     if world.rank == 0:
-        sinks = open_sinks(config.log, job.folder.path, config.model_dump(mode="json"))
+        tracked = TrackedRun(job.folder.path, job.run, config.model_dump(mode="json"))
+        sinks = open_sinks(config.log, tracked)
         sinks += [*correcting(job, environ), *([] if view is None else [view])]
 
     def emit(event: Event) -> None:
