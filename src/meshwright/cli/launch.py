@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from meshwright.cli.common import add_config_arguments, read_words, say_line
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
@@ -13,7 +14,7 @@ from meshwright.files import read_text, write_atomic
 from meshwright.layout import Machine, left_over, resolve_layout
 from meshwright.planner.plan import cost_inputs_of
 from meshwright.planner.saved import load_planned
-from meshwright.runtime.jobs.job import JobSpec, Writer, local, parse_time, torchrun
+from meshwright.runtime.jobs.job import JobSpec, local, parse_time, torchrun
 from meshwright.runtime.jobs.manifests import jobset, pytorchjob, skypilot
 from meshwright.runtime.jobs.on_ray import ray_job
 from meshwright.runtime.jobs.on_ray import submit as submit_to_ray
@@ -22,13 +23,6 @@ from meshwright.spec.loading import Config, load_config
 from meshwright.spec.words import is_default_corpus, unnamed_inputs
 
 _KUBERNETES: Final = {"jobset": jobset, "pytorchjob": pytorchjob}
-_WRITERS: Final[dict[str, Writer]] = {
-    "local": local,
-    "torchrun": torchrun,
-    "slurm": slurm,
-    "ray": ray_job,
-    "skypilot": skypilot,
-}
 # SkyPilot's names of devices, by the catalogue's.
 _CLOUDS: Final = {
     "v100-16gb": "V100",
@@ -45,13 +39,80 @@ _CLOUDS: Final = {
     "rtx4090": "RTX4090",
     "mi300x": "MI300X",
 }
-_TARGETS: Final = {
-    "local": "the command for this machine",
-    "torchrun": "a command for each node",
-    "slurm": "an sbatch script, or its submission",
-    "ray": "a job of a Ray cluster, or its run there",
-    "skypilot": "a task for clouds",
-    "kubernetes": "a JobSet or a PyTorchJob",
+# The options of `launch`, each with what argparse takes; a target names those that it reads.
+_OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "--nodes": {"type": int, "metavar": "N", "help": "instead of cluster.nodes"},
+    "--restarts": {"type": int, "default": 3, "metavar": "N", "help": "after failures (3)"},
+    "--hosts": {"nargs": "+", "default": [], "metavar": "HOST", "help": "the nodes"},
+    "--time": {"default": "24h", "metavar": "T", "help": "limit: 90m, 24h, 2d"},
+    "--partition": {},
+    "--account": {},
+    "--submit": {"action": "store_true", "help": "hand it to the scheduler; Ray: to its end"},
+    "--address": {"default": "auto", "help": "of the cluster; local: a new one (auto)"},
+    "--wait": {"default": "10m", "metavar": "T", "help": "for room there (10m)"},
+    "--cpus": {"type": int, "metavar": "N", "help": "cores of each rank"},
+    "--grace": {"default": "3m", "metavar": "T", "help": "for ranks to save when stopped (3m)"},
+    "--accelerator": {"metavar": "NAME", "help": "the device, as H100"},
+    "--setup": {"metavar": "COMMAND", "help": "runs before"},
+    "--wheel": {"metavar": "FILE", "help": "Meshwright's wheel, to install"},
+    "--bucket": {"dest": "volume", "metavar": "URL", "help": "keeps log.dir, e.g. s3://name/path"},
+    "--volume": {"metavar": "CLAIM", "help": "a PersistentVolumeClaim with data and runs"},
+    "--kind": {"choices": tuple(_KUBERNETES), "default": "jobset"},
+    "--image": {"help": "a container image"},
+}
+
+
+class JobFormat(NamedTuple):
+    """A job format: its line of help, what writes it, its options, and what submits it.
+
+    `write` takes the job; `submit` the text, the job and the command line, and returns an exit
+    code.
+    """
+
+    help: str
+    write: Callable[[JobSpec, argparse.Namespace], str]
+    options: tuple[str, ...] = ()
+    submit: Callable[[str, JobSpec, argparse.Namespace], int] | None = None
+
+
+def _to_slurm(text: str, job: JobSpec, args: argparse.Namespace) -> int:
+    print(f"job {submit(text)}")
+    return EXIT_DONE
+
+
+def _to_ray(text: str, job: JobSpec, args: argparse.Namespace) -> int:
+    return submit_to_ray(job, args.address, parse_time(args.wait))
+
+
+_EVERYWHERE: Final = ("--nodes", "--restarts")
+_AT_ITS_END: Final = ("--cpus", "--grace")
+FORMATS: Final[dict[str, JobFormat]] = {
+    "local": JobFormat("the command for this machine", lambda job, _: local(job)),
+    "torchrun": JobFormat(
+        "a command for each node", lambda job, _: torchrun(job), (*_EVERYWHERE, "--hosts")
+    ),
+    "slurm": JobFormat(
+        "an sbatch script, or its submission",
+        lambda job, _: slurm(job),
+        (*_EVERYWHERE, "--time", "--partition", "--account", "--submit", *_AT_ITS_END, "--setup"),
+        _to_slurm,
+    ),
+    "ray": JobFormat(
+        "a job of a Ray cluster, or its run there",
+        lambda job, _: ray_job(job),
+        (*_EVERYWHERE, "--submit", "--address", "--wait", *_AT_ITS_END),
+        _to_ray,
+    ),
+    "skypilot": JobFormat(
+        "a task for clouds",
+        lambda job, _: skypilot(job),
+        (*_EVERYWHERE, "--accelerator", "--setup", "--wheel", "--bucket", "--image"),
+    ),
+    "kubernetes": JobFormat(
+        "a JobSet or a PyTorchJob",
+        lambda job, args: _KUBERNETES[args.kind](job),
+        (*_EVERYWHERE, *_AT_ITS_END, "--volume", "--kind", "--image"),
+    ),
 }
 
 EXAMPLE = """\
@@ -70,50 +131,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a job that trains a config, or hand it to the scheduler."
     parser.epilog = EXAMPLE
     targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
-    for name, text in _TARGETS.items():
-        target = targets.add_parser(name, help=text)
-        _add_common(target)
-        if name != "local":
-            target.add_argument("--nodes", type=int, metavar="N", help="instead of cluster.nodes")
-            target.add_argument(
-                "--restarts", type=int, default=3, metavar="N", help="after failures (3)"
-            )
-        if name == "torchrun":
-            target.add_argument("--hosts", nargs="+", default=[], metavar="HOST", help="the nodes")
-        if name == "slurm":
-            target.add_argument("--time", default="24h", metavar="T", help="limit: 90m, 24h, 2d")
-            target.add_argument("--partition")
-            target.add_argument("--account")
-            target.add_argument("--submit", action="store_true", help="hand it to sbatch")
-        if name == "ray":
-            target.add_argument(
-                "--submit", action="store_true", help="run it on the cluster, to its end"
-            )
-            target.add_argument(
-                "--address", default="auto", help="of the cluster; local: a new one (auto)"
-            )
-            target.add_argument("--wait", default="10m", metavar="T", help="for room there (10m)")
-        if name in ("slurm", "ray", "kubernetes"):
-            target.add_argument("--cpus", type=int, metavar="N", help="cores of each rank")
-            target.add_argument(
-                "--grace", default="3m", metavar="T", help="for ranks to save when stopped (3m)"
-            )
-        if name == "skypilot":
-            target.add_argument("--accelerator", metavar="NAME", help="the device, as H100")
-        if name in ("slurm", "skypilot"):
-            target.add_argument("--setup", metavar="COMMAND", help="runs before")
-        if name == "skypilot":
-            target.add_argument("--wheel", metavar="FILE", help="Meshwright's wheel, to install")
-            target.add_argument(
-                "--bucket", dest="volume", metavar="URL", help="keeps log.dir, e.g. s3://name/path"
-            )
-        if name == "kubernetes":
-            target.add_argument(
-                "--volume", metavar="CLAIM", help="a PersistentVolumeClaim with data and runs"
-            )
-            target.add_argument("--kind", choices=tuple(_KUBERNETES), default="jobset")
-        if name in ("skypilot", "kubernetes"):
-            target.add_argument("--image", help="a container image")
+    for name, target in FORMATS.items():
+        command = targets.add_parser(name, help=target.help)
+        _add_common(command)
+        for option in target.options:
+            command.add_argument(option, **_OPTIONS[option])
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -130,20 +152,18 @@ def run(args: argparse.Namespace) -> int:
         config = load_planned(args.plan, file, overrides)
     else:
         config = load_config(file, overrides)
-    writer = _KUBERNETES[args.kind] if args.target == "kubernetes" else _WRITERS[args.target]
+    target = FORMATS[args.target]
     job = job_of(config, args)
-    text = writer(job)
+    text = target.write(job, args)
     _check_data(config)
     for note in unnamed_inputs(config):
         say_line(f"note: {note}", sys.stderr)
     if args.out is not None:
         write_atomic(args.out, text.encode(), private=job.secret in text)
         print(f"wrote {args.out}")
-    if args.target == "ray" and args.submit:
-        return submit_to_ray(job, args.address, parse_time(args.wait))
-    if _option(args, "submit"):
-        print(f"job {submit(text)}")
-    elif args.out is None:
+    if target.submit is not None and args.submit:
+        return target.submit(text, job, args)
+    if args.out is None:
         print(text, end="")
     return EXIT_DONE
 

@@ -10,7 +10,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Final
@@ -149,9 +149,6 @@ class JobSpec:
             *("--max-restarts", str(self.restarts)),
             *("-m", "meshwright", "train", *self.arguments),
         ]
-
-
-Writer = Callable[[JobSpec], str]
 
 
 def local(job: JobSpec) -> str:
