@@ -136,3 +136,19 @@ def test_mlflow_itself_has_one_run(monkeypatch, tmp_path):
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+
+
+def test_callbacks_get_each_event_and_a_failing_one_ends_no_run(config, capsys):
+    seen = []
+
+    def fails(event):
+        raise ValueError("no more of these")
+
+    keys = ("train.steps=3", "train.log_every=1", "layout.dp_replicate=2")
+    run = train(config(*keys), clean_environ(), callbacks=[fails, seen.append])
+    assert run.exit_code == 0
+    recorded = [json.loads(line) for line in run.folder.joinpath("events.jsonl").open()]
+    assert [event for event in seen if event in recorded] == recorded
+    said = capsys.readouterr().err
+    assert said.count("no more of these") == 1
+    assert "fails is not called again, the run continues: ValueError" in said

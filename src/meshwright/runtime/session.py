@@ -8,7 +8,7 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -74,7 +74,7 @@ from meshwright.runtime.supervise.supervisor import (
 )
 from meshwright.runtime.supervise.view import Lasting, open_view
 from meshwright.spec.loading import Config
-from meshwright.training.events import append_event
+from meshwright.training.events import Callbacks, Emit, Sink, append_event
 from meshwright.training.run_folder import (
     Job,
     RunFolder,
@@ -105,21 +105,27 @@ def train(
     resume: Resume | None = None,
     *,
     quiet: bool = False,
+    callbacks: Sequence[Emit] = (),
 ) -> Run:
     """Train a config and return its run; with `resume`, continues an existing run.
 
     Starts the local ranks, and restarts them if they fail, or joins those that torchrun has
     started. `environ` is this process's own unless given; `out` receives the view, and a `quiet`
-    one shows little more than problems. Raises `ConfigError`, `DataError` or `CheckpointError`
-    before any process starts, `RankFailed` if a failed rank cannot be restarted, `NoProgress` if
-    ranks fail repeatedly.
+    one shows little more than problems. `callbacks` are called in this process (of torchrun's: in
+    that of rank 0) with each event of the run as it happens, a dict as in `events.jsonl`. Raises
+    `ConfigError`, `DataError` or `CheckpointError` before any process starts, `RankFailed` if a
+    failed rank cannot be restarted, `NoProgress` if ranks fail repeatedly.
     """
     environ = dict(os.environ) if environ is None else environ
     if "FAULT" in environ:
         Fault.parse(environ["FAULT"])
+
+    def show(out: Lasting) -> Sink:
+        return Callbacks(open_view(out, quiet=quiet), callbacks)
+
     rendezvous = Rendezvous.from_environment(environ)
     if rendezvous is not None:
-        return _train_joined(config, rendezvous, environ, resume, quiet=quiet)
+        return _train_joined(config, rendezvous, environ, resume, show)
     job = prepare_job(config, environ, resume=resume)
     listener, shown = listen_on_loopback(config.cluster.port), Lasting(out)
     with contextlib.ExitStack() as stack, StopSignals() as signals:
@@ -133,7 +139,7 @@ def train(
             _say(shown, f"note: {text}")
         local = LocalRun(job, environ, locks, timing or Timing(), command(job.folder))
         try:
-            code = local.train(listener, open_view(shown, quiet=quiet), signals)
+            code = local.train(listener, show(shown), signals)
         except StoppedOnRequest as stopped:
             code = stopped.exit_code
             append_event(job.folder.events, cut_short(job))
@@ -253,8 +259,7 @@ def _train_joined(
     rendezvous: Rendezvous,
     environ: Mapping[str, str],
     resume: Resume | None,
-    *,
-    quiet: bool,
+    show: Callable[[Lasting], Sink],
 ) -> Run:
     """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
     config = on_nodes(config, rendezvous)
@@ -290,7 +295,7 @@ def _train_joined(
         is_failure, out = True, Lasting(sys.stdout)
         try:
             with logged(job.folder.log(rendezvous.rank), stdout=rendezvous.rank != 0):
-                view = open_view(out, quiet=quiet) if rendezvous.rank == 0 else None
+                view = show(out) if rendezvous.rank == 0 else None
                 code = run_rank(job, world, rendezvous.attempt, stop, environ, view=view)
             is_failure = False
         except BaseException as error:

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -121,6 +121,34 @@ class JsonLines:
         self._file.close()
         if self._kept:
             self._say(f"{self._path} lacks the last {len(self._kept)} events: the disk is full")
+
+
+class Callbacks:
+    """A sink that passes each event on to functions of the user, after another sink has it.
+
+    A function that raises ends no run: a note names it, and it gets no more events.
+    """
+
+    def __init__(self, sink: Sink, callbacks: Iterable[Emit]) -> None:
+        self._sink, self._callbacks = sink, list(callbacks)
+
+    def write(self, event: Event) -> None:
+        """Write the event and call the functions in their order."""
+        self._sink.write(event)
+        for callback in tuple(self._callbacks):
+            try:
+                callback(dict(event))
+            except Exception as error:
+                self._callbacks.remove(callback)
+                name = getattr(callback, "__qualname__", type(callback).__name__)
+                note(
+                    f"the callback {name} is not called again, the run continues: "
+                    f"{type(error).__name__}: {error}"
+                )
+
+    def close(self) -> None:
+        """Close the other sink."""
+        self._sink.close()
 
 
 def append_event(path: Path, event: Event) -> None:

@@ -21,8 +21,8 @@ from meshwright.runtime.supervise.supervisor import (
     listen_on_loopback,
     supervise,
 )
-from meshwright.runtime.supervise.view import EventTail, Room, View
-from meshwright.training.events import JsonLines
+from meshwright.runtime.supervise.view import EventTail, Room
+from meshwright.training.events import JsonLines, Sink
 from meshwright.training.run_folder import Job, restore
 
 # glibc gives blocks from 128 KiB (later more, at most 32 MiB) back to the system as they are freed,
@@ -104,7 +104,7 @@ class LocalRun:
         self._readers: list[threading.Thread] = []
         self._environ = rank_environ(environ, threads, keeps_memory=keeps, on_gpus=on_gpus)
 
-    def train(self, listener: socket.socket, view: View, signals: StopSignals) -> int:
+    def train(self, listener: socket.socket, view: Sink, signals: StopSignals) -> int:
         """Train to the end and return the exit code; the first attempt meets at `listener`.
 
         Also raises what `Stopping.look` and `RunLock.check` raise.
