@@ -1,11 +1,17 @@
 """Pipelines of more stages than layers: the head, and the embedding, have a stage of their own."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.cli import main
+from meshwright.cost.price import price
+from meshwright.interop.trainers import trainer_named
 from meshwright.layout import Layout, broken
 from meshwright.layout.rules import most_stages
-from meshwright.planner.plan import plan
+from meshwright.planner.for_trainer import plan_for
+from meshwright.planner.plan import cost_inputs_of, plan
+from meshwright.planner.prices import worst_estimate
 from meshwright.program.stages import split_stages
 from meshwright.prove.case import Case
 from meshwright.prove.draw import draw
@@ -96,3 +102,25 @@ def test_the_published_layout_of_llama_3_405b_is_the_better_one():
         for schedule in (virtual, plain)
     ]
     assert seconds[0] < 0.9 * seconds[1]
+
+
+def test_another_trainer_gets_only_stages_that_it_can_make():
+    """Its best layout had 24 stages of 80 layers, which Megatron-LM refuses."""
+    words = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"]
+    config = load_config(None, [*words, "train.batch=512", "train.seq_len=8192"])
+    trainer = trainer_named("megatron")
+    ranked = plan_for(config, trainer, top=3).found.ranked
+    assert ranked
+    assert not [refusal for one in ranked if (refusal := trainer.refusal(one.layout, 80))]
+
+
+def test_every_drawn_layout_with_them_is_priced():
+    """Memory by the walk and in closed form, and time: also offloaded, recomputed, tied."""
+    base = cost_inputs_of(load_config(None, ["cluster.preset=h100-sxm"]))
+    cases = [case for case in draw(5, 300) if case.layout.stages > case.model.n_layers]
+    assert len(cases) > 20
+    for case in cases:
+        setting = replace(base, model=case.model, train=case.train, optimizer=case.optimizer)
+        exact, closed = price(setting, case.layout), worst_estimate(setting, case.layout)
+        assert exact.time.total > 0
+        assert exact.memory.allocated > 0 < closed.total, case.label

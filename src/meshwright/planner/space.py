@@ -151,10 +151,13 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
     )
 
 
-def dominated(schedule: Schedule, layers: int, pp: int) -> str | None:
-    """Return why a schedule need not be priced, if another one is never worse."""
+def dominated(schedule: Schedule, layers: int, pp: int, *, is_even: bool) -> str | None:
+    """Return why a schedule need not be priced, if another one is never worse.
+
+    In a system with `is_even`, all stages have the same number of layers.
+    """
     stages = pp * schedule.virtual
-    if schedule.virtual > 1 and layers % stages and stages <= layers:
+    if schedule.virtual > 1 and layers % stages and (is_even or stages <= layers):
         return "stages of unequal numbers of layers"
     return _DOMINATED.get(schedule.name)
 
