@@ -82,8 +82,8 @@ REFUSALS = {
     "layout.dp_replicate = 2",
     "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4 and model.n_kv_heads = 2; "
     "nearest legal: layout.tp = 2",
-    "layout.pp=8": "layout.pp = 8 x layout.virtual_stages = 1 gives 8 stages, but "
-    "model.n_layers = 6; nearest legal: layout.pp = 6",
+    "layout.pp=9": "layout.pp = 9 x layout.virtual_stages = 1 gives 9 stages, more than "
+    "model.n_layers = 6, the embedding and the head; nearest legal: layout.pp = 8",
     "layout.dp_shard=2": "layout.dp_shard = 2 requires layout.zero = 1, 2 or 3, but it is 0; "
     "nearest legal: layout.zero = 1, layout.zero = 2 or layout.zero = 3",
     "optimizer.betas=0.9": "optimizer.betas = 0.9 (override optimizer.betas=0.9) must be a list of "

@@ -113,13 +113,15 @@ BROKEN = [
     ),
     (
         {"layout.pp": 4, "layout.virtual_stages": 3, "layout.schedule": "looped_bfs"},
-        "layout.pp = 4 x layout.virtual_stages = 3 gives 12 stages, but model.n_layers = 8",
-        ["layout.virtual_stages = 2", "layout.pp = 2"],
+        "layout.pp = 4 x layout.virtual_stages = 3 gives 12 stages, more than model.n_layers = 8, "
+        "the embedding and the head",
+        ["layout.virtual_stages = 2", "layout.pp = 3"],
     ),
     (
-        {"layout.pp": 9},
-        "layout.pp = 9 x layout.virtual_stages = 1 gives 9 stages, but model.n_layers = 8",
-        ["layout.pp = 8"],
+        {"layout.pp": 11},
+        "layout.pp = 11 x layout.virtual_stages = 1 gives 11 stages, more than model.n_layers = 8, "
+        "the embedding and the head",
+        ["layout.pp = 10"],
     ),
     (
         {"layout.virtual_stages": 2},
@@ -192,7 +194,7 @@ BROKEN = [
     (
         {"layout.tp": 3, "layout.pp": 100},
         "layout.tp = 3 must divide model.n_heads = 8",
-        ["layout.tp = 2 with layout.pp = 8", "layout.tp = 4 with layout.pp = 8"],
+        ["layout.tp = 2 with layout.pp = 10", "layout.tp = 4 with layout.pp = 10"],
     ),
 ]
 

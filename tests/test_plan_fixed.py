@@ -64,7 +64,10 @@ def test_what_is_fixed_is_said(capsys):
         (["layout.dp_shard=16"], "16 ranks do not divide the cluster's 8 devices"),
         (["layout.zero=0", "layout.dp_shard=2"], "nearest legal: layout.zero = 1"),
         (["layout.microbatch=5"], "layout.microbatch = 5 must divide"),
-        (["layout.pp=8", "layout.virtual_stages=5"], "40 stages, but model.n_layers = 32"),
+        (
+            ["layout.pp=8", "layout.virtual_stages=5"],
+            "40 stages, more than model.n_layers = 32, the",
+        ),
         (["layout.tp=2", "--fewest"], "--fewest: its answer chooses the whole layout"),
         (["layout.zero=1", "--longest-context"], "the config fixes layout.zero = 1"),
         (["--explain", "tp3 mb1"], "layout.tp = 3 must divide model.n_heads = 32; nearest legal"),

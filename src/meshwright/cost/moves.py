@@ -91,8 +91,9 @@ class Moves:
 
     def skip(self, action: Action) -> None:
         """Be as after an action."""
-        if self._moves and action.kind != "W":
-            last = len(self._stages[action.stage].layers) - 1
+        layers = self._stages[action.stage].layers
+        if self._moves and action.kind != "W" and layers:
+            last = len(layers) - 1
             is_forward = action.kind == "F"
             leaving = _Leaving(action.stage, last, action.microbatch)
             self.leaving = leaving if is_forward else None

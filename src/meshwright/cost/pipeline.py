@@ -41,8 +41,9 @@ def closed_form(
     if schedule in ("1f1b", "gpipe"):
         return microbatches * slowest + (total - slowest) + 2 * (pp - 1) * transfer + sends
     if schedule in ("interleaved_1f1b", "looped_bfs"):
-        way = (total - slowest) / virtual + 2 * (pp - 1) * transfer
-        return microbatches * slowest + way + sends
+        way = (total - slowest) / virtual
+        # Few microbatches leave ranks idle while the first one goes through all stages and back.
+        return max(microbatches * slowest + way, total) + 2 * (pp - 1) * transfer + sends
     # Zero bubble: only the first forwards wait, a third of a stage's time, arXiv:2401.10241,
     # section 2.3; in a V they do so too where forward and both backwards take equal time.
     # With few microbatches the first one's way through all stages and back is longer still.

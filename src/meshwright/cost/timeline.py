@@ -295,8 +295,8 @@ class Walk:
         units = self.units[action.stage]
         units.grow_deferred(
             is_last=action == self.ends[action.stage],
-            room=max(need.room for need in needs),
-            added=max(need.added for need in needs),
+            room=max((need.room for need in needs), default=0),
+            added=max((need.added for need in needs), default=0),
         )
         self.bytes_held.drop(DEFERRED, self.deferred[action.stage])
         units.close_deferred()

@@ -60,6 +60,11 @@ def _seq_lens(model: ModelSpec, train: TrainSpec, layout: Layout) -> Iterable[in
     return _multiples(train.seq_len, cp, 2 * cp, cp * tp, cp * math.lcm(2, tp))
 
 
+def most_stages(layers: int) -> int:
+    """Return the most stages of so many layers: embedding and head can have one of their own."""
+    return layers + 2
+
+
 NUMBERS: Mapping[str, Callable[[ModelSpec, TrainSpec, Layout], Iterable[int]]] = {
     "layout.tp": lambda model, train, layout: divisors(_tensor_sizes(model)),
     "layout.cp": lambda model, train, layout: divisors(train.seq_len),
@@ -68,10 +73,10 @@ NUMBERS: Mapping[str, Callable[[ModelSpec, TrainSpec, Layout], Iterable[int]]] =
     ),
     "layout.etp": lambda model, train, layout: (1, layout.tp),
     "layout.pp": lambda model, train, layout: _up_to(
-        model.n_layers // layout.virtual_stages, layout.pp
+        most_stages(model.n_layers) // layout.virtual_stages, layout.pp
     ),
     "layout.virtual_stages": lambda model, train, layout: _up_to(
-        model.n_layers // layout.pp, layout.virtual_stages
+        most_stages(model.n_layers) // layout.pp, layout.virtual_stages
     ),
     "layout.dp_replicate": lambda model, train, layout: divisors(train.batch),
     "layout.dp_shard": lambda model, train, layout: divisors(train.batch),
@@ -219,11 +224,11 @@ def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 def _stages(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     stages = layout.pp * layout.virtual_stages
-    if stages <= model.n_layers:
+    if stages <= most_stages(model.n_layers):
         return None
     return (
         f"layout.pp = {layout.pp} x layout.virtual_stages = {layout.virtual_stages} gives "
-        f"{stages} stages, but model.n_layers = {model.n_layers}"
+        f"{stages} stages, more than model.n_layers = {model.n_layers}, the embedding and the head"
     )
 
 

@@ -6,6 +6,7 @@ from meshwright.cost.host import host_bytes
 from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction
 from meshwright.errors import either
+from meshwright.layout.rules import most_stages
 from meshwright.planner.rank import MARGIN
 from meshwright.program.optimizer import rule_of
 from meshwright.spec.optimizers import OPTIMIZERS
@@ -93,7 +94,7 @@ def _bubble(prediction: Prediction, setting: CostInputs) -> str | None:
     helps = ["a larger train.batch"]
     if layout.microbatch > 1:
         helps.append("a smaller layout.microbatch")
-    if layout.virtual_stages == 1 and 2 * layout.pp <= setting.model.n_layers:
+    if layout.virtual_stages == 1 and 2 * layout.pp <= most_stages(setting.model.n_layers):
         helps.append("virtual stages")
     return (
         f"the pipeline is idle for {share:.0%} of the step, with {few} for {layout.pp} ranks: "

@@ -42,7 +42,7 @@ def lightest_of(
     legal = [
         s
         for s in schedules(division.pp, layers, microbatches)
-        if not dominated(s, layers, division.pp)
+        if not dominated(s, layers, division.pp, is_even=setting.system.even_stages)
     ]
     if not legal:
         return None

@@ -413,9 +413,14 @@ class Paces:
             return known[1:]
         transfer = transfer_seconds(self._prices.kernels, layout, work_of(self._setting, layout))
         paces, slow = list[Pace](), Counter[str]()
-        is_fixed = not self._prices.pins.keys().isdisjoint(OF_SCHEDULE)
+        # A value that the user gave; a set is what another trainer has.
+        pinned = (self._prices.pins.get(key) for key in OF_SCHEDULE)
+        is_fixed = any(not isinstance(value, frozenset | None) for value in pinned)
+        is_even = self._setting.system.even_stages
         for order in orders:
-            reason = None if is_fixed else dominated(order, layers, layout.pp)
+            reason = None
+            if not is_fixed:
+                reason = dominated(order, layers, layout.pp, is_even=is_even)
             if reason is None:
                 pace = self.pace(layout, order, count, transfer)
                 if pace.plain[1] < limit:

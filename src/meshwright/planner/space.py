@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from meshwright.cost.inputs import CostInputs
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken, unsharded
-from meshwright.layout.rules import divisors, nearest_legal
+from meshwright.layout.rules import divisors, most_stages, nearest_legal
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec
@@ -89,7 +89,7 @@ def cores(model: ModelSpec, train: TrainSpec, devices: int) -> Iterator[Core]:
         for cp in divisors(devices // tp):
             for pp in divisors(devices // tp // cp):
                 dp = devices // tp // cp // pp
-                if pp > model.n_layers or train.batch % dp:
+                if pp > most_stages(model.n_layers) or train.batch % dp:
                     continue
                 yield from _of_degrees(model, train, pp, dp, cp, tp)
 
@@ -140,7 +140,7 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
     """Return the legal schedules of a pipeline; a single rank needs none."""
     if pp == 1:
         return (Schedule("1f1b", 1),)
-    max_stages = layers // pp
+    max_stages = most_stages(layers) // pp
     return tuple(
         Schedule(traits.name, virtual)
         for traits in SCHEDULES.values()
@@ -151,9 +151,13 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
     )
 
 
-def dominated(schedule: Schedule, layers: int, pp: int) -> str | None:
-    """Return why a schedule need not be priced, if another one is never worse."""
-    if schedule.virtual > 1 and layers % (pp * schedule.virtual):
+def dominated(schedule: Schedule, layers: int, pp: int, *, is_even: bool) -> str | None:
+    """Return why a schedule need not be priced, if another one is never worse.
+
+    In a system with `is_even`, all stages have the same number of layers.
+    """
+    stages = pp * schedule.virtual
+    if schedule.virtual > 1 and layers % stages and (is_even or stages <= layers):
         return "stages of unequal numbers of layers"
     return _DOMINATED.get(schedule.name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.layout.rules import most_stages
 from meshwright.program.model_flops import embedding_flops, head_flops, layer_flops
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import Part
@@ -38,13 +39,19 @@ class Stage:
 def split_stages(spec: ModelSpec, count: int, seq_len: int) -> tuple[Stage, ...]:
     """Return `count` contiguous stages that minimize the cost of the costliest one.
 
-    Every stage has at least one layer. Among equally good splits, the first stages are the fuller
-    ones, because the last also computes the loss. `count` must not exceed `n_layers`.
+    Every stage has at least one layer, unless there are more stages than layers: then the last one
+    has the head alone and, of two more, the first one the embedding alone, as in the training of
+    Llama 3 405B (arXiv:2407.21783, section 3.3.2). Among equally good splits, the first stages are
+    the fuller ones, because the last also computes the loss. Raises `ValueError` for more stages
+    than `most_stages`.
     """
-    if not 1 <= count <= spec.n_layers:
+    if not 1 <= count <= most_stages(spec.n_layers):
         raise ValueError(f"{count} stages of {spec.n_layers} layers")
     layers, first, last = layer_flops(spec, seq_len), embedding_flops(spec), head_flops(spec)
-    if len(set(layers)) == 1:
+    if count > spec.n_layers:
+        ahead = count - spec.n_layers - 1
+        bounds = [min(max(index - ahead, 0), spec.n_layers) for index in range(count + 1)]
+    elif len(set(layers)) == 1:
         bounds = _balanced(spec.n_layers, count, layers[0], first, last)
     else:
         bounds = _balanced_unlike(layers, count, first, last)

@@ -297,7 +297,9 @@ def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelS
     family, tp = FAMILIES[dealer.deal("family", families)], layout.tp
     # Of activations, those of two layers stay on the device.
     minimum = 3 if layout.offload == "activations" and not layout.is_pipelined else layout.stages
-    layers = minimum + dealer.deal("more layers", (0, 1, 2))
+    # A pipeline has up to two stages without layers: the embedding's and the head's.
+    added = dealer.deal("more layers", (-2, -1, 0, 1, 1, 2) if layout.is_pipelined else (0, 1, 2))
+    layers = max(minimum + added, 1)
     rotary_pct = dealer.deal("rotary_pct", _ROTARY_PCTS) if "rotary_pct" in family.free else 1.0
     rotates_even = tuple(size for size in range(4, 14) if int(size * rotary_pct) % 2 == 0)
     kv_heads = dealer.multiple(tp * (layout.cp if layout.cp_kind == "ulysses" else 1), 1, 6)

@@ -129,6 +129,9 @@ PROPERTIES: Final[Mapping[str, Property]] = {
     "stages of different sizes": (
         lambda c: c.layout.is_pipelined and c.model.n_layers % c.layout.stages > 0
     ),
+    "stages without layers": (
+        lambda c: c.layout.is_pipelined and c.model.n_layers < c.layout.stages
+    ),
     "several blocks of attention in a row": lambda c: c.train.seq_len > 2 * BLOCK,
     "a CPU's own attention": lambda c: True in _kernels(c),
     "PyTorch's attention": lambda c: False in _kernels(c),

@@ -288,6 +288,8 @@ def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[Kind]) ->
     layers = max(4, layout.stages)
     if layout.is_pipelined and layers < MOST_LAYERS:
         layers += turn % 2  # stages of different sizes
+    if layout.stages >= MOST_LAYERS and turn % 3 == 0:
+        layers = layout.stages - 1 - turn % 2  # the head has its own stage, and the embedding
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
     kv_heads = 4 if ranks_of_heads <= 4 else 8
     model = model_spec(

@@ -92,9 +92,9 @@ def _tensor(world: int) -> Iterator[Case]:
 def _pipeline(world: int) -> Iterator[Case]:
     """Yield what breaks the rules of pipelines and their schedules."""
     yield _case(
-        f"layout.pp = {world} x layout.virtual_stages = 3 gives {3 * world} stages, but "
-        f"model.n_layers = 4",
-        f"pp{world} interleaved_1f1b v3 mb1",
+        f"layout.pp = {world} x layout.virtual_stages = 4 gives {4 * world} stages, more than "
+        f"model.n_layers = 4, the embedding and the head",
+        f"pp{world} interleaved_1f1b v4 mb1",
     )
     yield _case(
         "layout.virtual_stages = 2 needs a pipeline, but layout.pp = 1",

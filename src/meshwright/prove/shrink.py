@@ -75,6 +75,7 @@ def shrink(
     """
     microbatches = layout.microbatches(train.batch)
     is_uneven = model.n_layers % layout.stages > 0
+    without = max(layout.stages - model.n_layers, 0)
     pads = padded(model, layout.tp).vocab_rows > model.vocab_size
     cases = []
     for degrees in _degrees(layout):
@@ -82,7 +83,7 @@ def shrink(
         small_train = _small_train(model, train, small, microbatches)
         scaling = partial(_small_scaling, model, train, small_train)
         kinds = _small_kinds(model, train, small_train)
-        flags = {"is_uneven": is_uneven, "pads": pads}
+        flags: dict[str, Any] = {"is_uneven": is_uneven, "without": without, "pads": pads}
         small_model = _small_model(model, small, scaling, kinds, **flags)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
@@ -196,9 +197,13 @@ def _small_model(
     kinds: tuple[LayerSpec, ...],
     *,
     is_uneven: bool,
+    without: int,
     pads: bool,
 ) -> ModelSpec:
-    """Return a small model with the family and flags of a given one, which the layout divides."""
+    """Return a small model with the family and flags of a given one, which the layout divides.
+
+    So many stages are `without` layers.
+    """
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
     kv_heads = round_up(min(model.n_kv_heads, 2), ranks_of_heads)
     if model.n_kv_heads >= 2 * kv_heads:
@@ -206,9 +211,11 @@ def _small_model(
     group = min(model.n_heads // model.n_kv_heads, 4)
     # Of three layers of a stage, one has left and comes back while another goes back.
     per_stage = 3 if layout.offload == "activations" else 1
-    minimum = per_stage * layout.stages + (is_uneven and layout.is_pipelined)
+    minimum = max(2, per_stage * layout.stages + (is_uneven and layout.is_pipelined))
+    if layout.is_pipelined and without:  # stages of the embedding or the head alone
+        minimum = max(layout.stages - without, 1)
     repeated = len(kinds) + 1 if model.n_layers > len(kinds) > 1 else len(kinds)
-    layers = max(2, repeated, minimum)
+    layers = max(repeated, minimum)
     # In four bits each rank of tp has whole blocks of a layer's inputs.
     block = NF4_BLOCK if model.lora is not None and model.lora.is_nf4 else 1
     dim = _small_dim(model, block)
