@@ -33,6 +33,7 @@ from ranks import on_ranks
 SPECS = [
     *(OptimizerSpec(name=name) for name in OPTIMIZERS),
     OptimizerSpec(name="sgd", momentum=0.9),
+    OptimizerSpec(state_dtype="bf16"),
 ]
 CASES = draw(48, 40, worlds=(2, 3, 4, 6))
 
@@ -61,7 +62,9 @@ def walked(program, rank: int) -> int:
 
 
 @pytest.mark.often(50)
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g}")
+@pytest.mark.parametrize(
+    "spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g} {spec.state_dtype}"
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_the_closed_form_is_the_walk(case, spec):
     case = replace(case, optimizer=spec)
@@ -91,7 +94,9 @@ def test_a_tied_head_on_the_rank_of_the_embedding_has_its_own_copy(label, tied):
 
 @pytest.mark.often(1)
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.label)
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g}")
+@pytest.mark.parametrize(
+    "spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g} {spec.state_dtype}"
+)
 def test_the_walk_is_the_dry_run(case, spec):
     program = lower(case.model, case.train, spec, case.layout)
     for rank in (0, case.layout.world - 1):
@@ -135,7 +140,9 @@ def held_after_a_step(world, case):
 
 
 @pytest.mark.often(12)
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g}")
+@pytest.mark.parametrize(
+    "spec", SPECS, ids=lambda spec: f"{spec.name} {spec.momentum:g} {spec.state_dtype}"
+)
 @pytest.mark.parametrize(("label", "model"), MEASURED, ids=str)
 def test_the_walk_is_what_torch_holds(label, model, spec):
     train = TrainSpec(batch=4, seq_len=16)

@@ -214,6 +214,7 @@ CHANGES = {
     "optimizer.lr": ((), ("optimizer.lr=1",)),
     "optimizer.betas": ((), ("optimizer.betas=[0.9,0.999]",)),
     "optimizer.weight_decay": ((), ("optimizer.weight_decay=0",)),
+    "optimizer.state_dtype": ((), ("optimizer.state_dtype=bf16",)),
     "optimizer.momentum": (SGD, (*SGD, "optimizer.momentum=0.9")),
     "optimizer.nesterov": (MUON, (*MUON, "optimizer.nesterov=false")),
     "optimizer.ns_steps": (MUON, (*MUON, "optimizer.ns_steps=6")),

@@ -16,9 +16,9 @@ Tensors = Mapping[str, Tensor]
 class Updates:
     """AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum, Muon or Lion; with AdamW's decay.
 
-    Norms, sinks and biases do not decay, also those of experts. Lion's signs jump at zero, where a
-    layout may be on either side: `tilt` is a share of a direction's root mean square, by which this
-    one is on one side of it.
+    Norms, sinks and biases do not decay, also those of experts. Lion's signs
+    jump at zero, and states in bf16 between two numbers. A layout may be on either side: `tilt` is
+    a share of a direction's root mean square, or of a state, by which this one is on one side.
     """
 
     def __init__(
@@ -83,7 +83,13 @@ class Updates:
         self._second[name] = beta2 * self._second[name] + (1 - beta2) * gradient**2
         mean = self._first[name] / (1 - beta1**number)
         size = (self._second[name] / (1 - beta2**number)).sqrt()
+        if self._spec.state_dtype == "bf16":
+            self._first[name] = self._in_bf16(self._first[name])
+            self._second[name] = self._in_bf16(self._second[name])
         return mean / (size + self._spec.eps)
+
+    def _in_bf16(self, state: Tensor) -> Tensor:
+        return (state * (1 + self._tilt)).bfloat16().to(state)
 
     def _orthogonal(self, name: str, gradient: Tensor) -> Tensor:
         """Return Muon's direction: Keller Jordan's, with the factors of arXiv:2502.16982."""
@@ -133,4 +139,5 @@ def comparable(key: str, state: Tensor) -> Tensor:
     Tolerances are factors of a gradient's noise. If a gradient is nothing but noise, the squares of
     two samples differ by the square of such a factor.
     """
+    state = state if state.dtype == torch.float64 else state.float()
     return state.sqrt() if key == "exp_avg_sq" else state
