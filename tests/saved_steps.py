@@ -30,7 +30,7 @@ def open_layout(world, layout, spec, source):
     program = lower(MODEL, TRAIN, spec, layout)
     parallel = build(program, open_groups(layout, world), world.device, source)
     shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
-    matrices = shards.matrices(parallel.groups, parallel.device)
+    matrices = shards.matrices(parallel.groups, parallel.device, layout)
     return Trained(parallel, shards, build_optimizer(shards.leaves, shards.parts, spec, matrices))
 
 

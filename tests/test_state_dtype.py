@@ -10,6 +10,7 @@ from torch import nn
 from conformance_cases import make
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
+from meshwright.parallel.data_parallel.matrices import ShardPlace
 from meshwright.prove.suite import Suite
 from meshwright.runtime.certificate import read_whole
 from meshwright.spec.loading import load_config
@@ -17,6 +18,7 @@ from meshwright.spec.optimizers import base
 from meshwright.spec.parts import Part
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizer import build_optimizer, step_scaled
+from meshwright.training.optimizers.rounding import round_by_place
 from ranks import on_ranks
 from saved_steps import go_on, merged, write
 
@@ -64,14 +66,77 @@ def test_a_step_that_is_not_finite_changes_nothing_even_the_first():
     assert optimizer.state[weight]["step"] == 0
 
 
+def test_a_number_between_two_is_rounded_to_each_in_proportion():
+    place = ShardPlace("m", (300, 400), (0, 0))
+    spread = {}
+    for step in (1, 2):
+        wide = torch.full(place.shape, 1 + 2**-7 / 4)
+        spread[step] = round_by_place(wide, place, "exp_avg", torch.tensor(float(step)))
+        assert set(wide.unique().tolist()) == {1.0, 1 + 2**-7}
+        ups = wide > 1
+        assert ups.double().mean().item() == pytest.approx(0.25, abs=0.005)
+        assert ups.double().mean(0).std().item() < 0.04  # no column, no row goes one way
+        assert ups.double().mean(1).std().item() < 0.04
+    both = ((spread[1] > 1) & (spread[2] > 1)).double().mean().item()
+    assert both == pytest.approx(0.25**2, abs=0.005)
+    negative = round_by_place(-torch.full((300, 400), 1 + 2**-9), place, "exp_avg", FINITE)
+    assert negative.mean().item() == pytest.approx(-1 - 2**-9, abs=1e-4)
+    exact = torch.randn(300, 400).bfloat16().float()
+    assert torch.equal(round_by_place(exact.clone(), place, "exp_avg", FINITE), exact)
+
+
+def test_a_shard_is_rounded_as_it_is_in_the_whole():
+    wide = torch.randn(6, 8, 10)
+    whole = round_by_place(wide.clone(), ShardPlace("m", (6, 8, 10), (0, 0, 0)), "exp_avg", FINITE)
+    shard = wide[2:5, 4:, 3:7].clone()
+    round_by_place(shard, ShardPlace("m", (6, 8, 10), (2, 4, 3)), "exp_avg", FINITE)
+    assert torch.equal(shard, whole[2:5, 4:, 3:7])
+
+
+def test_a_second_moment_falls_with_stochastic_rounding_alone():
+    """With `betas[1]` of 0.999, half a step of bf16 is more than what a step takes away."""
+    ends = {}
+    for rounding in ("nearest", "stochastic"):
+        spec = OptimizerSpec(state_dtype="bf16", rounding=rounding, betas=(0.9, 0.999))
+        weight = nn.Parameter(torch.zeros(64, 64))
+        optimizer = build_optimizer([weight], [PART], spec)
+        for step in range(500):
+            weight.grad = torch.full_like(weight, float(step == 0))
+            step_scaled(optimizer, FINITE, 1.0, 0.0)
+        ends[rounding] = optimizer.state[weight]["exp_avg_sq"].float().mean().item()
+    assert ends["nearest"] == torch.tensor(0.001).bfloat16().item()
+    assert ends["stochastic"] == pytest.approx(0.001 * 0.999**499, rel=0.01)
+
+
 def test_other_optimizers_refuse_it():
     with pytest.raises(ConfigError, match="the states of sgd are fp32"):
         load_config(None, ["optimizer.name=sgd", "optimizer.state_dtype=bf16"])
+    with pytest.raises(ConfigError, match="states in fp32 are not rounded"):
+        load_config(None, ["optimizer.rounding=stochastic"])
 
 
+STOCHASTIC = SPEC.model_copy(update={"rounding": "stochastic"})
 CASES = [
     ("shard2 zero3 mb2", "llama", {}),
     ("tp2 sp mb2", "biased", {}),
+    ("shard2 zero1 mb2", "llama", {"optimizer": STOCHASTIC}),
+    ("tp2 mb2", "qwen2_moe", {"optimizer": STOCHASTIC}),
+    pytest.param(
+        "shard2 zero2 ep2 mb2", "qwen2_moe", {"optimizer": STOCHASTIC}, marks=pytest.mark.slow
+    ),
+    pytest.param("pp2 1f1b mb1", "tied", {"optimizer": STOCHASTIC}, marks=pytest.mark.slow),
+    pytest.param(
+        "shard2 zero1 mb1 offload-optimizer",
+        "llama",
+        {"optimizer": STOCHASTIC},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "shard2 zero3 mb2",
+        "llama",
+        {"fsdp2": True, "optimizer": STOCHASTIC},
+        marks=pytest.mark.slow,
+    ),
     pytest.param("shard2 zero2 ep2 mb2", "qwen2_moe", {}, marks=pytest.mark.slow),
     pytest.param("pp2 1f1b mb1", "tied", {}, marks=pytest.mark.slow),
     pytest.param("shard2 zero1 mb1 offload-optimizer", "llama", {}, marks=pytest.mark.slow),
@@ -85,23 +150,24 @@ def proven(world, case):
 
 @pytest.mark.parametrize(("label", "model", "fields"), CASES, ids=str)
 def test_layouts_update_as_one_device_does(label, model, fields):
-    case = replace(make(label, model), optimizer=SPEC, **fields)
+    case = replace(make(label, model), **{"optimizer": SPEC, **fields})
     for verdicts in on_ranks(case.layout.world, proven, case=case):
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
 @pytest.mark.often(2)
+@pytest.mark.parametrize("spec", [SPEC, STOCHASTIC], ids=lambda spec: spec.rounding)
 @pytest.mark.parametrize(
     "label",
     ["shard2 zero3 mb1", "tp2 sp mb1", "pp2 1f1b mb1", "shard2 zero1 mb1 offload-optimizer"],
 )
-def test_a_step_is_read_bit_for_bit_by_any_layout(label, tmp_path):
+def test_a_step_is_read_bit_for_bit_by_any_layout(label, spec, tmp_path):
     layout = Layout.parse(label)
-    written = on_ranks(layout.world, write, label=label, spec=SPEC, root=str(tmp_path))
+    written = on_ranks(layout.world, write, label=label, spec=spec, root=str(tmp_path))
     saved, third = merged(written, 0), merged(written, 1)
     for other in (label, "mb1", "shard2 zero2 mb1"):
         ranks = Layout.parse(other).world
-        resumed = on_ranks(ranks, go_on, label=other, spec=SPEC, root=str(tmp_path))
+        resumed = on_ranks(ranks, go_on, label=other, spec=spec, root=str(tmp_path))
         loaded, after = merged(resumed, 0), merged(resumed, 1)
         assert loaded.keys() == saved.keys()
         assert all(np.array_equal(loaded[name], saved[name]) for name in saved)

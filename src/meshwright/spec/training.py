@@ -252,7 +252,8 @@ class OptimizerSpec(Spec):
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
     differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
     to matrices only: not to norms, biases (also those of experts) and sinks. AdamW keeps its
-    moments in `state_dtype`, and updates them in fp32.
+    moments in `state_dtype`, and updates them in fp32. With stochastic `rounding`, a moment between
+    two numbers of bf16 is rounded up as often as it is near the upper one.
 
     Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
     `ns_precision`. `scale` multiplies its rate: "original" by the root of rows over columns, if
@@ -266,6 +267,7 @@ class OptimizerSpec(Spec):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     state_dtype: StateDtype = "fp32"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     momentum: float = Field(default=0.0, ge=0, lt=1)
     nesterov: bool = True
     ns_steps: int = Field(default=5, ge=1, le=MOST_NS_STEPS)
@@ -294,6 +296,10 @@ class OptimizerSpec(Spec):
             able = [name for name, other in OPTIMIZERS.items() if "state_dtype" in other.keys]
             rule = f"optimizer.state_dtype = {self.state_dtype}: the states of {self.name} are fp32"
             legal = ["optimizer.state_dtype = fp32", *(f"optimizer.name = {name}" for name in able)]
+            raise ValueError(refusal(rule, legal=legal))
+        if self.rounding == "stochastic" and self.state_dtype == "fp32":
+            rule = "optimizer.rounding = stochastic: states in fp32 are not rounded"
+            legal = ["optimizer.state_dtype = bf16", "optimizer.rounding = nearest"]
             raise ValueError(refusal(rule, legal=legal))
         return self
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 _FUSED = 28
 # What widening both moments to fp32 and narrowing them again reads and writes beside it.
 _WIDENED = 24
+# Passes over int32 tensors of both moments that read or write one: for each, the hash takes 20, its
+# upper bits 4, adding them and clearing the lower ones 5.
+_HASHED = 4 * 2 * 29
 
 
 def _states(spec: OptimizerSpec) -> tuple[State, ...]:
@@ -29,14 +32,16 @@ ADAMW_RULE = UpdateRule(
     "adamw",
     "Adam's moments",
     states=_states,
-    moved=lambda spec: _FUSED + _WIDENED * _is_narrow(spec),
-    workspace=lambda spec: 8 * _is_narrow(spec),
+    moved=lambda spec: (
+        _FUSED + _WIDENED * _is_narrow(spec) + _HASHED * (spec.rounding == "stochastic")
+    ),
+    workspace=lambda spec: 8 * _is_narrow(spec) + 8 * (spec.rounding == "stochastic"),
 )
 ADAMW = Optimizer(
     "adamw",
     "AdamW",
     (ADAMW_RULE,),
-    keys=frozenset({"betas", "eps", "state_dtype"}),
+    keys=frozenset({"betas", "eps", "state_dtype", "rounding"}),
     names={
         "deepspeed": ("Adam", "AdamW"),
         "megatron": ("adam",),
