@@ -50,4 +50,5 @@ class Lion(torch.optim.Optimizer):
             for rows, change, average in in_pieces(weight, gradient, state["exp_avg"]):
                 direction = average.lerp(change, 1 - beta1).sign_()
                 rows.addcmul_(direction, moves.to(rows.dtype), value=-lr)
+                del direction  # the next piece's would lie beside it
                 average.lerp_(change, ((1 - beta2) * moves).to(average.dtype))
