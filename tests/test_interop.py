@@ -348,6 +348,23 @@ def test_lion_keeps_its_own_default_of_betas(tmp_path):
     assert config.optimizer.betas == (0.95, 0.98)
 
 
+def test_states_in_bf16_are_imported(tmp_path):
+    narrow = DS | {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
+    assert config_of(imported(tmp_path, narrow)).optimizer.state_dtype == "bf16"
+    assert config_of(imported(tmp_path, DS)).optimizer.state_dtype == "fp32"
+    # DeepSpeed has them only beside master weights in bf16, which Meshwright has not
+    masters = {"bf16_master_weights_and_grads": True} | narrow["bf16"]
+    found = imported(tmp_path, DS | {"bf16": masters})
+    assert entry(found, "bf16.bf16_master_weights_and_grads").verdict == "unsupported"
+    assert found.given["optimizer"]["state_dtype"].value == "bf16"
+    flags = " --use-precision-aware-optimizer --exp-avg-dtype bf16"
+    both = ARGS.rstrip() + flags + " --exp-avg-sq-dtype bf16\n"
+    given = imported(tmp_path, both, "run.sh").given
+    assert given["optimizer"]["state_dtype"].value == "bf16"
+    found = imported(tmp_path, ARGS.rstrip() + flags + "\n", "run.sh")
+    assert entry(found, "exp-avg-dtype").verdict == "unsupported"
+
+
 def test_command_lines():
     found, clashes = read_arguments(
         "A=${B:-7}\nC=$(($A*2))\npython train.py --x $A --y $C --z '1 2' --flag --l 1 2\n"

@@ -227,6 +227,36 @@ def test_contradictions_and_unknown_keys_are_refused(tmp_path, name, old, new, k
     assert key in [entry.key for entry in found.report.refused]
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("adamw_torch_fused", "fp32"),
+        ("paged_adamw_32bit", "fp32"),
+        ("adamw_8bit", None),
+        ("paged_adamw_8bit", None),
+        ("adamw_bnb_8bit", None),
+        ("adamw_torch_8bit", None),
+    ],
+)
+def test_names_of_transformers_say_the_bits_of_states(tmp_path, name, dtype):
+    text = AXOLOTL.replace("optimizer: adamw_torch", f"optimizer: {name}")
+    found = imported(tmp_path, "axolotl.yml", text)
+    reasons = {entry.key: entry.note for entry in found.report.refused}
+    if dtype is None:
+        assert "no states in 8 bits; nearest: adamw_torch, with" in reasons["optimizer"]
+    else:
+        assert "optimizer" not in reasons
+        assert found.given["optimizer"]["name"].value == "adamw"
+
+
+def test_torchtitan_s_implementation_says_the_dtype_of_states(tmp_path):
+    for implementation, dtype in (("fused", None), ("fused_opt_states_bf16", "bf16")):
+        line = f'name = "AdamW"\nimplementation = "{implementation}"'
+        found = imported(tmp_path, "run.toml", TITAN.replace('name = "AdamW"', line))
+        dtypes = found.given["optimizer"].get("state_dtype")
+        assert (dtypes.value if dtypes else None) == dtype
+
+
 def test_a_model_that_a_file_names_is_found_or_asked_for(tmp_path):
     text = AXOLOTL.replace("NousResearch/Meta-Llama-3-8B", str(tmp_path / "model"))
     refused = imported(tmp_path, "axolotl.yml", text).report.refused

@@ -1,7 +1,6 @@
 """Muon: torch's own on whole matrices, and the same on shards."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,35 +8,23 @@ import torch
 from torch import nn
 
 from conformance_cases import make
-from meshwright.checkpoint.restore import StoredSource, newest_good, restore
-from meshwright.checkpoint.saver import Saver
-from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
-from meshwright.comm.groups import open_groups
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.cost.catalogue import cluster_of, find_device
 from meshwright.cost.inputs import CostInputs, layers_of_ranks
 from meshwright.cost.optimizer import matrix_seconds
 from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout
-from meshwright.parallel.build import build, seeded
-from meshwright.parallel.data_parallel.optimize import Shards
-from meshwright.parallel.gather import whole_of
 from meshwright.program.lower import lower
 from meshwright.program.update import matrix_gathers, update_flops
-from meshwright.prove.batches import make_batch
-from meshwright.prove.case import Case
-from meshwright.prove.compare import mine
 from meshwright.prove.optimizer import is_hidden_matrix
 from meshwright.prove.suite import Suite
-from meshwright.prove.trial import _like
 from meshwright.simulate.dry_run import dry_run
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part, parts
-from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import OptimizerSpec, TrainSpec
+from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizer import build_optimizer, step_scaled
-from meshwright.training.update import LossScale, update
 from ranks import on_ranks
+from saved_steps import MODEL, go_on, merged, write
 
 SHAPES = [(24, 16), (16, 24), (16, 16), (3, 40)]
 
@@ -233,75 +220,17 @@ def test_the_price_is_of_the_programs_messages_and_products(label, model):
             assert priced == pytest.approx(expected)
 
 
-MODEL = model_spec(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=70, ffn_dim=44)
-TRAIN = TrainSpec(batch=12, seq_len=16, seed=3)
-
-
-def open_layout(world, layout, source):
-    program = lower(MODEL, TRAIN, SPEC, layout)
-    parallel = build(program, open_groups(layout, world), world.device, source)
-    shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
-    matrices = shards.matrices(parallel.groups, parallel.device)
-    return Trained(parallel, shards, build_optimizer(shards.leaves, shards.parts, SPEC, matrices))
-
-
-def take_step(world, trained, step):
-    parallel, shards, optimizer = trained
-    case = Case(MODEL, TRAIN, parallel.program.layout)
-    batch = mine(make_batch(case, step), parallel.program, world)
-    update(parallel, batch, world, shards, optimizer, LossScale(), 1.0)
-
-
-def whole_states(trained):
-    """The weights and states of this rank's stages, whole, as arrays of their own."""
-    found = {}
-    for held, leaf in zip(trained.shards.held, trained.shards.leaves, strict=True):
-        tensors = {"weight": held.shard, **trained.optimizer.state[leaf]}
-        for key, tensor in tensors.items():
-            if tensor.dim():
-                local = _like(held.parameter, tensor)
-                whole = whole_of(local, held.sharding, trained.parallel)
-                found[f"{key}.{held.name}"] = whole.detach().numpy().copy()
-    return found
-
-
-def write(world, label, root):
-    """Take two steps, save, take a third; return the third's weights and states."""
-    trained = open_layout(world, Layout.parse(label), seeded(MODEL, TRAIN.seed))
-    for step in (1, 2):
-        take_step(world, trained, step)
-    saver = Saver(Path(root), world, 1, lambda saved: None)
-    saver.save(2, chunks_of(trained), {"scalars": scalars_of(trained)}, {})
-    saved = whole_states(trained)
-    take_step(world, trained, 3)
-    return saved, whole_states(trained)
-
-
-def go_on(world, label, root):
-    """Resume from the saved step; return its weights and states, and those after the third."""
-    good = newest_good(Path(root), world, pytest.fail)
-    trained = open_layout(world, Layout.parse(label), StoredSource(good.folder))
-    restore(trained, good)
-    loaded = whole_states(trained)
-    take_step(world, trained, 3)
-    return loaded, whole_states(trained)
-
-
-def merged(results, at):
-    return {name: tensor for result in results for name, tensor in result[at].items()}
-
-
 @pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["shard2 zero1 mb1", "tp2 sp mb1", "pp2 1f1b mb1"])
 def test_a_step_is_read_bit_for_bit_by_any_layout(label, tmp_path):
     layout = Layout.parse(label)
-    written = on_ranks(layout.world, write, label=label, root=str(tmp_path))
+    written = on_ranks(layout.world, write, label=label, spec=SPEC, root=str(tmp_path))
     saved, third = merged(written, 0), merged(written, 1)
     momenta = {name for name in saved if name.startswith("momentum_buffer.")}
     assert len(momenta) == 7 * MODEL.n_layers
     for other in (label, "mb1", "shard2 zero3 mb1"):
         ranks = Layout.parse(other).world
-        resumed = on_ranks(ranks, go_on, label=other, root=str(tmp_path))
+        resumed = on_ranks(ranks, go_on, label=other, spec=SPEC, root=str(tmp_path))
         loaded, after = merged(resumed, 0), merged(resumed, 1)
         assert loaded.keys() == saved.keys()
         assert all(np.array_equal(loaded[name], saved[name]) for name in saved)

@@ -115,6 +115,7 @@ LATENT = ("model.preset=deepseek-v3",)
 GPT_OSS = ("model.preset=gpt-oss-20b",)
 LORA = ("lora.rank=4",)
 WSD = ("optimizer.schedule=wsd",)
+BF16 = ("optimizer.state_dtype=bf16",)
 SGD = ("optimizer.name=sgd",)
 MUON = ("optimizer.name=muon",)
 CHANGES = {
@@ -214,6 +215,8 @@ CHANGES = {
     "optimizer.lr": ((), ("optimizer.lr=1",)),
     "optimizer.betas": ((), ("optimizer.betas=[0.9,0.999]",)),
     "optimizer.weight_decay": ((), ("optimizer.weight_decay=0",)),
+    "optimizer.state_dtype": ((), ("optimizer.state_dtype=bf16",)),
+    "optimizer.rounding": (BF16, (*BF16, "optimizer.rounding=stochastic")),
     "optimizer.momentum": (SGD, (*SGD, "optimizer.momentum=0.9")),
     "optimizer.nesterov": (MUON, (*MUON, "optimizer.nesterov=false")),
     "optimizer.ns_steps": (MUON, (*MUON, "optimizer.ns_steps=6")),

@@ -112,6 +112,10 @@ def cut_after(job, step, name):
             ["layout.tp=2", "layout.sp=true", "optimizer.name=sgd", "optimizer.momentum=0.9"],
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ["layout.dp_shard=2", "layout.zero=1", "optimizer.state_dtype=bf16"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda words: " ".join(words),
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright.cli import main
 from meshwright.cost.systems import SYSTEMS
 from meshwright.errors import ConfigError
-from meshwright.interop.export import differing, layout_of, nest, written
+from meshwright.interop.export import differing, layout_of, nest, read_back, written
 from meshwright.interop.flat import flatten
 from meshwright.interop.importing import import_files
 from meshwright.interop.plan_source import PlanSource
@@ -151,6 +151,13 @@ def test_what_a_trainer_cannot_say_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"cannot say train\.router_z_loss = 0\.1; leave it out"):
         write("torchtitan", "shard8 zero3 mb1", stated)
+    narrow = load_config(None, ["model.preset=llama-3-8b", *TRAIN, "optimizer.state_dtype=bf16"])
+    with pytest.raises(ConfigError, match=r"cannot say optimizer\.state_dtype"):
+        write("deepspeed", "shard8 zero3 mb1", narrow)
+    for trainer, layout in (("torchtitan", "shard8 zero3 mb1"), ("megatron", "dp8 mb1")):
+        keys = write(trainer, layout, narrow).keys
+        read = read_back(trainer_named(trainer), keys, PlanSource(narrow, Layout(), 1, 8))
+        assert read.given["optimizer"]["state_dtype"].value == "bf16"
     half = load_config(None, ["model.preset=llama-3-8b", *TRAIN, "train.precision=fp16"])
     with pytest.raises(ConfigError, match="fp16"):
         write("torchtitan", "shard8 zero3 mb1", half)

@@ -115,11 +115,14 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
         return
     spec, parts = trained.parallel.program.optimizer, trained.shards.parts
     for leaf, part in zip(_leaves(trained), parts, strict=True):
-        states: Kept = {
-            state.key: scalars[state.key] if state.is_number else None
-            for state in rule_of(spec, part).states(spec)
+        states = rule_of(spec, part).states(spec)
+        values: Kept = {
+            state.key: scalars[state.key] if state.is_number else None for state in states
         }
-        fill_state(leaf, trained.optimizer, stored, states, leaf.tensor.device)
+        fill_state(leaf, trained.optimizer, stored, values, leaf.tensor.device)
+        for state in states:  # a run may have saved them in another dtype
+            restored = trained.optimizer.state[leaf.tensor]
+            restored[state.key] = restored[state.key].to(DTYPES[state.dtype])
 
 
 def fill_state(

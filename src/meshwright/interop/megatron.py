@@ -155,6 +155,7 @@ def read_megatron(source: ImportSource) -> None:
     _read_sharding(source)
     _read_batch_and_steps(source)
     read_experts(source)
+    _read_states(source)
     _read_schedule(source)
     _read_recompute(source)
     _read_data(source)
@@ -238,6 +239,14 @@ def _read_fp8(source: ImportSource) -> None:
         source.translate(key, {"train.fp8": True})
     for key in ("fp8-margin", "fp8-interval", "fp8-amax-history-len", "fp8-amax-compute-algo"):
         source.ignore(key, "of delayed scaling")
+
+
+def _read_states(source: ImportSource) -> None:
+    """Refuse moments of two dtypes; the table has those of one."""
+    keys = ("exp-avg-dtype", "exp-avg-sq-dtype")
+    if len({source.get(key, "fp32") for key in keys}) > 1:
+        for key in source.values.keys() & keys:
+            source.miss(key, "both moments have one dtype; nearest: optimizer.state_dtype")
 
 
 def _read_sharding(source: ImportSource) -> None:
@@ -501,6 +510,10 @@ def _optimizer(source: PlanSource) -> dict[str, Any]:
         keys["optimizer"] = source.optimizer_name("megatron")
     if source.is_stated("optimizer.betas"):
         keys["adam-beta1"], keys["adam-beta2"] = optimizer.betas
+    if optimizer.state_dtype != "fp32":
+        dtype = optimizer.state_dtype
+        keys |= {"use-precision-aware-optimizer": True, "exp-avg-dtype": dtype}
+        keys["exp-avg-sq-dtype"] = dtype
     if source.is_stated("optimizer.lr") and source.is_stated("optimizer.min_lr_ratio"):
         keys["min-lr"] = optimizer.lr * optimizer.min_lr_ratio
     if source.is_stated("optimizer.schedule"):

@@ -314,6 +314,8 @@ def _optimizer(source: PlanSource) -> dict[str, Any]:
         keys["optimizer.beta1"], keys["optimizer.beta2"] = optimizer.betas
     if optimizer.name != "adamw":
         raise ConfigError(f"torchtitan has no optimizer.name = {optimizer.name!r}; nearest: adamw")
+    if optimizer.state_dtype == "bf16":
+        keys["optimizer.implementation"] = "fused_opt_states_bf16"
     if train.reduce_dtype != "fp32":
         raise ConfigError("torchtitan sums gradients in fp32; nearest: train.reduce_dtype = fp32")
     if source.is_stated("optimizer.schedule"):

@@ -92,12 +92,15 @@ def _drop(
         positions = torch.arange(x.shape[1], device=x.device)
     # The hash is uniform over int32, and compared as an integer: no device rounds it.
     below = min(round(p * 2**32), 2**32 - 1) - 2**31
-    dropped = _hash(keys, positions, site, first, x.shape[2]) < below
+    dropped = hashes(keys, positions, site, first, x.shape[2]) < below
     return (x * (1 / (1 - p))).masked_fill_(dropped, 0)
 
 
-def _hash(keys: Tensor, positions: Tensor, site: int, first: int, dim: int) -> Tensor:
-    """Return the hashes of rows x positions x channels, int32 `[batch, seq, dim]`."""
+def hashes(keys: Tensor, positions: Tensor, site: int, first: int, dim: int) -> Tensor:
+    """Return the hashes of rows x positions x channels, int32 `[batch, seq, dim]`.
+
+    Their upper 16 bits depend on all of the arguments, which are those of `dropout`.
+    """
     # Nothing may multiply an `arange` here: the compiler would take the product for an index, and
     # miscompile it where it wraps around.
     rows = _mixed(keys ^ site)

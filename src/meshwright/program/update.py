@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective
 from meshwright.program.shards import Sharding, data_rank
-from meshwright.spec.optimizers import DTYPE_BYTES, UpdateRule
+from meshwright.spec.optimizers import DTYPE_BYTES, UpdateRule, rows_of_piece
 
 _ROWS: Final = "update: whole matrices of the rows that ZeRO gives each rank"
 _PARTS: Final = "update: whole matrices of the parts that tp gives each rank"
@@ -98,5 +98,7 @@ def _shard_workspaces(program: Program, coordinates: Mapping[str, int]) -> Itera
         for name in program.parameters(stage):
             sharding = program.shardings[name]
             if sharding.part.trained:
-                elements = math.prod(sharding.shape(coordinates["tp"], place))
+                rows, *row_shape = sharding.shape(coordinates["tp"], place)
+                row = math.prod(row_shape)
+                elements = min(rows, rows_of_piece(row)) * row
                 yield elements * program.update_rule(name).workspace(program.optimizer)

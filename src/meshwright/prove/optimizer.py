@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from meshwright.parallel.data_parallel.matrices import ShardPlace
 from meshwright.prove.rates import rate_of
 from meshwright.spec.training import OptimizerSpec
+from meshwright.training.optimizers.rounding import round_by_place
 
 Tensors = Mapping[str, Tensor]
 
@@ -16,9 +18,9 @@ Tensors = Mapping[str, Tensor]
 class Updates:
     """AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum, Muon or Lion; with AdamW's decay.
 
-    Norms, sinks and biases do not decay, also those of experts. Lion's signs jump at zero, where a
-    layout may be on either side: `tilt` is a share of a direction's root mean square, by which this
-    one is on one side of it.
+    Norms, sinks and biases do not decay, also those of experts. Lion's signs jump at zero, and
+    states in bf16 between two numbers. A layout may be on either side: `tilt` is a share of a
+    direction's root mean square, or of a state, by which this one is on one side.
     """
 
     def __init__(
@@ -83,7 +85,18 @@ class Updates:
         self._second[name] = beta2 * self._second[name] + (1 - beta2) * gradient**2
         mean = self._first[name] / (1 - beta1**number)
         size = (self._second[name] / (1 - beta2**number)).sqrt()
+        if self._spec.state_dtype == "bf16":
+            self._first[name] = self._in_bf16(self._first[name], name, "exp_avg", number)
+            self._second[name] = self._in_bf16(self._second[name], name, "exp_avg_sq", number)
         return mean / (size + self._spec.eps)
+
+    def _in_bf16(self, state: Tensor, name: str, key: str, number: int) -> Tensor:
+        tilted = state * (1 + self._tilt)
+        if self._spec.rounding == "nearest":
+            return tilted.bfloat16().to(state)
+        place = ShardPlace(name, tuple(state.shape), (0,) * state.dim())
+        step = torch.tensor(number, device=state.device)
+        return round_by_place(tilted.float(), place, key, step).to(state)
 
     def _orthogonal(self, name: str, gradient: Tensor) -> Tensor:
         """Return Muon's direction: Keller Jordan's, with the factors of arXiv:2502.16982."""
@@ -133,4 +146,5 @@ def comparable(key: str, state: Tensor) -> Tensor:
     Tolerances are factors of a gradient's noise. If a gradient is nothing but noise, the squares of
     two samples differ by the square of such a factor.
     """
+    state = state if state.dtype == torch.float64 else state.float()
     return state.sqrt() if key == "exp_avg_sq" else state

@@ -48,9 +48,9 @@ _MOVED: Final = 1 / 16
 # Where a clamp ends, a gradient jumps, and a value that close to it may be on either side in a
 # layout. Samples have limits that differ by this share, so that their noise includes such jumps.
 _MOVED_LIMIT: Final = 2e-6
-# Where a direction of Lion is zero, its sign jumps. Samples are on one side and on the other of
-# values that are as small as so many roundings of the direction's root mean square.
-_ROUNDINGS_OF_SIGN: Final = {"fp32": 128, "bf16": 4, "fp16": 4}
+# Where a direction of Lion is zero, its sign jumps, and so does a state where it rounds to bf16.
+# Samples are on one side and on the other of values that are so many roundings off.
+_ROUNDINGS_OF_JUMP: Final = {"fp32": 128, "bf16": 4, "fp16": 4}
 
 
 class _TooNear(Exception):
@@ -395,11 +395,11 @@ def _limited(model: ModelSpec, sample: int) -> ModelSpec:
 
 
 def _tilt(case: Case, sample: int) -> float:
-    """Return the share by which a sample moves what Lion takes the sign of, up or down."""
+    """Return the share by which a sample moves what jumps in the optimizer, up or down."""
     if not sample:
         return 0.0
     precision = case.train.precision
-    share = _ROUNDINGS_OF_SIGN[precision] * torch.finfo(DTYPES[precision]).eps
+    share = _ROUNDINGS_OF_JUMP[precision] * torch.finfo(DTYPES[precision]).eps
     return share if sample % 2 else -share
 
 

@@ -49,7 +49,7 @@ class Trial:
             self._shards.leaves,
             self._shards.parts,
             reference.optimizer,
-            self._shards.matrices(groups, world.device),
+            self._shards.matrices(groups, world.device, case.layout),
         )
         self._scale = LossScale(case.loss_scale)
         self._starts = [param.shard.clone() for param in self.parallel.trained]

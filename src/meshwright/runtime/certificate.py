@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 
 from meshwright.checkpoint.commit import digest_of, read_manifest, step_name, steps
 from meshwright.errors import EXIT_STOPPED, CheckpointError, StoppedOnRequest
@@ -48,11 +48,26 @@ def read_whole(folder: Path, kind: str) -> Arrays:
     for path in sorted(folder.glob(f"{kind}-*.safetensors")):
         with foreign(str(path), CheckpointError), _opened(path) as opened:
             positions = parse_json(opened.metadata()["DCP_SHARDING_INFO"])
+            wide = _in_bf16(path, opened)
             for name in opened.keys():  # noqa: SIM118 - not a dict
-                chunk = opened.get_tensor(name)
+                chunk = wide[name] if name in wide else opened.get_tensor(name)
                 chunks.setdefault(name, []).append((positions[name]["saved_offsets"], chunk))
     with foreign(f"{folder}/{kind}-*.safetensors", CheckpointError):
         return {name: _joined(tensor_chunks) for name, tensor_chunks in chunks.items()}
+
+
+def _in_bf16(path: Path, opened: Any) -> dict[str, Any]:
+    """Return the tensors of a file that are in bf16 as fp32, by name: numpy has no bf16."""
+    if all(opened.get_slice(name).get_dtype() != "BF16" for name in opened.keys()):  # noqa: SIM118
+        return {}
+    entries: Any = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+    return {
+        name: (np.frombuffer(entry["data"], "<u2").astype("<u4") << 16)
+        .view("<f4")
+        .reshape(entry["shape"])
+        for name, entry in entries
+        if entry["dtype"] == "BF16"
+    }
 
 
 @contextmanager

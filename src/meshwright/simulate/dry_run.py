@@ -343,7 +343,8 @@ def _batch(program: Program) -> Batch:
 
 def _with_states(shards: Shards, parallel: Parallel) -> torch.optim.Optimizer:
     """Return the optimizer as a step leaves it."""
-    matrices = shards.matrices(parallel.groups, parallel.device)
+    layout = parallel.program.layout
+    matrices = shards.matrices(parallel.groups, parallel.device, layout)
     spec = parallel.program.optimizer
     optimizer = build_optimizer(shards.leaves, shards.parts, spec, matrices)
     for leaf in shards.leaves:

@@ -17,7 +17,7 @@ from pydantic import (
 from meshwright.errors import nearest, refusal
 from meshwright.spec.kinds import LARGEST, Spec
 from meshwright.spec.model import MOST_LAYERS
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.optimizers import OPTIMIZERS, StateDtype
 from meshwright.units import parse_bytes
 
 
@@ -251,7 +251,9 @@ class OptimizerSpec(Spec):
     `lr * min_lr_ratio` at the last step; "wsd" (warmup, stable, decay) holds it until the last
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
     differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
-    to matrices only: not to norms, biases (also those of experts) and sinks.
+    to matrices only: not to norms, biases (also those of experts) and sinks. AdamW keeps its
+    moments in `state_dtype`, and updates them in fp32. With stochastic `rounding`, a moment between
+    two numbers of bf16 is rounded up as often as it is near the upper one.
 
     Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
     `ns_precision`. `scale` multiplies its rate: "original" by the root of rows over columns, if
@@ -264,6 +266,8 @@ class OptimizerSpec(Spec):
     betas: Annotated[tuple[float, float], BeforeValidator(_tuple)] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
+    state_dtype: StateDtype = "fp32"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     momentum: float = Field(default=0.0, ge=0, lt=1)
     nesterov: bool = True
     ns_steps: int = Field(default=5, ge=1, le=MOST_NS_STEPS)
@@ -288,6 +292,15 @@ class OptimizerSpec(Spec):
         for beta in self.betas:
             if not 0 <= beta < 1:
                 raise ValueError(f"optimizer.betas = {list(self.betas)}: each must be in [0, 1)")
+        if self.state_dtype != "fp32" and "state_dtype" not in OPTIMIZERS[self.name].keys:
+            able = [name for name, other in OPTIMIZERS.items() if "state_dtype" in other.keys]
+            rule = f"optimizer.state_dtype = {self.state_dtype}: the states of {self.name} are fp32"
+            legal = ["optimizer.state_dtype = fp32", *(f"optimizer.name = {name}" for name in able)]
+            raise ValueError(refusal(rule, legal=legal))
+        if self.rounding == "stochastic" and self.state_dtype == "fp32":
+            rule = "optimizer.rounding = stochastic: states in fp32 are not rounded"
+            legal = ["optimizer.state_dtype = bf16", "optimizer.rounding = nearest"]
+            raise ValueError(refusal(rule, legal=legal))
         return self
 
 

@@ -126,7 +126,7 @@ def open_run(
             shards.leaves,
             shards.parts,
             config.optimizer,
-            shards.matrices(parallel.groups, parallel.device),
+            shards.matrices(parallel.groups, parallel.device, job.layout),
         ),
     )
     progress = Progress(0, LossScale.of(config.train))

@@ -1,16 +1,30 @@
-"""Whole matrices from the shards of several ranks, for an update that shards alone cannot make."""
+"""What an update may ask beside its shards: whole matrices, and where in them a shard lies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.comm.groups import Groups, Link
+from meshwright.layout import Layout
 from meshwright.parallel.data_parallel.gradients import GatheredParameter
-from meshwright.program.shards import Sharding
+from meshwright.program.shards import Sharding, data_rank
+
+
+class ShardPlace(NamedTuple):
+    """Where a rank's shard begins, by dim, in a parameter of a name and a whole shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def after_rows(self, rows: int) -> ShardPlace:
+        """Return the place of what follows so many rows of the shard."""
+        return self._replace(starts=(self.starts[0] + rows, *self.starts[1:]))
 
 
 class WholeMatrices:
@@ -27,11 +41,13 @@ class WholeMatrices:
         parameters: Sequence[GatheredParameter] = (),
         groups: Groups | None = None,
         device: torch.device | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        """`leaves` are the optimizer's tensors of the `parameters`.
+        """`leaves` are the optimizer's tensors of the `parameters`, in a layout.
 
         Gathering is done on `device`, where groups communicate.
         """
+        self._layout = layout
         pairs = zip(leaves, parameters, strict=True)
         self._shardings: Mapping[int, Sharding] = {
             id(leaf): parameter.sharding for leaf, parameter in pairs
@@ -52,6 +68,15 @@ class WholeMatrices:
         if sharding.tp_dim is not None:
             matrix = _gathered(matrix, sharding.tp_dim, self._groups.tp)
         return matrix
+
+    def place(self, leaf: Tensor) -> ShardPlace:
+        """Return where this rank's shard lies in its parameter, the same for any layout."""
+        sharding = self._shardings.get(id(leaf))
+        if sharding is None or self._groups is None or self._layout is None:
+            return ShardPlace("", tuple(leaf.shape), (0,) * leaf.dim())
+        part, coordinates = sharding.part, self._groups.at
+        region = sharding.region(coordinates["tp"], data_rank(self._layout, coordinates))
+        return ShardPlace(part.name, part.shape, tuple(start for start, _ in region))
 
     def shard(self, leaf: Tensor, matrix: Tensor) -> Tensor:
         """Return this rank's shard of what `whole` has returned for a leaf."""

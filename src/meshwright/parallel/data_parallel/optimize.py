@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.groups import Groups
+from meshwright.layout import Layout
 from meshwright.parallel.data_parallel.gradients import GatheredParameter
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.parts import Part
@@ -29,9 +30,9 @@ class Shards:
         """The parameter of each leaf."""
         return [h.sharding.part for h in self.held]
 
-    def matrices(self, groups: Groups, device: torch.device) -> WholeMatrices:
-        """Return what makes whole matrices of these shards, for updates that need them."""
-        return WholeMatrices(self.leaves, self.held, groups, device)
+    def matrices(self, groups: Groups, device: torch.device, layout: Layout) -> WholeMatrices:
+        """Return what makes whole matrices of these shards, and knows where in them they lie."""
+        return WholeMatrices(self.leaves, self.held, groups, device, layout)
 
     def _copy(self, shard: Tensor) -> Tensor:
         if not self.on_host:

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from meshwright.spec.optimizers.adamw import ADAMW
-from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
+from meshwright.spec.optimizers.base import (
+    Optimizer,
+    State,
+    StateDtype,
+    UpdateRule,
+    rows_of_piece,
+)
 from meshwright.spec.optimizers.lion import LION
 from meshwright.spec.optimizers.muon import DTYPE_BYTES, MUON
 from meshwright.spec.optimizers.sgd import SGD
@@ -15,4 +21,12 @@ OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
     optimizer.name: optimizer for optimizer in (ADAMW, LION, MUON, SGD)
 }
 
-__all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Optimizer", "State", "UpdateRule"]
+__all__ = [
+    "DTYPE_BYTES",
+    "OPTIMIZERS",
+    "Optimizer",
+    "State",
+    "StateDtype",
+    "UpdateRule",
+    "rows_of_piece",
+]

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
 
-# Two averages of each element, and the number of updates.
-_STATES = (State("exp_avg"), State("exp_avg_sq"), State("step", is_number=True))
+if TYPE_CHECKING:
+    from meshwright.spec.training import OptimizerSpec
+
+# One fused pass reads gradient, moments and weight in fp32, and writes all but the gradient.
+_FUSED = 28
+# What widening both moments to fp32 and narrowing them again reads and writes beside it.
+_WIDENED = 24
+# Passes over int32 tensors of both moments that read or write one: for each, the hash takes 20, its
+# upper bits 4, adding them and clearing the lower ones 5.
+_HASHED = 4 * 2 * 29
+
+
+def _states(spec: OptimizerSpec) -> tuple[State, ...]:
+    """Return the two averages of each element, and the number of updates."""
+    moments = (State("exp_avg", spec.state_dtype), State("exp_avg_sq", spec.state_dtype))
+    return (*moments, State("step", is_number=True))
+
+
+def _is_narrow(spec: OptimizerSpec) -> bool:
+    return spec.state_dtype != "fp32"
+
 
 ADAMW_RULE = UpdateRule(
     "adamw",
     "Adam's moments",
-    states=lambda spec: _STATES,
-    # One fused pass reads gradient, moments and weight in fp32, and writes all but the gradient.
-    moved=lambda spec: 28,
+    states=_states,
+    moved=lambda spec: (
+        _FUSED + _WIDENED * _is_narrow(spec) + _HASHED * (spec.rounding == "stochastic")
+    ),
+    workspace=lambda spec: 8 * _is_narrow(spec) + 8 * (spec.rounding == "stochastic"),
 )
 ADAMW = Optimizer(
     "adamw",
     "AdamW",
     (ADAMW_RULE,),
-    keys=frozenset({"betas", "eps"}),
+    keys=frozenset({"betas", "eps", "state_dtype", "rounding"}),
     names={
         "deepspeed": ("Adam", "AdamW"),
         "megatron": ("adam",),
-        "hf": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+        "hf": (
+            *("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+            "paged_adamw_32bit",
+        ),
         "torchtitan": ("AdamW",),
         "prime_rl": ("adamw",),
     },

@@ -8,24 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:  # `spec.training` looks up names here
     from meshwright.spec.parts import Part
     from meshwright.spec.training import OptimizerSpec
+
+StateDtype = Literal["fp32", "bf16"]
+# Elements of a piece: an update that makes copies of what it updates does so for one at a time.
+_PIECE: Final = 2**22
 
 
 @dataclass(frozen=True)
 class State:
     """A tensor that an optimizer keeps of each parameter, by its key in `Optimizer.state`.
 
-    It has `element_bytes` for each element of a rank's shard. With `is_number`, it is one number
+    It has an element of `dtype` for each one of a rank's shard. With `is_number`, it is one number
     for the whole parameter instead, which every rank keeps.
     """
 
     key: str
-    element_bytes: int = 4
+    dtype: StateDtype = "fp32"
     is_number: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """The bytes of an element."""
+        return 2 if self.dtype == "bf16" else 4
 
 
 @dataclass(frozen=True)
@@ -34,9 +43,9 @@ class UpdateRule:
 
     `states` are what it keeps under a config's [optimizer], `called` what a table calls them.
     `moved` are the bytes that an update reads and writes for each element of a shard, each pass
-    counted, `workspace` those that it takes for each element of the parameter that is being
-    updated, beside shards and states. With `needs_matrix`, it needs whole matrices where a rank has
-    shards of them, and `flops` are those of one matrix of so many rows and columns.
+    counted, `workspace` those that it takes for each element of a piece (`rows_of_piece`), beside
+    shards and states. With `needs_matrix`, it needs whole matrices where a rank has shards of them,
+    and `flops` are those of one matrix of so many rows and columns.
     """
 
     name: str
@@ -85,3 +94,8 @@ class Optimizer:
     def rule_of(self, part: Part) -> UpdateRule:
         """Return the rule that updates a parameter."""
         return self.rules[self.rule_number(part)]
+
+
+def rows_of_piece(row: int) -> int:
+    """Return how many rows of so many elements an update takes at a time: at least one."""
+    return max(_PIECE // max(row, 1), 1)

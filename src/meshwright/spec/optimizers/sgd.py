@@ -13,8 +13,8 @@ _MOMENTUM = (State("momentum_buffer"),)
 # Passes over fp32 tensors that read or write one: dividing gradients by the loss scale and
 # clearing those of a skipped step take 2 each, the decay 2, the update 3.
 _PASSES = 9
-# Scaling the momentum 2, adding the gradient 3, and the copy that a skipped step leaves out 2.
-_MOMENTUM_PASSES = 7
+# Scaling the momentum 2, and adding the gradient 3.
+_MOMENTUM_PASSES = 5
 
 
 def _moved(spec: OptimizerSpec) -> int:

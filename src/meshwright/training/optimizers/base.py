@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
-from meshwright.spec.optimizers import UpdateRule
+from meshwright.spec.optimizers import UpdateRule, rows_of_piece
 from meshwright.spec.training import OptimizerSpec
 
 
@@ -50,3 +50,9 @@ def unscaled_gradients(
     for gradient in gradients:
         gradient.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
     return gradients, 1 - skips.double()
+
+
+def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of tensors of one shape, as views, a piece of bounded size at a time."""
+    rows = rows_of_piece(tensors[0][:1].numel())
+    yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
-from meshwright.training.optimizers.base import ParameterGroup, unscaled_gradients
+from meshwright.training.optimizers.base import ParameterGroup, in_pieces, unscaled_gradients
 
 
 def build(
@@ -45,9 +45,10 @@ class Lion(torch.optim.Optimizer):
             state = self.state[weight]
             if "exp_avg" not in state:
                 state["exp_avg"] = torch.zeros_like(weight)
-            average = state["exp_avg"]
-            direction = average.lerp(gradient, 1 - beta1).sign_()
             if weight_decay:
                 weight.mul_(1 - lr * weight_decay * moves)
-            weight.addcmul_(direction, moves.to(weight.dtype), value=-lr)
-            average.lerp_(gradient, ((1 - beta2) * moves).to(average.dtype))
+            for rows, change, average in in_pieces(weight, gradient, state["exp_avg"]):
+                direction = average.lerp(change, 1 - beta1).sign_()
+                rows.addcmul_(direction, moves.to(rows.dtype), value=-lr)
+                del direction  # the next piece's would lie beside it
+                average.lerp_(change, ((1 - beta2) * moves).to(average.dtype))

@@ -52,5 +52,7 @@ class DecoupledSGD(torch.optim.SGD):
             buffers = [state["momentum_buffer"] for state in states]
             torch._foreach_mul_(buffers, momentum * moves + (1 - moves))
             torch._foreach_add_(buffers, changes)
-            changes = list(torch._foreach_mul(buffers, moves))
-        torch._foreach_add_(weights, changes, alpha=-group["lr"])
+            for weight, buffer in zip(weights, buffers, strict=True):
+                weight.addcmul_(buffer, moves, value=-group["lr"])
+        else:
+            torch._foreach_add_(weights, changes, alpha=-group["lr"])
