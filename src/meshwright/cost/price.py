@@ -256,9 +256,17 @@ def _prediction(
         flops_per_token(setting.model, setting.train.seq_len),
         layout.world,
         setting.peak,
-        _spread(setting),
-        _memory_spread(setting),
+        _widened(setting, _spread(setting)),
+        _widened(setting, _memory_spread(setting)),
     )
+
+
+def _widened(setting: CostInputs, bounds: tuple[float, float]) -> tuple[float, float]:
+    """Return wider bounds for a model that is planned from its shapes: none like it is measured."""
+    if setting.model.planned is None:
+        return bounds
+    share = setting.calibration.find("interval.planned")
+    return bounds[0] / share, bounds[1] * share
 
 
 def _spread(setting: CostInputs) -> tuple[float, float]:

@@ -195,7 +195,7 @@ def _bases(section: Values) -> list[Values]:
     init_from = section.get("init_from")
     if init_from is not None and init_from.value is not None:
         try:
-            spec, origin = stored_spec(Path(init_from.value))
+            spec, origin = stored_spec(Path(init_from.value), plans=True)
         except MeshwrightError as error:
             setting = f"model.init_from = {init_from.value!r} ({init_from.origin})"
             raise type(error)(f"{setting}: {error}") from error
