@@ -39,7 +39,8 @@ def _tensor_sizes(model: ModelSpec) -> int:
 def _mixer_heads(model: ModelSpec) -> Iterator[int]:
     """Yield the heads of what layers of a planned model have beside attention and MLP."""
     if model.planned is not None:
-        yield from (kind.mixer.heads for kind in model.layer_pattern if kind.mixer is not None)
+        mixers = (kind.mixer for kind in model.layer_kinds)
+        yield from (mixer.heads for mixer in mixers if mixer is not None and mixer.matrices)
 
 
 def _up_to(top: int, near: int) -> Iterable[int]:

@@ -369,9 +369,9 @@ class ModelSpec(Spec):
             )
         if self.rope_scaling is not None and self.rotary_dim:
             self.rope_scaling.check_pairs(self.rotary_dim // 2, self.rope_theta)
+        self._check_planned()
         if self.planned is None:
             FAMILIES[self.family].refuse_others(dict(self))
-        self._check_planned()
         self._check_experts()
         check_targets(self.lora, self.blocks)
         self._check_router()
