@@ -1,6 +1,7 @@
 """Models of types without modules here are planned from the shapes in their config.json."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from meshwright.program.model_flops import flops_per_token, layer_flops
 from meshwright.program.operations import operations
 from meshwright.program.sizes import Sizes
 from meshwright.spec.hf import hf_config, spec_from_hf
-from meshwright.spec.hf_shapes import planned_from_hf
+from meshwright.spec.hf_shapes import KNOWN, planned_from_hf
 from meshwright.spec.loading import load_config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import active_parameter_count, parameter_count, parts
@@ -72,6 +73,13 @@ def test_what_transformers_writes_is_read_as_the_sizes_that_were_given(name):
         model = transformers.AutoModelForCausalLM.from_config(written)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert parameter_count(planned_from_hf(json.loads(written.to_json_string()))) == count
+
+
+def test_each_known_type_has_a_count_and_is_on_the_page():
+    page = (Path(__file__).parents[1] / "docs/commands/plan.md").read_text("utf-8")
+    assert {model_type for model_type, *_ in SHAPES.values()} == KNOWN.keys()
+    for model_type in KNOWN:
+        assert f"`{model_type.removesuffix('_text')}`" in page
 
 
 def test_published_sizes_have_the_published_parameters():

@@ -127,9 +127,9 @@ def _from_shapes(path: Path, base: Path | None, overrides: list[str]) -> Like | 
     content = read_object(path)
     if "model_type" not in content or is_trainable(content):
         return None
-    words = [f"model.init_from={path.parent}", *overrides]
+    arguments = [f"model.init_from={path.parent}", *overrides]
     report = Report("hf", (str(path),), (), (), ())
-    return Like(path, report, load_config(base, words, plans=True), None)
+    return Like(path, report, load_config(base, arguments, plans=True), None)
 
 
 def check_written(config: Config, trainer: Trainer | None) -> None:

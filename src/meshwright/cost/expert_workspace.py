@@ -97,6 +97,6 @@ def _shared_workspaces(program: Program, sizes: Sizes, held_bytes: int) -> Itera
 
     yield from product(down, held_bytes + whole_bytes, 0, hidden_bytes, whole_bytes)
     yield Workspace("mlp.shared.act", held_bytes + (len(columns) + 1) * hidden_bytes)
-    beside = [whole_bytes, hidden_bytes][-len(columns) :]  # what the first product has made
-    for name, waiting in zip(reversed(columns), reversed(beside), strict=True):
+    made_before = [whole_bytes, hidden_bytes][-len(columns) :]  # what the first product has made
+    for name, waiting in zip(reversed(columns), reversed(made_before), strict=True):
         yield from product(name, held_bytes + waiting, hidden_bytes, whole_bytes, hidden_bytes)

@@ -1,7 +1,7 @@
 """Reads a model from the shapes in its `config.json` alone, to plan it; it cannot be trained here.
 
 Which layers attend, which have a recurrence and which have experts is read from the keys that say
-so. What keys do not say, norms, biases and gates, is in `_TRAITS` for the types that are known, and
+so. What keys do not say, norms, biases and gates, is in `KNOWN` for the types that are known, and
 as in Llama for others. `Planned.assumed` has each assumption in a line.
 """
 
@@ -56,7 +56,7 @@ _TIED: Final = {"tie_word_embeddings": True}
 _EVERY_FOURTH: Final = {"full_attention_interval": 4}
 _NORMS: Final = {"qk_norm": "head", "norm_plus_one": True}
 # Read in the sources of transformers 5.23.
-_TRAITS: Final[Mapping[str, Traits]] = {
+KNOWN: Final[Mapping[str, Traits]] = {
     "qwen3_next": Traits(
         "qwen3_moe", {**_NORMS, "shared_gate": True}, gates=True, absent=_EVERY_FOURTH
     ),
@@ -73,19 +73,24 @@ _TRAITS: Final[Mapping[str, Traits]] = {
     "ernie4_5_moe": Traits("deepseek_v3", corrects=True, absent=_TIED),
     "bamba": Traits("llama"),
     "falcon_h1": Traits("llama", beside=True),
-    "nemotron_h": Traits("llama", {"gated_mlp": False, "router_scores": "sigmoid"}, single=True),
+    "nemotron_h": Traits(
+        "llama", {"router_scores": "sigmoid"}, single=True, absent={"mlp_hidden_act": "relu2"}
+    ),
     "gemma4_text": Traits("gemma3", {"norm_placement": "both"}, unlike=True, absent=_TIED),
     "glm4": Traits("gemma2", {"norm_placement": "both", "output_bias": False}),
     "exaone4": Traits("olmo3", {"qk_norm": "head", "norm_placement": "after"}),
-    "arcee": Traits("llama", {"gated_mlp": False}),
+    "arcee": Traits("llama", absent={"hidden_act": "relu2"}),
+    "granitemoehybrid": Traits("granite"),
 }
 # Tables of a text model in a config of a model with images or sound.
 _TEXT: Final = ("text_config", "llm_config", "language_config")
 _LETTERS: Final = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
-_FULL: Final = ("full_attention", "attention", "hybrid", "indexed_attention")
+_FULL: Final = ("full_attention", "attention", "indexed_attention")
 _BOUNDED: Final = ("sliding_attention", "chunked_attention")
 _RECURRENT: Final = ("linear_attention", "mamba", "mamba2")
 _ALONE: Final = ("moe", "mlp")
+# Activations of MLPs without a gate.
+_UNGATED: Final = ("relu2", "xielu")
 # Keys that may hold a size of the model; one of them that nothing read is told.
 _SIZE: Final = re.compile(r"(_size|_dim|_rank|_heads|_width|_experts|_layers|_groups)$|^num_|^n_")
 
@@ -159,7 +164,7 @@ class _Shapes:
     """Reads one config."""
 
     def __init__(self, config: Mapping[str, Any], assumed: Sequence[str]) -> None:
-        self.traits = _TRAITS.get(str(config.get("model_type")), Traits())
+        self.traits = KNOWN.get(str(config.get("model_type")), Traits())
         self.keys, self.assumed = _Keys({**self.traits.absent, **config}), list(assumed)
         keys = self.keys
         self.dim = keys.size("hidden_size", "n_embd", "d_model")
@@ -198,7 +203,7 @@ class _Shapes:
             fields |= {"shared_gate": False, "router_scores": "softmax"}
         pattern = shortest_pattern(self._layers())
         fields["layer_pattern"] = () if pattern == (LayerSpec(),) else pattern
-        if self.keys.find("hidden_act", "mlp_hidden_act", "hidden_activation") == "relu2":
+        if self.keys.find("hidden_act", "mlp_hidden_act", "hidden_activation") in _UNGATED:
             fields["gated_mlp"] = False
         fields["planned"] = Planned(model_type=keys.model_type, assumed=tuple(self._told()))
         try:
@@ -235,7 +240,8 @@ class _Shapes:
         keys = self.keys
         width = keys.find("moe_intermediate_size", "expert_ffn_dim")
         if not self.experts:
-            return {"ffn_dim": keys.size("intermediate_size", "n_inner")}
+            widths = ("shared_intermediate_size", "intermediate_size", "n_inner")
+            return {"ffn_dim": keys.size(*widths)}
         names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
         expert = width if isinstance(width, int) else keys.size("intermediate_size")
         fields = {
@@ -256,20 +262,21 @@ class _Shapes:
             return keys.size("intermediate_size")
         names = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
         shared = keys.size(*names, default=0)
-        whole = keys.find("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-        return whole if isinstance(whole, int) else shared * width
+        wholes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+        shared_width = keys.find(*wholes, "shared_intermediate_size")
+        return shared_width if isinstance(shared_width, int) else shared * width
 
     def _kinds(self) -> list[str]:
         """Return what each layer does with a sequence, in transformers' words."""
         keys, layers = self.keys, range(self.count)
-        listed = keys.rows("layer_types", "layers_block_type")
+        listed = keys.rows("layer_types", "layers_block_type", "block_types")
         pattern = keys.find("hybrid_override_pattern")
         if listed is None and isinstance(pattern, str):
             listed = [_LETTERS.get(letter, letter) for letter in pattern]
         if listed is not None:
             return [str(kind) for kind in listed]
-        if (every := keys.size("full_attention_interval", default=0)) > 0:
-            return [_FULL[0] if (i + 1) % every == 0 else _RECURRENT[0] for i in layers]
+        if (period := keys.size("full_attention_interval", default=0)) > 0:
+            return [_FULL[0] if (i + 1) % period == 0 else _RECURRENT[0] for i in layers]
         table = keys.find("linear_attn_config")
         if isinstance(table, Mapping) and "full_attn_layers" in table:  # counted from one
             return [
@@ -279,18 +286,19 @@ class _Shapes:
             attending = keys.rows("attn_layer_indices") or []
             return [_FULL[0] if i in attending else _RECURRENT[0] for i in layers]
         if keys.find("attention_chunk_size") is not None:
-            every = keys.size("no_rope_layer_interval", default=4)
-            rotates = keys.rows("no_rope_layers") or [(i + 1) % every for i in layers]
+            period = keys.size("no_rope_layer_interval", default=4)
+            rotates = keys.rows("no_rope_layers") or [(i + 1) % period for i in layers]
             return [_BOUNDED[1] if rotated else _FULL[0] for rotated in rotates]
         bounded = keys.find("sliding_window") is not None
-        every = keys.size("sliding_window_pattern", default=0)
-        if bounded and every:
-            return [_FULL[0] if (i + 1) % every == 0 else _BOUNDED[0] for i in layers]
+        period = keys.size("sliding_window_pattern", default=0)
+        if bounded and period:
+            return [_FULL[0] if (i + 1) % period == 0 else _BOUNDED[0] for i in layers]
         return [_BOUNDED[0] if bounded else _FULL[0]] * self.count
 
     def _has_recurrence(self) -> bool:
-        names = ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads")
-        return any(self.keys.find(name) is not None for name in names)
+        """Whether any key is of a recurrence, also one that is not known."""
+        starts = ("linear_num", "mamba_", "ssm_", "time_step_", "conv_L", "rwkv", "attn_layer_")
+        return any(key.startswith(starts) for key in self.keys.config)
 
     def _sparse(self) -> list[bool]:
         """Return which layers have experts."""
@@ -306,11 +314,11 @@ class _Shapes:
             return [bool(value) for value in flags]
         dense = keys.rows("mlp_only_layers") or []
         names = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
-        every = keys.size(*names, "moe_layer_freq", default=1)
+        period = keys.size(*names, "moe_layer_freq", default=1)
         first = keys.size("first_k_dense_replace", "moe_layer_start_index", default=0)
         last = keys.find("moe_layer_end_index")
         last = self.count - 1 if last in (None, -1) else int(last)
-        return [i not in dense and (i + 1) % every == 0 and first <= i <= last for i in layers]
+        return [i not in dense and (i + 1) % period == 0 and first <= i <= last for i in layers]
 
     def _layers(self) -> list[LayerSpec]:
         sparse, kinds = self._sparse(), self._kinds()
@@ -444,10 +452,10 @@ class _Shapes:
         """Yield what a plan assumes, a line each."""
         yield from self.assumed
         keys, kinds = self.keys, Counter(self.kinds)
-        if keys.model_type not in _TRAITS:
+        if keys.model_type not in KNOWN:
             yield (
                 f"{keys.model_type} is not a type that is known: norms, biases and gates as in "
-                "Llama, so its parameters may differ a little"
+                "Llama: compare the number of parameters with the published one"
             )
         recurrent = sum(kinds[kind] for kind in _RECURRENT)
         recurrent = self.count if self.traits.beside else recurrent
