@@ -18,6 +18,7 @@ from meshwright.program.lower import lower
 from meshwright.program.model_flops import flops_per_token, layer_flops
 from meshwright.program.operations import operations
 from meshwright.program.sizes import Sizes
+from meshwright.serve.answer import model_words
 from meshwright.spec.hf import hf_config, spec_from_hf
 from meshwright.spec.hf_shapes import KNOWN, planned_from_hf
 from meshwright.spec.loading import load_config
@@ -179,6 +180,13 @@ def test_a_config_of_a_planned_model_is_read_back():
         model = shapes(name)
         assert ModelSpec(**model.model_dump()) == model
         assert ModelSpec(**json.loads(model.model_dump_json())) == model
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_page_asks_for_the_same_model(name):
+    config, _ = config_of(name)
+    asked = load_config(None, model_words(config), plans=True)
+    assert asked.model == planned_from_hf(config)
 
 
 def test_an_unknown_type_is_read_as_llama_and_says_so():

@@ -233,10 +233,8 @@ def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
             name = f"the heads of {model.planned.model_type}'s mixers"
             return _divides("layout.tp", layout.tp, name, heads)
         if layout.cp > 1:
-            return (
-                f"layout.cp = {layout.cp} is not planned for the mixers of "
-                f"{model.planned.model_type}: layout.cp must be 1"
-            )
+            name = model.planned.model_type
+            return f"layout.cp = {layout.cp} is not planned for the mixers of {name}"
     return None
 
 

@@ -347,7 +347,7 @@ class ModelSpec(Spec):
             return values
         name = values.get("family", "llama")  # of any type: it is not validated yet
         family = FAMILIES.get(name) if isinstance(name, str) else None
-        if family is None:
+        if family is None or values.get("planned") is not None:  # all features are its own
             return values
         dim = values.get("dim")
         derived = {}

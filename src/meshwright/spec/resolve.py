@@ -171,6 +171,8 @@ def resolve_model(section: Values, tokenizer: Value, source: Path | None) -> Val
         for key, value in base.items():
             values.setdefault(key, value)
     family = FAMILIES.get(values.setdefault("family", Value("llama", "default")).value)
+    if values.get("planned", Value(None, "")).value is not None:
+        family = None  # all features are its own
     if family is not None:  # else the spec refuses it
         for key, value in {**family.features, **family.defaults}.items():
             if value != ModelSpec.model_fields[key].default:
