@@ -52,6 +52,7 @@ from meshwright.cli.trainers import (
     trainer_of,
 )
 from meshwright.cost.calibration import read_calibration, shipped_calibration
+from meshwright.cost.evidence import evidence
 from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, RankMemory, memories
 from meshwright.cost.profile import predicted_profile
@@ -420,6 +421,7 @@ def _print_winner(plan: Plan, best: Prediction) -> None:
             f"{memory_text} on {', '.join(pp_ranks)}" for memory_text, pp_ranks in alike.items()
         )
         say(f"pipeline ranks: {'; '.join(ranks_text)}", "  ")
+    say(evidence(plan.setting, best.layout), "  ")
     for warning in warnings(best, plan.setting):
         say(f"note: {warning}", "  ")
 

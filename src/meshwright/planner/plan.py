@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from meshwright.cost.calibration import Calibration, calibration_named
 from meshwright.cost.catalogue import Device, resolve_cluster, slowed
+from meshwright.cost.evidence import evidence
 from meshwright.cost.inputs import CostInputs, as_measured, imbalance_of
 from meshwright.cost.price import Prediction, price
 from meshwright.cost.systems import SYSTEMS
@@ -364,6 +365,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for choice in plan.choices
         ],
         "ledger": prediction_json(best) if best else None,
+        "evidence": evidence(plan.setting, best.layout) if best else None,
         "warnings": warnings(best, plan.setting) if best else [],
         "ranked": [
             {
