@@ -1,5 +1,6 @@
 """Models of types without modules here are planned from the shapes in their config.json."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -210,13 +211,28 @@ def test_an_unknown_type_is_read_as_llama_and_says_so():
         ({"layer_types": ["wave"] * 4}, "layer_types has 'wave', whose shapes are not known"),
         ({"layer_types": ["attention"]}, "layer_types has 1 layers, but num_hidden_layers = 4"),
         ({"mamba_d_state": None}, "cannot be read without mamba_d_state"),
-        ({"vocab_size": "many"}, "vocab_size = 'many' must be a whole number of at least 1"),
+        ({"vocab_size": "many"}, "vocab_size = 'many' must be a whole number from 1 up to"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_its_key(change, message):
     config = {**config_of("bamba")[0], **change}
     with pytest.raises(ConfigError, match=message):
         planned_from_hf(config)
+
+
+JUNK = [None, True, -1, 0, 1.5, 10**12, "x", "", [], ["x"], {}, {"0": 1}, [[]], float("nan")]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_whatever_a_key_has_is_read_or_refused(name):
+    """With any key of any kind of value, there is a model or a `ConfigError`."""
+    config, _ = config_of(name)
+    extra = ["layer_types", "linear_attn_config", "per_layer_config", "hybrid_override_pattern"]
+    extra += ["moe_layer_freq", "moe_layers", "no_rope_layers", "sliding_window_pattern"]
+    for key in [*config, *extra]:
+        for value in JUNK:
+            with contextlib.suppress(ConfigError):
+                planned_from_hf({**config, key: value})
 
 
 def test_a_text_model_inside_is_planned_and_told():

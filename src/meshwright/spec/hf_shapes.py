@@ -20,8 +20,9 @@ from meshwright.spec.families.base import FEATURES
 from meshwright.spec.families.layers import shortest_pattern
 from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.hf_text import text_config
+from meshwright.spec.kinds import LARGEST
 from meshwright.spec.mixers import Matrix, Mixer, Planned
-from meshwright.spec.model import LayerSpec, ModelSpec
+from meshwright.spec.model import MOST_LAYERS, LayerSpec, ModelSpec
 from meshwright.spec.recurrences import (
     Delta,
     Heads,
@@ -115,20 +116,43 @@ class _Keys:
         if value is None:
             rule = f"model_type = {self.model_type!r}: its shapes cannot be read without {names[0]}"
             raise ConfigError(refusal(rule, legal=names))
-        if isinstance(value, bool) or not isinstance(value, int) or value < (default != 0):
-            rule = f"{names[0]} = {value!r} must be a whole number of at least {int(default != 0)}"
+        least = 0 if default == 0 else 1
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not least <= value <= LARGEST:
+            name = next(name for name in names if self.config.get(name) is not None)
+            rule = f"{name} = {value!r} must be a whole number from {least} up to {LARGEST}"
             raise ConfigError(rule)
-        return value
+        return int(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """Return true or false."""
         value = self.find(*names)
-        return default if value is None else bool(value)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{names[0]} = {value!r} must be true or false")
+        return default if value is None else value
 
     def rows(self, *names: str) -> list[Any] | None:
-        """Return a list, or None."""
+        """Return a list, or None where no name is set."""
         value = self.find(*names)
-        return list(value) if isinstance(value, list | tuple) else None
+        if value is not None and not isinstance(value, list | tuple):
+            raise ConfigError(f"{names[0]} = {value!r} must be a list")
+        return None if value is None else list(value)
+
+    def of_layers(self, count: int, *names: str) -> list[Any] | None:
+        """Return a list with a value for each of so many layers, or None where no name is set."""
+        listed = self.rows(*names)
+        if listed is not None and len(listed) != count:
+            name = next(name for name in names if self.config.get(name) is not None)
+            rule = f"{name} has {len(listed)} layers, but num_hidden_layers = {count}"
+            raise ConfigError(rule)
+        return listed
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """Return a table; empty where there is none."""
+        value = self.find(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {value!r} must be a table")
+        return {} if value is None else value
 
 
 def is_trainable(config: Mapping[str, Any]) -> bool:
@@ -169,13 +193,17 @@ class _Shapes:
         keys = self.keys
         self.dim = keys.size("hidden_size", "n_embd", "d_model")
         kinds = keys.rows("layers_block_type", "layer_types")
-        self.count = len(kinds) if self.traits.single and kinds else self._count()
+        self.count = len(kinds) if self.traits.single and kinds else self._layer_count()
         self.heads = keys.size("num_attention_heads", "n_head")
         self.kv_heads = keys.size("num_key_value_heads", default=self.heads)
         self.experts = keys.size(
             *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), default=0
         )
         self.head_dim = keys.size("head_dim", default=max(self.dim // self.heads, 1))
+        if self.count > MOST_LAYERS:
+            rule = f"num_hidden_layers = {self.count} is above {MOST_LAYERS}"
+            raise ConfigError(refusal(rule, legal=[MOST_LAYERS]))
+        self.kinds = self._kinds()
 
     def spec(self) -> ModelSpec:
         """Return the model."""
@@ -215,9 +243,16 @@ class _Shapes:
             rule = f"the shapes of model_type = {keys.model_type!r} describe no valid model"
             raise ConfigError(f"{rule}: {reasons}") from error
 
-    def _count(self) -> int:
-        pattern = self.keys.find("hybrid_override_pattern")
+    def _layer_count(self) -> int:
+        pattern = self._pattern()
         return len(pattern) if pattern else self.keys.size("num_hidden_layers", "n_layer")
+
+    def _pattern(self) -> str:
+        """Return the letters of the layers, as Nemotron-H has them; empty if there are none."""
+        pattern = self.keys.find("hybrid_override_pattern")
+        if pattern is not None and not isinstance(pattern, str):
+            raise ConfigError(f"hybrid_override_pattern = {pattern!r} must be a text")
+        return pattern or ""
 
     def _biases(self) -> dict[str, Any]:
         use = self.keys.flag("use_bias")
@@ -269,27 +304,26 @@ class _Shapes:
     def _kinds(self) -> list[str]:
         """Return what each layer does with a sequence, in transformers' words."""
         keys, layers = self.keys, range(self.count)
-        listed = keys.rows("layer_types", "layers_block_type", "block_types")
-        pattern = keys.find("hybrid_override_pattern")
-        if listed is None and isinstance(pattern, str):
+        listed = keys.of_layers(self.count, "layer_types", "layers_block_type", "block_types")
+        if listed is None and (pattern := self._pattern()):
             listed = [_LETTERS.get(letter, letter) for letter in pattern]
         if listed is not None:
             return [str(kind) for kind in listed]
         if (period := keys.size("full_attention_interval", default=0)) > 0:
             return [_FULL[0] if (i + 1) % period == 0 else _RECURRENT[0] for i in layers]
-        table = keys.find("linear_attn_config")
-        if isinstance(table, Mapping) and "full_attn_layers" in table:  # counted from one
-            return [
-                _FULL[0] if i + 1 in table["full_attn_layers"] else _RECURRENT[0] for i in layers
-            ]
+        attending = _Keys(keys.table("linear_attn_config")).rows("full_attn_layers")
+        if attending is not None:  # counted from one
+            return [_FULL[0] if i + 1 in attending else _RECURRENT[0] for i in layers]
         if self._has_recurrence() and not self.traits.beside:
             attending = keys.rows("attn_layer_indices") or []
             return [_FULL[0] if i in attending else _RECURRENT[0] for i in layers]
         if keys.find("attention_chunk_size") is not None:
             period = keys.size("no_rope_layer_interval", default=4)
-            rotates = keys.rows("no_rope_layers") or [(i + 1) % period for i in layers]
+            rotates = keys.of_layers(self.count, "no_rope_layers")
+            rotates = rotates or [(i + 1) % period for i in layers]
             return [_BOUNDED[1] if rotated else _FULL[0] for rotated in rotates]
         bounded = keys.find("sliding_window") is not None
+        bounded &= keys.flag("use_sliding_window", default=True)
         period = keys.size("sliding_window_pattern", default=0)
         if bounded and period:
             return [_FULL[0] if (i + 1) % period == 0 else _BOUNDED[0] for i in layers]
@@ -305,28 +339,24 @@ class _Shapes:
         keys, layers = self.keys, range(self.count)
         if not self.experts:
             return [False] * self.count
-        listed = keys.rows("mlp_layer_types")
+        listed = keys.of_layers(self.count, "mlp_layer_types")
         if listed is not None:
             return [kind == "sparse" for kind in listed]
         if (numbers := keys.rows("moe_layers")) is not None:
             return [i in numbers for i in layers]
-        if (flags := keys.rows("moe_layer_freq")) is not None:
-            return [bool(value) for value in flags]
+        if isinstance(keys.find("moe_layer_freq"), list):
+            return [bool(value) for value in keys.of_layers(self.count, "moe_layer_freq") or ()]
         dense = keys.rows("mlp_only_layers") or []
         names = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
         period = keys.size(*names, "moe_layer_freq", default=1)
         first = keys.size("first_k_dense_replace", "moe_layer_start_index", default=0)
-        last = keys.find("moe_layer_end_index")
-        last = self.count - 1 if last in (None, -1) else int(last)
+        is_open = keys.find("moe_layer_end_index") in (None, -1)
+        last = self.count - 1 if is_open else keys.size("moe_layer_end_index")
         return [i not in dense and (i + 1) % period == 0 and first <= i <= last for i in layers]
 
     def _layers(self) -> list[LayerSpec]:
-        sparse, kinds = self._sparse(), self._kinds()
-        if len(kinds) != self.count:
-            rule = f"layer_types has {len(kinds)} layers, but num_hidden_layers = {self.count}"
-            raise ConfigError(rule)
-        self.kinds = kinds
-        return [self._layer(i, kind, sparse[i]) for i, kind in enumerate(kinds)]
+        both = zip(self.kinds, self._sparse(), strict=True)
+        return [self._layer(i, kind, is_sparse) for i, (kind, is_sparse) in enumerate(both)]
 
     def _layer(self, index: int, kind: str, is_sparse: bool) -> LayerSpec:
         traits = self.traits
@@ -377,8 +407,8 @@ class _Shapes:
                 find("linear_value_head_dim"),
                 find("linear_conv_kernel_dim"),
             ).mixer()
-        table = keys.find("linear_attn_config")
-        inside = _Keys(table) if isinstance(table, Mapping) else keys
+        table = keys.table("linear_attn_config")
+        inside = _Keys(table) if table else keys
         if inside.find("linear_num_heads", "num_heads") is not None:
             return KimiDelta(
                 self.dim,
@@ -410,12 +440,12 @@ class _Shapes:
     def _unlike(self, index: int, kind: str, window: int | None) -> Mixer:
         """Return the attention of a layer of Gemma 4, and what else that layer has."""
         keys, is_full = self.keys, kind in _FULL
-        table = keys.find("per_layer_config") or {}
-        by_layer = {int(key): sizes for key, sizes in table.items() if str(key).isdigit()}
-        sizes = by_layer.get(index, table.get(kind, {}))
+        table = keys.table("per_layer_config")
+        by_layer = {int(key): value for key, value in table.items() if str(key).isdecimal()}
+        sizes = _Keys(_Keys({"per_layer_config": by_layer.get(index)}).table("per_layer_config"))
         shares_values = keys.flag("attention_k_eq_v") and is_full
-        head_dim = sizes.get("head_dim") or self.head_dim
-        kv_heads = sizes.get("num_key_value_heads") or self.kv_heads
+        head_dim = sizes.size("head_dim", default=self.head_dim)
+        kv_heads = sizes.size("num_key_value_heads", default=self.kv_heads)
         if is_full and not table:
             head_dim = keys.size("global_head_dim", default=512)
             if shares_values:
@@ -471,7 +501,7 @@ class _Shapes:
         if keys.find("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             yield "layers that predict further tokens are left out"
         if keys.find("quantization_config") is not None:
-            yield "weights are planned in train.precision, not as the file has them quantised"
+            yield "weights are planned in train.precision, not as the file has them quantized"
         unread = sorted(
             key
             for key, value in keys.config.items()
