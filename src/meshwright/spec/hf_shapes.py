@@ -116,11 +116,11 @@ class _Keys:
         if value is None:
             rule = f"model_type = {self.model_type!r}: its shapes cannot be read without {names[0]}"
             raise ConfigError(refusal(rule, legal=names))
-        least = 0 if default == 0 else 1
+        minimum = 0 if default == 0 else 1
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not least <= value <= LARGEST:
+        if not is_whole or not minimum <= value <= LARGEST:
             name = next(name for name in names if self.config.get(name) is not None)
-            rule = f"{name} = {value!r} must be a whole number from {least} up to {LARGEST}"
+            rule = f"{name} = {value!r} must be a whole number from {minimum} up to {LARGEST}"
             raise ConfigError(rule)
         return int(value)
 
@@ -355,8 +355,8 @@ class _Shapes:
         return [i not in dense and (i + 1) % period == 0 and first <= i <= last for i in layers]
 
     def _layers(self) -> list[LayerSpec]:
-        both = zip(self.kinds, self._sparse(), strict=True)
-        return [self._layer(i, kind, is_sparse) for i, (kind, is_sparse) in enumerate(both)]
+        layers = zip(self.kinds, self._sparse(), strict=True)
+        return [self._layer(i, kind, is_sparse) for i, (kind, is_sparse) in enumerate(layers)]
 
     def _layer(self, index: int, kind: str, is_sparse: bool) -> LayerSpec:
         traits = self.traits
