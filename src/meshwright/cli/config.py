@@ -139,7 +139,7 @@ def _print_tables(config: Config) -> None:
     table = Table("key", "value", "origin", box=None, pad_edge=False)
     for section, content in config.model_dump(mode="json").items():
         for key in KEYS[section]:
-            value, name = content.get(key), f"{section}.{key}"
+            value, name = content[key], f"{section}.{key}"
             origin = config.origins[name]
             style = "dim" if origin == "default" else "bold"
             shown = value if isinstance(value, str) else "-" if value is None else toml_value(value)

@@ -337,6 +337,8 @@ class ModelSpec(Spec):
         unused = {key for key in NEWEST if getattr(self, key) == FEATURES[key]}
         if self.pad_vocab_to_multiple_of is None:
             unused.add(OF_PADDING)
+        if self.planned is None:
+            unused.add("planned")
         return self.model_dump(mode="json", exclude={*implied, *unused})
 
     @model_validator(mode="before")
@@ -380,10 +382,9 @@ class ModelSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what few models have, so that dumps are as in earlier versions."""
+        """Leave out adapters where there are none, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
-        rare = ("lora", "planned")
-        return {key: value for key, value in values.items() if key not in rare or value is not None}
+        return {key: value for key, value in values.items() if key != "lora" or value is not None}
 
     def _check_planned(self) -> None:
         """Raise `ValueError` for what has no modules, or adapters of it, in a model to train."""
