@@ -101,8 +101,8 @@ def print_left_out(rows: Sequence[LeftOut], rank: Any) -> None:
     print_intervals(rows)
 
 
-def interval(pairs: Sequence[tuple[str, float]]) -> tuple[float, float]:
-    """Return the tenth and the ninetieth percentile of errors, of pairs of source and error.
+def interval(pairs: Sequence[tuple[str, float]], tail: float = 0.1) -> tuple[float, float]:
+    """Return two percentiles of errors, of pairs of source and error: `tail`, and 1 less `tail`.
 
     A source counts as the square root of its rows: its errors go together.
     """
@@ -112,20 +112,26 @@ def interval(pairs: Sequence[tuple[str, float]]) -> tuple[float, float]:
     bounds, passed = [], 0.0
     for error, weight in weighted:
         passed += weight
-        if passed >= (0.1, 0.9)[len(bounds)] * whole:
+        if passed >= (tail, 1 - tail)[len(bounds)] * whole:
             bounds.append(error)
             if len(bounds) == 2:
                 break
     return bounds[0], bounds[1]
 
 
-def coverage(pairs: Sequence[tuple[str, float]]) -> float:
+def coverage(pairs: Sequence[tuple[str, float]], tail: float = 0.1) -> float:
     """Return the share of errors inside the interval of all other sources."""
     inside = 0
     for source in {name for name, _ in pairs}:
-        low, high = interval([one for one in pairs if one[0] != source])
+        low, high = interval([one for one in pairs if one[0] != source], tail)
         inside += sum(low <= error <= high for name, error in pairs if name == source)
     return inside / len(pairs)
+
+
+def holding(pairs: Sequence[tuple[str, float]], share: float = 0.8) -> float:
+    """Return the largest tail, in hundredths, whose intervals hold a share of left-out errors."""
+    tails = [hundredths / 100 for hundredths in range(10, 0, -1)]
+    return next((tail for tail in tails if coverage(pairs, tail) >= share), tails[-1])
 
 
 def print_intervals(rows: Sequence[LeftOut]) -> None:

@@ -28,10 +28,10 @@ import numpy as np
 
 from benchmarks.published import Measured, rankings, read, spearman
 from benchmarks.published_fit import OF_STACK, How, constants_of
-from benchmarks.published_left_out import coverage, interval
+from benchmarks.published_left_out import coverage, holding, interval
 from benchmarks.published_moe import OF_SYSTEM, expert_constants_of
 from meshwright.cost.calibration import ANY, Calibration, shipped_calibration
-from meshwright.cost.evidence import kind_of_layout
+from meshwright.cost.evidence import SEVERAL, kind_of_layout
 from meshwright.cost.row_words import OURS
 from meshwright.cost.step import step_time
 from meshwright.cost.systems import SYSTEMS
@@ -263,10 +263,8 @@ def evidence_toml(rows: Sequence[Measured]) -> str:
     """Return how many sources there are of each system, device and kind of layout, as TOML."""
     tables: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in rows:
-        setting = row.case.setting
-        tables["systems"][setting.system.name].add(row.source)
-        tables["devices"][setting.cluster.device.kind].add(row.source)
-        tables["layouts"][kind_of_layout(row.case.layout)].add(row.source)
+        for table, name in _evidence_of(row):
+            tables[table][name].add(row.source)
     lines = ["# Sources of published step times; benchmarks/published_pooled.py wrote this."]
     for table, names in sorted(tables.items()):
         lines += ["", f"[{table}]"]
@@ -304,6 +302,40 @@ def show(rows: Sequence[Measured], shipped: Sequence[float], others: Sequence[fl
             print(f"{len(groups)} groups, regret {loss:.1%}, Spearman {correlation:.2f}")
     low, high = interval(pairs)
     print(f"interval.plain: {math.exp(-high):.3f} to {math.exp(-low):.3f}")
+    show_by_evidence(rows, pairs)
+
+
+def show_by_evidence(rows: Sequence[Measured], pairs: Sequence[tuple[str, float]]) -> None:
+    """Print the intervals of rows that few other sources are near, and of those with several."""
+    near = near_others(rows)
+    for name, has_several in (("few", False), ("several", True)):
+        counted = zip(pairs, near, strict=True)
+        kept = [pair for pair, count in counted if (count >= SEVERAL) == has_several]
+        tail = holding(kept)
+        low, high = interval(kept, tail)
+        sources = len({source for source, _ in kept})
+        print(
+            f"interval.{name}: {math.exp(-high):.3f} to {math.exp(-low):.3f}, tails of {tail:.0%}; "
+            f"{len(kept)} rows of {sources} sources; left out it holds {coverage(kept, tail):.1%}"
+        )
+
+
+def near_others(rows: Sequence[Measured]) -> list[int]:
+    """Return the least number of other sources of each row's system, device and kind of layout."""
+    sources: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for row in rows:
+        for kind in _evidence_of(row):
+            sources[kind].add(row.source)
+    return [min(len(sources[kind] - {row.source}) for kind in _evidence_of(row)) for row in rows]
+
+
+def _evidence_of(row: Measured) -> tuple[tuple[str, str], ...]:
+    setting = row.case.setting
+    return (
+        ("systems", setting.system.name),
+        ("devices", setting.cluster.device.kind),
+        ("layouts", kind_of_layout(row.case.layout)),
+    )
 
 
 def stated_rows(paths: Sequence[Path]) -> list[Measured]:

@@ -100,6 +100,11 @@ REFUSALS = {
 }
 
 
+def test_a_config_has_a_value_for_every_key():
+    dumped = load_config().model_dump(mode="json")
+    assert all(key in dumped[section] for section, keys in KEYS.items() for key in keys)
+
+
 def test_a_wrong_kind_is_told_in_the_words_of_toml():
     """Of every key, whatever Python calls its type."""
     for section, keys in KEYS.items():

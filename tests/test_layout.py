@@ -14,6 +14,8 @@ from meshwright.layout.rules import RULES, divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.loading import load_config
 from meshwright.spec.lora import Lora
+from meshwright.spec.mixers import Matrix, Mixer, Planned
+from meshwright.spec.model import LayerSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Schedule, TrainSpec
 
@@ -53,12 +55,27 @@ def applied(parts, proposal):
     return tuple(found.values())
 
 
+_GATE = Matrix(name="mixer.gate", outer=256, inner=256, cut="outer")
+HYBRID = {
+    "model.planned": Planned(model_type="hybrid"),
+    "model.layer_pattern": (LayerSpec(mixer=Mixer(attends=True, heads=2, matrices=(_GATE,))),),
+}
 # keys, the rule's sentence, the proposals
 BROKEN = [
     (
         {"layout.dp_shard": 2, "layout.zero": 3, "model.lora": Lora(rank=4, alpha=4.0, base="nf4")},
         "layout.zero = 3 cuts frozen weights, which four bits keep whole (lora.base = nf4)",
         ["layout.zero = 2", "lora.base = precision", "layout.zero = 1"],
+    ),
+    (
+        {**HYBRID, "layout.tp": 4},
+        "layout.tp = 4 must divide the heads of hybrid's mixers = 2",
+        ["layout.tp = 2"],
+    ),
+    (
+        {**HYBRID, "layout.cp": 2},
+        "layout.cp = 2 is not planned for the mixers of hybrid",
+        ["layout.cp = 1"],
     ),
     (
         {"train.router_z_loss": 1.0},

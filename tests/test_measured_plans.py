@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from meshwright.cost.calibration import Calibration, shipped_calibration
 from meshwright.cost.measured import Measurement, correct, corrected
 from meshwright.cost.price import price
 from meshwright.cost.rows import read_row
+from meshwright.cost.systems import SYSTEMS
 from meshwright.layout import Layout
 from meshwright.planner.plan import cost_inputs_of, explain
 from meshwright.runtime.pricing.measured import VARIABLE
 from meshwright.spec.loading import load_config
 from test_predict_rows import ROW
+from test_search import MODEL, setting
 
 WORDS = [
     "model.preset=llama-3-8b",
@@ -63,6 +66,51 @@ def test_intervals_hold_what_they_say_of_sources_left_out():
     # A large source has less to say than as many rows of as many sources.
     many = [*errors, *[("large", 5.0)] * 100]
     assert published_left_out.interval(many)[1] < 1.0
+
+
+def test_a_tail_is_the_largest_whose_intervals_hold_left_out_sources():
+    """Of three sources, those at the ends are outside of what the others say, whatever the tail."""
+    even = [(f"source {at}", 0.01 * (at + 100 * turn)) for at in range(100) for turn in (-1, 0)]
+    tail = published_left_out.holding(even)
+    assert 0.07 <= tail <= 0.1
+    assert published_left_out.coverage(even, tail) >= 0.8
+    assert published_left_out.interval(even, 0.05) > published_left_out.interval(even, 0.02)
+    apart = [(f"source {at}", float(at)) for at in range(3)]
+    assert published_left_out.holding(apart) == 0.01
+
+
+def test_a_row_counts_the_other_sources_that_are_near_it():
+    """Of three sources of one system, each has two others; a kind of layout of one has none."""
+
+    def row(source, layout):
+        case = SimpleNamespace(setting=nemo(), layout=Layout.parse(layout))
+        return SimpleNamespace(source=source, case=case)
+
+    rows = [row("a", "tp2 mb1"), row("b", "tp2 mb1"), row("c", "tp4 mb1"), row("b", "pp2 mb1")]
+    assert published_pooled.near_others(rows) == [2, 2, 2, 0]
+
+
+def nemo():
+    return replace(setting(MODEL, 4, "h100-sxm"), system=SYSTEMS["nemo"])
+
+
+def test_intervals_are_wider_where_few_published_sources_are_near():
+    """Steps of NeMo on H100s are published with tp and pp by many, with tp and cp by one."""
+    several = price(nemo(), Layout.parse("tp2 pp2 mb1"))
+    few = price(nemo(), Layout.parse("tp2 cp2 mb1"))
+    find = nemo().calibration.find
+    assert several.spread == (find("interval.plain.low"), find("interval.plain.high"))
+    assert few.spread == (find("interval.few.low"), find("interval.few.high"))
+    assert few.spread[0] < several.spread[0]
+    assert few.spread[1] > several.spread[1]
+    measured = replace(
+        nemo(),
+        calibration=Calibration(
+            {**nemo().calibration.constants, "nemo.h100.measured.compute": 1.0}, "", ""
+        ),
+    )
+    closer = price(measured, Layout.parse("tp2 cp2 mb1"))
+    assert closer.spread[0] > few.spread[0]
 
 
 def test_the_interval_of_few_sources_is_as_wide_as_left_out_ones_need():

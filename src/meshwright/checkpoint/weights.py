@@ -57,7 +57,7 @@ def write_weights(
 
 def spec_text(spec: ModelSpec) -> str:
     """Return the architecture as the text of `model.json`."""
-    return spec.model_dump_json(indent=1, exclude={"init_from", OF_PADDING}) + "\n"
+    return spec.model_dump_json(indent=1, exclude={"init_from", "planned", OF_PADDING}) + "\n"
 
 
 def load_model(folder: str | Path) -> Transformer:

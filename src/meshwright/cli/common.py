@@ -38,14 +38,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_config(args: argparse.Namespace, default: Path | None = None) -> Config:
+def read_config(
+    args: argparse.Namespace, default: Path | None = None, *, plans: bool = False
+) -> Config:
     """Return the config that the arguments name, or a default file's with the overrides.
 
     Predictions for it use what was measured of this machine, if anything was; see
-    `runtime.pricing.measured`. Raises `ConfigError`.
+    `runtime.pricing.measured`. `plans` as in `load_config`. Raises `ConfigError`.
     """
     file, overrides = read_words(args)
-    return as_measured_here(load_config(file or default, overrides), os.environ)
+    return as_measured_here(load_config(file or default, overrides, plans=plans), os.environ)
 
 
 def moment(text: str) -> str:

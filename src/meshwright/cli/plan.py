@@ -37,6 +37,7 @@ from meshwright.cli.serve import add_serve, frozen_page, serve_page
 from meshwright.cli.trainers import (
     add_trainers,
     check_trainers,
+    check_written,
     compared,
     compared_json,
     config_file,
@@ -51,6 +52,7 @@ from meshwright.cli.trainers import (
     trainer_of,
 )
 from meshwright.cost.calibration import read_calibration, shipped_calibration
+from meshwright.cost.evidence import evidence
 from meshwright.cost.inputs import CostInputs
 from meshwright.cost.price import Prediction, RankMemory, memories
 from meshwright.cost.profile import predicted_profile
@@ -64,6 +66,7 @@ from meshwright.planner.plan import (
     COLUMNS,
     Plan,
     as_json,
+    assumptions,
     check_legal,
     cost_inputs_of,
     explain,
@@ -141,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         return serve_page(args, named)
     if args.trainer is not None or args.like is not None:
         return _for_trainer(args, named)
-    config = read_config(args, None if run_folder is None else run_folder.config)
+    config = read_config(args, None if run_folder is None else run_folder.config, plans=True)
     calibration = read_calibration(args.calibration) if args.calibration else None
     lacks, shared, machine = None, 1.0, None
     if calibration is None:
@@ -194,8 +197,9 @@ def run(args: argparse.Namespace) -> int:
 def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
     """Print a plan for another trainer, or what becomes of its config; 1 if no layout fits."""
     like = read_like(args)
-    config = read_config(args) if like is None else like.config
+    config = read_config(args, plans=True) if like is None else like.config
     trainer = trainer_of(args, like)
+    check_written(config, trainer)
     calibration = read_calibration(args.calibration) if args.calibration else None
     measured = measured_for(
         named,
@@ -294,7 +298,7 @@ def _explain(config: Config, setting: CostInputs, args: argparse.Namespace) -> i
 
 def _notes(config: Config, setting: CostInputs, layout: Layout) -> list[str]:
     """Return where the layout that `--explain` prices differs from the config."""
-    notes = []
+    notes = assumptions(setting.model)
     devices = setting.cluster.devices
     if layout.world != devices:
         ranks = "rank" if layout.world == 1 else "ranks"
@@ -366,6 +370,8 @@ def _print_plan(plan: Plan, seconds: float, machine: Machine | None) -> None:
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
+    for text in assumptions(setting.model):
+        say(text)
     for text in [*map(str, plan.removed), *plan_notes(plan.config), *_defaults(plan.config)]:
         say(f"note: {text}")
     known = setting.calibration
@@ -415,6 +421,7 @@ def _print_winner(plan: Plan, best: Prediction) -> None:
             f"{memory_text} on {', '.join(pp_ranks)}" for memory_text, pp_ranks in alike.items()
         )
         say(f"pipeline ranks: {'; '.join(ranks_text)}", "  ")
+    say(evidence(plan.setting, best.layout), "  ")
     for warning in warnings(best, plan.setting):
         say(f"note: {warning}", "  ")
 

@@ -43,7 +43,11 @@ def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
     calibration = read_calibration(args.calibration) if args.calibration else None
     if named:
         measured = measured_for(
-            list(named), read_config(args), calibration, os.environ, keeps=not args.no_keep
+            list(named),
+            read_config(args, plans=True),
+            calibration,
+            os.environ,
+            keeps=not args.no_keep,
         )
         assert measured is not None
         measured.print()

@@ -25,8 +25,10 @@ from meshwright.layout import Layout
 from meshwright.planner.for_trainer import freed, priced_as
 from meshwright.planner.plan import Plan, check_legal, cost_inputs_of, explain, prediction_json
 from meshwright.runtime.machines.machine import detect
-from meshwright.spec.loading import KEYS, Config, build_config, read_given
+from meshwright.spec.hf_shapes import is_trainable
+from meshwright.spec.loading import KEYS, Config, build_config, load_config, read_given
 from meshwright.spec.resolve import Values
+from meshwright.spec.stored import HF_CONFIG, read_object
 from meshwright.units import format_bytes, format_seconds
 
 # Questions that `plan` answers for layouts of Meshwright alone.
@@ -98,7 +100,9 @@ def read_like(args: argparse.Namespace) -> Like | None:
     accepted = [key for key in args.accept.split(",") if key]
     path = args.like
     if path.is_dir():
-        path = path / "config.json"
+        path = path / HF_CONFIG
+    if (shapes := _from_shapes(path, base, overrides)) is not None:
+        return shapes
     imported = import_files(
         [path],
         base=base,
@@ -115,6 +119,26 @@ def read_like(args: argparse.Namespace) -> Like | None:
     config = build_config({name: dict(values) for name, values in imported.given.items()})
     layout = None if imported.report.system == "hf" else _layout(imported, config)
     return Like(path, imported.report, config, layout)
+
+
+def _from_shapes(path: Path, base: Path | None, overrides: list[str]) -> Like | None:
+    """Return the config of a model that is planned from its shapes; None for any other file."""
+    if path.name != HF_CONFIG or not path.is_file():
+        return None
+    content = read_object(path)
+    if "model_type" not in content or is_trainable(content):
+        return None
+    arguments = [f"model.init_from={path.parent}", *overrides]
+    report = Report("hf", (str(path),), (), (), ())
+    return Like(path, report, load_config(base, arguments, plans=True), None)
+
+
+def check_written(config: Config, trainer: Trainer | None) -> None:
+    """Refuse to write a model as another trainer's config that is known by its shapes alone."""
+    if trainer is not None and config.model.planned is not None:
+        name = config.model.planned.model_type
+        rule = f"--for {trainer.name}: {name} is planned from its shapes, and cannot be written"
+        raise ConfigError(refusal(rule, legal=["the plan without --for"]))
 
 
 def _with_refused(report: Report, refused: list[KeyReport]) -> Report:
@@ -287,6 +311,8 @@ def _word(value: Any) -> str:
 def print_like(like: Like) -> None:
     """Print what was taken of each key of the file."""
     report = like.report
+    if not report.entries:  # of a model that is planned from its shapes
+        return
     say(summary(report))
     planned = [entry for entry in report.entries if any(_is_target(key) for key in entry.to)]
     free = [entry for entry in report.entries if not entry.to and entry.verdict == "ignored"]

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from meshwright.cost.expert_workspace import expert_workspaces
 from meshwright.cost.forward_workspace import forward_workspace
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
-from meshwright.program.layers import mlp
+from meshwright.program.layers import mixers, mlp
 from meshwright.program.layers.linears import column_workspaces, row_workspaces
 from meshwright.program.layers.workspace import Workspace, frozen, mask_bytes
 from meshwright.program.lower import Program
@@ -85,16 +85,30 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> tupl
     have two needs, the second under the name of the first product: while they compute the input
     gradient, and while it is sent and they compute weight gradients.
     """
-    blocks = _blocks(program, sizes, kind)
+    return (*_feed_forward(program, sizes, kind), *_mixing(program, sizes, kind))
+
+
+def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspace]:
+    if not kind.feeds:
+        return
     has_experts = program.model.has_experts(kind)
     feed_forward = expert_workspaces if has_experts else mlp.backward_workspaces
-    return (
-        *_dropout(program, sizes, "mlp_drop"),
-        *_after(program, sizes, "mlp_post_norm"),
-        *feed_forward(program, sizes),
-        *_before(program, sizes, "mlp_norm"),
-        *_attention(program, sizes, kind, blocks),
-    )
+    yield from _dropout(program, sizes, "mlp_drop")
+    yield from _after(program, sizes, "mlp_post_norm")
+    yield from feed_forward(program, sizes)
+    yield from _before(program, sizes, "mlp_norm")
+
+
+def _mixing(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspace]:
+    if not kind.mixes:
+        return
+    yield from _dropout(program, sizes, "attn_drop")
+    yield from _after(program, sizes, "attn_post_norm")
+    if kind.mixer is not None:
+        yield from mixers.backward_workspaces(program, sizes, kind.mixer)
+    if kind.attends:
+        yield from _attention(program, sizes, kind, _blocks(program, sizes, kind))
+    yield from _before(program, sizes, "attn_norm")
 
 
 def _dropout(program: Program, sizes: Sizes, name: str) -> Iterator[Workspace]:
@@ -142,8 +156,6 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
     of_kv = sizes.tokens * sizes.kv_heads * sizes.head_dim * sizes.element
     of_values = sizes.tokens * sizes.heads * program.model.value_dim * sizes.element
     biases = program.model.attention_bias
-    yield from _dropout(program, sizes, "attn_drop")
-    yield from _after(program, sizes, "attn_post_norm")
     # Attention keeps its result, which is the input of that product.
     has_bias = program.model.has_output_bias
     yield from row_workspaces(program, sizes, "attn.o", of_values, has_bias, waits=of_values)
@@ -153,7 +165,6 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
         yield Workspace("attn.rope", 2 * of_heads + 2 * of_kv)
     if program.model.is_latent:
         yield from _latent_heads(program, sizes, 2 * of_heads + of_kv)
-        yield from _before(program, sizes, "attn_norm")
         return
     if program.model.qk_norm == "all" and program.layout.tp > 1:
         # Both at once: what came, and of each what a norm makes.
@@ -171,7 +182,6 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
             yield Workspace(name, of_heads + 2 * of_kv + made_bytes, (f"{name}.weight",))
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
     yield from column_workspaces(program, sizes, results, biases)
-    yield from _before(program, sizes, "attn_norm")
 
 
 def _latent_heads(program: Program, sizes: Sizes, of_core: int) -> Iterator[Workspace]:

@@ -16,6 +16,8 @@ from meshwright.parsing import parse_toml
 from meshwright.units import counted
 
 _AXES: Final = ("tp", "pp", "cp", "ep")
+# One source alone cannot tell what is its own from what its system has.
+SEVERAL: Final = 2
 
 
 def kind_of_layout(layout: Layout) -> str:
@@ -25,16 +27,33 @@ def kind_of_layout(layout: Layout) -> str:
 
 def evidence(setting: CostInputs, layout: Layout) -> str:
     """Return in one line how many sources of step times are near a prediction."""
-    counts, layouts = _counts(), kind_of_layout(layout)
-    system, device = setting.system.name, setting.cluster.device.kind
-    of_system = counts["systems"].get(system, 0)
-    of_device = counts["devices"].get(device, 0)
-    of_layout = counts["layouts"].get(layouts, 0)
+    system, device, layouts = _kinds(setting, layout)
+    of_system, of_device, of_layout = near_sources(system, device, layouts)
     shape = "data parallelism alone" if layouts == "data" else f"{layouts} layouts"
     return (
         f"published step times near this: {counted(of_system, 'source')} of {system}, "
         f"{of_device} of devices priced like {device}, {of_layout} of {shape}"
     )
+
+
+def has_evidence(setting: CostInputs, layout: Layout) -> bool:
+    """Whether several sources have the prediction's system, several its device and its layout."""
+    return min(near_sources(*_kinds(setting, layout))) >= SEVERAL
+
+
+@cache
+def near_sources(system: str, device: str, layouts: str) -> tuple[int, int, int]:
+    """Return the numbers of sources of a system, of a kind of device and of a kind of layout."""
+    counts = _counts()
+    return (
+        counts["systems"].get(system, 0),
+        counts["devices"].get(device, 0),
+        counts["layouts"].get(layouts, 0),
+    )
+
+
+def _kinds(setting: CostInputs, layout: Layout) -> tuple[str, str, str]:
+    return setting.system.name, setting.cluster.device.kind, kind_of_layout(layout)
 
 
 @cache

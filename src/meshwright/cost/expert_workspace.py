@@ -10,6 +10,7 @@ from meshwright.program.layers.workspace import Workspace, frozen, of_result, tr
 from meshwright.program.lower import Program
 from meshwright.program.sizes import Sizes
 from meshwright.spec.lora import DOWN, JOINED, matrices
+from meshwright.spec.parts import expert_columns, mlp_linears
 
 _WIDE: Final = 4
 
@@ -43,12 +44,10 @@ def expert_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     if model.swiglu_limit is not None:  # the sigmoid, its slope, and what was clamped
         yield Workspace("mlp.experts.act: clamp", came + 4 * hidden + hidden // el)
     of_both = waits * 2 * hidden
-    yield Workspace("mlp.experts.gate", came + pairs + 2 * hidden, (), waits * pairs + of_both)
+    products = expert_columns(model)
+    yield Workspace(products[0], came + pairs + 2 * hidden, (), waits * pairs + of_both)
     # The function returns all gradients together: those that it has made wait for the last one.
-    columns = (
-        parameters_of(f"mlp.experts.{product}", model.expert_bias)
-        for product in ("down", "gate", "up")
-    )
+    columns = (parameters_of(product, model.expert_bias) for product in (DOWN, *products))
     names = tuple(name for column in columns for name in column)
     held_bytes = came + 2 * hidden + 3 * pairs
     yield Workspace("mlp.experts.act", held_bytes, names, waiting=of_both)
@@ -86,7 +85,7 @@ def _shared_workspaces(program: Program, sizes: Sizes, held_bytes: int) -> Itera
         )
         held_bytes += whole_bytes
     hidden_bytes = sizes.tokens * sizes.shared_ffn * el
-    names = [f"mlp.shared.{part}" for part in ("down", "gate", "up")]
+    *columns, down = (linear.name for linear in mlp_linears(model, "mlp.shared"))
 
     def product(
         name: str, held_bytes: int, result: int, inputs: int, waits: int
@@ -96,7 +95,8 @@ def _shared_workspaces(program: Program, sizes: Sizes, held_bytes: int) -> Itera
         else:
             yield Workspace(name, held_bytes + result + inputs, parameters_of(name), waits)
 
-    yield from product(names[0], held_bytes + whole_bytes, 0, hidden_bytes, whole_bytes)
-    yield Workspace("mlp.shared.act", held_bytes + 3 * hidden_bytes)
-    yield from product(names[2], held_bytes + hidden_bytes, hidden_bytes, whole_bytes, hidden_bytes)
-    yield from product(names[1], held_bytes + whole_bytes, hidden_bytes, whole_bytes, hidden_bytes)
+    yield from product(down, held_bytes + whole_bytes, 0, hidden_bytes, whole_bytes)
+    yield Workspace("mlp.shared.act", held_bytes + (len(columns) + 1) * hidden_bytes)
+    made_before = [whole_bytes, hidden_bytes][-len(columns) :]  # what the first product has made
+    for name, waiting in zip(reversed(columns), reversed(made_before), strict=True):
+        yield from product(name, held_bytes + waiting, hidden_bytes, whole_bytes, hidden_bytes)

@@ -22,7 +22,9 @@ def forward_workspace(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     model, recompute = program.model, program.layout.recompute
     is_kept = recompute == "none" and not model.parallel_residual
     stream = 0 if is_kept else sizes.stream_bytes
-    if model.has_experts(kind):
+    if not kind.feeds:
+        within = sizes.stream_bytes
+    elif model.has_experts(kind):
         within = _experts(program, sizes)
     else:
         within = mlp.forward_workspace(program, sizes)

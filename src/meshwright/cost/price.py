@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from meshwright.cost.evidence import has_evidence
 from meshwright.cost.inputs import CostInputs, layers_of_ranks, may_hold_most
 from meshwright.cost.memory import (
     STATES,
@@ -256,16 +257,28 @@ def _prediction(
         flops_per_token(setting.model, setting.train.seq_len),
         layout.world,
         setting.peak,
-        _spread(setting),
-        _memory_spread(setting),
+        _widened(setting, _spread(setting, layout)),
+        _widened(setting, _memory_spread(setting)),
     )
 
 
-def _spread(setting: CostInputs) -> tuple[float, float]:
-    """Return the bounds of an interval in predicted times: closer after a measurement here."""
+def _widened(setting: CostInputs, bounds: tuple[float, float]) -> tuple[float, float]:
+    """Return wider bounds for a model that is planned from its shapes: none like it is measured."""
+    if setting.model.planned is None:
+        return bounds
+    share = setting.calibration.find("interval.planned")
+    return bounds[0] / share, bounds[1] * share
+
+
+def _spread(setting: CostInputs, layout: Layout) -> tuple[float, float]:
+    """Return the bounds of an interval in predicted times.
+
+    They are closer after a measurement here, and wider where few published sources are near.
+    """
     kind, find = setting.cluster.device.kind, setting.calibration.find
     is_measured = f"{setting.system.name}.{kind}.measured.compute" in setting.calibration.constants
-    name = "interval.measured" if is_measured else "interval.plain"
+    name = "interval.plain" if has_evidence(setting, layout) else "interval.few"
+    name = "interval.measured" if is_measured else name
     return find(f"{name}.low", kind), find(f"{name}.high", kind)
 
 

@@ -315,8 +315,10 @@ def _work(
         attention = _attention_flops(program, ops)
         scores = sizes.rows * sizes.heads * program.sequence * program.train.seq_len
     moved = float(sum(op.io_bytes for op in ops))
-    if scores:
-        moved += 2 * 3 * sizes.stream_bytes  # two residual sums: two read, one written
+    kind, is_layer = program.model.layer(0), any(op.layer is not None for op in ops)
+    if is_layer:
+        # A residual sum of each sublayer: two read, one written.
+        moved += (kind.mixes + kind.feeds) * 3 * sizes.stream_bytes
         moved += dequantising_bytes(program, sizes)
     norms = sum(2.0 * op.normed_bytes for op in ops)
     # Logits read, the fp32 softmax written and read.
@@ -327,9 +329,9 @@ def _work(
     for op in ops:
         saved[op.kind] = saved.get(op.kind, 0.0) + op.saved_bytes
         leaves[op.kind] = leaves.get(op.kind, 0.0) + op.moved_bytes
-    waits, kernel = 0.0, attends(program.model, program.model.layer(0), program.train.seq_len)
-    if scores:
-        needs = backward_workspaces(program, sizes, program.model.layer(0))
+    waits, kernel = 0.0, attends(program.model, kind, program.train.seq_len)
+    if is_layer:
+        needs = backward_workspaces(program, sizes, kind)
         waits = float(sum(need.deferred for need in needs))
     sizes_kept = tuple(saved.items()), waits, messages, tuple(leaves.items())
     return Work(products, attention, scores, moved, norms, loss, *sizes_kept, kernel)
@@ -342,7 +344,10 @@ def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> float:
     """
     other_ranks = range(1, program.layout.cp) if program.model.layer(0).window is not None else ()
     per_rank = (operations(program, program.stages[0], cp_rank=rank) for rank in other_ranks)
-    return max(op.flops for op in chain(ops, *per_rank) if op.kind == "attention")
+    return max(
+        sum(op.flops for op in rank_ops if op.kind == "attention")
+        for rank_ops in chain([ops], per_rank)
+    )
 
 
 def _product(program: Program, sizes: Sizes, op: Operation) -> Product:

@@ -33,7 +33,14 @@ def divisors(value: int) -> tuple[int, ...]:
 def _tensor_sizes(model: ModelSpec) -> int:
     """Return the greatest common divisor of the sizes that tp cuts."""
     widths = (model.ffn_dim, model.expert_width, model.shared_ffn_dim)
-    return math.gcd(model.n_heads, model.n_kv_heads, *widths)
+    return math.gcd(model.n_heads, model.n_kv_heads, *widths, *_mixer_heads(model))
+
+
+def _mixer_heads(model: ModelSpec) -> Iterator[int]:
+    """Yield the heads of what layers of a planned model have beside attention and MLP."""
+    if model.planned is not None:
+        mixers = (kind.mixer for kind in model.layer_kinds)
+        yield from (mixer.heads for mixer in mixers if mixer is not None and mixer.matrices)
 
 
 def _up_to(top: int, near: int) -> Iterable[int]:
@@ -222,6 +229,20 @@ def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return rule
 
 
+def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """Tensor parallelism cuts mixers by whole heads; how ranks share a sequence is not known."""
+    if model.planned is None:
+        return None
+    for heads in _mixer_heads(model):
+        if heads % layout.tp:
+            name = f"the heads of {model.planned.model_type}'s mixers"
+            return _divides("layout.tp", layout.tp, name, heads)
+        if layout.cp > 1:
+            name = model.planned.model_type
+            return f"layout.cp = {layout.cp} is not planned for the mixers of {name}"
+    return None
+
+
 def _stages(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     stages = layout.pp * layout.virtual_stages
     if stages <= most_stages(model.n_layers):
@@ -387,6 +408,7 @@ RULES = (
     *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("n_kv_heads", "ffn_dim")),
     Rule(_expert_width, ("layout.tp", "layout.etp")),
     Rule(_cut_over_tp("shared_ffn_dim"), ("layout.tp",)),
+    Rule(_mixers, ("layout.tp", "layout.cp")),
     Rule(_experts, ("layout.ep", "layout.sp", "layout.etp")),
     Rule(_stages, ("layout.virtual_stages", "layout.pp")),
     Rule(_virtual_stages, ("layout.virtual_stages", "layout.pp")),

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from meshwright.cost.calibration import Calibration, calibration_named
 from meshwright.cost.catalogue import Device, resolve_cluster, slowed
+from meshwright.cost.evidence import evidence
 from meshwright.cost.inputs import CostInputs, as_measured, imbalance_of
 from meshwright.cost.price import Prediction, price
 from meshwright.cost.systems import SYSTEMS
@@ -35,7 +36,7 @@ from meshwright.planner.space import RemovedAxis, given, is_given, refuse, remov
 from meshwright.program.target import Processor
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
-from meshwright.spec.model import padded
+from meshwright.spec.model import ModelSpec, padded
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.training import LayoutSection, TrainSpec
 from meshwright.tables import html_table, text_table
@@ -102,6 +103,7 @@ class Plan:
             f"x {cluster.device.name}; batch {train.batch} x {train.seq_len} tokens, "
             f"{train.precision}",
             f"{self.found.considered:,} legal layouts considered",
+            *assumptions(self.setting.model),
         ]
         if self.best is None:
             lines.append("no layout fits")
@@ -322,6 +324,15 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def assumptions(model: ModelSpec) -> list[str]:
+    """Return what a plan of a model assumes that cannot be trained here, a line each."""
+    if model.planned is None:
+        return []
+    name = model.planned.model_type
+    first = f"planned, not trainable here: {name} is read from the shapes of its config.json"
+    return [first, *(f"assumed: {line}" for line in model.planned.assumed)]
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON: specs, layout, digest, profile, and why each other layout lost."""
     best, ranking = plan.best, plan.found
@@ -342,6 +353,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "date": plan.setting.calibration.date,
             "source": plan.setting.calibration.source,
         },
+        "assumed": assumptions(plan.setting.model),
         "fixed": given(plan.config),
         "considered": ranking.considered,
         "ruled_out": ranking.reasons,
@@ -353,6 +365,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for choice in plan.choices
         ],
         "ledger": prediction_json(best) if best else None,
+        "evidence": evidence(plan.setting, best.layout) if best else None,
         "warnings": warnings(best, plan.setting) if best else [],
         "ranked": [
             {
@@ -371,11 +384,12 @@ _DERIVED = ("dp_replicate", "dp_shard")
 def training_command(arguments: Sequence[str], plan: Plan, name: str | None = None) -> str | None:
     """Return the command that trains a plan's best layout; None where nothing fits.
 
-    `arguments` are the config path and the overrides of the plan. The command keeps them, and
-    appends the layout keys that the planner has chosen. With several nodes, `launch torchrun`
-    writes a command for each node. `name` is another `log.name`, where the config's is taken.
+    Nor is there one for a model that is planned only. `arguments` are the config path and the
+    overrides of the plan. The command keeps them, and appends the layout keys that the planner has
+    chosen. With several nodes, `launch torchrun` writes a command for each node. `name` is another
+    `log.name`, where the config's is taken.
     """
-    if plan.best is None:
+    if plan.best is None or plan.setting.model.planned is not None:
         return None
     cluster = plan.setting.cluster
     start = ["train"] if cluster.devices <= cluster.per_node else ["launch", "torchrun"]

@@ -156,12 +156,14 @@ class Regions(NamedTuple):
     def of(cls, program: Program, stage: Stage) -> Regions:
         """Return those of a stage in one step."""
         model, count = program.model, program.microbatches
-        passes = len(stage.layers) * count
-        mixed = count * sum(map(model.has_experts, map(model.layer, stage.layers)))
+        kinds = [model.layer(layer) for layer in stage.layers]
+        mixing = count * sum(kind.mixes for kind in kinds)
+        feeding = count * sum(kind.feeds for kind in kinds)
+        mixed = count * sum(map(model.has_experts, kinds))
         experts = mixed if program.layout.folds == 1 or model.shared_ffn_dim else 0
-        products, recomputed = 2 * passes - mixed, 0
+        products, recomputed = mixing + feeding - mixed, 0
         if program.layout.recompute == "full":
-            recomputed = passes + (passes - mixed + experts) * bool(
+            recomputed = mixing + (feeding - mixed + experts) * bool(
                 model.dropout or model.norms_after
             )
         return cls(products, experts, recomputed)

@@ -11,7 +11,8 @@ from meshwright.program.layers.linears import Inputs
 from meshwright.program.lower import Program
 from meshwright.program.saved import FROZEN_BACKWARD, PRODUCT_BACKWARD, Op
 from meshwright.program.sizes import Sizes
-from meshwright.spec.lora import DOWN, JOINED, matrices
+from meshwright.spec.lora import DOWN, matrices
+from meshwright.spec.parts import expert_columns
 
 _WIDE: Final = 4  # bytes of a share and of the softmax: fp32 in any precision
 _INT64: Final = 8
@@ -62,10 +63,12 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
         indices=order,
         io_bytes=5 * results,
     )
-    for name in JOINED:
+    columns = expert_columns(model)
+    for name in columns:
         yield product(name, flops=sizes.expert_product, kept=hidden)
         yield from _adapter(program, sizes, name, sizes.dim, sizes.expert_ffn)
-    yield Op("mlp.experts.act", "activation", saved=(hidden, hidden), io_bytes=3 * hidden)
+    acts = (hidden,) * len(columns)
+    yield Op("mlp.experts.act", "activation", saved=acts, io_bytes=(len(columns) + 1) * hidden)
     # Under tp the sum over the ranks is kept too.
     is_summed = program.layout.tp > 1 and (model.shared_ffn_dim or not is_folded)
     summed = sizes.stream_bytes if is_summed else 0

@@ -20,18 +20,25 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
     Two per multiplying weight, and attention over the scores that the causal mask and a window
     leave; with `squares` over twice as many, as if there were no causal mask.
     """
-    flops_per_score = (
-        2.0
-        * spec.n_heads
-        * (spec.head_dim + spec.value_dim)
-        * (2 if squares else 1)
-        / max(seq_len, 1)
-    )
+    times = 2.0 * (2 if squares else 1) / max(seq_len, 1)
     costs = {
-        kind: 2 * _layer_weights(spec, kind) + flops_per_score * causal_scores(seq_len, kind.window)
+        kind: 2 * _layer_weights(spec, kind) + times * _scores(spec, kind, seq_len)
         for kind in spec.layer_kinds
     }
+    for kind in costs:
+        costs[kind] += 0 if kind.mixer is None else kind.mixer.flops
     return tuple(costs[spec.layer(layer)] for layer in range(spec.n_layers))
+
+
+def _scores(spec: ModelSpec, kind: LayerSpec, seq_len: int) -> float:
+    """Return the scores of a sequence, over all heads, times what the products of each sum over."""
+    total = 0.0
+    if kind.attends:
+        width = spec.n_heads * (spec.head_dim + spec.value_dim)
+        total += width * causal_scores(seq_len, kind.window)
+    for scores in () if kind.mixer is None else kind.mixer.scores:
+        total += scores.heads * scores.width * causal_scores(seq_len, scores.window)
+    return total
 
 
 def _layer_weights(spec: ModelSpec, kind: LayerSpec) -> int:

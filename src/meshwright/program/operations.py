@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from meshwright.program.layers import mlp
+from meshwright.program.layers import mixers, mlp
 from meshwright.program.layers.linears import Inputs, row_kept
 from meshwright.program.lower import Program
 from meshwright.program.mixture import expert_operations
@@ -150,11 +150,16 @@ def _head_norm(sizes: Sizes, name: str, heads: int, statistics: int, sums: int =
 
 
 def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
+    if not kind.mixes:
+        return
     if program.model.norms_before:
         yield _norm(program, sizes, "attn_norm")
-    heads_of = _latent_heads if program.model.is_latent else _heads
-    yield from heads_of(program, sizes)
-    yield from _core(program, sizes, kind, cp_rank)
+    if kind.attends:
+        heads_of = _latent_heads if program.model.is_latent else _heads
+        yield from heads_of(program, sizes)
+        yield from _core(program, sizes, kind, cp_rank)
+    if kind.mixer is not None:
+        yield from mixers.operations(program, sizes, kind.mixer)
     if program.model.norms_after:
         yield _norm(program, sizes, "attn_post_norm")
 
@@ -248,6 +253,8 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
 
 
 def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Op]:
+    if not kind.feeds:
+        return
     if program.model.norms_before:
         yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
     has_experts = program.model.has_experts(kind)

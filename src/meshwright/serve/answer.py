@@ -25,7 +25,7 @@ from meshwright.program.profile import Span
 from meshwright.report.agreement import PROCESS, TENSORS
 from meshwright.serve.conditions import Conditions
 from meshwright.spec.dump import given_toml, toml_value
-from meshwright.spec.hf import spec_from_hf
+from meshwright.spec.hf_shapes import planned_from_hf
 from meshwright.spec.loading import Config, load_config, read_given
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.presets import LOCAL
@@ -235,7 +235,7 @@ def model_words(document: Any) -> list[str]:
     """Return the arguments that describe the model of a Hugging Face `config.json`."""
     if not isinstance(document, dict):
         raise ConfigError("the model's config.json is not a JSON object")
-    spec = spec_from_hf(document)
+    spec = planned_from_hf(document)
     defaults = {key: field.default for key, field in type(spec).model_fields.items()}
     dumped = spec.model_dump(mode="json", exclude_none=True)
     return [
@@ -280,7 +280,7 @@ def _labels(question: Mapping[str, Any]) -> list[str]:
 
 
 def _config(arguments: list[str]) -> Config:
-    config = load_config(None, arguments)
+    config = load_config(None, arguments, plans=True)
     if config.cluster.preset == LOCAL:
         raise ConfigError(
             "the page plans for devices of the catalogue: set cluster.preset, such as "

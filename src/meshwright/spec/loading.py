@@ -13,6 +13,8 @@ from pydantic_core import ErrorDetails
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.files import read_text
 from meshwright.parsing import parse_json, parse_toml, printable
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.hf import refuse_model_type
 from meshwright.spec.kinds import LARGEST, Spec, is_of_kind, kind_of, shown
 from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import ModelSpec
@@ -149,16 +151,18 @@ def load_config(
     overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     plan: Sections | None = None,
+    plans: bool = False,
 ) -> Config:
     """Return the config of a TOML file or a dict, with overrides.
 
     A dict holds sections, `{"model": {"dim": 64}}`, or keys, `{"model.dim": 64}`. Overrides are
     such a dict, or texts `section.key=value`; both may use the aliases. Without a source, the
     built-in defaults apply. The values of a `plan`, by section, come between the source and the
-    overrides, with the origin "plan". Raises `ConfigError` naming the key, the value, its origin,
-    the rule, and the nearest legal value.
+    overrides, with the origin "plan". With `plans`, the config is only to be planned, so a model
+    that cannot be trained here is taken, too. Raises `ConfigError` naming the key, the value, its
+    origin, the rule, and the nearest legal value.
     """
-    return build_config(read_given(source, overrides, plan=plan))
+    return build_config(read_given(source, overrides, plan=plan), plans=plans)
 
 
 def read_given(
@@ -236,8 +240,11 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def build_config(stated: dict[str, Values]) -> Config:
-    """Return the complete config of the stated values by section; derives missing ones."""
+def build_config(stated: dict[str, Values], *, plans: bool = False) -> Config:
+    """Return the complete config of the stated values by section; derives missing ones.
+
+    `plans` as in `load_config`.
+    """
     if (device := stated["cluster"].get("preset")) is not None:
         stated["cluster"]["preset"] = device._replace(value=full_device_name(device.value))
     preset = stated["model"].get("preset", Value(None, ""))
@@ -257,7 +264,20 @@ def build_config(stated: dict[str, Values]) -> Config:
         sections[name] = _built(name, spec, values)
         for key in KEYS[name]:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
-    return Config.model_validate({**sections, "origins": origins})
+    config = Config.model_validate({**sections, "origins": origins})
+    if not plans and config.model.planned is not None:
+        raise ConfigError(_planned_only(config))
+    return config
+
+
+def _planned_only(config: Config) -> str:
+    """Return the refusal of a model that can be planned, but not trained."""
+    model = config.model
+    assert model.planned is not None
+    where = "" if model.init_from is None else f"model.init_from = {model.init_from!r}: "
+    known = [family.model_type for family in FAMILIES.values()]
+    text = refuse_model_type(model.planned.model_type, known)
+    return f"{where}{text}. It is planned only, from its shapes: `meshwright plan`"
 
 
 def _built(name: str, spec: type[T], values: Values) -> T:

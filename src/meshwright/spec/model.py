@@ -21,6 +21,7 @@ from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import FEATURES, LATER, NEWEST
 from meshwright.spec.kinds import LARGEST, Spec, as_tuple
 from meshwright.spec.lora import BlockKinds, Lora, adapted, check_targets
+from meshwright.spec.mixers import Mixer, Planned
 from meshwright.spec.rotary import RopeScaling, RotaryBase
 from meshwright.units import round_up
 
@@ -29,6 +30,8 @@ MOST_LAYERS: Final = 2048
 MOST_EXPERTS: Final = 4096
 # Rows of the embedding and the head are added up to a multiple of this, which kernels take faster.
 VOCAB_MULTIPLE: Final = 64
+# Fields of a layer that dumps leave out where they are not set.
+_RARE: Final = ("dense", "mixer")
 # What checkpoints, exports and the identity of a run leave out.
 OF_PADDING: Final = "pad_vocab_to_multiple_of"
 
@@ -49,19 +52,35 @@ class LayerSpec(Spec):
     A query sees its own position and the `window - 1` before it; None: all. `rope_theta` is a
     separate base, to which `ModelSpec.rope_scaling` doesn't apply; None: the model's base and
     scaling. Without `rotary`, nothing is rotated. A `dense` layer has an MLP where others have
-    experts.
+    experts. A `mixer` is what it has beside, or in place of, attention and MLP: it is planned only.
     """
 
     window: int | None = Field(default=None, gt=0, le=LARGEST)
     rope_theta: float | None = Field(default=None, gt=0)
     rotary: bool = True
     dense: bool = False
+    mixer: Mixer | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has the model's attention."""
+        return self.mixer is None or self.mixer.attends
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it has anything before its MLP."""
+        return self.mixer is None or self.mixer.mixes
+
+    @property
+    def feeds(self) -> bool:
+        """Whether it has an MLP or experts."""
+        return self.mixer is None or self.mixer.feeds
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields of models with experts, so that dumps are as in earlier versions."""
+        """Leave out what few layers have, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key != "dense" or value}
+        return {key: value for key, value in values.items() if key not in _RARE or value}
 
 
 PLAIN_LAYER: Final = LayerSpec()
@@ -127,6 +146,9 @@ class ModelSpec(Spec):
 
     With `lora`, of the section of that name, linear layers have adapters, and only these are
     trained.
+
+    With `planned`, it is a model of a type that has no modules here, read from its shapes: it can
+    be planned, but not trained. Its `family` is the nearest one; the features are its own.
     """
 
     preset: str | None = None
@@ -186,6 +208,7 @@ class ModelSpec(Spec):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
     init_from: str | None = None
+    planned: Planned | None = None
     lora: Lora | None = None
 
     @property
@@ -251,7 +274,7 @@ class ModelSpec(Spec):
 
     def has_experts(self, layer: LayerSpec) -> bool:
         """Whether a layer has experts instead of one MLP."""
-        return self.experts > 0 and not layer.dense
+        return self.experts > 0 and layer.feeds and not layer.dense
 
     @property
     def expert_width(self) -> int:
@@ -314,6 +337,8 @@ class ModelSpec(Spec):
         unused = {key for key in NEWEST if getattr(self, key) == FEATURES[key]}
         if self.pad_vocab_to_multiple_of is None:
             unused.add(OF_PADDING)
+        if self.planned is None:
+            unused.add("planned")
         return self.model_dump(mode="json", exclude={*implied, *unused})
 
     @model_validator(mode="before")
@@ -324,7 +349,7 @@ class ModelSpec(Spec):
             return values
         name = values.get("family", "llama")  # of any type: it is not validated yet
         family = FAMILIES.get(name) if isinstance(name, str) else None
-        if family is None:
+        if family is None or values.get("planned") is not None:  # all features are its own
             return values
         dim = values.get("dim")
         derived = {}
@@ -346,7 +371,9 @@ class ModelSpec(Spec):
             )
         if self.rope_scaling is not None and self.rotary_dim:
             self.rope_scaling.check_pairs(self.rotary_dim // 2, self.rope_theta)
-        FAMILIES[self.family].refuse_others(dict(self))
+        self._check_planned()
+        if self.planned is None:
+            FAMILIES[self.family].refuse_others(dict(self))
         self._check_experts()
         check_targets(self.lora, self.blocks)
         self._check_router()
@@ -358,6 +385,16 @@ class ModelSpec(Spec):
         """Leave out adapters where there are none, so that dumps are as in earlier versions."""
         values: dict[str, Any] = handler(self)
         return {key: value for key, value in values.items() if key != "lora" or value is not None}
+
+    def _check_planned(self) -> None:
+        """Raise `ValueError` for what has no modules, or adapters of it, in a model to train."""
+        if self.planned is None:
+            if any(layer.mixer is not None for layer in self.layer_pattern):
+                rule = "model.layer_pattern has a mixer, which can be planned, but not trained"
+                raise ValueError(refusal(rule, legal=["model.planned, beside it"]))
+        elif self.lora is not None:
+            rule = f"lora.rank = {self.lora.rank}: adapters of {self.planned.model_type}, which is "
+            raise ValueError(refusal(f"{rule}planned only, are not known", legal=["lora.rank = 0"]))
 
     def _check_experts(self) -> None:
         if not self.experts:

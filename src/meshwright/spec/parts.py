@@ -14,10 +14,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.lora import LINEAR, matrices
+from meshwright.spec.lora import JOINED, LINEAR, matrices
+from meshwright.spec.mixers import Mixer
 from meshwright.spec.model import LayerSpec, ModelSpec, unpadded
 
 Side = tuple[int, str]
@@ -66,7 +67,12 @@ class Part:
     @property
     def is_matmul(self) -> bool:
         """Whether tokens are multiplied by it; false for matrices that are only looked up."""
-        return self.is_matrix and self.name != "embed.weight"
+        return self.is_matrix and not self.is_lookup
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it has a row for each token of the vocabulary, which is only looked up."""
+        return self.name == "embed.weight" or (self.axes[0] == "vocab" and ".mixer." in self.name)
 
     @property
     def is_adapter(self) -> bool:
@@ -114,11 +120,16 @@ def _of_vocabulary(spec: ModelSpec, name: str) -> Part:
 
 
 def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
-    if spec.norms_before:
+    if kind.mixes and spec.norms_before:
         yield from _norm(spec, f"{path}.attn_norm")
-    yield from (_latent_attention if spec.is_latent else _attention)(spec, path)
-    if spec.norms_after:
+    if kind.attends:
+        yield from (_latent_attention if spec.is_latent else _attention)(spec, path)
+    if kind.mixer is not None:
+        yield from _mixer(kind.mixer, path)
+    if kind.mixes and spec.norms_after:
         yield from _norm(spec, f"{path}.attn_post_norm")
+    if not kind.feeds:
+        return
     if spec.norms_before:
         yield from _norm(spec, f"{path}.mlp_norm")
     if spec.has_experts(kind):
@@ -127,6 +138,23 @@ def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
         yield from _linears(spec, path, mlp_linears(spec))
     if spec.norms_after:
         yield from _norm(spec, f"{path}.mlp_post_norm")
+
+
+# The axes of a matrix, by the side that tensor parallelism cuts.
+_CUT_AXES: Final = {
+    "outer": ("heads", "dim"),
+    "inner": ("dim", "heads"),
+    "whole": ("latent", "dim"),
+}
+
+
+def _mixer(mixer: Mixer, path: str) -> Iterator[Part]:
+    """Yield the parameters of what has no module here."""
+    for matrix in mixer.matrices:
+        axes = ("vocab", "dim") if matrix.lookup else _CUT_AXES[matrix.cut]
+        yield Part(f"{path}.{matrix.weight}", (matrix.outer, matrix.inner), axes)
+    if mixer.vectors:
+        yield Part(f"{path}.mixer.vectors", (mixer.vectors,), ("latent",))
 
 
 def _attention(spec: ModelSpec, path: str) -> Iterator[Part]:
@@ -190,13 +218,18 @@ def _experts(spec: ModelSpec, layer: str) -> Iterator[Part]:
     routes = (count, "routes"), (spec.dim, "dim")
     yield from _linear(spec, layer, "mlp.router", *routes, spec.expert_bias)
     inner, outer = (width, "ffn"), (spec.dim, "dim")
-    for name in ("gate", "up"):
-        yield from _of_experts(spec, layer, f"mlp.experts.{name}", inner, outer, "ffn")
+    for name in expert_columns(spec):
+        yield from _of_experts(spec, layer, name, inner, outer, "ffn")
     yield from _of_experts(spec, layer, "mlp.experts.down", outer, inner, "addend")
     if spec.shared_ffn_dim:
         yield from _linears(spec, layer, mlp_linears(spec, "mlp.shared"))
     if spec.shared_gate:
         yield Part(f"{path}.shared_gate.weight", (1, spec.dim), ("routes", "dim"))
+
+
+def expert_columns(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of experts' projections to their width: without a gate, only `up`."""
+    return JOINED if spec.gated_mlp else JOINED[1:]
 
 
 def _of_experts(

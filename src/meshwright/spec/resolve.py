@@ -171,6 +171,8 @@ def resolve_model(section: Values, tokenizer: Value, source: Path | None) -> Val
         for key, value in base.items():
             values.setdefault(key, value)
     family = FAMILIES.get(values.setdefault("family", Value("llama", "default")).value)
+    if values.get("planned", Value(None, "")).value is not None:
+        family = None  # all features are its own
     if family is not None:  # else the spec refuses it
         for key, value in {**family.features, **family.defaults}.items():
             if value != ModelSpec.model_fields[key].default:
@@ -195,7 +197,7 @@ def _bases(section: Values) -> list[Values]:
     init_from = section.get("init_from")
     if init_from is not None and init_from.value is not None:
         try:
-            spec, origin = stored_spec(Path(init_from.value))
+            spec, origin = stored_spec(Path(init_from.value), plans=True)
         except MeshwrightError as error:
             setting = f"model.init_from = {init_from.value!r} ({init_from.origin})"
             raise type(error)(f"{setting}: {error}") from error

@@ -14,6 +14,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.files import read_text
 from meshwright.parsing import parse_json, parse_toml
 from meshwright.spec.hf import spec_from_hf
+from meshwright.spec.hf_shapes import planned_from_hf
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import DataFormat
 
@@ -67,10 +68,11 @@ def steps_folder(run: Path) -> Path:
     return Path(str(folder)) if is_path else run / "checkpoints"
 
 
-def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
+def stored_spec(folder: Path, *, plans: bool = False) -> tuple[ModelSpec, Path]:
     """Return the architecture of a run, step or Hugging Face folder, and its file.
 
-    That of a folder of adapters is its base model's. Raises `CheckpointError` for another folder,
+    That of a folder of adapters is its base model's. With `plans`, that of a type without modules
+    here is read from its shapes, to be planned. Raises `CheckpointError` for another folder,
     `ConfigError` for a file that describes no valid model.
     """
     folder = base_of_adapter(folder) or folder
@@ -80,7 +82,8 @@ def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
         raise CheckpointError(f"{folder} is not a Hugging Face model folder: {path} is missing")
     content = read_object(path)
     try:
-        return (spec_from_hf(content) if step is None else ModelSpec(**content)), path
+        read = planned_from_hf if plans else spec_from_hf
+        return (read(content) if step is None else ModelSpec(**content)), path
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (ValidationError, TypeError) as error:

@@ -1,0 +1,92 @@
+"""The operations, with bytes and FLOPs, of what is planned by its shapes: `spec.mixers`.
+
+Matrices that take the stream come first, then scores and recurrences, then what gives the stream
+back. A recurrence counts at the rate of attention's kernel, its bytes at that of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from meshwright.program.attention import causal_scores
+from meshwright.program.layers.linears import Inputs, row_kept
+from meshwright.program.layers.workspace import Workspace
+from meshwright.program.lower import Program
+from meshwright.program.saved import Op
+from meshwright.program.sizes import Sizes
+from meshwright.spec.mixers import Matrix, Mixer
+
+VECTORS: Final = "mixer.vectors"
+_CORE: Final = "mixer.core"
+# Each saved element is written and read once in the forward.
+_TWICE: Final = 2
+
+
+def operations(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Op]:
+    """Yield the operations of a mixer on a rank, in the order of its forward."""
+    stream = Inputs.of_stream(program, sizes)
+    if mixer.attends:  # attention keeps what both take
+        stream = Inputs(program, sizes, 0)
+    for matrix in mixer.matrices:
+        if matrix.lookup:
+            row_bytes = sizes.tokens * matrix.inner * sizes.element
+            yield Op(matrix.name, "activation", io_bytes=2 * row_bytes)
+        elif matrix.cut != "inner":
+            yield from _product(program, sizes, matrix, stream)
+    yield from _core(program, sizes, mixer)
+    for matrix in mixer.matrices:
+        if matrix.cut == "inner":
+            yield from _product(program, sizes, matrix, stream)
+
+
+def _product(program: Program, sizes: Sizes, matrix: Matrix, stream: Inputs) -> Iterator[Op]:
+    outer, inner = _local(program, matrix)
+    line = sizes.tokens * sizes.element
+    if matrix.cut == "inner":
+        inputs = Inputs(program, sizes, line * inner)
+        yield from inputs.product(matrix.name, inner, outer, row_kept(program, sizes))
+        return
+    takes_stream = matrix.inner == program.model.dim
+    inputs = stream if takes_stream else Inputs(program, sizes, line * inner)
+    yield from inputs.product(matrix.name, inner, outer, line * outer)
+
+
+def _core(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Op]:
+    """Yield scores and recurrences, and what moves beside them."""
+    tp, flops = program.layout.tp, sizes.tokens * mixer.flops / program.layout.tp
+    for scores in mixer.scores:
+        seen = sizes.rows * causal_scores(program.train.seq_len, scores.window)
+        flops += 2.0 * scores.heads / tp * scores.width * seen
+    saved = sizes.tokens * mixer.saved // tp * sizes.element
+    if flops:
+        yield Op(_CORE, "attention", flops, saved, saved)
+    if saved:
+        yield Op("mixer.moves", "activation", io_bytes=_TWICE * saved)
+
+
+def backward_workspaces(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Workspace]:
+    """Yield the needs of a mixer's operations, the last operation first."""
+    rows = [matrix for matrix in mixer.matrices if matrix.cut == "inner"]
+    columns = [matrix for matrix in mixer.matrices if matrix.cut != "inner"]
+    for matrix in reversed(rows):
+        yield _workspace(program, sizes, matrix)
+    saved = sizes.tokens * mixer.saved // program.layout.tp * sizes.element
+    yield Workspace(_CORE, saved, (VECTORS,) if mixer.vectors else ())
+    for matrix in reversed(columns):
+        yield _workspace(program, sizes, matrix)
+
+
+def _workspace(program: Program, sizes: Sizes, matrix: Matrix) -> Workspace:
+    outer, inner = _local(program, matrix)
+    line = sizes.tokens * sizes.element
+    if matrix.lookup:
+        return Workspace(matrix.name, line * inner, (matrix.weight,))
+    return Workspace(matrix.name, line * (outer + inner), (matrix.weight,), line * outer)
+
+
+def _local(program: Program, matrix: Matrix) -> tuple[int, int]:
+    """Return the outer and inner side of a tp rank's part."""
+    tp = program.layout.tp
+    cut = {"outer": (tp, 1), "inner": (1, tp), "whole": (1, 1)}[matrix.cut]
+    return matrix.outer // cut[0], matrix.inner // cut[1]
