@@ -68,8 +68,8 @@ def prove_command(args: argparse.Namespace, out: TextIO) -> int:
 
 def _refuse_own_command(program: Sequence[str]) -> None:
     """Refuse our own training, whose layouts have a proof that needs no recording."""
-    words = [Path(word).name for word in program]
-    if "train" in words and "meshwright" in words[: words.index("train")]:
+    arguments = [Path(word).name for word in program]
+    if "train" in arguments and "meshwright" in arguments[: arguments.index("train")]:
         raise ConfigError(
             "a run of `meshwright train` is proven by `meshwright prove CONFIG.toml`, with the "
             "same keys; `prove -- COMMAND` is for other trainers"
