@@ -1,5 +1,7 @@
 """Other systems compared with one process: where they are right, and faults that were public."""
 
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import pytest
 from benchmarks.other_trainers import page, read, run_cases
 from benchmarks.other_trainers_cases import case
+
+from meshwright.cli import main
 
 pytest.importorskip("accelerate", reason="transformers loads sharded models with accelerate")
 
@@ -84,3 +88,33 @@ def test_meshwright_agrees(tmp_path):
     )
     for row in rows:
         assert row["verdict"]["passed"], row
+
+
+LAUNCHED = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer_loops
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(trainer_loops.Tiny())
+trainer_loops.train(model, dist.get_world_size(), dist.get_rank(), steps=1000)
+"""
+LAUNCHERS = {
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
+    "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29631"],
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_script_is_proven_under_other_launchers(name, tmp_path, monkeypatch, capsys):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    command = [sys.executable, "-m", *LAUNCHERS[name], str(script)]
+    code = main(["prove", "--json", "--folder", str(tmp_path / "steps"), "--", *command])
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["passed"], found["world"]) == (0, True, 2), found

@@ -66,13 +66,40 @@ dist.destroy_process_group()
 """
 
 
-def prove(tmp_path, monkeypatch, capsys, *words, source=SCRIPT):
+# Ranks that the script starts by itself.
+SPAWNED = """\
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer_loops
+
+
+def work(rank, store):
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    model = DistributedDataParallel(trainer_loops.Tiny())
+    trainer_loops.train(model, 2, rank, steps=1000)
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, (f"file://{__file__}.store",), nprocs=2)
+"""
+
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run"),
+    *("--nproc-per-node", "2", "--standalone"),
+]
+
+
+def prove(tmp_path, monkeypatch, capsys, *words, source=SCRIPT, launcher=TORCHRUN):
     script = tmp_path / "train.py"
     script.write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [sys.executable, *launcher, str(script), *words]
+    command = [*launcher, str(script), *words]
     code = main(["prove", "--json", "--folder", str(tmp_path / "steps"), "--", *command])
     return code, json.loads(capsys.readouterr().out)
 
@@ -114,6 +141,42 @@ def test_the_example_of_a_loop_on_fsdp2_is_right(tmp_path, monkeypatch, capsys):
     code, found = prove(tmp_path, monkeypatch, capsys, source=example.read_text())
     assert (code, found["passed"], found["axes"]) == (0, True, {"shard": 2}), found
     assert found["notes"][0] == "each of the 256 targets of a step has the same weight"
+
+
+@pytest.mark.execs
+def test_ranks_that_the_script_spawns_are_reached(tmp_path, monkeypatch, capsys):
+    launcher = [sys.executable]
+    code, found = prove(tmp_path, monkeypatch, capsys, source=SPAWNED, launcher=launcher)
+    assert (code, found["passed"], found["world"]) == (0, True, 2)
+
+
+@pytest.mark.execs
+def test_a_shell_script_that_calls_torchrun_is_reached(tmp_path, monkeypatch, capsys):
+    shell = tmp_path / "train.sh"
+    shell.write_text(f'cd /\nexec {" ".join(TORCHRUN)} "$1" wrong\n')
+    code, found = prove(tmp_path, monkeypatch, capsys, launcher=["bash", str(shell)])
+    assert (code, found["faults"][0]["kind"]) == (1, "missing average")
+
+
+@pytest.mark.execs
+@pytest.mark.parametrize("launcher", [["env", "-i", sys.executable], [sys.executable, "-I"]])
+def test_a_process_that_is_not_reached_is_told_why(launcher, tmp_path, monkeypatch, capsys):
+    code, found = prove(tmp_path, monkeypatch, capsys, source="import torch", launcher=launcher)
+    assert code == 3
+    assert "PYTHONPATH and MESHWRIGHT_WATCH must reach it" in found["refused"]
+    code, found = prove(
+        tmp_path, monkeypatch, capsys, source="import torch", launcher=[sys.executable]
+    )
+    assert code == 3
+    assert "it started 1 Python processes with torch" in found["refused"]
+
+
+@pytest.mark.parametrize(
+    "program", [["meshwright", "train", "a.toml"], [sys.executable, "-m", "meshwright", "train"]]
+)
+def test_a_run_of_ours_is_refused_for_the_proof_that_it_has(program, tmp_path, capsys):
+    assert main(["prove", "--folder", str(tmp_path / "steps"), "--", *program]) == 2
+    assert "meshwright prove CONFIG.toml" in capsys.readouterr().err
 
 
 def test_a_command_that_trains_nothing_has_no_verdict(tmp_path, capsys):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -20,6 +21,7 @@ from meshwright.errors import (
 )
 from meshwright.prove.trainers.report import ISSUE, VERDICT, verdict_lines
 from meshwright.runtime import startup
+from meshwright.runtime.startup import ORDER, REACHED
 
 FOLDER = "meshwright-watch"
 
@@ -27,11 +29,13 @@ FOLDER = "meshwright-watch"
 def prove_command(args: argparse.Namespace, out: TextIO) -> int:
     """Run a command with every Python in it watched, print the verdict, return the exit code."""
     folder = Path(args.folder or FOLDER).absolute()
+    _refuse_own_command(args.program)
     steps = 2 if args.steps is None else args.steps
     if steps < 1:
         raise ConfigError(f"--steps {steps} must be 1 or more")
     if folder.exists():
-        if any(folder.iterdir()) and not any(folder.glob("step-*")):
+        files = [*folder.glob("step-*"), *folder.glob(VERDICT), *folder.glob(f"{REACHED}*")]
+        if any(folder.iterdir()) and not files:
             raise ConfigError(f"{folder} is not empty, and no recording: choose another --folder")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -44,7 +48,7 @@ def prove_command(args: argparse.Namespace, out: TextIO) -> int:
     if not (folder / VERDICT).is_file():
         reason = (
             f"no verdict: the command ended with exit code {code.returncode} before it had trained "
-            f"{steps} steps of a torch model"
+            f"{steps} steps of a torch model; {_how_far(folder)}"
         )
         say_line(reason, out)
         if args.json:
@@ -60,6 +64,29 @@ def prove_command(args: argparse.Namespace, out: TextIO) -> int:
     if verdict["refused"] is not None:
         return EXIT_REFUSED
     return EXIT_DONE if verdict["passed"] else EXIT_CHECK_FAILED
+
+
+def _refuse_own_command(program: Sequence[str]) -> None:
+    """Refuse our own training, whose layouts have a proof that needs no recording."""
+    arguments = [Path(word).name for word in program]
+    if "train" in arguments and "meshwright" in arguments[: arguments.index("train")]:
+        raise ConfigError(
+            "a run of `meshwright train` is proven by `meshwright prove CONFIG.toml`, with the "
+            "same keys; `prove -- COMMAND` is for other trainers"
+        )
+
+
+def _how_far(folder: Path) -> str:
+    """Return whether the command's processes were reached, as the end of a sentence."""
+    watched = sum(1 for _ in folder.glob(f"{REACHED}*"))
+    if watched:
+        return f"it started {watched} Python processes with torch, which did not come so far"
+    return (
+        "no Python process of it imported torch and had the environment of this command: "
+        f"PYTHONPATH and {ORDER} must reach it. `python -I`, `-E` and `-S`, `env -i`, `sudo`, "
+        "containers and `srun --export=NONE` leave them out: pass them on, or use `mw.watch` in "
+        "the script"
+    )
 
 
 def _environ(folder: Path, steps: int) -> dict[str, str]:

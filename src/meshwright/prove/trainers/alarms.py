@@ -74,7 +74,9 @@ class ReplicaAlarms:
 
     finish = stop
 
-    def _clips(self, clip: Callable[[], Any], max_norm: float) -> Any:
+    def _clips(
+        self, clip: Callable[[], Any], max_norm: float, parameters: Sequence[Tensor] | None
+    ) -> Any:
         norm = clip()
         self._norm = number_of(norm)
         return norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -18,20 +18,27 @@ _CLIPPERS: Final = (
 
 
 @contextlib.contextmanager
-def around_clipping(around: Callable[[Callable[[], Any], float], Any]) -> Iterator[None]:
-    """Call `around(clip, max_norm)` in place of torch's clipping, wherever it was imported."""
+def around_clipping(
+    around: Callable[[Callable[[], Any], float, Sequence[Tensor] | None], Any],
+) -> Iterator[None]:
+    """Call `around(clip, max_norm, parameters)` in place of torch's clipping, wherever imported.
+
+    `parameters` is None where the norm isn't that of the parameters that are given.
+    """
     homes = [(sys.modules.get(home), name) for home, name in _CLIPPERS]
     originals = [getattr(home, name) for home, name in homes if hasattr(home, name)]
     changed: list[tuple[Any, str, Any]] = []
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            has_norm = original.__name__.endswith("clip_grads_with_norm_")
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
             def proceed() -> Any:
-                norm = original(parameters, max_norm, *args, **kwargs)
-                has_norm = original.__name__.endswith("clip_grads_with_norm_")
+                norm = original(given, max_norm, *args, **kwargs)
                 return [*args, *kwargs.values()][0] if has_norm else norm
 
-            return around(proceed, max_norm)
+            return around(proceed, max_norm, None if has_norm else given)
 
         return clip
 
@@ -47,7 +54,7 @@ def around_clipping(around: Callable[[Callable[[], Any], float], Any]) -> Iterat
         method = fsdp.FullyShardedDataParallel.clip_grad_norm_
 
         def clip_fsdp(self: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            return around(lambda: method(self, max_norm, *args, **kwargs), max_norm)
+            return around(lambda: method(self, max_norm, *args, **kwargs), max_norm, None)
 
         changed.append((fsdp.FullyShardedDataParallel, "clip_grad_norm_", method))
         fsdp.FullyShardedDataParallel.clip_grad_norm_ = clip_fsdp

@@ -8,7 +8,7 @@ mislead: a partial gradient has any ratio.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ FaultKind = Literal[
     "microbatch lost",
     "data rank lost",
     "local token count",
+    "not cleared",
     "replicas differ",
     "wrong",
 ]
@@ -82,12 +83,14 @@ class _Hypothesis(NamedTuple):
 class Namer:
     """Names the faults of tensors of one step; `scale` turns the contributions' sum into exact.
 
-    `bound` of a tensor is its tolerance, relative to its size.
+    `previous` has the gradients of the step before. `bound` of a tensor is its
+    tolerance, relative to its size.
     """
 
     axes: Sequence[MeshAxis]
     replayed: ReplayedStep
     scale: float
+    previous: Mapping[str, GatheredTensor] = field(default_factory=dict)
 
     def name(self, tensor: str, gathered: GatheredTensor, bound: float) -> NamedFault:
         """Return the fault of a gradient that differs from the reference."""
@@ -153,12 +156,24 @@ class Namer:
             axes, how = factor_of(ratio, self.axes, self._microbatches)
             return NamedFault(guess.kind, f"{guess.how}, and {how}", ranks, guess.axes, ratio)
         exact = self.replayed.summed(tensor) * self.scale
+        if self._has_previous(tensor, ranks[0], value - exact, left * value.norm().item()):
+            how = "has that of the step before in it: it was not cleared"
+            return NamedFault("not cleared", how, ranks)
         ratio, residual = _fitted(value, exact)
         if residual < 1:
             how = f"is {ratio:.4g} times the reference and a rest of {residual:.2g} of its size"
         else:
             how = "has nothing of the reference"
         return NamedFault("wrong", how, ranks)
+
+    def _has_previous(self, tensor: str, rank: int, excess: Tensor, left: float) -> bool:
+        """Whether an excess is a multiple of the gradient of the step before, which was clipped."""
+        gathered = self.previous.get(tensor)
+        before = None if gathered is None else gathered.by_rank().get(rank)
+        if before is None or before.shape != excess.shape or not before.isfinite().all():
+            return False
+        ratio, residual = _fitted(excess, before.double())
+        return ratio > 0 and residual * excess.norm().item() <= left
 
     @property
     def _microbatches(self) -> int:

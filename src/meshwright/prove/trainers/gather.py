@@ -27,22 +27,36 @@ _WRAPPERS: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig
 SEQUENCE_AXES: Final = {"cp", "context", "context_parallel", "sequence", "ulysses", "sp"}
 
 
+def wrapped_in(module: nn.Module) -> nn.Module | None:
+    """Return the module inside of DDP, FSDP1, a checkpoint, torch.compile or an engine."""
+    for name in ("module", *_WRAPPERS):
+        inner = module._modules.get(name)
+        is_wrapper = name != "module" or isinstance(module, DistributedDataParallel)
+        if inner is not None and (is_wrapper or hasattr(module, "optimizer")):
+            return inner
+    return None
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of DDP, FSDP1, torch.compile or an engine."""
-    while True:
-        for name in ("module", *_WRAPPERS):
-            inner = model._modules.get(name)
-            is_wrapper = name != "module" or isinstance(model, DistributedDataParallel)
-            if inner is not None and (is_wrapper or hasattr(model, "optimizer")):
-                model = inner
-                break
-        else:
-            return model
+    """Return the model inside of all wrappers."""
+    while (inner := wrapped_in(model)) is not None:
+        model = inner
+    return model
 
 
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def clean_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by the names that they have without wrappers."""
+    return {_clean_name(model, name): p for name, p in model.named_parameters()}
+
+
+def _clean_name(model: nn.Module, name: str) -> str:
+    module, parts = model, list[str]()
+    for part in name.split("."):
+        inner = module._modules.get(part)
+        if inner is None or inner is not wrapped_in(module):
+            parts.append(part)
+        module = module if inner is None else inner
+    return ".".join(parts)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -75,11 +89,16 @@ class ModelReader:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their clean names."""
-        return {
-            clean_name(name): parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
+        return {name: p for name, p in clean_names(self.model).items() if p.requires_grad}
+
+    def prints(self) -> dict[int, tuple[float, float]]:
+        """Return two numbers of each local parameter, by its id: they change if an update does.
+
+        Parameters that an engine holds elsewhere between forwards have none.
+        """
+        if self._is_fsdp1 or self.is_deepspeed:
+            return {}
+        return {id(p): _print_of(p) for p in self.model.parameters() if p.requires_grad}
 
     def is_unlabelled_shard(self, parameter: Tensor) -> bool:
         """Whether a plain tensor is one rank's part: FSDP1's, Megatron's, or AutoTP's."""
@@ -205,6 +224,18 @@ def assembled(
         for group in fitting[0].groups
     )
     return GatheredTensor(copies, (*gathered.sharded_over, fitting[0].name))
+
+
+def _print_of(parameter: nn.Parameter) -> tuple[float, float]:
+    local = parameter.detach()
+    local = local._local_tensor if isinstance(local, DTensor) else local
+    values = local.flatten().double()
+    return float(values.sum()), float(values.norm())
+
+
+def have_changed(before: Mapping[int, Any], after: Mapping[int, Any]) -> bool:
+    """Whether a parameter that is in both has other numbers (`ModelReader.prints`)."""
+    return any(before.get(key, value) != value for key, value in after.items())
 
 
 def _axis_names(mesh: Any) -> tuple[str, ...]:

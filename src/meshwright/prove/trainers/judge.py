@@ -24,6 +24,7 @@ from meshwright.prove.trainers.observed import (
     ReplayedStep,
     axes_and_products,
 )
+from meshwright.prove.trainers.own_clip import own_clip
 
 StepQuantity = Literal["weights", "loss", "gradient", "norm", "update"]
 Convention = Literal["mean", "sum"]
@@ -71,7 +72,8 @@ class RunVerdict:
     """What a comparison says: `faults`, or `refused` (why nothing can be said), or neither.
 
     `convention` says whether the gradient follows the mean or the sum of the data ranks' losses.
-    `worst` is the largest error as a share of its tolerance, of what agrees.
+    `worst` is the largest error as a share of its tolerance, of what agrees; `notes` say what was
+    not compared.
     """
 
     faults: tuple[StepFault, ...]
@@ -79,6 +81,7 @@ class RunVerdict:
     convention: Convention
     compared: int
     worst: float
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -93,6 +96,7 @@ class RunVerdict:
             "convention": self.convention,
             "compared": self.compared,
             "worst_share_of_tolerance": self.worst,
+            "notes": list(self.notes),
             "faults": [
                 {key: _finite(value) for key, value in vars(fault).items()} for fault in self.faults
             ],
@@ -126,9 +130,14 @@ def judge(
     if dead is not None:
         return RunVerdict((), dead, convention or "mean", 0, 0.0)
     convention = convention or _convention(observed[0], replayed[0])
+    clip = own_clip(observed, replayed, _scales(replayed[0])[convention])
+    notes = [clip.text] if clip is not None else []
+    observed = observed if clip is None else clip.undone(observed)
     faults, errors, compared = list[StepFault](), [0.0], 0
+    previous: Mapping[str, GatheredTensor] = {}
     for number, (seen, exact) in enumerate(zip(observed, replayed, strict=True), 1):
-        one_step = _StepJudge(number, seen, exact, axes, order, convention)
+        one_step = _StepJudge(number, seen, exact, axes, order, convention, previous)
+        previous = seen.gradients
         for fault in one_step.faults():
             if faults and fault.quantity == "weights":
                 continue  # it follows from what the steps before did
@@ -136,8 +145,9 @@ def judge(
                 faults.append(fault)
         errors += one_step.shares
         compared += len(one_step.shares)
+        notes += [note for note in one_step.notes if note not in notes]
     worst = max(share for share in errors if share <= 1)
-    return RunVerdict(tuple(faults), None, convention, compared, worst)
+    return RunVerdict(tuple(faults), None, convention, compared, worst, tuple(notes))
 
 
 def _dead(observed: Sequence[ObservedStep], replayed: Sequence[ReplayedStep]) -> str | None:
@@ -198,8 +208,10 @@ class _StepJudge:
         axes: Sequence[MeshAxis],
         order: Sequence[str],
         convention: Convention,
+        previous: Mapping[str, GatheredTensor],
     ) -> None:
         self._number, self._observed, self._replayed = number, observed, replayed
+        self._previous, self.notes = previous, list[str]()
         self._axes, self._scale = axes, _scales(replayed)[convention]
         names = replayed.contributions[0].gradients
         self._order = [name for name in order if name in names]
@@ -267,7 +279,7 @@ class _StepJudge:
         wrong = {name: error for name, error in errors.items() if error.is_wrong}
         if not wrong:
             return
-        namer = Namer(self._axes, self._replayed, self._scale)
+        namer = Namer(self._axes, self._replayed, self._scale, self._previous)
         named = {
             name: namer.name(name, self._observed.gradients[name], error.bound)
             for name, error in wrong.items()
@@ -341,10 +353,15 @@ class _StepJudge:
         """Yield a norm that is not that of the whole gradient, or not the same on all ranks."""
         if not self._observed.norms:
             return
-        squares = {name: exact.square().sum().item() for name, exact in self._exact.items()}
+        normed = self._observed.normed
+        squares = {
+            name: exact.square().sum().item()
+            for name, exact in self._exact.items()
+            if normed is None or name in normed
+        }
         exact = math.sqrt(sum(squares.values()))
         noise = max(
-            (math.sqrt(sum(_off(r[n], self._exact[n]) ** 2 for n in r)) for r in
+            (math.sqrt(sum(_off(r[n], self._exact[n]) ** 2 for n in squares)) for r in
              self._expected.rounded), default=0.0,
         )  # fmt: skip
         bound = MARGIN * noise / exact + LEAST * 2.0**-24
@@ -374,7 +391,7 @@ class _StepJudge:
         total = sum(squares.values())
         sizes = {axis.name: axis.size for axis in axes_and_products(self._axes)}
         for label, names in self._classes().items():
-            part = sum(squares[name] for name in names)
+            part = sum(squares.get(name, 0.0) for name in names)
             if not part:
                 continue
             count = (norm**2 - total) / part + 1
@@ -421,6 +438,12 @@ class _StepJudge:
                 if value is not None and square:
                     ratios.append((value.double() * expected.exact[name]).sum().item() / square)
         if not wrong:
+            return
+        if self._observed.is_touched:
+            self.notes.append(
+                f"the update of {_named(wrong)} is not compared: the program changes the weights "
+                "after the optimizer's step"
+            )
             return
         sentence = f"the gradients are right, but the update of {_named(wrong)} is not"
         ratio = None

@@ -46,7 +46,9 @@ class ObservedStep(NamedTuple):
 
     `gradients` are those before clipping, `norms` what each rank clipped by (empty if the run does
     not clip), `updates` the weights after the step minus those before. `losses` has one number
-    for each `Contribution`, in the same order.
+    for each `Contribution`, in the same order. `normed` are the parameters that the norm counts,
+    None if all. If `is_touched`, the updates include what the program does to the weights after
+    the optimizer's step.
     """
 
     weights: Mapping[str, GatheredTensor]
@@ -54,6 +56,8 @@ class ObservedStep(NamedTuple):
     updates: Mapping[str, GatheredTensor]
     norms: Mapping[int, float]
     losses: Sequence[float] = ()
+    normed: frozenset[str] | None = None
+    is_touched: bool = False
 
 
 class Contribution(NamedTuple):

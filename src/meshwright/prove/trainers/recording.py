@@ -46,29 +46,59 @@ class RecordedMicrobatch:
 
 
 @dataclass
+class Clip:
+    """A call that clips gradients: its norm, and the parameters of the model that it counts.
+
+    `names` is None if these are all; `others` is the number of parameters of other models.
+    """
+
+    norm: float
+    max_norm: float
+    names: list[str] | None = None
+    others: int = 0
+
+    def factor(self, name: str) -> float:
+        """Return what a parameter's gradient is multiplied by."""
+        if self.names is not None and name not in self.names:
+            return 1.0
+        return min(1.0, self.max_norm / (self.norm + 1e-6))
+
+
+@dataclass
 class RecordedStep:
-    """One rank's record of a step; `norm` and `max_norm` are None if it did not clip."""
+    """One rank's record of a step.
+
+    The received gradients are `loss_scale` times too large. `is_touched` says that the weights
+    changed between the optimizer's step and the next forward, so that `after` includes that.
+    """
 
     microbatches: list[RecordedMicrobatch] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] | None = None
     after: dict[str, Tensor] = field(default_factory=dict)
-    norm: float | None = None
-    max_norm: float | None = None
+    clips: list[Clip] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    loss_scale: float = 1.0
+    is_touched: bool = False
 
 
 @dataclass
 class LoadedStep:
-    """A step of all ranks; `microbatches` by rank."""
+    """A step of all ranks; `microbatches` and `clips` by rank."""
 
     microbatches: list[list[RecordedMicrobatch]]
     weights: dict[str, GatheredTensor]
     gradients: dict[str, GatheredTensor]
     after: dict[str, GatheredTensor]
-    norms: dict[int, float]
-    max_norm: float | None
+    clips: list[list[Clip]]
     groups: list[dict[str, Any]]
+    is_touched: bool
+
+    @property
+    def norms(self) -> dict[int, float]:
+        """The norm that each rank clips by, if it is one norm of parameters of the model alone."""
+        is_one = all(len(clips) == 1 and not clips[0].others for clips in self.clips)
+        return {rank: clips[0].norm for rank, clips in enumerate(self.clips)} if is_one else {}
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "input") -> Any:
@@ -134,15 +164,16 @@ def write_step(
             tensors[f"inputs|{place}|{name}"] = tensor.contiguous().clone()
         for output, gradient in microbatch.gradients.items():
             full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            full = full / step.loss_scale
             tensors[f"outputs|{place}|{output}"] = full.detach().cpu().contiguous().clone()
         microbatches.append({"inputs": microbatch.inputs, "values": microbatch.values})
     facts = {
         "microbatches": microbatches,
         "holders": holders,
         "sharded": sharded,
-        "norm": step.norm,
-        "max_norm": step.max_norm,
+        "clips": [vars(clip) for clip in step.clips],
         "groups": step.groups,
+        "is_touched": step.is_touched,
     }
     place_of_step = folder / f"step-{number}"
     place_of_step.mkdir(parents=True, exist_ok=True)
@@ -159,16 +190,31 @@ def load_step(folder: Path, number: int, ranks: int) -> LoadedStep:
         kind: _gathered(kind, facts[0]["holders"][kind], tensors, facts[0]["sharded"])
         for kind in ("weights", "gradients", "after")
     }
-    norms = {rank: fact["norm"] for rank, fact in enumerate(facts) if fact["norm"] is not None}
     return LoadedStep(
         [_microbatches(facts[rank], tensors[rank]) for rank in range(ranks)],
         gathered["weights"],
         gathered["gradients"],
         gathered["after"],
-        norms,
-        facts[0]["max_norm"],
-        facts[0]["groups"],
+        [[Clip(**clip) for clip in fact["clips"]] for fact in facts],
+        _groups_of([fact["groups"] for fact in facts]),
+        any(fact["is_touched"] for fact in facts),
     )
+
+
+def _groups_of(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the optimizers' groups with the parameters of all ranks, each of them once."""
+    groups = [dict(group) for group in by_rank[0]]
+    known = {name for group in groups for name in group["names"]}
+    for rank_groups in by_rank[1:]:
+        for place, group in enumerate(rank_groups):
+            names = [name for name in group["names"] if name not in known]
+            known.update(names)
+            same = groups[place : place + 1]
+            if same and {**same[0], "names": ()} == {**group, "names": ()}:
+                same[0]["names"] = [*same[0]["names"], *names]
+            elif names:
+                groups.append({**group, "names": names})
+    return groups
 
 
 def _gathered(

@@ -7,6 +7,7 @@ to a gradient is known by itself. One replay is in fp64; others have the run's r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from meshwright.errors import ConfigError
 from meshwright.prove.expected import MARGIN, Expected
+from meshwright.prove.trainers.gather import clean_names
 from meshwright.prove.trainers.normalization import TargetWeights, target_weights
 from meshwright.prove.trainers.observed import Contribution, GatheredTensor, ReplayedStep
 from meshwright.prove.trainers.recording import (
@@ -28,7 +30,7 @@ from meshwright.prove.trainers.recording import (
     decode,
     summary_of,
 )
-from meshwright.prove.trainers.twin import fill, named
+from meshwright.prove.trainers.twin import fill
 
 # Samples with the run's rounding: of the weights, and of weights that are perturbed by a rounding.
 _SAMPLES: Final = 3
@@ -165,7 +167,7 @@ class Replayer:
             self._weighting.append(target_weights(logits[0], row.data_rank, row.microbatch))
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for name, p in named(twin).items()
+            for name, p in clean_names(twin).items()
             if p.requires_grad
         }
         return gradients, values
@@ -177,7 +179,7 @@ class Replayer:
 
     def _watch_order(self, twin: nn.Module) -> None:
         """Note the parameters in the order in which the forward first uses their modules."""
-        names = {id(parameter): name for name, parameter in named(twin).items()}
+        names = {id(parameter): name for name, parameter in clean_names(twin).items()}
 
         def use(module: nn.Module, args: Any) -> None:
             for parameter in module.parameters(recurse=False):
@@ -244,10 +246,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def replay_updates(
-    steps: Sequence[LoadedStep], kind: type[torch.optim.Optimizer]
+    steps: Sequence[LoadedStep], kinds: Mapping[str, type[torch.optim.Optimizer]]
 ) -> list[Expected]:
-    """Return what the optimizer adds to the weights, given the run's own gradients and norms."""
-    exact, rounded = _updates(steps, kind, torch.float64), _updates(steps, kind, None)
+    """Return what the optimizers add to the weights, given the run's own gradients and norms.
+
+    `kinds` has the classes that groups name; weights in groups of other classes are left out.
+    """
+    exact, rounded = _updates(steps, kinds, torch.float64), _updates(steps, kinds, None)
     expected = []
     for step, exact_update, rounded_update in zip(steps, exact, rounded, strict=True):
         expected.append(Expected(exact_update, [rounded_update], _first_copies(step.weights)))
@@ -270,41 +275,50 @@ def _without_global_hooks() -> Iterator[None]:
 
 
 def _updates(
-    steps: Sequence[LoadedStep], kind: type[torch.optim.Optimizer], dtype: torch.dtype | None
+    steps: Sequence[LoadedStep],
+    kinds: Mapping[str, type[torch.optim.Optimizer]],
+    dtype: torch.dtype | None,
 ) -> list[dict[str, Tensor]]:
     """Return the updates of each step; in the run's own dtype without one."""
     weights = _first_copies(steps[0].weights)
-    parameters = {
-        name: nn.Parameter(w.to(dtype or w.dtype, copy=True)) for name, w in weights.items()
-    }
-    groups = [
-        {**group["settings"], "params": [parameters[n] for n in group["names"] if n in parameters]}
-        for group in steps[0].groups
-    ]
-    groups = [group for group in groups if group["params"]]
-    optimizer = kind(groups, **{k: v for k, v in groups[0].items() if k == "lr"})
+    parameters, optimizers = dict[str, nn.Parameter](), list[torch.optim.Optimizer]()
+    for group in replayed_groups(steps[0], kinds):
+        names = [name for name in group["names"] if name in weights]
+        ours = {n: nn.Parameter(weights[n].to(dtype or weights[n].dtype, copy=True)) for n in names}
+        parameters.update(ours)
+        settings = {**group["settings"], "params": list(ours.values())}
+        rate = {key: value for key, value in settings.items() if key == "lr"}
+        optimizers.append(kinds[group["kind"]]([settings], **rate))
     updates = []
     for step in steps:
-        settings = [group["settings"] for group in step.groups if group["names"]]
-        for group, values in zip(optimizer.param_groups, settings, strict=False):
-            group.update(values)
-        clip = 1.0
-        if step.max_norm is not None and step.norms:
-            clip = min(1.0, step.max_norm / (min(step.norms.values()) + 1e-6))
+        for optimizer, group in zip(optimizers, replayed_groups(step, kinds), strict=True):
+            optimizer.param_groups[0].update(group["settings"])
         gradients, before = _first_copies(step.gradients), _first_copies(step.weights)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(before[name])
                 gradient = gradients.get(name)
-                parameter.grad = None if gradient is None else gradient.to(parameter.dtype) * clip
+                factor = _clip_factor(step, name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype) * factor
         with _without_global_hooks():
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
         updates.append(
             {n: p.detach().double() - before[n].double() for n, p in parameters.items()}
             if dtype is None
             else {n: p.detach() - before[n].to(dtype) for n, p in parameters.items()}
         )
     return updates
+
+
+def replayed_groups(step: LoadedStep, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups of optimizers of some classes that hold parameters of the model."""
+    return [group for group in step.groups if group["kind"] in kinds and group["names"]]
+
+
+def _clip_factor(step: LoadedStep, name: str) -> float:
+    by_rank = [math.prod(clip.factor(name) for clip in clips) for clips in step.clips]
+    return min(by_rank)
 
 
 def _first_copies(tensors: Mapping[str, GatheredTensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.prove.trainers.faults import factor_of
-from meshwright.prove.trainers.gather import SEQUENCE_AXES, assembled
+from meshwright.prove.trainers.gather import SEQUENCE_AXES, assembled, clean_names
 from meshwright.prove.trainers.judge import RunVerdict, StepFault, judge
 from meshwright.prove.trainers.normalization import TargetWeights, convention_text
 from meshwright.prove.trainers.observed import (
@@ -22,21 +22,27 @@ from meshwright.prove.trainers.observed import (
     RankCopy,
 )
 from meshwright.prove.trainers.recording import LoadedStep, load_step
-from meshwright.prove.trainers.replay import Precision, Replayer, data_rows, replay_updates
+from meshwright.prove.trainers.replay import (
+    Precision,
+    Replayer,
+    data_rows,
+    replay_updates,
+    replayed_groups,
+)
 from meshwright.prove.trainers.report import TrainerVerdict
-from meshwright.prove.trainers.twin import make_twin, named
+from meshwright.prove.trainers.twin import make_twin
 from meshwright.units import counted
 
 
 class RunFacts(NamedTuple):
-    """What is known of a recorded run; `optimizer` is None if its updates cannot be replayed."""
+    """What is known of a recorded run; `optimizers` has those whose updates can be replayed."""
 
     folder: Path
     world: int
     steps: int
     axes: Sequence[MeshAxis]
     compute_dtype: torch.dtype | None
-    optimizer: type[torch.optim.Optimizer] | None
+    optimizers: Mapping[str, type[torch.optim.Optimizer]]
 
 
 def compare_run(
@@ -68,8 +74,14 @@ def _compared(
     dtype = next(iter(weights.values())).dtype
     precision = Precision(dtype, facts.compute_dtype or dtype)
     replay = Replayer(lambda: make_twin(model, weights, reference), precision).run(gathered)
-    if facts.optimizer is not None and all(step.groups for step in gathered):
-        updates = replay_updates(gathered, facts.optimizer)
+    first = replayed_groups(gathered[0], facts.optimizers)
+    names = [group["names"] for group in first]
+    is_same = all(
+        [group["names"] for group in replayed_groups(step, facts.optimizers)] == names
+        for step in gathered
+    )
+    if first and is_same:
+        updates = replay_updates(gathered, facts.optimizers)
         pairs = zip(replay.steps, updates, strict=True)
         replay.steps = [step._replace(updates=expected) for step, expected in pairs]
     elif any(step.after for step in gathered):
@@ -78,7 +90,13 @@ def _compared(
             "begins with these steps"
         )
     observed = [_observed(step) for step in gathered]
+    if any(any(step.clips) and not step.norms for step in gathered):
+        notes.append(
+            "the norm is not compared: the run clips several times a step, or with parameters of "
+            "other models"
+        )
     verdict = judge(observed, replay.steps, facts.axes, replay.order)
+    notes += verdict.notes
     rows = data_rows(steps[0])
     scale = 1.0 if verdict.convention == "sum" else 1 / len({row.data_rank for row in rows})
     weighting = replay.weighting[: len(rows)]
@@ -115,7 +133,9 @@ def _refuse(facts: RunFacts, steps: Sequence[LoadedStep]) -> None:
                 "reads cannot be put together without knowing how"
             )
     counts = {len(microbatches) for step in steps for microbatches in step.microbatches}
-    if 0 in counts or any(len({len(m) for m in step.microbatches}) > 1 for step in steps):
+    if 0 not in counts and any(len({len(m) for m in s.microbatches}) > 1 for s in steps):
+        raise ConfigError("the ranks take different numbers of microbatches in a step")
+    if 0 in counts:
         raise ConfigError(
             "not every rank calls the model and gets a gradient for its outputs (a pipeline, or "
             "a loss that is computed elsewhere): nothing can be replayed"
@@ -128,12 +148,12 @@ def _shapes(
     """Return the whole shape of each parameter: those of the unsharded model if it can be made."""
     values = _values(step.weights)
     if reference is not None:
-        return {name: p.shape for name, p in named(reference()).items()}
+        return {name: p.shape for name, p in clean_names(reference()).items()}
     try:
         twin = make_twin(model, values)
     except (ConfigError, RuntimeError):
         return {name: value.shape for name, value in values.items()}
-    return {name: p.shape for name, p in named(twin).items()}
+    return {name: p.shape for name, p in clean_names(twin).items()}
 
 
 def _whole(
@@ -157,8 +177,8 @@ def _whole(
                 continue
             kinds[kind][name] = tensor
     return LoadedStep(
-        step.microbatches, kinds["weights"], kinds["gradients"], kinds["after"], step.norms,
-        step.max_norm, step.groups,
+        step.microbatches, kinds["weights"], kinds["gradients"], kinds["after"], step.clips,
+        step.groups, step.is_touched,
     )  # fmt: skip
 
 
@@ -173,7 +193,12 @@ def _observed(step: LoadedStep) -> ObservedStep:
                 copies.append(RankCopy(copy.ranks, copy.value.double() - start.double()))
         updates[name] = GatheredTensor(tuple(copies), after.sharded_over)
     losses = [next(iter(row.record.values.values())) for row in data_rows(step)]
-    return ObservedStep(step.weights, step.gradients, updates, step.norms, losses)
+    counted_names = [clip.names for clips in step.clips for clip in clips]
+    normed = set[str]().union(*(names or () for names in counted_names))
+    return ObservedStep(
+        step.weights, step.gradients, updates, step.norms, losses,
+        None if None in counted_names or not normed else frozenset(normed), step.is_touched,
+    )  # fmt: skip
 
 
 def _values(tensors: Mapping[str, GatheredTensor]) -> dict[str, Tensor]:

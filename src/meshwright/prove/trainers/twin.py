@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
-from meshwright.prove.trainers.gather import clean_name
+from meshwright.prove.trainers.gather import clean_names, unwrapped
 
 # Of a module, hooks of engines and of Python: a twin has none.
 _HOOKS = (
@@ -46,7 +46,10 @@ def make_twin(
         twin = _of_config(model)
         _copy_buffers(model, twin)
     else:
-        twin = _copied(model, weights, {})
+        named_weights = {
+            id(p): weights[name] for name, p in clean_names(model).items() if name in weights
+        }
+        twin = _copied(model, named_weights, {})
     twin = twin.to("cpu")
     _check_names(twin, weights)
     for parameter in twin.parameters():
@@ -59,18 +62,13 @@ def fill(twin: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -> 
     """Give a twin some weights and a dtype."""
     twin.to(dtype)
     with torch.no_grad():
-        for name, parameter in named(twin).items():
+        for name, parameter in clean_names(twin).items():
             if name in weights:
                 parameter.copy_(weights[name])
 
 
-def named(twin: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a twin's parameters by clean name."""
-    return {clean_name(name): parameter for name, parameter in twin.named_parameters()}
-
-
 def _check_names(twin: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    parameters = named(twin)
+    parameters = clean_names(twin)
     missing = [name for name in weights if name not in parameters]
     if missing:
         raise ConfigError(
@@ -117,10 +115,12 @@ def _copy_buffers(model: nn.Module, twin: nn.Module) -> None:
                 buffer.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
-def _copied(
-    module: nn.Module, weights: Mapping[str, Tensor], copies: dict[int, Any], prefix: str = ""
-) -> nn.Module:
-    """Return a copy of a module and those inside of it, with whole weights and no hooks."""
+def _copied(module: nn.Module, weights: Mapping[int, Tensor], copies: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module and those inside of it, without hooks and wrappers.
+
+    `weights` has the whole weights by the id of the parameter.
+    """
+    module = unwrapped(module)
     if id(module) in copies:
         twin: nn.Module = copies[id(module)]
         return twin
@@ -135,10 +135,9 @@ def _copied(
     twin.__dict__["_parameters"], twin.__dict__["_modules"] = {}, {}
     twin.__dict__["_buffers"] = {n: _copy_of(b) for n, b in module._buffers.items()}
     for name, parameter in module._parameters.items():
-        twin._parameters[name] = _whole_parameter(parameter, weights, prefix + name, copies)
+        twin._parameters[name] = _whole_parameter(parameter, weights, copies)
     for name, inner in module._modules.items():
-        path = f"{prefix}{name}."
-        twin._modules[name] = None if inner is None else _copied(inner, weights, copies, path)
+        twin._modules[name] = None if inner is None else _copied(inner, weights, copies)
     return twin
 
 
@@ -149,13 +148,13 @@ def _copy_of(buffer: Tensor | None) -> Tensor | None:
 
 
 def _whole_parameter(
-    parameter: nn.Parameter | None, weights: Mapping[str, Tensor], name: str, copies: dict[int, Any]
+    parameter: nn.Parameter | None, weights: Mapping[int, Tensor], copies: dict[int, Any]
 ) -> nn.Parameter | None:
     """Return a parameter with the whole weights, the same one for a tied parameter."""
     if parameter is None:
         return None
     if id(parameter) not in copies:
-        value = weights.get(clean_name(name))
+        value = weights.get(id(parameter))
         value = parameter.detach().cpu() if value is None else value
         copies[id(parameter)] = nn.Parameter(value.clone(), parameter.requires_grad)
     copied: nn.Parameter = copies[id(parameter)]

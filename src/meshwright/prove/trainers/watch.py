@@ -1,14 +1,16 @@
 """`watch`: records a few steps of any trainer on every rank, and compares them with one process.
 
-It hooks the model's forward, `clip_grad_norm_` and the optimizer's step; after the last recorded
-step, the hooks are removed, and rank 0 replays the steps while the others wait.
+It hooks the model's forward, `clip_grad_norm_` and the optimizer's step. A step ends when the next
+one's forward begins, since programs change the weights after the optimizer, too: they gather, or
+normalize them. After the last step, the hooks are removed, and rank 0 replays the steps while the
+others wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -25,9 +27,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from meshwright.errors import ConfigError
 from meshwright.prove.trainers.alarms import ReplicaAlarms
 from meshwright.prove.trainers.clipping import around_clipping, full, number_of
-from meshwright.prove.trainers.gather import ModelReader, everyones
-from meshwright.prove.trainers.judge import RunVerdict
+from meshwright.prove.trainers.gather import (
+    ModelReader,
+    digest,
+    everyones,
+    have_changed,
+)
+from meshwright.prove.trainers.judge import RunVerdict, StepFault
 from meshwright.prove.trainers.recording import (
+    Clip,
     RecordedMicrobatch,
     RecordedStep,
     encode,
@@ -69,8 +77,12 @@ class TrainerWatch:
         self._step, self._done = RecordedStep(), 0
         self._clip_depth = 0
         self._compute_dtype: torch.dtype | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._has_state, self._is_open = False, True
+        self._stepping: torch.optim.Optimizer | None = None  # others may step inside of it
+        self._is_updated, self._is_scaled, self._is_part = False, False, False
+        self._start_prints: dict[int, tuple[float, float]] = {}
+        self._end_prints: dict[int, tuple[float, float]] = {}
+        self._optimizers = dict[str, type[torch.optim.Optimizer] | None]()
+        self._is_open = True
         self._stack = contextlib.ExitStack()
         self.notes = list[str]()
         self.verdict: TrainerVerdict | None = None
@@ -92,6 +104,8 @@ class TrainerWatch:
         A program that computes gradients without an optimizer is compared by these.
         """
         pending = self._step.microbatches
+        if self._is_updated:
+            return True
         if not pending:
             return self._done > 0
         return all(m.gradients for m in pending) and not self._has_optimizer()
@@ -110,7 +124,9 @@ class TrainerWatch:
         if dropped and self._rank == 0:
             self._say(f"dropout is off while it records ({len(dropped)} modules had some)")
         model = self._model
-        before = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        before = model.register_forward_pre_hook(
+            self._forward_begins, with_kwargs=True, prepend=True
+        )
         after = model.register_forward_hook(self._forward_ends, prepend=True)
         begins = register_optimizer_step_pre_hook(self._step_begins)
         for handle in (before, after, begins):
@@ -121,6 +137,7 @@ class TrainerWatch:
         if leaf is not None:
             undo.callback(leaf.register_forward_pre_hook(self._note_dtype).remove)
         undo.enter_context(around_clipping(self._clips))
+        undo.enter_context(_around_scaler(self._scaler_steps))
         if self._reader.is_deepspeed:
             undo.enter_context(_around_deepspeed(model, self._engine_steps))
 
@@ -128,10 +145,17 @@ class TrainerWatch:
         """Remove all hooks; without the steps that were asked for, the verdict is a refusal."""
         if self.is_on:
             self._give_up(f"the optimizer took {self._done} of {self._steps} steps")
+        self._is_open = False
         self._stack.close()
 
     def finish(self) -> None:
         """Compare the steps that were taken, fewer than were asked for; a collective."""
+        if self.is_on and self._is_updated:
+            self._end_step()
+            if not self.is_on:
+                return
+        if self.is_on and self._step.microbatches and self._changed_unseen():
+            return
         if not self.is_on or not self.is_between_steps:
             self.stop()
             return
@@ -140,8 +164,7 @@ class TrainerWatch:
             self._before_update(None)
             self._keep_step({})
         self._steps = self._done
-        self.stop()
-        self._compare()
+        self._finish_recording()
 
     def drop(self) -> bool:
         """Remove all hooks if nothing trains the model, which then was only called; whether so."""
@@ -166,10 +189,14 @@ class TrainerWatch:
 
     def _give_up(self, reason: str) -> None:
         """End the recording with a refusal."""
+        self._end_with(RunVerdict((), reason, "mean", 0, 0.0))
+
+    def _end_with(self, verdict: RunVerdict) -> None:
         self._is_open = False
+        self._stack.close()
         if self._rank == 0:
-            refused = RunVerdict((), reason, "mean", 0, 0.0)
-            self._conclude(TrainerVerdict(refused, self._world, (), self._done, ()))
+            notes = tuple(self.notes)
+            self._conclude(TrainerVerdict(verdict, self._world, (), self._done, notes))
         if self._at_end is not None:
             self._at_end(self)
 
@@ -183,8 +210,18 @@ class TrainerWatch:
     def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._records_forward():
             return
+        if self._is_updated and self._stepping is None:
+            self._end_step()
+            if not self.is_on:
+                return
+        if not self._step.microbatches:
+            self._start_prints = self._reader.prints()
+        elif self._changed_unseen():
+            return
         if not self._step.weights:
             self._step.weights = self._reader.weights()
+        leaves = tree_flatten((args, kwargs))[0]
+        self._is_part |= any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         tensors = dict[str, Tensor]()
         try:
             inputs = [encode(list(args), tensors, "args"), encode(dict(kwargs), tensors, "kwargs")]
@@ -192,6 +229,19 @@ class TrainerWatch:
             self._give_up(str(error))
             return
         self._step.microbatches.append(RecordedMicrobatch({"tuple": inputs}, tensors))
+
+    def _changed_unseen(self) -> bool:
+        """Refuse what changes the weights while a step is pending; whether something has."""
+        is_changed = not self._is_updated and have_changed(
+            self._start_prints, self._reader.prints()
+        )
+        if is_changed:
+            self._give_up(
+                "the weights change without a step of a torch.optim.Optimizer that holds them (it "
+                "holds flat buffers, as Megatron-Core's distributed optimizer, or the script "
+                "updates by hand), so the gradients of that update are not seen"
+            )
+        return is_changed
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return copies of the outputs, which receive the gradients of the caller's code alone."""
@@ -223,10 +273,13 @@ class TrainerWatch:
             else:
                 self._compute_dtype = next(module.parameters(recurse=False)).dtype
 
-    def _clips(self, clip: Callable[[], Any], max_norm: float) -> Any:
+    def _clips(
+        self, clip: Callable[[], Any], max_norm: float, parameters: Sequence[Tensor] | None
+    ) -> Any:
         """Record the gradients before clipping, and the norm that it returns."""
         is_ours = self.is_on and self._step.microbatches and not self._reader.is_deepspeed
-        if not is_ours or self._clip_depth:
+        names = None if parameters is None else self._names_of(parameters)
+        if not is_ours or self._clip_depth or self._is_updated or (parameters and not names):
             return clip()
         if self._step.gradients is None:
             self._step.gradients = self._reader.gradients()
@@ -235,43 +288,139 @@ class TrainerWatch:
             norm = clip()
         finally:
             self._clip_depth -= 1
-        self._step.norm, self._step.max_norm = number_of(norm), float(max_norm)
+        recorded = Clip(number_of(norm), float(max_norm), names)
+        if names is not None:
+            frozen = sum(not p.requires_grad for p in parameters or ())
+            recorded.others = len(parameters or ()) - len(names) - frozen
+            with_gradient = (n for n, g in self._step.gradients.items() if g is not None)
+            recorded.names = None if set(names) >= set(with_gradient) else names
+        is_same = names is None and self._step.clips and self._step.clips[-1].names is None
+        if not is_same:  # a norm that is given is applied to one mesh's parameters after another
+            self._step.clips.append(recorded)
         return norm
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_ours(optimizer) and not self._reader.is_deepspeed:
-            self._ends.remove()  # what others do to the weights after the step is part of it
-            self._ends = register_optimizer_step_post_hook(self._step_ends)
+    def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+        ids = {id(parameter) for parameter in parameters}
+        return [name for name, p in self._reader.parameters().items() if id(p) in ids]
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Record before an update; a closure that computes the gradients is the step's first part.
+
+        Another optimizer may step inside of the first, as that of `ZeroRedundancyOptimizer` does.
+        """
+        is_ours = self.is_on and not self._reader.is_deepspeed and self._holds(optimizer)
+        if not is_ours or self._stepping is not None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None and not self._step.microbatches:
+            return None
+        self._stepping = optimizer
+        self._ends.remove()  # what others do to the weights after the step is part of it
+        self._ends = register_optimizer_step_post_hook(self._step_ends)
+        if closure is None:
             self._before_update(optimizer)
+            return None
+        if self._is_updated:
+            self._end_step()
+        evaluations = list[int]()
+
+        def evaluate() -> Any:
+            value = closure()
+            evaluations.append(1)
+            if len(evaluations) == 1 and self.is_on:
+                self._before_update(optimizer)
+            elif self.is_on:
+                name = type(optimizer).__name__
+                self._give_up(f"{name} computes the loss several times a step, at other weights")
+            return value
+
+        return (args[0], evaluate, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_ours(optimizer) and not self._reader.is_deepspeed:
-            self._after_update()
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        if self.is_on and self._step.microbatches:
+            self._is_updated = True
+            self._end_prints = self._reader.prints()
+            if not self._is_scaled:
+                self._refuse_parts()
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self.is_on and bool(self._step.microbatches) and self._holds(optimizer)
+    def _refuse_parts(self) -> None:
+        """Refuse the parts of one model, such as a pipeline's stages; a collective.
+
+        Here, since ranks of a pipeline begin their next forward one after another.
+        """
+        if self._done:
+            return
+        names = [f"{name} {digest(tensor)}" for name, tensor in sorted(self._step.weights.items())]
+        everyone = everyones((self._is_part, names))
+        parts = [rank for rank, (is_part, _) in enumerate(everyone) if is_part]
+        if parts and any(names != everyone[0][1] for _, names in everyone):
+            self._give_up(
+                f"the model of rank {parts[0]} receives inputs that need gradients, and the ranks "
+                "hold other weights: these are parts of one model (a pipeline's stages), and no "
+                "rank sees whole rows"
+            )
+
+    def _scaler_steps(self, step: Callable[[], Any], scaler: Any, optimizer: Any) -> Any:
+        """Leave out a step that the gradient scaler skips; ranks must agree; a collective."""
+        is_ours = self.is_on and self._step.microbatches and self._holds(optimizer)
+        if not is_ours or self._is_updated or not scaler.is_enabled():
+            return step()
+        self._step.loss_scale, self._is_scaled = float(scaler.get_scale()), True
+        result = step()
+        self._is_scaled = False
+        takes = everyones(self._is_updated)
+        if all(takes):
+            self._refuse_parts()
+            return result
+        if any(takes):
+            shown = [rank for rank, is_taken in enumerate(takes) if not is_taken]
+            sentence = (
+                f"the gradient scaler skips the update on ranks {shown}, and the others take it: "
+                "each has looked for infinities in its own gradients alone"
+            )
+            fault = StepFault(
+                "update", "replicas differ", sentence, self._done + 1, ranks=tuple(shown)
+            )
+            self._end_with(RunVerdict((fault,), None, "mean", 0, 0.0))
+            return result
+        self._step = RecordedStep(weights=self._step.weights)
+        text = "a step that the gradient scaler skipped is not compared"
+        self.notes += [text] if text not in self.notes else []
+        return result
 
     def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._step.gradients is None:
             self._step.gradients = self._reader.gradients()
+            scale = getattr(optimizer, "grad_scale", None)
+            if scale is not None:  # a fused optimizer divides by it in its step
+                by_name = self._step.gradients.items()
+                self._step.gradients = {n: None if g is None else g / scale for n, g in by_name}
         if self._reader.is_deepspeed and not any(
             gradient is not None for gradient in self._step.gradients.values()
         ):
             self._give_up("DeepSpeed shows no gradients of this configuration")
         if optimizer is not None:
-            if self._optimizer is None:
-                self._optimizer = optimizer
-                self._has_state = any(
-                    value is not None
-                    for state in optimizer.state.values()
-                    for value in state.values()
-                )
-            self._step.groups = self._groups(optimizer)
+            self._step.groups += self._groups(optimizer)
+
+    def _replayable(self, optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+        """Return an optimizer's class if it is one of torch.optim's, and has no state yet."""
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        has_state = any(value is not None for value in values)
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        return type(optimizer) if is_torchs and not has_state else None
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if not self._done:
+            known = self._optimizers.get(kind, type(optimizer))
+            self._optimizers[kind] = None if known is None else self._replayable(optimizer)
         names = {id(p): name for name, p in self._reader.parameters().items()}
         return [
             {
+                "kind": kind,
                 "names": [names[id(p)] for p in group["params"] if id(p) in names],
                 "settings": {
                     key: _setting(value)
@@ -283,12 +432,18 @@ class TrainerWatch:
             for group in optimizer.param_groups
         ]
 
-    def _after_update(self) -> None:
-        """Write the step, and compare after the last one."""
+    def _end_step(self) -> None:
+        """Write the step that an optimizer has updated, and compare after the last one."""
+        self._is_updated = False
+        self._step.is_touched = have_changed(self._end_prints, self._reader.prints())
         self._keep_step(self._reader.weights())
         if not self.is_on:
-            self.stop()
-            self._compare()
+            self._finish_recording()
+
+    def _finish_recording(self) -> None:
+        self._is_open = False
+        self._stack.close()
+        self._compare()
 
     def _keep_step(self, after: dict[str, Tensor]) -> None:
         """Write the step, and begin the next one with the weights `after` it."""
@@ -296,6 +451,7 @@ class TrainerWatch:
         done.after = after
         self._done += 1
         done.microbatches = [m for m in done.microbatches if m.gradients]
+        done.groups = [group for group in done.groups if group["names"]]
         self._step.weights = done.after
         write_step(self._folder, self._done, done, self._reader.sharded_over(), self._rank)
 
@@ -312,18 +468,19 @@ class TrainerWatch:
         norm = engine.get_global_grad_norm()
         limit = engine.gradient_clipping()
         if norm is not None and limit:
-            self._step.norm, self._step.max_norm = number_of(norm), float(limit)
-        self._after_update()
+            self._step.clips.append(Clip(number_of(norm), float(limit)))
+        self._end_prints = {}
+        self._end_step()
         return result
 
     def _compare(self) -> None:
         axes = self._reader.axes()
         everyones(None)  # all files are written
         if self._rank == 0:
-            kind = type(self._optimizer) if self._optimizer is not None else None
-            if self._has_state or kind is None or not kind.__module__.startswith("torch.optim"):
-                kind = None
-            facts = RunFacts(self._folder, self._world, self._done, axes, self._compute_dtype, kind)
+            kinds = {name: kind for name, kind in self._optimizers.items() if kind is not None}
+            facts = RunFacts(
+                self._folder, self._world, self._done, axes, self._compute_dtype, kinds
+            )
             verdict = compare_run(facts, self._reader.model, self._reference)
             self._conclude(replace(verdict, notes=(*self.notes, *verdict.notes)))
         everyones(None)
@@ -366,6 +523,21 @@ def watch(
         watched.stop()
         raise
     watched.finish()
+
+
+@contextlib.contextmanager
+def _around_scaler(around: Callable[[Callable[[], Any], Any, Any], Any]) -> Iterator[None]:
+    """Call `around(step, scaler, optimizer)` in place of `GradScaler.step`."""
+    original = torch.amp.GradScaler.step
+
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(lambda: original(scaler, optimizer, *args, **kwargs), scaler, optimizer)
+
+    setattr(torch.amp.GradScaler, "step", step)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.amp.GradScaler, "step", original)  # noqa: B010
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 # As in the package, which is only imported if torch is.
 ORDER = "MESHWRIGHT_WATCH"
+REACHED = "process-"
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
@@ -43,6 +44,7 @@ def _attach() -> None:
     from meshwright.prove.trainers.attach import attach
 
     order = json.loads(os.environ[ORDER])
+    Path(order["folder"], f"{REACHED}{os.getpid()}").touch()
     attach(Path(order["folder"]), steps=order["steps"], at_end=_end)
 
 
