@@ -142,7 +142,7 @@ ABSENT = {
     r"a step has all": ["checkpoint.*without*", "checkpoint.*optim*"],
     r"all ranks (must )?reach": ["checkpoint.*local*", "checkpoint.*s3*", "checkpoint.*url*"],
     r"log.wandb( has the project only)?$|log.wandb has the project": ["log.wandb_*"],
-    r"log.trackio$": ["log.*comet*", "log.*mlflow*"],
+    r"log.trackio$": ["log.*comet*"],
     r"events.jsonl has": ["log.*profil*", "train.*profil*"],
     r"generation inside of training": ["train.*rollout*", "train.*rl*_*"],
     r"under way are not served": ["train.*serve*"],

@@ -43,7 +43,7 @@ def test_an_odd_number_of_heads_removes_tensor_parallelism_and_is_told_first(cap
         (["cluster.preset=h100-sxm", "cluster.devices_per_node=1"], set()),
         (["cluster.preset=h100-sxm", "train.batch=1", "train.seq_len=256"], {"dp_replicate", "pp"}),
         (["cluster.preset=h100-sxm", "train.seq_len=255"], {"cp"}),
-        (["cluster.preset=h100-sxm", "model.n_layers=1"], {"pp"}),
+        (["cluster.preset=h100-sxm", "model.n_layers=1"], set()),
         (["cluster.preset=h100-sxm", "model.vocab_size=333"], set()),
         (["cluster.preset=h100-sxm", "model.n_layers=7"], set()),
         (["cluster.preset=h100-sxm", "model.ffn_dim=333"], {"tp"}),

@@ -193,6 +193,7 @@ NOT_PROVEN: Final[Mapping[str, str]] = {
     "model.expert_ffn_dim": _SIZES,
     "model.context": "no step of training depends on it",
     "model.init_from": "weights of a proof are random",
+    "model.planned": "a model that is planned only is not trained",
     "lora.init_from": "weights of a proof are random",
     "data": _DATA,
     "train.loss_scale": "fp16 is proven with a constant scale",
