@@ -112,6 +112,9 @@ def test_silent_gone_and_late_ranks_are_told_apart(recorders, tmp_path):
     assert "rank 0 is silent for" in text
     assert "in step 4, data (running)" in text
     assert "rank 1 is gone, last seen in step 4, update" in text
+    second.phase("end")
+    text, _ = said(folder, "running", "gone")
+    assert "rank 1 exited at the end of the run" in text
     first.begin("all_reduce", 0, 8, waits=True)
     folder.flight_recorder(1).unlink()
     text, _ = said(folder, "sleeping", "running")

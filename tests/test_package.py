@@ -109,7 +109,9 @@ def test_what_computes_says_in_one_sentence_what_to_install(tmp_path):
         assert code == EXIT_REFUSED, said
         (line,) = said.splitlines()
         assert line.startswith(f"meshwright {words[0]}: ")
-        assert line.endswith('needs PyTorch, which is not here: pip install "meshwright[train]"')
+        assert line.endswith(
+            'needs PyTorch, which is not installed: pip install "meshwright[train]"'
+        )
     assert not (tmp_path / "runs").exists()
 
 

@@ -355,3 +355,15 @@ def test_constants_fall_back_from_a_kind_to_its_family():
     with pytest.raises(KeyError, match="no calibration of z"):
         found.find("z", "h100")
     assert shipped_calibration().source
+
+
+@pytest.mark.parametrize(
+    ("preset", "nodes", "expected"),
+    [
+        ("rtx4090", 2, "8 per node over PCIe 4; 25 GbE between nodes"),
+        ("h100-sxm", 2, "8 per node over NVLink 4; InfiniBand 400 between nodes"),
+        ("h100-sxm", 1, "8 per node over NVLink 4"),
+    ],
+)
+def test_the_links_of_a_cluster_in_words(preset, nodes, expected):
+    assert cluster_of(find_device(preset), 8 * nodes).topology == expected

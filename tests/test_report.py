@@ -63,7 +63,7 @@ def test_a_run_with_a_pipeline_shows_every_part(config):
     assert {"loss", "mesh", "timeline", "memory", "causes", "messages"} <= set(page.figures)
     assert valid(page) >= 11
     text = text_of(page)
-    assert "Done: all 40 steps." in text
+    assert "Done: 40 steps." in text
     assert "The last held-out loss is below the unigram entropy" in text
     assert "bubble" in text
     off = run.planned.step_time_s / run.measured.step_time_s - 1

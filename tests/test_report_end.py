@@ -22,7 +22,7 @@ def test_a_run_writes_its_page_at_its_end(config):
     said = io.StringIO()
     run = train(config("layout.dp_replicate=1", "train.steps=2"), clean_environ(), said)
     assert f"report {run.folder}/report/index.html" in said.getvalue()
-    assert "Done: all 2 steps." in (run.folder / "report" / "index.html").read_text()
+    assert "Done: 2 steps." in (run.folder / "report" / "index.html").read_text()
 
 
 def test_a_page_that_cannot_be_written_is_a_note(config, monkeypatch):

@@ -203,7 +203,7 @@ WARNINGS = {
         (H100, "tp8 sp pp2 1f1b mb8", True),
         (H100, "tp8 sp pp2 1f1b mb1", False),
     ],
-    "Ulysses is no choice: tp 1 x cp 16": [
+    "no Ulysses: tp 1 x cp 16": [
         (H100, "zero3 cp16-ring mb1", True),
         (H100, "shard2 zero3 cp8-ring mb1", False),
         (H100, "shard2 zero3 cp8-ulysses mb1", False),

@@ -41,10 +41,19 @@ def test_the_answer_is_the_plan():
     assert [one["label"] for one in found["ranked"]] == [o.layout.label for o in made.found.ranked]
     (best,) = found["shown"]
     assert best["step_time_s"] == made.best.time.total
-    assert best["why_not"] == "it is the best"
+    assert best["why_not"] == ""
     assert max(rank["total"] for rank in best["ranks"]) == made.best.memory.total
     ends = [span[2] for rank in best["timeline"]["ranks"] for span in rank]
     assert max(ends) <= best["timeline"]["actions_end"] * (1 + 1e-5) < best["step_time_s"]
+
+
+def test_a_layout_that_does_not_fit_says_that_alone():
+    """It was called "faster, but less simple", although no device could hold it."""
+    large = ["model.preset=llama-3-8b", "cluster.preset=rtx4090", "cluster.nodes=2"]
+    made = plan(load_config(None, [*large, "train.batch=64"]))
+    found = detail(made, "shard16 zero1 mb4")
+    assert found["why_not"].startswith("it does not fit: it needs ")
+    assert "faster" not in found["why_not"]
 
 
 def frozen(tmp_path, capsys, *words, code=0):
@@ -55,6 +64,15 @@ def frozen(tmp_path, capsys, *words, code=0):
     given = json.loads(re.search(r'id="given">(.*?)</script>', text, re.DOTALL)[1])
     assert len(text) < 2**20
     return given, json.loads(capsys.readouterr().out)
+
+
+def test_a_frozen_page_has_the_command_with_its_questions(tmp_path, capsys):
+    asked = ["--devices", "2..4", "--tokens", "1B", "--price", "h100-sxm=2", "--cheapest"]
+    cluster = ["cluster.preset=h100-sxm", "cluster.devices_per_node=2"]
+    given, _ = frozen(tmp_path, capsys, *SMALL[:1], *cluster, *asked)
+    command = given["frozen"]["command"]
+    assert all(part in command for part in ("--devices 2..4", "--tokens 1B", "--price h100-sxm=2"))
+    assert command.endswith("--cheapest")
 
 
 @pytest.mark.slow
@@ -74,7 +92,7 @@ def test_a_frozen_page_has_the_plan_of_many_devices(tmp_path, capsys):
     assert found["train"].startswith("meshwright launch torchrun model.preset=llama-3-70b")
     assert found["command"] == "meshwright plan " + " ".join(large)
     assert found["calibration"] == made["calibration"]
-    assert "Nothing has run on a GPU yet" in found["has_run"]
+    assert "Nothing has run on several GPUs yet" in found["has_run"]
     assert found["points"] == []
 
 

@@ -148,7 +148,17 @@ def test_a_config_is_dropped(opened, tmp_path):
 def frozen(tmp_path_factory):
     """The page that `plan --html` writes, and the document that it prints."""
     path = tmp_path_factory.mktemp("frozen") / "plan.html"
-    words = ["plan", *SMALL, "layout.microbatch=1", "--devices", "4..8", "--top", "3"]
+    words = [
+        "plan",
+        *SMALL,
+        "layout.microbatch=1",
+        "--devices",
+        "4..8",
+        "--tokens",
+        "300T",
+        "--top",
+        "3",
+    ]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main([*words, "--html", str(path), "--json"]) == 0
@@ -167,6 +177,10 @@ def test_frozen_it_shows_the_plan_and_asks_nobody(browser, frozen, axe, scheme):
     drawn(shown, 1)
     assert best(shown) == made["ranked"][0]["label"]
     assert shown.locator("#curve svg").count() == 1
+    axes = shown.locator("#curve svg text").all_text_contents()
+    assert "devices" in axes
+    assert any(text.endswith("tokens/s") for text in axes)
+    assert "e+" not in shown.inner_text("#results")
     # What was asked is a text, not a control that nobody answers.
     assert shown.locator("form").is_hidden()
     told = shown.inner_text("#given-words")

@@ -78,7 +78,7 @@ class StoppedOnRequest(MeshwrightError):
 def lacks_training(command: str) -> ConfigError:
     """Return the refusal of a command that needs torch, which the planner doesn't."""
     return ConfigError(
-        f'{command} needs PyTorch, which is not here: pip install "meshwright[train]"'
+        f'{command} needs PyTorch, which is not installed: pip install "meshwright[train]"'
     )
 
 

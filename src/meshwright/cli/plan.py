@@ -367,7 +367,7 @@ def _print_plan(plan: Plan, seconds: float, machine: Machine | None) -> None:
     cluster, train = setting.cluster, setting.train
     say(
         f"{_parameters(setting.model)} on {cluster.devices} x {cluster.device.name} "
-        f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
+        f"({cluster.topology}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
     for text in assumptions(setting.model):

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -80,9 +80,21 @@ def asked_curve(text: str, tokens: str | None, plan: Plan, price: float | None) 
     return curve(plan.setting, devices_of(text), count, price, plan.margin, pins)
 
 
+def question_flags(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the flags of a plan's questions, as the command line had them."""
+    for flag, value in (("--devices", args.devices), ("--tokens", args.tokens)):
+        if value is not None:
+            yield from (flag, value)
+    for price in args.price:
+        yield from ("--price", price)
+    for name in ("fewest", "largest_batch", "longest_context", "fine_tune", "cheapest"):
+        if getattr(args, name):
+            yield f"--{name.replace('_', '-')}"
+
+
 def print_cost(cost: Cost, devices: int) -> None:
     """Print the cost of tokens."""
-    money = "" if cost.money is None else f", {cost.money:,.0f} in the currency of the price"
+    money = "" if cost.money is None else f", cost {cost.money:,.0f} (currency of your prices)"
     say(
         f"{format_count(cost.tokens)} tokens: {_days(cost.hours)} on {devices} devices, "
         f"{cost.device_hours:,.0f} device hours{money}"
@@ -360,7 +372,7 @@ def _cheapest(
         if not offers:
             say(f"cheapest: nothing fits on up to {devices} devices")
             return
-        say("cost of a million tokens, in the currency of the prices:")
+        say("cost of a million tokens, in the currency of your prices:")
         printed = table("devices", "cost", "layout", "memory", "tokens/s")
         for offer in offers:
             printed.add_row(
@@ -416,7 +428,7 @@ def print_ways_to_fit(current: Prediction, ways: list[WayToFit], seconds: float)
         say("no change, and no pair of changes, of this layout fits: see `meshwright plan`")
         return
     say(f"what fits, the cheapest in time first ({seconds:.2f} s):")
-    printed = table("change", "saves", "needs", "time a token")
+    printed = table("change", "saves", "needs", "time per token")
     for way in ways:
         saved, needed = format_bytes(way.saved), format_bytes(way.prediction.memory.total)
         printed.add_row(way.text, saved, needed, f"{way.slower:+.1%}")

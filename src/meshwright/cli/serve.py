@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.cli.common import read_config, read_words
 from meshwright.cli.measured import measured_for
+from meshwright.cli.questions import question_flags
 from meshwright.cost.calibration import read_calibration
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.planner.plan import Plan
@@ -77,7 +78,9 @@ def frozen_page(
     """
     stated = read_given(*read_words(args))
     labels = [prediction.layout.label for prediction in plan.found.ranked]
-    contents = document(plan, args.words, labels, stated, tuple(_flags(args, named)))
+    contents = document(
+        plan, args.words, labels, stated, (*_flags(args, named), *question_flags(args))
+    )
     points = planned.get("answers", {}).get("devices", [])
     return page(asked_words(stated), {**contents, "points": points})
 

@@ -42,6 +42,16 @@ _DEVICES: Final = (
 )
 
 
+_LINK_TITLES: Final = {
+    "nvlink": "NVLink",
+    "infinity": "Infinity Fabric",
+    "pcie": "PCIe",
+    "infiniband": "InfiniBand",
+    "roce": "RoCE",
+    "efa": "EFA",
+}
+
+
 @dataclass(frozen=True)
 class DeviceLink:
     """A link between devices: bytes/s of one device in one direction, and latency in seconds."""
@@ -50,6 +60,16 @@ class DeviceLink:
     bandwidth: float
     latency: float
     source: str
+
+    @property
+    def title(self) -> str:
+        """The name as people write it, such as `PCIe 4` or `25 GbE`."""
+        if self.name.startswith("ethernet-"):
+            return f"{self.name.removeprefix('ethernet-')} GbE"
+        kind = next((kind for kind in _LINK_TITLES if self.name.startswith(kind)), None)
+        if kind is None:
+            return self.name
+        return f"{_LINK_TITLES[kind]} {self.name.removeprefix(kind).lstrip('-')}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -98,6 +118,12 @@ class Cluster:
     def devices(self) -> int:
         """The total number of devices."""
         return self.nodes * self.per_node
+
+    @property
+    def topology(self) -> str:
+        """The links in words, as `8 per node over NVLink 4; InfiniBand 400 between nodes`."""
+        inside = f"{self.per_node} per node over {self.inner.title}"
+        return inside if self.nodes == 1 else f"{inside}; {self.outer.title} between nodes"
 
 
 @cache

@@ -106,7 +106,7 @@ def _ulysses(prediction: Prediction, setting: CostInputs) -> str | None:
     layout, heads = prediction.layout, setting.model.n_kv_heads
     if layout.cp == 1 or layout.cp_kind != "ring" or heads % (layout.tp * layout.cp) == 0:
         return None
-    return f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide {heads} kv heads"
+    return f"no Ulysses: tp {layout.tp} x cp {layout.cp} does not divide {heads} KV heads"
 
 
 def _tensors(prediction: Prediction, setting: CostInputs) -> str | None:

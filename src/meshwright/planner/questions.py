@@ -223,7 +223,7 @@ class Offer:
 
     @property
     def cost(self) -> float:
-        """Price of a million tokens, in the currency of the price."""
+        """Cost of a million tokens, in the same currency as the prices."""
         return self.price_per_hour * self.devices / 3600 / self.prediction.tokens_per_s * 1e6
 
 

@@ -18,7 +18,7 @@ from meshwright.planner.space import Pins
 class Cost:
     """The cost of a number of tokens: `hours` of the run, and of all devices together.
 
-    `money` is in the currency of the price of one device for an hour, None without one.
+    `money` has the currency of `price`, which is of one device for an hour; None without one.
     """
 
     tokens: float

@@ -31,10 +31,9 @@ from meshwright.units import counted, format_bytes, format_count
 def _asked(setting: CostInputs) -> str:
     train, cluster = setting.train, setting.cluster
     count = format_count(parameter_count(setting.model))
-    nodes = f"{cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}"
     return (
         f"{count} parameters; batch {train.batch} x {train.seq_len} tokens, {train.precision}; "
-        f"{nodes}"
+        f"{cluster.topology}"
     )
 
 
@@ -121,7 +120,7 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
         ),
     ]
     listed = table(
-        ("layout", "step", "fastest to slowest", "predicted", "off by", "tokens/s"),
+        ("layout", "step", "fastest to slowest", "predicted", "error", "tokens/s"),
         [
             (
                 row["layout"],
@@ -192,6 +191,6 @@ def _peaks(page: Page, rows: Sequence[Mapping[str, Any]]) -> str:
         f"{TENSORS.capitalize()} of the worst rank",
         bars(names, sides, f"peak, {unit}", row=46),
         "Tensors alone, on the rank that needs most.",
-        table(("layout", "predicted", "measured", "off by"), peak_rows),
+        table(("layout", "predicted", "measured", "error"), peak_rows),
         key=key_of([(name, look) for name, look, _, _ in sides]),
     )

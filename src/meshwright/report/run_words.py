@@ -66,7 +66,7 @@ def _ending(run: RunRecord) -> str:
     if end is not None and "early" in end:
         return f"Ended early after step {end['step']} of {asked}: {end['early']}."
     if end is not None:
-        return f"Done: all {end['step']} steps."
+        return f"Done: {counted(end['step'], 'step')}."
     return f"No end is recorded: step {last} of {asked} is the last one that was logged."
 
 

@@ -192,17 +192,17 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
     config = with_epochs(config, dataset)
     dataset.check(config.train)
     if isinstance(dataset, StreamedDataset):
-        return f"{config.data.sources[0]} can be read; how much it holds a stream does not tell"
+        return f"{config.data.sources[0]} can be read; a stream does not state its size"
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
     samples = config.train.steps * config.train.batch
     tokens = format_count(dataset.tokens("train"))
     if isinstance(sampler, BlendSampler):
         passes_text = (
-            f"{source['source']} {source['epochs']:.2g}" for source in sampler.passes(samples)
+            f"{source['epochs']:.2g} over {source['source']}" for source in sampler.passes(samples)
         )
-        return f"{tokens} training tokens; train.steps reads {', '.join(passes_text)} times"
+        return f"{tokens} training tokens; passes of train.steps: {', '.join(passes_text)}"
     passes = samples / sampler.samples
-    return f"{tokens} training tokens, of which train.steps reads {passes:.2g} times all"
+    return f"{tokens} training tokens; train.steps makes {passes:.2g} passes over them"
 
 
 def data_identity(config: Config, environ: Mapping[str, str]) -> dict[str, str]:

@@ -70,7 +70,7 @@ def _peak_name(prediction: Prediction) -> str:
 
 
 def _why_not(plan: Plan, prediction: Prediction) -> str:
-    """Return why a layout is not the best one."""
+    """Return why a layout is not the best one; empty for the best."""
     reasons = []
     if prediction.devices != plan.setting.cluster.devices:
         reasons.append(f"it has {prediction.devices} ranks, not {plan.setting.cluster.devices}")
@@ -83,10 +83,12 @@ def _why_not(plan: Plan, prediction: Prediction) -> str:
     memory, share = prediction.memory, 1 - plan.margin
     if memory.total > memory.limit * share:
         available = format_bytes(memory.limit * share)
-        reasons.append(f"it needs {format_bytes(memory.total)}; {available} are to be filled")
-    if plan.best is not None and prediction.layout != plan.best.layout:
+        reasons.append(
+            f"it does not fit: it needs {format_bytes(memory.total)} of {available} usable"
+        )
+    elif plan.best is not None and prediction.layout != plan.best.layout:
         reasons.append(lost_by(prediction, plan.best))
-    return "; ".join(reasons) or "it is the best"
+    return "; ".join(reasons)
 
 
 def _timeline(setting: CostInputs, prediction: Prediction) -> dict[str, Any]:

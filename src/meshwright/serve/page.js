@@ -19,7 +19,9 @@
     return one;
   };
   const bytes = (size) => `${(size / 2 ** 30).toFixed(1)} GiB`;
-  const seconds = (time) => (time >= 1 ? `${time.toPrecision(3)} s` : `${(time * 1e3).toPrecision(3)} ms`);
+  // toPrecision alone writes 3612 as 3.61e+3.
+  const digits = (value) => (value >= 999.5 ? Math.round(value).toLocaleString("en") : value.toPrecision(3));
+  const seconds = (time) => (time >= 1 ? `${digits(time)} s` : `${digits(time * 1e3)} ms`);
   const percent = (share) => `${(share * 100).toFixed(1)}%`;
   const count = (n) => Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(n);
   // A number and its unit are set right.
@@ -153,7 +155,7 @@
     const most = Math.max(...fits.map((one) => one.tokens_per_s), 1), last = Math.max(...points.map((one) => one.devices));
     const wide = across(), least = Math.log2(points[0].devices), range = Math.max(Math.log2(last) - least, 1);
     const at = (one) => [30 + ((Math.log2(one.devices) - least) / range) * (wide - 70), 150 - (one.tokens_per_s / most) * 135];
-    const picture = make("svg", { viewBox: `0 0 ${wide} 180`, role: "img", "aria-label": "Tokens a second by the number of devices; the numbers are in the table" });
+    const picture = make("svg", { viewBox: `0 0 ${wide} 200`, role: "img", "aria-label": "Tokens a second by the number of devices; the numbers are in the table" });
     const path = (points, look) => make("path", { d: points.map((point, index) => `${index ? "L" : "M"}${point.join(" ")}`).join(""), fill: "none", ...look });
     if (fits.length > 1) {
       // In step with the first: so many times the devices, so many times the tokens.
@@ -167,10 +169,11 @@
       picture.append(make("rect", { x: x - 3, y: y - 3, width: 6, height: 6, fill: hue(given.causes.compute.fill) }, make("title", {}, `${one.devices}: ${count(one.tokens_per_s)} tokens/s, ${one.label}`)),
         make("text", { x: x - 8, y: 170 }, String(one.devices)));
     }
+    picture.append(make("text", { x: 0, y: 12 }, `${count(most)} tokens/s`), make("text", { x: wide / 2, y: 192, "text-anchor": "middle" }, "devices"));
     const tokens = fits[0] ? count(fits[0].takes.tokens) : "", priced = fits.some((one) => one.takes.cost !== null);
     return [picture, make("p", { class: "hint" }, "The dotted line is in step with the first number of devices."),
       table(["devices", "layout", "memory", "tokens/s", "MFU", `days for ${tokens}`, ...(priced ? ["cost"] : [])], points.map((one) => one.fits
-        ? [String(one.devices), one.label, bytes(one.peak_memory_bytes), count(one.tokens_per_s), percent(one.mfu), one.takes.days.toPrecision(3), ...(priced ? [count(one.takes.cost)] : [])]
+        ? [String(one.devices), one.label, bytes(one.peak_memory_bytes), count(one.tokens_per_s), percent(one.mfu), digits(one.takes.days), ...(priced ? [count(one.takes.cost)] : [])]
         : [String(one.devices), "no layout fits", "–", "–", "–", "–", ...(priced ? ["–"] : [])]))];
   };
 
@@ -178,7 +181,7 @@
     make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, beside)))));
   const capital = (text) => text[0].toUpperCase() + text.slice(1);
   const side = (one, limit) => {
-    const box = make("section", { "aria-label": one.label }, make("h3", {}, one.label), make("p", { class: "why" }, `Why not: ${one.why_not}`));
+    const box = make("section", { "aria-label": one.label }, make("h3", {}, one.label), make("p", { class: "why" }, one.why_not ? `Why not: ${one.why_not}` : "The best layout."));
     if (one.refused) return box;
     const [low, high] = one.step_time_interval_s, [least, most] = one.peak_memory_interval_bytes;
     const devices = one.layout.pp * one.layout.dp_replicate * one.layout.dp_shard * one.layout.cp * one.layout.tp;
@@ -241,9 +244,9 @@
       make("div", { class: "sides" }, ...sides.map((one) => side(one, found.limit))),
       make("details", {}, make("summary", {}, "Ruled out"), table(["reason", "layouts"], Object.entries(found.ruled_out).map(([why, n]) => [why, n.toLocaleString("en")]))),
       ...(given.frozen && !found.points.length ? [] : [make("h2", {}, "More and fewer devices"), make("div", { id: "curve" })]),
-      make("h2", {}, "What it rests on"), rests(found),
+      make("h2", {}, "Basis"), rests(found),
       ...(found.choices.length ? [make("p", { class: "hint" }, `Chosen for the best: ${found.choices.map(([what, text]) => `${what}: ${text}`).join("; ")}.`)] : []),
-      make("h2", {}, "Take it with you"),
+      make("h2", {}, "Copy commands"),
       make("p", { class: "hint" }, "This plans the same:"), make("pre", { id: "command" }, found.command),
       ...(found.train ? [make("p", { class: "hint" }, "This trains the best layout:"), make("pre", { id: "train" }, found.train)] : []),
       make("div", { class: "tools" }, copier(found.command, "command"), ...(found.train ? [copier(found.train, "training command")] : []), copier(found.config, "config")),

@@ -9,8 +9,9 @@ from meshwright.spec.model import ModelSpec, padded
 
 # What a reader of a plan should know of the program that is to train it.
 HAS_RUN: Final = (
-    "What has run: every layout of the tests, on CPU ranks that talk by gloo. Nothing has run on a "
-    "GPU yet; what is said of GPUs is computed from measurements that others published."
+    "What has run: every layout of the tests, on CPU ranks that talk by gloo, and layouts of one "
+    "device on one H100 and one H200. Nothing has run on several GPUs yet; what is said of those "
+    "is computed from measurements that others published."
 )
 
 

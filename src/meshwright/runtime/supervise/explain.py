@@ -173,6 +173,8 @@ def _missing(seen: Sequence[Witness], clock_s: float) -> Iterator[str]:
         if witness.process.startswith("stopped"):
             sign = " (SIGSTOP)" if witness.process == "stopped" else " by a debugger"
             yield f"rank {witness.rank} is stopped{sign} in {witness.place}{inside}"
+        elif witness.process == "gone" and witness.reading and witness.reading.phase == "end":
+            yield f"rank {witness.rank} exited at the end of the run"
         elif witness.process == "gone":
             yield f"rank {witness.rank} is gone, last seen in {witness.place}{inside}"
         elif witness.reading is None:
