@@ -63,10 +63,10 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
 
 
 class JobFormat(NamedTuple):
-    """A job format: its line of help, what writes it, its options, and what submits it.
+    """How `launch` offers a format of jobs: its help, its writer, its options and its submission.
 
-    `write` takes the job; `submit` the text, the job and the command line, and returns an exit
-    code.
+    `write` returns the job's text. `submit` takes this text, the job and the command line, and
+    returns an exit code; None where nothing submits jobs of this format.
     """
 
     help: str
@@ -84,34 +84,34 @@ def _to_ray(text: str, job: JobSpec, args: argparse.Namespace) -> int:
     return submit_to_ray(job, args.address, parse_time(args.wait))
 
 
-_EVERYWHERE: Final = ("--nodes", "--restarts")
-_AT_ITS_END: Final = ("--cpus", "--grace")
+_ON_NODES: Final = ("--nodes", "--restarts")
+_STOPPING: Final = ("--cpus", "--grace")
 FORMATS: Final[dict[str, JobFormat]] = {
     "local": JobFormat("the command for this machine", lambda job, _: local(job)),
     "torchrun": JobFormat(
-        "a command for each node", lambda job, _: torchrun(job), (*_EVERYWHERE, "--hosts")
+        "a command for each node", lambda job, _: torchrun(job), (*_ON_NODES, "--hosts")
     ),
     "slurm": JobFormat(
         "an sbatch script, or its submission",
         lambda job, _: slurm(job),
-        (*_EVERYWHERE, "--time", "--partition", "--account", "--submit", *_AT_ITS_END, "--setup"),
+        (*_ON_NODES, "--time", "--partition", "--account", "--submit", *_STOPPING, "--setup"),
         _to_slurm,
     ),
     "ray": JobFormat(
         "a job of a Ray cluster, or its run there",
         lambda job, _: ray_job(job),
-        (*_EVERYWHERE, "--submit", "--address", "--wait", *_AT_ITS_END),
+        (*_ON_NODES, "--submit", "--address", "--wait", *_STOPPING),
         _to_ray,
     ),
     "skypilot": JobFormat(
         "a task for clouds",
         lambda job, _: skypilot(job),
-        (*_EVERYWHERE, "--accelerator", "--setup", "--wheel", "--bucket", "--image"),
+        (*_ON_NODES, "--accelerator", "--setup", "--wheel", "--bucket", "--image"),
     ),
     "kubernetes": JobFormat(
         "a JobSet or a PyTorchJob",
         lambda job, args: _KUBERNETES[args.kind](job),
-        (*_EVERYWHERE, *_AT_ITS_END, "--volume", "--kind", "--image"),
+        (*_ON_NODES, *_STOPPING, "--volume", "--kind", "--image"),
     ),
 }
 

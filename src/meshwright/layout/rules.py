@@ -68,7 +68,7 @@ def _seq_lens(model: ModelSpec, train: TrainSpec, layout: Layout) -> Iterable[in
 
 
 def most_stages(layers: int) -> int:
-    """Return the most stages of so many layers: embedding and head can have one of their own."""
+    """Return the most stages of so many layers: the embedding and the head may each have one."""
     return layers + 2
 
 

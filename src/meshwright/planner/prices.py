@@ -413,7 +413,7 @@ class Paces:
             return known[1:]
         transfer = transfer_seconds(self._prices.kernels, layout, work_of(self._setting, layout))
         paces, slow = list[Pace](), Counter[str]()
-        # A value that the user gave; a set is what another trainer has.
+        # The user fixed a schedule by a value; a set has those of another trainer.
         pinned = (self._prices.pins.get(key) for key in OF_SCHEDULE)
         is_fixed = any(not isinstance(value, frozenset | None) for value in pinned)
         is_even = self._setting.system.even_stages

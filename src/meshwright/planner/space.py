@@ -154,7 +154,7 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
 def dominated(schedule: Schedule, layers: int, pp: int, *, is_even: bool) -> str | None:
     """Return why a schedule need not be priced, if another one is never worse.
 
-    In a system with `is_even`, all stages have the same number of layers.
+    `is_even`: of a system whose stages all have the same number of layers.
     """
     stages = pp * schedule.virtual
     if schedule.virtual > 1 and layers % stages and (is_even or stages <= layers):

@@ -49,7 +49,7 @@ def split_stages(spec: ModelSpec, count: int, seq_len: int) -> tuple[Stage, ...]
         raise ValueError(f"{count} stages of {spec.n_layers} layers")
     layers, first, last = layer_flops(spec, seq_len), embedding_flops(spec), head_flops(spec)
     if count > spec.n_layers:
-        ahead = count - spec.n_layers - 1
+        ahead = count - spec.n_layers - 1  # 1 if the embedding has a stage of its own
         bounds = [min(max(index - ahead, 0), spec.n_layers) for index in range(count + 1)]
     elif len(set(layers)) == 1:
         bounds = _balanced(spec.n_layers, count, layers[0], first, last)
