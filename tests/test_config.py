@@ -302,6 +302,35 @@ DEFAULTS = [
 ]
 
 
+KINDS = [
+    "[]",
+    "{}",
+    "[[]]",
+    "{a=[]}",
+    "[1]",
+    "1",
+    "-1",
+    "1.5",
+    "true",
+    "nan",
+    "''",
+    "'x'",
+    "1979-05-27",
+]
+
+
+@pytest.mark.parametrize("value", KINDS)
+def test_each_key_takes_or_refuses_a_value_of_each_kind(value):
+    """`optimizer.name=[]` was an unhashable type; a random test had met it once in many runs."""
+    unnamed = []
+    for key in (f"{section}.{name}" for section, names in KEYS.items() for name in names):
+        try:
+            load_config(None, [f"{key}={value}"])
+        except MeshwrightError as error:
+            unnamed += [] if key in str(error) else [(key, str(error))]
+    assert not unnamed
+
+
 @pytest.mark.case(21)
 def test_any_override_gives_a_config_or_a_clear_refusal(outcome, tmp_path):
     """A config reads back as it was, and its layout fits; a refusal names a key that was given."""

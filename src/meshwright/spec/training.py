@@ -283,9 +283,9 @@ class OptimizerSpec(Spec):
     @classmethod
     def _of_optimizer(cls, values: Any) -> Any:
         """Fill an optimizer's own defaults, where they are not given."""
-        if isinstance(values, dict) and (known := OPTIMIZERS.get(values.get("name", ""))):
-            return {**known.defaults, **values}
-        return values
+        name = values.get("name") if isinstance(values, dict) else None  # of any type
+        known = OPTIMIZERS.get(name) if isinstance(name, str) else None
+        return values if known is None else {**known.defaults, **values}
 
     @model_validator(mode="after")
     def _rules(self) -> OptimizerSpec:
