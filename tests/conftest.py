@@ -1,5 +1,6 @@
 """Fixtures that whole-run tests share, and the marks of the fault cases in the report."""
 
+import gc
 import os
 import random
 import shlex
@@ -198,6 +199,11 @@ def leave_slow(items):
         for at, item in enumerate(those):
             if at not in kept and count < len(those):
                 item.add_marker("slow")
+
+
+def pytest_collection_finish():
+    """Spare each later collection of garbage the modules and the thousands of tests."""
+    gc.freeze()
 
 
 def cases_of(item):

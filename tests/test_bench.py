@@ -179,6 +179,7 @@ def seconds_by_kind(world):
     return layouts.shares(fresh, step, pp=1, dp=1), took[-1]
 
 
+@pytest.mark.slow
 def test_what_goes_through_shared_memory_counts_once():
     first, second = on_ranks(2, seconds_by_kind)
     for (found, took), late in ((first, LATE_S), (second, 0.0)):

@@ -52,7 +52,7 @@ def plain_losses(mode):
     return found
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("mode", PEERS["native"].modes)
 def test_a_native_mode_computes_what_one_device_does(mode):
     found = on_ranks(ranks_of(mode), losses, mode=mode, microbatch=2)[0]

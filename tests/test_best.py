@@ -156,7 +156,7 @@ def test_what_goes_by_the_held_out_loss_needs_one(word, legal):
         load_config(None, [word])
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [4, 6], ids=["between", "at the end"])
 def test_an_evaluation_that_a_kill_left_out_is_made_up_for(folder, monkeypatch, step):
     """The step was saved, so that a resumed run does not come to it again."""

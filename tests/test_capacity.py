@@ -46,7 +46,7 @@ def proven(world, case):
     return [*prove_parity(case, groups, world), *prove_conformance(case, groups, world)]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -67,7 +67,7 @@ def test_every_batch_has_a_target(rows, seq, seed, packed, chat):
         assert (batch.segments[rows_of, places] == batch.segments[rows_of, places + 1]).all()
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("label", "precision", "lora"),
     [

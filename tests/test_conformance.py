@@ -63,6 +63,7 @@ def lying(change):
     return lie
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_wrong_collective_is_found(world):
     case = make("tp2 sp mb4")

@@ -121,7 +121,7 @@ def test_uneven_sequences_are_refused():
     assert len(positions("ulysses", 20, 4, 0)) == 5
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4)], ids=["mha", "gqa"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 4])
@@ -152,6 +152,7 @@ def plain_block_in_the_ring(world, packed):
     check(core, "ring", draw(2, batch=4, dtype=torch.float64), segments)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision(kind, dtype):

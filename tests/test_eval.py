@@ -258,6 +258,7 @@ def test_each_row_begins_as_a_folders_tokenizer_begins_texts(packing, tmp_path, 
     assert found["bytes"] == len(TEXTS[1].encode())
 
 
+@pytest.mark.slow
 def test_conversations_are_evaluated_whole_as_in_their_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)

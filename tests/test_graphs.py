@@ -52,7 +52,7 @@ OFTEN = (
 )
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", some((*LAYOUTS, *SHARDED, *MIXED), OFTEN))
 def test_a_block_is_one_graph_without_a_break(label):
     found = compiled(label, GPU)

@@ -167,6 +167,7 @@ def test_shards_are_at_most_as_large_as_asked(run, tmp_path):
     assert_same(tensors, stored(whole))
 
 
+@pytest.mark.slow
 def test_the_command_loads_torch_only_to_act():
     code = "import sys, meshwright.cli.checkpoint\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

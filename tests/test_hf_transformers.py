@@ -92,6 +92,7 @@ def test_logits_and_gradients_are_those_of_transformers(family, keys, tmp_path):
         assert off <= 1e-5 * max(grad.norm(), 1e-3 * whole), name
 
 
+@pytest.mark.often(6)
 @pytest.mark.parametrize("family", sorted(NEWER))
 @pytest.mark.parametrize("length", [7, 33, 64])
 def test_documents_of_a_row_and_padded_rows_are_those_of_transformers(family, length, tmp_path):
@@ -112,6 +113,7 @@ def test_documents_of_a_row_and_padded_rows_are_those_of_transformers(family, le
     torch.testing.assert_close(filled, wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("family", sorted(KINDS))
 def test_cached_generation_computes_the_same(family, tmp_path):
     keys = list(KINDS[family][2].values())[1]
@@ -125,6 +127,7 @@ def test_cached_generation_computes_the_same(family, tmp_path):
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
 
 
+@pytest.mark.often(12)
 @pytest.mark.parametrize("family", sorted(KINDS))
 def test_a_round_trip_is_bitwise(family, tmp_path):
     keys = next(iter(KINDS[family][2].values()))

@@ -171,6 +171,7 @@ def test_a_run_whose_folder_is_replaced_ends_and_leaves_the_new_one_alone(
 # --- going on with the steps of another run (case 32) ----------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.case(32)
 def test_a_run_does_not_go_on_from_the_step_of_another(config, tmp_path, outcome):
     words = (*ONE, "train.steps=1")

@@ -135,6 +135,7 @@ def test_a_published_model_is_the_preset(tmp_path, name):
     assert parameter_count(model) == count
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_plan_accepts_a_published_config(tmp_path, name, capsys):
     text, file, _ = PUBLISHED[name]

@@ -181,7 +181,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "case"),
     [pytest.param(fault, case, id=fault.__name__) for fault, case in FAULTS],

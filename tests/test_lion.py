@@ -88,6 +88,7 @@ def proven(world, case):
     return Suite(world).prove(case)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", PROVEN, ids=lambda case: case.label)
 def test_layouts_update_as_one_device_does(case):
     for verdicts in on_ranks(case.layout.world, proven, case=case):

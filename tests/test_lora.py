@@ -175,7 +175,7 @@ def faulty(world, name):
     return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught(name):
     verdicts = on_ranks(2, faulty, name=name)[0]

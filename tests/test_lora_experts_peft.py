@@ -94,6 +94,7 @@ def test_experts_lie_as_peft_has_them(tmp_path):
     assert "target_parameters" not in stated
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_merged_weights_compute_what_adapters_do(form, tmp_path):
     made = telling(model(**FORMS[form]))

@@ -164,7 +164,7 @@ def test_layouts_update_as_one_device_does(case):
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "model"),
     [
@@ -220,7 +220,7 @@ def test_the_price_is_of_the_programs_messages_and_products(label, model):
             assert priced == pytest.approx(expected)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["shard2 zero1 mb1", "tp2 sp mb1", "pp2 1f1b mb1"])
 def test_a_step_is_read_bit_for_bit_by_any_layout(label, tmp_path):
     layout = Layout.parse(label)

@@ -111,7 +111,7 @@ def test_the_command_prints_one_peak_and_one_bubble(capsys):
     assert f"{ranked['seconds']['bubble']:.4f}" in printed
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_peak_found_soon_is_that_of_the_whole_timeline(world):
     for found, layout in list(cases(world))[::2]:

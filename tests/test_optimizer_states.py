@@ -80,6 +80,7 @@ def test_the_closed_form_is_the_walk(case, spec):
         assert closed_form(case, pp_rank) == walked(program, rank)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("label", ["pp2 zbv v2 mb1", "pp2 1f1b mb1", "mb1"])
 def test_a_tied_head_on_the_rank_of_the_embedding_has_its_own_copy(label, tied):
@@ -87,7 +88,8 @@ def test_a_tied_head_on_the_rank_of_the_embedding_has_its_own_copy(label, tied):
     layout = Layout.parse(label)
     model = model_spec(dim=24, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=50)
     model = model.model_copy(update={"tie_embeddings": tied})
-    case = replace(CASES[0], model=model, optimizer=SPECS[0], layout=layout)
+    train = TrainSpec(batch=2, seq_len=8)
+    case = replace(CASES[0], model=model, train=train, optimizer=SPECS[0], layout=layout)
     setting = cost_inputs_of(case)
     program = lower(case.model, case.train, case.optimizer, layout)
     for rank in range(layout.pp):
@@ -107,6 +109,7 @@ def test_the_walk_is_the_dry_run(case, spec):
         assert after["optimizer"] == walked(program, rank)
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("spec", SPECS, ids=label_of)
 def test_an_update_takes_the_workspace_that_the_walk_has(spec):
     """Few tokens, and a vocabulary whose rows are updated in several pieces."""

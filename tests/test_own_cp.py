@@ -139,7 +139,7 @@ FOUR = {
 }
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", TWO)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @ranks(2)
@@ -166,7 +166,7 @@ def qwen():
     return foreign("Qwen3")
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @ranks(2)
 def test_a_llama_of_transformers(world, kind):

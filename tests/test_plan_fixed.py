@@ -56,6 +56,7 @@ def test_what_is_fixed_is_said(capsys):
     assert "fixed by the config: layout.tp = 2, layout.sp = false" in out.out
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -141,6 +141,7 @@ def made(path, truth):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 def test_a_fit_predicts_what_it_has_not_seen(tmp_path):
     """Of a device whose products reach other shares of its peak than any that is known."""
     shipped, path = shipped_calibration(), tmp_path / "rows.jsonl"
@@ -189,7 +190,7 @@ PLANS = {
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_row_of_ones_own_has_the_price_of_plan(kind):
     words = [*PLANS[kind], "train.seq_len=2048", "train.precision=bf16"]

@@ -117,6 +117,7 @@ def test_the_bubble_is_that_of_the_table_where_messages_are_free(monkeypatch, na
     assert expected > 0.02
 
 
+@pytest.mark.slow
 def test_hundreds_of_microbatches_are_drawn_in_full_and_stretched_to_the_price():
     profile = predicted("pp2 1f1b mb1", *H100, "train.batch=64")
     total = priced("pp2 1f1b mb1", *H100, "train.batch=64").time.total

@@ -15,7 +15,7 @@ def found(*words, prices=None):
     return ranked, made.considered, made.reasons
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "questions",
     [
@@ -33,6 +33,7 @@ def test_a_plan_is_the_same_after_others(questions):
         assert found(*words, prices=prices) == found(*words)
 
 
+@pytest.mark.slow
 def test_settings_that_differ_by_their_batch_share_prices():
     prices = KnownPrices()
     configs = [load_config(None, [*WORDS, f"train.batch={batch}"]) for batch in (256, 512)]

@@ -91,6 +91,7 @@ def others():
     }
 
 
+@pytest.mark.often(3)
 @needs_onednn
 @pytest.mark.usefixtures("through_onednn")
 @pytest.mark.parametrize("kind", list(others()))
@@ -207,6 +208,7 @@ def test_what_is_not_compiled_has_its_products_as_ever():
     assert torch.equal(out, expected)
 
 
+@pytest.mark.often(1)
 @needs_onednn
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
 @pytest.mark.usefixtures("through_onednn")

@@ -318,7 +318,7 @@ def place(world, name, label):
     return [verdict.first_divergence for verdict in verdicts if not verdict.passed]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "label", "where"),
     [

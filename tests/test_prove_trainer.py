@@ -135,6 +135,7 @@ def test_a_model_without_an_optimizer_is_proven_after_others(fault, tmp_path, mo
     assert "no optimizer took a step" in found["notes"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.execs
 def test_the_example_of_a_loop_on_fsdp2_is_right(tmp_path, monkeypatch, capsys):
     example = Path(__file__).parents[1] / "examples" / "fsdp2_loop.py"
@@ -143,6 +144,7 @@ def test_the_example_of_a_loop_on_fsdp2_is_right(tmp_path, monkeypatch, capsys):
     assert found["notes"][0] == "each of the 256 targets of a step has the same weight"
 
 
+@pytest.mark.slow
 @pytest.mark.execs
 def test_ranks_that_the_script_spawns_are_reached(tmp_path, monkeypatch, capsys):
     launcher = [sys.executable]
@@ -150,6 +152,7 @@ def test_ranks_that_the_script_spawns_are_reached(tmp_path, monkeypatch, capsys)
     assert (code, found["passed"], found["world"]) == (0, True, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.execs
 def test_a_shell_script_that_calls_torchrun_is_reached(tmp_path, monkeypatch, capsys):
     shell = tmp_path / "train.sh"
@@ -158,6 +161,7 @@ def test_a_shell_script_that_calls_torchrun_is_reached(tmp_path, monkeypatch, ca
     assert (code, found["faults"][0]["kind"]) == (1, "missing average")
 
 
+@pytest.mark.slow
 @pytest.mark.execs
 @pytest.mark.parametrize("launcher", [["env", "-i", sys.executable], [sys.executable, "-I"]])
 def test_a_process_that_is_not_reached_is_told_why(launcher, tmp_path, monkeypatch, capsys):

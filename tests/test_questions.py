@@ -36,6 +36,7 @@ def fits(one, label, margin=0.05):
     return found.total <= found.limit * (1 - margin)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_the_lightest_of_all_layouts_is_found(devices):
     one = setting(devices=devices)

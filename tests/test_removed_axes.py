@@ -36,6 +36,7 @@ def test_an_odd_number_of_heads_removes_tensor_parallelism_and_is_told_first(cap
     assert first.startswith("note: no tensor parallelism: layout.tp = 2 must divide")
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize(
     ("words", "axes"),
     [

@@ -31,6 +31,7 @@ def ended(tmp_path, *events, count=30, loss=None):
     return read_run(write_run(config, events=[START, *steps, *events], profile=False))
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     ("kind", "title", "todo"),
     [

@@ -101,7 +101,7 @@ def cut_after(job, step, name):
 
 
 @pytest.mark.case(11)
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -49,6 +49,7 @@ def test_the_curve_has_each_numbers_own_best_layout(capsys):
     assert "1M tokens take" in out
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -121,6 +121,7 @@ def torch_order():
         yield order
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("schedule", [*SINGLE, *MULTI])
 def test_orders_are_those_of_torch(schedule, torch_order):
     cases = [case for case in LEGAL if case[0] == schedule]
@@ -139,6 +140,7 @@ def test_the_printed_1f1b_order_of_torch_is_still_off_by_one_on_the_last_rank():
     assert spell(flat(order[2])).startswith("2F1 2B0 2F2")
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("schedule", [*SINGLE, *MULTI])
 def test_rules_refuse_what_torch_refuses(schedule, torch_order):
     for pp in (1, *DEGREES):

@@ -81,56 +81,58 @@ def everything(one, devices):
                 yield layout
 
 
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def devices(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def priced():
-    """Every legal layout of four devices: its bytes and its seconds in closed form.
+def priced(devices):
+    """Every legal layout of these devices: its bytes and its seconds in closed form.
 
     Neither follows from how much memory the devices have.
     """
-    one = setting()
+    whole = setting(devices=devices)
     return {
-        layout: (worst_estimate(one, layout).total, estimated(one, layout).time.total)
-        for layout in everything(one, 4)
+        layout: (worst_estimate(whole, layout).total, estimated(whole, layout).time.total)
+        for layout in everything(whole, devices)
     }
 
 
-@pytest.mark.parametrize("memory", [None, 1_900_000_000])
-def test_the_best_of_all_layouts_is_found(memory, priced):
-    one = setting(memory=memory)
-    found = Search(one, 4, margin=0.0).run(3)
-    assert found.considered == len(priced)
-    limit = one.cluster.device.memory if memory is None else memory
-    fitting = [
-        (bytes_held, seconds)
-        for layout, (bytes_held, seconds) in priced.items()
-        if layout.offload != "activations" and bytes_held <= limit
-    ]
-    assert (len(fitting) < sum(layout.offload != "activations" for layout in priced)) == bool(
-        memory
-    )
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_the_best_of_all_layouts_is_found(is_limited, priced, devices):
+    plenty = setting(devices=devices)
+    sizes = sorted(held for held, _ in priced.values())
+    limit = int(sizes[len(sizes) // 2]) if is_limited else plenty.cluster.device.memory
+    limited = setting(devices=devices, memory=limit)
+    search = Search(limited, devices, margin=0.0).run(3)
+    assert search.considered == len(priced)
+    on_device = {layout: form for layout, form in priced.items() if layout.offload != "activations"}
+    fitting = [seconds for held, seconds in on_device.values() if held <= limit]
+    assert (len(fitting) < len(on_device)) == is_limited
     # The search itself is in closed form; what it found is then priced by events.
-    forms = [priced[ranked.layout][1] for ranked in found.ranked]
-    assert min(forms) == pytest.approx(min(seconds for _, seconds in fitting), rel=0.01)
-    assert all(ranked.memory.fits for ranked in found.ranked)
+    forms = [priced[ranked.layout][1] for ranked in search.ranked]
+    assert min(forms) == pytest.approx(min(fitting), rel=0.01)
+    assert all(ranked.memory.fits for ranked in search.ranked)
 
 
-def test_the_best_with_offload_is_found_where_nothing_else_fits(priced):
+def test_the_best_with_offload_is_found_where_nothing_else_fits(priced, devices):
     least = min(held for layout, (held, _) in priced.items() if layout.offload == "none")
-    one = setting(memory=int(least) - 1)
-    found = Search(one, 4, margin=0.0).run(1).ranked
+    tight = setting(devices=devices, memory=int(least) - 1)
+    best = Search(tight, devices, margin=0.0).run(1).ranked[0]
     fitting = [seconds for held, seconds in priced.values() if held < least]
     assert fitting
-    form = priced[found[0].layout][1]
-    assert form == pytest.approx(min(fitting), rel=0.02)  # a simpler one may be preferred
+    # A simpler one may be preferred.
+    assert priced[best.layout][1] == pytest.approx(min(fitting), rel=0.02)
 
 
 @pytest.mark.parametrize("memory", [1_900_000_000, 60_000_000_000])
-def test_prices_do_not_follow_from_the_memory_of_a_device(memory, priced):
-    one = setting(memory=memory)
+def test_prices_do_not_follow_from_the_memory_of_a_device(memory, priced, devices):
+    changed = setting(devices=devices, memory=memory)
     for layout in list(priced)[::97]:
         held, seconds = priced[layout]
-        assert worst_estimate(one, layout).total == held
-        assert estimated(one, layout).time.total == seconds
+        assert worst_estimate(changed, layout).total == held
+        assert estimated(changed, layout).time.total == seconds
 
 
 def test_a_search_is_deterministic_and_ranks_by_speed():
@@ -162,6 +164,7 @@ def test_less_memory_shards_then_offloads_then_fits_nothing():
     assert found.unfit_layout is not None
 
 
+@pytest.mark.slow
 def test_what_a_margin_leaves_free():
     one = setting(model_spec(preset="llama-2-7b"), 8, "a100-40gb", batch=64, seq_len=2048)
     for margin in (0.0, 0.3):
@@ -389,10 +392,10 @@ def test_a_later_pass_looks_into_no_core_again(monkeypatch):
     assert len(looked) - len(set(looked)) <= len(refused)
 
 
-def test_the_nearest_of_all_layouts_is_shown_where_none_fits(priced):
-    one = setting(memory=1_000_000)
-    found = Search(one, 4, margin=0.0).run(3)
-    assert not found.ranked
-    assert found.considered >= sum(found.reasons.values())  # some stand for several
+def test_the_nearest_of_all_layouts_is_shown_where_none_fits(priced, devices):
+    tiny = setting(devices=devices, memory=1_000_000)
+    search = Search(tiny, devices, margin=0.0).run(3)
+    assert not search.ranked
+    assert search.considered >= sum(search.reasons.values())  # some stand for several
     least = min(held for held, _ in priced.values())
-    assert worst_estimate(one, found.unfit_layout).total <= 1.02 * least
+    assert worst_estimate(tiny, search.unfit_layout).total <= 1.02 * least

@@ -98,6 +98,7 @@ def test_no_key_that_is_held_fixed_makes_a_plan_faster(seed):
             assert ratio > 1 - CLOSED, (pins, held.layout.label, free.layout.label, ratio)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("words", "fewest"),
     [

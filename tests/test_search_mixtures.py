@@ -31,6 +31,7 @@ def test_fewest_looks_at_the_rank_that_holds_most():
     assert light.bytes == pytest.approx(worst_estimate(one, light.layout).total)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("preset", ["deepseek-v3", "gpt-oss-20b"])
 def test_prices_of_parts_are_those_of_each_layout(preset):
     """What layouts share is computed once: layers without experts, ends, bounds."""

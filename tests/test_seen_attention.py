@@ -193,6 +193,7 @@ def test_few_kernels_serve_all_calls():
     assert len(frames) == 1
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_gets_contiguous_tables(packed):
     """It takes the batch's stride for the number of the blocks in a row of the table."""
@@ -215,6 +216,7 @@ def test_the_kernel_gets_contiguous_tables(packed):
         assert one.shape[:2] == (2 if packed else 1, 1)
 
 
+@pytest.mark.slow
 def test_gradients_of_documents_have_the_strides_that_compiled_code_checks():
     q, k, v, grad = torch.randn(4, 2, 4, 32, 8).unbind()
     bounds = varlen.bounds_of(torch.randint(0, 3, (2, 32)).sort().values)

@@ -47,6 +47,7 @@ def test_the_answer_is_the_plan():
     assert max(ends) <= best["timeline"]["actions_end"] * (1 + 1e-5) < best["step_time_s"]
 
 
+@pytest.mark.slow
 def test_a_layout_that_does_not_fit_says_that_alone():
     """It was called "faster, but less simple", although no device could hold it."""
     large = ["model.preset=llama-3-8b", "cluster.preset=rtx4090", "cluster.nodes=2"]
@@ -114,6 +115,7 @@ def test_the_middle_of_a_long_step_is_folded():
     assert (short["fold"], short["left_out"]) == (None, 0)
 
 
+@pytest.mark.slow
 def test_a_frozen_page_of_a_file_says_what_it_states(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text('[model]\npreset = "llama-3-8b"\n[cluster]\npreset = "h100-sxm"\n')
@@ -156,6 +158,7 @@ def test_what_was_measured_of_a_cluster_counts(tmp_path, capsys, monkeypatch):
     assert answer({"words": others}, kept)["is_shipped"]
 
 
+@pytest.mark.slow
 def test_conditions_reach_the_process_that_plans():
     known = shipped_calibration()
     slow = {name: value * 2 for name, value in known.constants.items() if name.endswith("launch")}
@@ -173,6 +176,7 @@ def test_conditions_reach_the_process_that_plans():
     assert all(one["peak_memory_bytes"] <= 0.8 * found["limit"] for one in found["ranked"])
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("words", "flags", "says"),
     [

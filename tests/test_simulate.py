@@ -141,6 +141,7 @@ def test_a_program_that_lies_is_found():
     assert [text.partition(":")[0] for text in one.differences] == ["matrix products"]
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_the_programs_is_found():
     (one,) = simulated(make("dp2 mb2"), [0]).ranks
     assert one.differences == []

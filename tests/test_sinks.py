@@ -84,6 +84,7 @@ def test_documents(scores):
         assert far(found, wanted) < 1e-12
 
 
+@pytest.mark.slow
 def test_the_operators_are_sound():
     q, k, v, sinks = (one.requires_grad_() for one in drawn(torch.float32))
     torch.library.opcheck(blockwise.attention, (q, k, v, 9, 0.0, sinks))

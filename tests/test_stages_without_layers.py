@@ -91,6 +91,7 @@ def test_the_table_and_random_layouts_have_some():
         assert {1, 2} <= {case.layout.stages - case.model.n_layers for case in cases}
 
 
+@pytest.mark.slow
 def test_the_published_layout_of_llama_3_405b_is_the_better_one():
     """Before, its pipeline was refused, and the best for 16 ranks had no virtual stages."""
     words = ["model.preset=llama-3.1-405b", "cluster.preset=h100-sxm", "cluster.nodes=2048"]
@@ -104,6 +105,7 @@ def test_the_published_layout_of_llama_3_405b_is_the_better_one():
     assert seconds[0] < 0.9 * seconds[1]
 
 
+@pytest.mark.slow
 def test_another_trainer_gets_only_stages_that_it_can_make():
     """Its best layout had 24 stages of 80 layers, which Megatron-LM refuses."""
     words = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"]
@@ -114,6 +116,7 @@ def test_another_trainer_gets_only_stages_that_it_can_make():
     assert not [refusal for one in ranked if (refusal := trainer.refusal(one.layout, 80))]
 
 
+@pytest.mark.slow
 def test_every_drawn_layout_with_them_is_priced():
     """Memory by the walk and in closed form, and time: also offloaded, recomputed, tied."""
     base = cost_inputs_of(load_config(None, ["cluster.preset=h100-sxm"]))

@@ -148,6 +148,7 @@ def proven(world, case):
     return Suite(world).prove(case)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("label", "model", "fields"), CASES, ids=str)
 def test_layouts_update_as_one_device_does(label, model, fields):
     case = replace(make(label, model), **{"optimizer": SPEC, **fields})
@@ -155,7 +156,7 @@ def test_layouts_update_as_one_device_does(label, model, fields):
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("spec", [SPEC, STOCHASTIC], ids=lambda spec: spec.rounding)
 @pytest.mark.parametrize(
     "label",

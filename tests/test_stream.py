@@ -76,6 +76,7 @@ def rows_by_hand(epochs=7):
     return tokens
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_are_those_of_a_plain_loop_and_nothing_is_stored(folders, kind, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -110,6 +111,7 @@ def test_held_out_documents_never_train_and_are_what_is_evaluated(folders):
     assert data.held_out(SEQ, 2, 1000).samples == (len(text) - 1) // SEQ
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_any_layout_reads_the_same_rows_and_has_the_same_position(folders, packing):
     whole = opened(folders / "jsonl", packing=packing).sampler("train", SEQ, BATCH)

@@ -128,6 +128,7 @@ def said(events):
     return [{k: event[k] for k in some} for some, event in zip(keys, events, strict=True)]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

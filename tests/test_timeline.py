@@ -122,7 +122,7 @@ GEMMA2 = {
 OLMO2 = {"family": "olmo2", **FAMILIES["olmo2"].fixed}
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @needs_onednn
 @pytest.mark.parametrize("matmul", ["torch", "onednn"])
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_known_tokenizers(path, ids, size, eos):
     assert decoded == ("Hello world" if ids else "Helloworld")
 
 
+@pytest.mark.slow
 @needs_shared
 def test_gpt2_through_tiktoken_equals_the_json(tmp_path, monkeypatch):
     pytest.importorskip("tiktoken")

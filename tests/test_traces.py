@@ -101,6 +101,7 @@ def test_a_hang_leaves_what_nccl_has_done_in_the_run_folder(folder, tmp_path):
     assert [Path(f"{folder.nccl_trace}{r}").read_text() for r in (0, 1)] == ["what was done"] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_is_not_waited_for_long(folder, tmp_path):
     timing = replace(TIMING, trace_s=4.0)
     assert "of 1 ranks: torchfrtrace" in str(hang(folder, tmp_path, {"MUTE": "1"}, timing))

@@ -14,6 +14,7 @@ def judged(run, **options):
     return judge([run.observed()], [run.replayed()], run.axes, NAMES, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_no_healthy_run_is_accused(seed):

@@ -99,7 +99,7 @@ def test_a_plan_stays_in_what_the_trainer_can_do(name):
     assert trainer.priced_why or trainer.priced_as.startswith(name[:4])
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_command_writes_a_file_that_like_reads(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -118,6 +118,7 @@ def test_the_command_writes_a_file_that_like_reads(name, tmp_path, capsys, monke
     assert found["like"]["as_given"]["layout"]["tp"] == found["layout"]["tp"]
 
 
+@pytest.mark.slow
 def test_like_says_on_which_rank_it_does_not_fit_and_what_does(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(

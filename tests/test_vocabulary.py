@@ -210,6 +210,7 @@ def test_an_export_holds_no_padding(run, tmp_path):
     assert model(torch.arange(8)[None]).shape[-1] == 263
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_padding(run, monkeypatch):
     """On one device it goes on with the same weights; then every step trains as without padding."""
     monkeypatch.chdir(run.folder)

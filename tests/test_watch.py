@@ -28,7 +28,7 @@ HEALTHY = [
 ]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("engine", "microbatches", "optimizer", "clip"), HEALTHY)
 def test_right_loops_agree(engine, microbatches, optimizer, clip, tmp_path):
     options = {"microbatches": microbatches, "optimizer": optimizer, "clip": clip}

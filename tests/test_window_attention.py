@@ -293,6 +293,7 @@ def test_the_scores_of_a_window_are_counted():
             assert causal_scores(length, window) + own == int(seen.sum())
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scores", [ScoreBounds(50), ScoreBounds(None, 2.0), ScoreBounds(50, 2.0)])
 def test_what_a_gpu_is_told_is_the_same_attention(scores):
     """FlexAttention without its compiler computes on a CPU what a GPU compiles."""

@@ -72,7 +72,7 @@ CHUNK = 8
 WINDOWS = (1, 5, 7, 8, 9, 16, 17, 19, 23, 25, 40, 1000)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["bare", "capped"])
 @pytest.mark.parametrize("n", [2, 3, 4])
