@@ -34,7 +34,7 @@ demo: $(VENV)/.base
 
 # Each worker and process would compile all files again where an environment keeps no bytecode.
 test: $(VENV)/.dev
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto $(if $(ROOM),-p ci.plugin --room $(ROOM))
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto $(if $(ROOM),tests/$(ROOM))
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not perf"

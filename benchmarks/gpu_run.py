@@ -34,7 +34,7 @@ from meshwright.spec.loading import Config, load_config
 SHARES: Final = (0.95, 0.85)
 STEPS: Final = 3
 SOURCE: Final = Path(meshwright.__file__).parent
-TESTS: Final = ("tests/test_context.py", "-k", "gpu")
+TESTS: Final = ("tests/parallel/test_context.py", "-k", "gpu")
 ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PLAIN: Final = dict.fromkeys(ALLOCATOR, "expandable_segments:False")
 

@@ -4,7 +4,7 @@
 
 Trains steps of one rank with `torch.cuda.set_sync_debug_mode("error")`, under which whatever
 synchronises raises, and prints a JSON row for each case. Without a GPU (`--device cpu`) the short
-ones of them run, and nothing is checked: `tests/test_syncs.py` counts what would have been.
+ones of them run, and nothing is checked: `tests/bench/test_syncs.py` counts what would have been.
 """
 
 from __future__ import annotations

@@ -45,35 +45,39 @@ class Extra:
 
 
 EXTRAS: Final = {
-    "deepspeed": Extra(("tests/test_deepspeed.py",), 3, ("meshwright[deepspeed]",)),
-    "ray": Extra(("tests/test_ray.py",), 3, ("meshwright[ray]",)),
+    "deepspeed": Extra(("tests/runtime/test_deepspeed.py",), 3, ("meshwright[deepspeed]",)),
+    "ray": Extra(("tests/runtime/test_ray.py",), 3, ("meshwright[ray]",)),
     "torchao": Extra(
         (
-            *("tests/test_float8.py", "tests/test_four_bits_peers.py"),
-            "tests/test_kernels_ahead.py",
+            *("tests/kernels/test_float8.py", "tests/models/test_four_bits_peers.py"),
+            "tests/project/test_kernels_ahead.py",
         ),
         5,
         ("meshwright[fp8]", "bitsandbytes", "triton"),
     ),
-    "other-trainers": Extra(("tests/test_other_trainers.py",), 6, ("accelerate", "deepspeed")),
-    "lm-eval": Extra(("tests/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")),
+    "other-trainers": Extra(
+        ("tests/prove/test_other_trainers.py",), 6, ("accelerate", "deepspeed")
+    ),
+    "lm-eval": Extra(
+        ("tests/evaluate/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")
+    ),
     "peft": Extra(
         (
-            *("tests/test_lora_peft.py", "tests/test_lora_experts_peft.py"),
-            *("tests/test_sft_loops.py", "tests/test_chat_templates.py"),
+            *("tests/checkpoint/test_lora_peft.py", "tests/checkpoint/test_lora_experts_peft.py"),
+            *("tests/training/test_sft_loops.py", "tests/data/test_chat_templates.py"),
         ),
         10,
         ("peft", "accelerate", "trl"),
     ),
     "schemas": Extra(
-        ("tests/test_job_schemas.py",),
+        ("tests/runtime/test_job_schemas.py",),
         2,
         ("skypilot", "jsonschema", "kubeflow-training", "kubernetes", "kubernetes-validate"),
     ),
     # Whole, these would bring Transformer Engine, other versions of one another and of torch; their
     # parsers and dataclasses do without.
     "trainers": Extra(
-        ("tests/test_trainer_parsers.py",),
+        ("tests/interop/test_trainer_parsers.py",),
         5,
         (
             *("meshwright[deepspeed]", "accelerate", "torchtitan", "triton", "megatron-core"),
@@ -81,25 +85,25 @@ EXTRAS: Final = {
         ),
         bare=("axolotl", "megatron-bridge", "ms-swift"),
     ),
-    "package": Extra(("tests/test_package_install.py",), 5, ("build",)),
+    "package": Extra(("tests/project/test_package_install.py",), 5, ("build",)),
     "chromium": Extra(
         (
-            *("tests/test_report_browser.py", "tests/test_site.py"),
-            *("tests/test_serve.py", "tests/test_serve_browser.py"),
+            *("tests/report/test_report_browser.py", "tests/project/test_site.py"),
+            *("tests/serve/test_serve.py", "tests/serve/test_serve_browser.py"),
         ),
         8,
         ("meshwright[ui]", "axe-playwright-python"),
         (Package("chromium", "chromium"),),
     ),
     "trackers": Extra(
-        ("tests/test_trackers.py",),
+        ("tests/training/test_trackers.py",),
         2,
         ("wandb", "trackio", "mlflow-skinny"),
     ),
     # The build that the package index has, for CUDA: no GPU is needed.
-    "oldest-torch": Extra(("tests/test_oldest_torch.py",), 10, ("torch==2.11.0",)),
+    "oldest-torch": Extra(("tests/project/test_oldest_torch.py",), 10, ("torch==2.11.0",)),
     "slurm": Extra(
-        ("tests/test_slurm.py",),
+        ("tests/cli/test_slurm.py",),
         7,
         debian=(Package("slurm-wlm", "slurmctld"), Package("munge", "munged")),
     ),

@@ -1,20 +1,16 @@
-"""Options of pytest for CI: a skip that is a failure, a share of the tests, those of a room.
+"""Options of pytest for CI: a skip that is a failure, a share of the tests.
 
-python -m pytest -p ci.plugin --no-skips tests/test_ray.py
-python -m pytest -p ci.plugin --no-skips --may-skip "needs a GPU" --may-skip tests/test_ray.py
+python -m pytest -p ci.plugin --no-skips tests/comm
+python -m pytest -p ci.plugin --no-skips --may-skip "needs a GPU" --may-skip tests/comm
 python -m pytest -p ci.plugin --share 2/3 -m slow
-python -m pytest -p ci.plugin --room cost
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ci.rooms import ROOMS, rooms_of
 
 
 def share(text: str) -> tuple[int, int]:
@@ -39,20 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--share", type=share, metavar="K/N", help="of the tests chosen, the K-th of every N"
     )
-    group.addoption(
-        "--room",
-        choices=ROOMS,
-        help="the files that import most from this package of src/meshwright, alone",
-    )
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files of other rooms."""
-    room = config.getoption("room")
-    if room is None or not collection_path.name.startswith("test_"):
-        return None
-    is_theirs = room not in rooms_of(collection_path.read_text(encoding="utf-8"))
-    return is_theirs or None
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,7 +4,7 @@
     python3 -m ci.processors zen3 --times 3       one of them, three times
     python3 -m ci.processors --all                all of them
     python3 -m ci.processors zen5 zen3 --first --share 3/20    the first that it can emulate
-    python3 -m ci.processors zen3 -- tests/test_loss.py -x     other words for pytest
+    python3 -m ci.processors zen3 -- tests/parallel/test_loss.py -x     other words for pytest
 
 A processor is emulated by what libraries and the code ask for: variables that limit the
 instructions of torch, oneDNN and MKL; /proc/cpuinfo with its vendor, family, cache and flags, in a

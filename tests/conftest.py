@@ -21,10 +21,11 @@ from meshwright.kernels.fp32_matmuls import take_route
 from meshwright.runtime.pricing.measured import VARIABLE
 from meshwright.spec.loading import load_config
 from outcomes import Outcomes
-from ranks import close_pools
+from ranks import FOLDERS, close_pools
 from runs import TINY, ip
 from written_jobs import written  # noqa: F401 - a fixture
 
+sys.path.extend(folder for folder in FOLDERS if folder not in sys.path)
 pytest.register_assert_rewrite("faulty")
 # Under nohup it is ignored, and so it would be by the commands whose answer to it is tested.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

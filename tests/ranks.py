@@ -30,6 +30,9 @@ from meshwright.runtime.supervise.crash_records import (
 )
 
 TIMEOUT_S = 300.0
+HERE = Path(__file__).parent
+# Where ranks import the modules of tests from: a body is known by the name of its module.
+FOLDERS = [str(HERE), *sorted({str(file.parent) for file in HERE.glob("*/test_*.py")})]
 
 
 def ranks(n: int):
@@ -69,7 +72,7 @@ class _Pool:
         self.folder = tempfile.TemporaryDirectory()
         self.began = time.time()
         store = str(Path(self.folder.name) / "store")
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(n):

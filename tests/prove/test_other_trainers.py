@@ -1,0 +1,120 @@
+"""Other systems compared with one process: where they are right, and faults that were public."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.other_trainers import page, read, run_cases
+from benchmarks.other_trainers_cases import case
+
+from meshwright.cli import main
+
+pytest.importorskip("accelerate", reason="transformers loads sharded models with accelerate")
+
+
+def found(tmp_path, *some):
+    run_cases(some, some[0]["ranks"], tmp_path / "rows.jsonl")
+    rows = read(tmp_path / "rows.jsonl")
+    assert len(rows) == len(some)
+    assert not [row for row in rows if "crashed" in row], rows
+    return rows
+
+
+def test_right_layouts_of_transformers_agree(tmp_path):
+    rows = found(
+        tmp_path,
+        case("transformers", "llama", {"tp_size": 2}),
+        case("transformers", "llama, tied", {"fsdp_size": 2}),
+        case("transformers", "qwen3", {"tp_size": 2}, microbatches=1),
+        case("transformers", "mixtral", {"tp_size": 2}),
+        case("transformers", "mixtral", {"fsdp_size": 2, "ep_size": 2}),
+    )
+    for row in rows:
+        assert row["verdict"]["passed"], row
+    assert page(rows).count("| right (") == len(rows)
+
+
+def test_a_norm_of_heads_is_summed_again_under_tp_with_two_microbatches(tmp_path):
+    (row,) = found(tmp_path, case("transformers", "qwen3", {"tp_size": 2}))
+    (fault,) = row["verdict"]["faults"]
+    assert (fault["kind"], fault["axes"]) == ("summed again", ["tp"])
+    assert all("q_norm" in name or "k_norm" in name for name in fault["tensors"])
+    assert "2 g0 + g1" in fault["sentence"]
+
+
+def test_public_faults_that_are_put_back_are_named(tmp_path):
+    shared = {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}
+    faults = {
+        "transformers#48205": (case("transformers", "mixtral", shared, 1), "missing sum"),
+        "pytorch#160285": (
+            case("transformers", "mixtral", {"fsdp_size": 2, "ep_size": 2}, 1),
+            "scaled",
+        ),
+        "torchtitan#2387": (case("transformers", "mixtral", {"tp_size": 2}, 1), "missing sum"),
+    }
+    some = [{**one, "fault": name} for name, (one, _) in faults.items()]
+    for row, (_, kind) in zip(found(tmp_path, *some), faults.values(), strict=True):
+        fault = row["verdict"]["faults"][0]
+        assert fault["kind"] == kind, row
+        is_router = "gate.weight" in fault["tensors"][0]
+        assert is_router if kind == "missing sum" else "experts" in fault["tensors"][0]
+
+
+@pytest.mark.parametrize(("family", "code"), [("llama", 0), ("qwen3", 1)])
+def test_the_example_of_the_trainer_with_tp(family, code):
+    example = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = [*launcher, "--standalone", str(example), family, "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) == code, done.stdout + done.stderr
+    assert ("PASS" if not code else "summed over tp again at each microbatch") in done.stdout
+
+
+def test_deepspeed_agrees(tmp_path):
+    pytest.importorskip("deepspeed", reason="a group of extras installs it")
+    for row in found(tmp_path, *(case("deepspeed", "llama", {"stage": n}) for n in range(4))):
+        assert row["verdict"]["passed"], row
+
+
+def test_meshwright_agrees(tmp_path):
+    rows = found(
+        tmp_path,
+        case("meshwright", "qwen3", {"tp": 2}),
+        case("meshwright", "llama", {"dp_shard": 2, "zero": 3}),
+        case("meshwright", "llama", {"dp_replicate": 2}),
+    )
+    for row in rows:
+        assert row["verdict"]["passed"], row
+
+
+LAUNCHED = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer_loops
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(trainer_loops.Tiny())
+trainer_loops.train(model, dist.get_world_size(), dist.get_rank(), steps=1000)
+"""
+LAUNCHERS = {
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
+    "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29631"],
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_script_is_proven_under_other_launchers(name, tmp_path, monkeypatch, capsys):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    command = [sys.executable, "-m", *LAUNCHERS[name], str(script)]
+    code = main(["prove", "--json", "--folder", str(tmp_path / "steps"), "--", *command])
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["passed"], found["world"]) == (0, True, 2), found
