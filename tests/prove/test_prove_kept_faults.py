@@ -175,7 +175,7 @@ def failed(world, name, faulty):
         return [verdict for verdict in check(case, groups, world) if not verdict.passed]
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [fault.__name__ for fault in FAULTS])
 def test_a_fault_is_caught(name):
