@@ -6,8 +6,8 @@
 #   make faults ranks killed, stopped and cut off in every way
 #   make ci     what a change must pass, in 45 minutes
 #   make everything  all parts that CI takes turns with, in hours; PARTS="--only lint" chooses some
-#   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
-#   make mutants  puts faults into the code that trains; each must be caught: docs/mutants.md
+#   make fault-table  what each fault case comes to, measured, into docs/records/fault-cases.md
+#   make mutants  puts faults into the code that trains; each must be caught: docs/records/mutants.md
 #   make soak   an hour of proofs under each check of the heap, for crashes that are rare
 #   make docs   the site, into build/site
 #   make gpu    checks and benchmarks on one GPU, in one minute or in ten
@@ -48,13 +48,13 @@ faults: $(VENV)/.dev
 
 fault-table: $(VENV)/.dev
 	$(BIN)/python -m pytest -m case --junitxml build/cases.xml
-	$(BIN)/python -m benchmarks.fault_cases build/cases.xml --page docs/fault-cases.md
+	$(BIN)/python -m benchmarks.fault_cases build/cases.xml --page docs/records/fault-cases.md
 
 prove: $(VENV)/.base
 	@for world in 2 4 8 16; do $(BIN)/meshwright prove --matrix --world $$world || exit; done
 
 mutants: $(VENV)/.dev
-	PYTHONPATH=src $(BIN)/python -m benchmarks.mutants --page docs/mutants.md
+	PYTHONPATH=src $(BIN)/python -m benchmarks.mutants --page docs/records/mutants.md
 
 # Both set up the environments themselves, with the system's Python.
 ci:

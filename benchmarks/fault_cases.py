@@ -1,7 +1,7 @@
 """The fault cases as a table: what each test of one saw, from the report of a run of them.
 
     python -m pytest -m case --junitxml cases.xml
-    python -m benchmarks.fault_cases cases.xml --page docs/fault-cases.md
+    python -m benchmarks.fault_cases cases.xml --page docs/records/fault-cases.md
 
 A test of a case carries its numbers, and records an outcome for each fault that it makes: exit
 code, message, seconds from the fault to the end of the run or to the refusal. Tests that differ

@@ -1,6 +1,6 @@
 """Rehearse layouts and seeded faults on the stand-in for a GPU, and write what was checked.
 
-Run as `python -m benchmarks.rehearsal --page docs/gpu-rehearsal.md`. Without a page: `--only TEXT`
+Run as `python -m benchmarks.rehearsal --page docs/records/gpu-rehearsal.md`. Without a page: `--only TEXT`
 for the kinds whose words have a text, `--random N --seed S` for layouts as `prove --random` has.
 """
 
@@ -104,7 +104,7 @@ def page(found: Iterable[Checked], caught: Iterable[Checked]) -> str:
         "",
         "Made by `python -m benchmarks.rehearsal`, as `meshwright simulate --device cuda` does:",
         "the branches for CUDA on a stand-in device, with fake tensors and a fake process group",
-        "([why](decisions/0043-the-path-of-a-gpu.md)).",
+        "([why](../decisions/0043-the-path-of-a-gpu.md)).",
         f"Nothing here ran on a GPU. Layouts of up to {MOST_RANKS} ranks are rehearsed by all of",
         "them, others by the first and the last.",
         "",

@@ -1,4 +1,4 @@
-"""Writes `support-matrix.md` and its picture from the table of `prove --matrix`.
+"""Writes `records/support-matrix.md` and its picture from the table of `prove --matrix`.
 
     python docs/draw_matrix.py
 
@@ -16,19 +16,19 @@ from meshwright.prove.matrix import WORLDS, matrix
 from meshwright.prove.refused import refuse
 from meshwright.spec.optimizers import OPTIMIZERS
 
-PAGE = Path(__file__).with_name("support-matrix.md")
+PAGE = Path(__file__).parent / "records" / "support-matrix.md"
 PICTURE = Path(__file__).parent / "images" / "support-matrix.svg"
 
 HEAD = """\
 # Support matrix
 
-[`meshwright prove --matrix`](commands/prove.md) runs each of these layouts on local ranks and
+[`meshwright prove --matrix`](../commands/prove.md) runs each of these layouts on local ranks and
 compares it with one device. `make prove` runs all of them. On CPUs, ranks sum by themselves under
 ZeRO; PyTorch's FSDP2 shards the layouts with `fsdp2`, as it does all of them on GPUs.
 `docs/draw_matrix.py` generates this page and its picture from the same table (`prove/matrix.py`),
 and a test checks that both are current.
 
-![Number of proven layouts by model family and parallelism, and by pairs of parallelisms](images/support-matrix.svg)
+![Number of proven layouts by model family and parallelism, and by pairs of parallelisms](../images/support-matrix.svg)
 """
 
 

@@ -257,7 +257,7 @@ def test_every_fault_case_has_a_test_and_a_measured_row():
         for numbers in re.findall(r"mark\.case\(([\d, ]+)\)", path.read_text()):
             marked |= set(map(int, numbers.split(",")))
     assert marked == set(CASES)
-    page = (ROOT / "docs/fault-cases.md").read_text()
+    page = (ROOT / "docs/records/fault-cases.md").read_text()
     told, _, measured = page.partition("<!-- measured: begin -->")
     row = re.compile(r"^\| ([\d, ]+) \| ", re.MULTILINE)
     assert {int(n) for found in row.findall(told) for n in found.split(",")} == marked

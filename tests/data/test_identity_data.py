@@ -1,6 +1,6 @@
 """Data that is not what it was: a bit flipped in a token store, tokens of a pair that were changed.
 
-The numbers are those of docs/fault-cases.md.
+The numbers are those of docs/records/fault-cases.md.
 """
 
 import shutil

@@ -169,7 +169,7 @@ def conforming(world, case):
     ],
 )
 def test_a_second_forward_gathers_no_block_again(label):
-    """Dropout follows the experts, so that it ends after them; docs/log.md.
+    """Dropout follows the experts, so that it ends after them; docs/records/log.md.
 
     Selective recomputation refuses operations that the first forward lacked.
     """

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/gpu-findings.md"
+PAGE = ROOT / "docs/records/gpu-findings.md"
 
 
 def findings():

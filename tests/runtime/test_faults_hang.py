@@ -1,6 +1,6 @@
 """Ranks that hang, lag or go astray: who is named, by whom, and when.
 
-The numbers are those of docs/fault-cases.md.
+The numbers are those of docs/records/fault-cases.md.
 """
 
 import re

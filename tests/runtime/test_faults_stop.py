@@ -1,6 +1,6 @@
 """A run that is asked to stop, that finds its folder taken, or whose supervisor is gone.
 
-The numbers are those of docs/fault-cases.md.
+The numbers are those of docs/records/fault-cases.md.
 """
 
 import io

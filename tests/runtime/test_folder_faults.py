@@ -1,6 +1,6 @@
 """Harm to a run's own folder: damaged events, files that are links, an end that was cut off.
 
-The numbers are those of docs/fault-cases.md.
+The numbers are those of docs/records/fault-cases.md.
 """
 
 import io

@@ -1,6 +1,6 @@
 """Whose a step, a job or a datum is: nothing of another run is taken for a run's own.
 
-The numbers are those of docs/fault-cases.md.
+The numbers are those of docs/records/fault-cases.md.
 """
 
 import errno

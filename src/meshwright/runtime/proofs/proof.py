@@ -51,7 +51,7 @@ from meshwright.training.run_folder import RunFolder
 
 CLAIM: Final = "runs on its ranks"
 # Of one set of ranks. Processes keep memory that cases of other sizes needed: some 10 MB a case on
-# each rank. After 250 cases 8 ranks had 22 GB, and the system killed one; see docs/log.md.
+# each rank. After 250 cases 8 ranks had 22 GB, and the system killed one; see docs/records/log.md.
 _MOST_CASES: Final = 32
 
 
