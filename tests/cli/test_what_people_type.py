@@ -1,17 +1,21 @@
 """Words that people type: accepted where they are clear, and else refused with what is meant."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from pydantic import TypeAdapter
 
 from meshwright.cli import main
 from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.layout import resolve_layout
 from meshwright.runtime.machines.machine import detect
-from meshwright.spec.loading import load_config
+from meshwright.spec.kinds import kind_of
+from meshwright.spec.loading import SECTIONS, load_config
 from meshwright.spec.presets import PRESETS, catalogue_rows, full_device_name, preset_of
 from runs import clean_environ
 
@@ -110,8 +114,22 @@ def test_aliases_of_tutorials_together_are_a_layout():
         (["train.precision=fp8"], "train.fp8=true beside train.precision=bf16"),
         (["train.precision=bfloat16"], "nearest legal: train.precision=bf16"),
         (["layout.tp=8"], "n_heads = 4 and model.n_kv_heads = 2; nearest legal: layout.tp = 2"),
-        (["--layout.tp=2"], "a config's keys have no dashes: layout.tp=VALUE"),
-        (["--layout.tp", "2"], "a config's keys have no dashes: layout.tp=VALUE"),
+        (["train.steps=1,000"], "nearest legal: train.steps=1000"),
+        (["train.steps='100'"], "nearest legal: train.steps=100"),
+        (["train.steps=-1"], "nearest legal: train.steps=1"),
+        (["train.steps=-1e3"], "nearest legal: train.steps=200, its default"),
+        (["layout.tp=0"], "nearest legal: layout.tp=1"),
+        (["model.n_heads=six"], "nearest legal: model.n_heads=6"),
+        (["optimizer.lr=fast"], "nearest legal: optimizer.lr=0.003, its default"),
+        (["layout.sp=yes"], "nearest legal: layout.sp=true"),
+        (["gpus=8"], "nearest legal: cluster.devices_per_node"),
+        (["--gpus", "8"], "a config's keys have no dashes: cluster.devices_per_node=8"),
+        (["--nnodes=2"], "a config's keys have no dashes: cluster.nodes=2"),
+        (["--model", "llama-3-8b"], "a config's keys have no dashes: model=llama-3-8b"),
+        (["--tpo", "3"], "unrecognized arguments: --tpo; nearest: --top"),
+        (["--layout.tp=2"], "a config's keys have no dashes: layout.tp=2"),
+        (["--layout.tp", "2"], "a config's keys have no dashes: layout.tp=2"),
+        (["--layout.tp"], "a config's keys have no dashes: layout.tp=VALUE"),
         (["layout.tp", "2"], "a key and its value are one word; nearest legal: layout.tp=2"),
         (["layout.tp"], "nearest legal: layout.tp=VALUE"),
         (["./layout.tp"], "config file layout.tp cannot be read"),
@@ -126,6 +144,41 @@ def test_what_was_meant_is_said(words, said, capsys):
         code = end.code
     assert code == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_config_that_does_not_exist_names_the_nearest_beside_it(tmp_path):
+    (tmp_path / "run.toml").touch()
+    for name in ("run.tom", "rum.toml"):
+        with pytest.raises(ConfigError) as refused:
+            load_config(tmp_path / name)
+        assert str(refused.value).endswith(f"nearest legal: {tmp_path / 'run.toml'}")
+    with pytest.raises(ConfigError) as refused:
+        load_config(tmp_path / "missing" / "run.toml")
+    assert "nearest" not in str(refused.value)
+
+
+NUMBERS = {
+    f"{section}.{key}": field
+    for section, spec in SECTIONS.items()
+    for key, field in spec.model_fields.items()
+    if kind_of(field.annotation) in ("an integer", "a number")
+}
+
+
+@pytest.mark.parametrize("value", ["-1000000", "1e12", "'many'", "0.5", "'1,000'", "nan"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_value_that_a_refusal_names_is_legal(name, value):
+    try:
+        load_config(None, [f"{name}={value}"])
+    except ConfigError as error:
+        rule, _, legal = str(error).partition("; nearest legal: ")
+        if f"must be a{'n integer' if 'integer' in rule else ' number'}" not in rule or not legal:
+            return
+        field = NUMBERS[name]
+        for override in legal.removesuffix(", its default").split(" or "):
+            key, _, text = override.partition("=")
+            assert key == name
+            TypeAdapter(Annotated[field.annotation, field]).validate_python(json.loads(text))
 
 
 @pytest.mark.parametrize(

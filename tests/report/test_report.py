@@ -12,9 +12,11 @@ import pytest
 from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.report.ahead import layouts_page
+from meshwright.report.curves import smooth
 from meshwright.report.page import Page
 from meshwright.report.record import read_run
 from meshwright.report.run_page import comparison_page, report, run_page
+from meshwright.report.timelines import panels, timelines
 from run_folders import step_event, write_run
 
 PIPELINE = ("layout.pp=2", "layout.microbatch=1", "train.batch=8", "model.n_layers=4")
@@ -81,6 +83,51 @@ def test_memory_comes_worst_rank_first_with_prediction_and_limit(config):
     assert peaks == sorted(peaks, reverse=True)
     assert any(t["name"] == "predicted" for t in first["data"])
     assert any("limit 64.00 MiB" in one["text"] for one in first["layout"]["annotations"])
+
+
+def test_the_predicted_memory_is_drawn_over_the_same_actions(config):
+    run = read_run(write_run(config(*PIPELINE, "layout.dp_replicate=1"), slower=3.0))
+    page = run_page(run)
+    for figure in page.figures["memory"]:
+        (line,) = (trace for trace in figure["data"] if trace["name"] == "predicted")
+        area = next(trace for trace in figure["data"] if "stackgroup" in trace)
+        assert line["text"] == area["text"]  # the same moments
+        assert line["x"] == pytest.approx(area["x"])
+    assert "stretched so that each action takes as long as it did" in text_of(page)
+
+
+def test_a_smoothed_curve_begins_and_ends_where_the_values_do():
+    values = [8.0 - step / 10 for step in range(60)]
+    assert smooth(values) == pytest.approx(values)
+    noisy = [value + (-1) ** step for step, value in enumerate(values)]
+    assert smooth(noisy)[0] == noisy[0]
+    assert len(smooth(noisy)) == len(noisy)
+
+
+def test_numbers_beside_curves_have_their_units(config):
+    text = text_of(run_page(read_run(write_run(config()))))
+    assert re.search(r"Last 10\.\dk tokens/s, median 10\.\dk tokens/s", text)
+    assert "Last 1.0%, median 1.0%." in text
+
+
+def test_a_run_with_adapters_says_what_it_trains(config):
+    page = run_page(read_run(write_run(config("lora.rank=2", "lora.alpha=4"))))
+    assert re.search(
+        r"Trained \S+ \d+\.\d% of the parameters: LoRA, rank 2, alpha 4, on all-linear",
+        text_of(page),
+    )
+    assert "LoRA" not in text_of(run_page(read_run(write_run(config("log.name=plain")))))
+
+
+def test_a_row_of_a_plan_stands_for_all_ranks_of_its_place(config):
+    def names(*words):
+        run = read_run(write_run(config(*words)))
+        picture = timelines(panels([run.planned, run.measured]))["in time"]
+        return [picture["layout"][axis]["ticktext"] for axis in ("yaxis", "yaxis2")]
+
+    assert names("log.name=replicas") == [["each rank"], ["rank 0"]]
+    pipeline = names(*PIPELINE, "layout.dp_replicate=1", "log.name=pipeline")
+    assert pipeline == [["pp 0 · s0", "pp 1 · s1"], ["rank 0 · s0", "rank 1 · s1"]]
 
 
 def test_the_document_is_in_order(config):
@@ -163,7 +210,7 @@ def test_a_crashed_run_with_a_cut_line(config):
     text = text_of(page)
     for said in (
         "Failed after step 5 of 100: rank 0 raised OSError.",
-        "Ranks were started again once and 3 steps done again: rank 0 was killed.",
+        "The ranks were restarted once, and recomputed 3 steps: rank 0 was killed.",
         "The loss jumped at step 5.",
         "1 steps were skipped since gradients were not finite",
         "Rank 3 was slow from step 2 to 5, the others waited for it 40% of the time.",
@@ -242,6 +289,8 @@ def test_layouts_side_by_side():
     assert drawn["layout"]["yaxis"]["ticktext"] == ["dp2 mb1", "tp2 mb1"]
     assert "Fastest is dp2 mb1 , 1.50 times" in text_of(page)
     assert "500 ms (+25%)" in str(drawn)
+    said = "The mean error of the predictions is 21%; the largest is 25% too long."
+    assert said in text_of(page)
 
 
 def test_an_empty_section_is_left_out():

@@ -207,6 +207,8 @@ def test_a_page_fits_a_phone(show, kind):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert page.evaluate(CLIPPED) == []
     assert page.evaluate(OVERLAPS) == []
+    ends = "[...document.querySelectorAll('nav a')].map((a) => a.getBoundingClientRect().right)"
+    assert max(page.evaluate(ends)) <= 390  # each section's link is seen
 
 
 @pytest.mark.perf

@@ -141,7 +141,7 @@ def test_no_progress_ends_the_run(go):
     words = ["checkpoint.every=3"]
     folder, text, events = go("0:update:5:raise=no luck:always", *words, error=NoProgress)
     assert text.startswith(
-        "no progress beyond step 3 though the ranks were started again 3 times "
+        "no progress beyond step 3 though the ranks were restarted 3 times "
         "(checkpoint.restarts = 3). The last failure: rank 0 raised RuntimeError: no luck\n"
     )
     assert NoProgress.exit_code == 5
@@ -155,7 +155,7 @@ def test_no_progress_ends_the_run(go):
 def test_without_checkpoints_later_steps_are_progress(go):
     limits = ["checkpoint.restarts=1", "checkpoint.every=0"]
     _, text, events = go("0:update:4:raise:always", *limits, error=NoProgress)
-    assert "no progress beyond step 3 though the ranks were started again once" in text
+    assert "no progress beyond step 3 though the ranks were restarted once" in text
     assert len(of(events, "restart")) == 1
 
 

@@ -43,8 +43,10 @@ def test_limit_in_the_config(tmp_path):
     assert load_config().cluster.memory is None
     refusals = {
         "2 gigs": "cluster.memory = '2 gigs' is no number of bytes, as 2GiB, 1.5GB or 4096",
-        "0": "cluster.memory = 0 (override cluster.memory=0) must be greater than 0",
-        "1.5": "cluster.memory = 1.5 (override cluster.memory=1.5) must be an integer",
+        "0": "cluster.memory = 0 (override cluster.memory=0) must be greater than 0; "
+        "nearest legal: cluster.memory=1",
+        "1.5": "cluster.memory = 1.5 (override cluster.memory=1.5) must be an integer; "
+        "nearest legal: cluster.memory=1 or cluster.memory=2",
     }
     for value, text in refusals.items():
         with pytest.raises(ConfigError) as caught:

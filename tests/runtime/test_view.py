@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from meshwright.layout import Layout
@@ -136,4 +137,20 @@ def test_what_happens_to_a_run_is_said():
         "step 3: skipped, the gradient of norm.weight (rank 1) is not finite",
         "step 30: loss 9.5000, where 2.2500 was usual",
         "step 31: loss nan, where 2.2500 was usual",
+    ]
+
+
+@pytest.mark.parametrize(("detect_s", "detected"), [(0.1011, "detected in 101ms; "), (None, "")])
+def test_a_restart_says_when_it_was_detected_and_what_is_recomputed(detect_s, detected):
+    cause = {"event": "restart", "cause": "rank 1 was killed by SIGKILL", "detect_s": detect_s}
+    assert shown(View, cause | {"attempt": 1, "from_step": 2, "lost_steps": 1}).splitlines() == [
+        "rank 1 was killed by SIGKILL",
+        f"{detected}restarting after step 2 (attempt 1), steps to recompute: 1",
+    ]
+
+
+def test_shares_of_time_are_in_percent():
+    slow = {"event": "slow_rank", "rank": 0, "from_step": 30, "step": 38}
+    assert shown(View, slow | {"others_wait": 0.5092, "waits": 0.2195}).splitlines() == [
+        "rank 0 is slow: from step 30 to 38 all others waited for 51% of the time, it for 22%"
     ]

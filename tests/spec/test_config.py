@@ -40,11 +40,16 @@ REFUSALS = {
     "train.gradient-accumulation-steps=2": "unknown key train.gradient-accumulation-steps "
     "(override train.gradient-accumulation-steps=2). It follows from train.batch and "
     "layout.microbatch",
-    "train.batch=big": "train.batch = 'big' (override train.batch=big) must be an integer",
-    "train.batch=1.5": "train.batch = 1.5 (override train.batch=1.5) must be an integer",
-    "train.batch=true": "train.batch = true (override train.batch=true) must be an integer",
-    "train.steps=0": "train.steps = 0 (override train.steps=0) must be greater than 0",
-    "optimizer.lr=nan": "optimizer.lr = nan (override optimizer.lr=nan) must be a finite number",
+    "train.batch=big": "train.batch = 'big' (override train.batch=big) must be an integer; "
+    "nearest legal: train.batch=16, its default",
+    "train.batch=1.5": "train.batch = 1.5 (override train.batch=1.5) must be an integer; "
+    "nearest legal: train.batch=1 or train.batch=2",
+    "train.batch=true": "train.batch = true (override train.batch=true) must be an integer; "
+    "nearest legal: train.batch=16, its default",
+    "train.steps=0": "train.steps = 0 (override train.steps=0) must be greater than 0; "
+    "nearest legal: train.steps=1",
+    "optimizer.lr=nan": "optimizer.lr = nan (override optimizer.lr=nan) must be a finite number; "
+    "nearest legal: optimizer.lr=0.003, its default",
     "train.precision=fp8": "train.precision = 'fp8' (override train.precision=fp8) must be 'fp32', "
     "'bf16' or 'fp16'; nearest legal: train.fp8=true beside train.precision=bf16",
     "train.loss_scale=0": "train.loss_scale = 0 (override train.loss_scale=0) must be greater "
@@ -134,7 +139,8 @@ def test_file_refusals(tmp_path):
         "unknown key train.batchsize (run.toml:3); nearest legal: train.batch"
     )
     file.write_text("[train]\nsteps = 'many'\n")
-    assert refusal_of(path=file) == "train.steps = 'many' (run.toml:2) must be an integer"
+    rule = "train.steps = 'many' (run.toml:2) must be an integer"
+    assert refusal_of(path=file) == f"{rule}; nearest legal: train.steps=200, its default"
     file.write_text("steps = 5\n")
     assert "steps = 5 (run.toml:1) is outside of any section" in refusal_of(path=file)
     file.write_text("[train\n")

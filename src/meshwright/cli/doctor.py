@@ -135,8 +135,8 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     for event in diagnosis.slow:
         say_line(f"rank {event['rank']} was slow from step {event['from_step']} to {event['step']}")
     for cost in diagnosis.costs:
-        known = {"noticed": cost.detect_s, "ready again": cost.restart_s, "done again": cost.lost_s}
-        durations = [f"{name} {format_seconds(s)}" for name, s in known.items() if s is not None]
+        known = {"detected": cost.detect_s, "restarted": cost.restart_s, "recomputed": cost.lost_s}
+        durations = [f"{name} in {format_seconds(s)}" for name, s in known.items() if s is not None]
         say_line(f"restart {cost.attempt}: {cost.cause} ({', '.join(durations)})")
     say_line(f"last step {diagnosis.last_step}; newest checkpoint: {diagnosis.good}")
     if not diagnosis.is_well:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol, cast
 
 from meshwright.errors import (
@@ -58,18 +59,27 @@ exit codes: 0 done, 1 a check failed, 2 refused before start, 3 a rank failed,
 """
 
 
-def _override_instead_of(option: str) -> str:
-    """Return how to set a config key that was given as an option; empty if it is none."""
+def _instead_of_option(rest: Sequence[str], known: Iterable[str]) -> str:
+    """Return what to write instead of an option that a command lacks; empty if nothing is near.
+
+    `rest`, the command line from there on, begins with it. That is the key of a config with this
+    name, here or in another framework, or else the nearest of the `known` options.
+    """
     from meshwright.spec.loading import ALIASES, KEYS  # not at the top: `--help` answers at once
     from meshwright.spec.synonyms import instead_of
 
-    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    option, equals, value = rest[0].partition("=")
+    if not equals:
+        value = next((word for word in rest[1:2] if not word.startswith("-")), "VALUE")
+    name = option.lstrip("-").replace("-", "_")
     section, dot, key = name.partition(".")
-    if dot and key in KEYS.get(section, ()):
-        return f"; a config's keys have no dashes: {name}=VALUE"
-    keys = [f"{section}.{key}" for section, known in KEYS.items() for key in known if key == name]
-    keys = keys or [alias for alias in ALIASES if alias == name] or instead_of(name)[0]
-    return f"; a config's keys have no dashes: {keys[0]}=VALUE" if keys else ""
+    keys = [name] if dot and key in KEYS.get(section, ()) else []
+    keys += [f"{section}.{key}" for section, known in KEYS.items() for key in known if key == name]
+    keys = keys or [alias for alias in (*ALIASES, "model") if alias == name] or instead_of(name)[0]
+    if keys:
+        return f"; a config's keys have no dashes: {keys[0]}={value}"
+    options = nearest(option, known)
+    return f"; nearest: {options[0]}" if options else ""
 
 
 class Command(Protocol):
@@ -137,8 +147,10 @@ def _run(arguments: Sequence[str]) -> int:
     if unparsed:
         # argparse takes overrides from one place only; people add them at the end, after options.
         if not hasattr(args, "words") or any(argument.startswith("-") for argument in unparsed):
-            hint = _override_instead_of(unparsed[0])
             subparser = commands.choices[args.command]
+            following = arguments[list(arguments).index(unparsed[0]) :]
+            known = re.findall(r"--[\w-]+", subparser.format_usage())
+            hint = _instead_of_option(following, known)
             subparser.error(f"unrecognized arguments: {' '.join(unparsed)}{hint}")
         args.words += unparsed
     if any("\0" in argument for argument in arguments):  # from Python: a shell's words have none

@@ -94,7 +94,7 @@ def question_flags(args: argparse.Namespace) -> Iterator[str]:
 
 def print_cost(cost: Cost, devices: int) -> None:
     """Print the cost of tokens."""
-    money = "" if cost.money is None else f", cost {cost.money:,.0f} (currency of your prices)"
+    money = "" if cost.money is None else f", cost {cost.money:,.0f} at your price"
     say(
         f"{format_count(cost.tokens)} tokens: {_days(cost.hours)} on {devices} devices, "
         f"{cost.device_hours:,.0f} device hours{money}"
@@ -372,7 +372,7 @@ def _cheapest(
         if not offers:
             say(f"cheapest: nothing fits on up to {devices} devices")
             return
-        say("cost of a million tokens, in the currency of your prices:")
+        say("cost per million tokens, at your prices:")
         printed = table("devices", "cost", "layout", "memory", "tokens/s")
         for offer in offers:
             printed.add_row(

@@ -139,8 +139,9 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
         "headline",
         "At a glance",
         prose(
-            f"Fastest is `{names[0]}`, {ratio:.2f} times as fast as the slowest. Predictions are "
-            f"off by {sum(map(abs, errors)) / len(errors):.0%} on average, by {worst:+.0%} at most."
+            f"Fastest is `{names[0]}`, {ratio:.2f} times as fast as the slowest. The mean error of "
+            f"the predictions is {sum(map(abs, errors)) / len(errors):.0%}; the largest is "
+            f"{abs(worst):.0%} too {'long' if worst > 0 else 'short'}."
         ),
         page.chart(
             "layouts",

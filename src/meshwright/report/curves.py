@@ -61,11 +61,16 @@ def line(
 
 
 def smooth(values: Sequence[float], window: int = _WINDOW) -> list[float]:
-    """Return the running median over `window` values, centred except at the ends."""
-    half = window // 2
+    """Return the running median over `window` values, over fewer towards the ends.
+
+    A median is of as many values before as after, so that a curve that falls does not begin below
+    its first value.
+    """
+    last = len(values) - 1
+    halves = [min(window // 2, index, last - index) for index in range(len(values))]
     return [
-        statistics.median(values[max(0, index - half) : index + half + 1])
-        for index in range(len(values))
+        statistics.median(values[index - half : index + half + 1])
+        for index, half in enumerate(halves)
     ]
 
 
@@ -145,7 +150,7 @@ def _loss_chart(
     entropy = finite(run.start.get("unigram_entropy"))
     caption = "Nats for each target token."
     if len(traces) > 1 and traces[0]["name"] == "each step":
-        caption += f" Grey: each logged step; dark: the median of {_WINDOW}."
+        caption += f" Grey: each logged step; dark: the median of {_WINDOW}, of fewer at the ends."
     if entropy is not None:
         ends = [xs[0], max([xs[-1], *held_out_steps])]
         dashed = {"dash": "dash", "width": 1.5}
@@ -173,9 +178,16 @@ def _small(
         y_options = {"range": [0, max(ys) * 1.1 or 1.0]}
     drawn = lines([line(title, xs, ys, INK)], unit, _LOW, labels=False, **y_options)
     last, usual = ys[-1], statistics.median(ys)
-    caption = f"Last {_short(last)}, median {_short(usual)}."
-    rows = [(event["step"], _short(event.get(key))) for event in thin(steps, 60)]
+    printed = _percent if key == "data_time_share" else _short
+    shown_unit = " tokens/s" if key == "tokens_per_s" else ""
+    caption = f"Last {printed(last)}{shown_unit}, median {printed(usual)}{shown_unit}."
+    rows = [(event["step"], printed(event.get(key))) for event in thin(steps, 60)]
     return page.chart(name, title, drawn, caption, table(("step", unit), rows))
+
+
+def _percent(value: Any) -> str | None:
+    number = finite(value)
+    return None if number is None else f"{number:.1%}"
 
 
 def _short(value: Any) -> str | None:

@@ -14,6 +14,7 @@ from meshwright.report.causes import CAUSE_NAMES, mean_causes
 from meshwright.report.curves import series
 from meshwright.report.figure import finite, seconds
 from meshwright.report.record import RunRecord
+from meshwright.spec.parts import parameter_count, trained_parameter_count
 from meshwright.spec.words import busy
 from meshwright.units import counted, format_bytes, format_count
 
@@ -116,7 +117,7 @@ def _failures(run: RunRecord) -> Iterator[Advice]:
         times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
         causes = "; ".join(dict.fromkeys(str(e.get("cause", "?")) for e in restarts))
         yield (
-            f"Ranks were started again {times} and {lost} steps done again: {causes}.",
+            f"The ranks were restarted {times}, and recomputed {counted(lost, 'step')}: {causes}.",
             "A smaller checkpoint.every loses fewer steps; checkpoint.async hides its cost.",
         )
     for event in run.of("bad_checkpoint"):
@@ -315,6 +316,7 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
         key_figures.append(
             ("Parameters", format_count(count), f"{family.get('family', '')} {shape}")
         )
+    key_figures += _adapters(run)
     world = start.get("world") or (run.layout.world if run.layout else None)
     if world:
         key_figures.append(("Ranks", str(world), str(start.get("device", ""))))
@@ -337,6 +339,17 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
         if peak is None or name != peak[2]:
             key_figures.append(_fact(name, worst.peak.total, worst.rank))
     return key_figures
+
+
+def _adapters(run: RunRecord) -> Iterator[tuple[str, str, str]]:
+    """Yield how much a run with adapters trains, and of which kind they are."""
+    model = run.program.model if run.program else None
+    if model is None or model.lora is None:
+        return
+    trained, count = trained_parameter_count(model), parameter_count(model)
+    lora, targets = model.lora, ", ".join(model.lora.targets)
+    kind = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {targets}"
+    yield "Trained", format_count(trained), f"{trained / count:.1%} of the parameters: {kind}"
 
 
 def _fact(name: str, byte_count: int, rank: int | str) -> tuple[str, str, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Final
 
 from meshwright.cost.catalogue import Cluster
 from meshwright.layout import Layout
 from meshwright.program.profile import MEMORY, MemoryPoint, RankProfile, StepProfile
+from meshwright.report.agreement import done_by
 from meshwright.report.causes import causes_chart, traffic_chart
 from meshwright.report.figure import (
     INK,
@@ -25,7 +28,7 @@ from meshwright.report.figure import (
     time_unit,
 )
 from meshwright.report.page import Page, key_of, prose, table
-from meshwright.report.timelines import timeline_chart
+from meshwright.report.timelines import timeline_chart, work_of
 from meshwright.units import format_bytes, format_ratio
 
 _HEIGHT: Final = 340
@@ -61,9 +64,10 @@ def memory_chart(
     ]
     caption = f"{adjective} bytes by what they are for; the rank with the highest peak comes first."
     if line is not None:
-        caption += (
-            " The line is the prediction, stretched to the measured step time, so that the same "
-            "actions are at the same place."
+        twins = [(rank_profile, _twin(rank_profile, line)) for rank_profile in shown]
+        is_alike = all(twin and done_by(twin) == done_by(mine) != [] for mine, twin in twins)
+        caption += " The line is the prediction, stretched " + (
+            "so that each action takes as long as it did." if is_alike else "to the measured step."
         )
     caption += _about(limit, max(_peak(rank_profile) for rank_profile in ranks))
     rows = [_row(rank_profile, _twin(rank_profile, planned), limit) for rank_profile in ranks]
@@ -99,7 +103,7 @@ def memory_figure(rank_profile: RankProfile, twin: RankProfile | None, limit: in
     data = [_area(kind, points, xs, unit_bytes) for kind in used]
     notes = _names(points, used, unit_bytes, roof)
     if twin is not None and twin.memory:
-        data.append(_line(twin, length, unit_bytes, in_order=any(p.time is None for p in points)))
+        data.append(_line(twin, rank_profile, points, unit_bytes, length))
     shapes = []
     if limit is not None and is_near:
         shapes.append(_level(limit / unit_bytes))
@@ -165,9 +169,24 @@ def _names(
     return [end_label(kind, label_y, INK) for kind, label_y in zip(used, places, strict=True)]
 
 
-def _line(twin: RankProfile, length: float, unit_bytes: float, in_order: bool) -> dict[str, Any]:
+def _line(
+    twin: RankProfile,
+    rank_profile: RankProfile,
+    beside: Sequence[MemoryPoint],
+    unit_bytes: float,
+    length: float,
+) -> dict[str, Any]:
+    """Return the line of a predicted rank, over the actions of the rank beside it.
+
+    Where times are not known, or other actions were done, it is stretched to the whole `length`.
+    """
     points = thin(twin.memory if len(twin.memory) > 1 else twin.memory * 2)
-    xs, _, end = _places([point._replace(time=None) for point in points] if in_order else points)
+    if any(point.time is None for point in beside):
+        points = [point._replace(time=None) for point in points]
+    elif done_by(twin) == done_by(rank_profile):
+        times = _over(twin, rank_profile, [point.time for point in points])
+        points = [p._replace(time=time) for p, time in zip(points, times, strict=True)]
+    xs, _, end = _places(points)
     return {
         "type": "scatter",
         "mode": "lines",
@@ -179,6 +198,34 @@ def _line(twin: RankProfile, length: float, unit_bytes: float, in_order: bool) -
         "customdata": [format_bytes(point.total) for point in points],
         "hovertemplate": "%{customdata}  at %{text}",
     }
+
+
+def _over(
+    twin: RankProfile, rank_profile: RankProfile, times: Sequence[float | None]
+) -> list[float | None]:
+    """Return when another rank with the same actions was where `twin` is at some times.
+
+    Between the edges of actions, and after the last one, time passes evenly.
+    """
+    edges = [(0.0, 0.0)]
+    for planned, done in zip(work_of(twin), work_of(rank_profile), strict=True):
+        edges += [(planned.start, done.start), (planned.end, done.end)]
+    edges.append((_end(twin), _end(rank_profile)))
+    edges = sorted((max(a, 0.0), max(b, 0.0)) for a, b in edges)
+
+    def moved(time: float) -> float:
+        at = min(max(bisect_right(edges, (time, math.inf)), 1), len(edges) - 1)
+        (before, done_before), (after, done_after) = edges[at - 1], edges[at]
+        share = (time - before) / (after - before) if after > before else 0.0
+        return done_before + share * (done_after - done_before)
+
+    return [None if time is None else moved(time) for time in times]
+
+
+def _end(rank_profile: RankProfile) -> float:
+    """Return the last time that is known of a rank."""
+    times = [point.time for point in rank_profile.memory if point.time is not None]
+    return max([*times, *(span.end for span in rank_profile.spans)], default=0.0)
 
 
 def _level(y: float) -> dict[str, Any]:

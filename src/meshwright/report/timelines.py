@@ -338,9 +338,13 @@ def _folded(fold: Fold, scale: float, domain: Sequence[float]) -> dict[str, Any]
 
 
 def _row_name(rank_profile: RankProfile, profile: StepProfile) -> str:
-    if not 0 < len(rank_profile.stages) <= 3 or (profile.layout.get("pp") or 1) == 1:
-        return f"rank {rank_profile.rank}"
-    return f"rank {rank_profile.rank} · s{','.join(map(str, rank_profile.stages))}"
+    """Return the name of a row; one of a plan stands for all ranks at its place in the pipeline."""
+    stages = ",".join(map(str, rank_profile.stages))
+    pp = profile.layout.get("pp") or 1
+    name = f"rank {rank_profile.rank}"
+    if profile.source == "predicted":
+        name = "each rank" if pp == 1 else f"pp {rank_profile.coordinates.get('pp', 0)}"
+    return f"{name} · s{stages}" if 0 < len(rank_profile.stages) <= 3 and pp > 1 else name
 
 
 def _heading(panel: Panel, y: float, total: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,8 +16,9 @@ from meshwright.files import read_text
 from meshwright.parsing import parse_json, parse_toml, printable
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.hf import refuse_model_type
-from meshwright.spec.kinds import LARGEST, Spec, is_of_kind, kind_of, shown
+from meshwright.spec.kinds import Spec, is_of_kind, kind_of, shown
 from meshwright.spec.lora import LoraSection
+from meshwright.spec.meant import ELSEWHERE, meant, within
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.peft import read_adapter_config
 from meshwright.spec.presets import LOCAL, check_device, check_link, full_device_name, preset_of
@@ -117,14 +119,6 @@ ALIASES: Mapping[str, _Alias] = {
 # The alias of a model's name or folder.
 _MODEL: Final = "model"
 # Values that are asked for, and the keys that have them.
-_ELSEWHERE: Final[Mapping[tuple[str, object], str]] = {
-    ("train.precision", "fp8"): "train.fp8=true beside train.precision=bf16",
-    ("train.precision", "float8"): "train.fp8=true beside train.precision=bf16",
-    ("train.precision", "bfloat16"): "train.precision=bf16",
-    ("train.precision", "float16"): "train.precision=fp16",
-    ("train.precision", "float32"): "train.precision=fp32",
-}
-_WITH_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 
 
 # Linux allows 255 bytes of a name and 4,095 of a path; folders of a run go below some of these.
@@ -446,7 +440,8 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"config file {path} cannot be read: {reason}") from None
+        rule = f"config file {path} cannot be read: {reason}"
+        raise ConfigError(refusal(rule, legal=_neighbours(path))) from None
     try:
         content = parse_toml(text)
     except ValueError as error:
@@ -467,6 +462,16 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
             line = lines.get((section, key))
             entries.append((section, key, Value(value, f"{path.name}:{line}" if line else origin)))
     return entries
+
+
+def _neighbours(path: Path) -> list[str]:
+    """Return the config beside a path that does not exist whose name is nearest to its own."""
+    if path.exists():
+        return []
+    with contextlib.suppress(OSError):
+        names = [file.name for file in path.parent.glob("*.toml") if file.is_file()]
+        return [str(path.with_name(name)) for name in nearest(path.name, names)]
+    return []
 
 
 def _key_lines(text: str) -> dict[tuple[str, str], int]:
@@ -511,7 +516,7 @@ def _read_key(name: str, value: Any, origin: str) -> tuple[str, str, Value]:
             if not (legal := legal or replacements) and not hint:
                 legal = nearest(name, ALIASES) or nearest(name, all_keys, 2)
             if len(legal) == 1:
-                legal = [_ELSEWHERE.get((legal[0], value), legal[0])]
+                legal = [ELSEWHERE.get((legal[0], value), legal[0])]
             raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal, hint=hint))
         name, value = _expand(name, value, origin)
     section, key = name.split(".", 1)
@@ -551,7 +556,8 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
         kind = kind_of(SECTIONS[section].model_fields[key].annotation)
         if kind != "a table" or len(error["loc"]) == 1:  # else it is a key inside
             message = f"{section}.{key} = {shown(setting.value)}{where} must be {kind}"
-            return refusal(message, legal=_meant(f"{section}.{key}", setting.value, kind))
+            field = SECTIONS[section].model_fields[key]
+            return refusal(message, legal=meant(f"{section}.{key}", setting.value, field))
     name = ".".join([section, *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{name} is missing"
@@ -563,22 +569,9 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     rule = rule.replace("input should be a valid", "must be a").replace(
         "input should be", "must be"
     )
-    return f"{name} = {shown(error['input'])}{where} {rule}"
-
-
-def _meant(name: str, value: Any, kind: str) -> list[str]:
-    """Return what a value of the wrong kind was probably meant to be, as overrides."""
-    if isinstance(value, str) and (name, value) in _ELSEWHERE:
-        return [_ELSEWHERE[name, value]]
-    if not kind.startswith("an integer"):
-        return []
-    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
-        return [f"{name}={int(value)}"]
-    unit = _WITH_UNIT.fullmatch(value) if isinstance(value, str) else None
-    if unit is None:
-        return []
-    powers = (1024, 1000) if unit[2] in "kK" else (1024**2, 1000**2)
-    return [f"{name}={round(float(unit[1]) * power)}" for power in powers]
+    is_value = len(error["loc"]) == 1
+    legal = within(name, error, SECTIONS[section].model_fields[key]) if is_value else []
+    return refusal(f"{name} = {shown(error['input'])}{where} {rule}", legal=legal)
 
 
 def config_schema() -> dict[str, Any]:

@@ -60,8 +60,15 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
         *("hf", "pretrained", "model_name", "model_name_or_path"),
         "pretrained_model_name_or_path",
     ),
+    "cluster.devices_per_node": (
+        *("gpus", "n_gpus", "num_gpus", "ngpu", "gpus_per_node", "num_gpus_per_node", "devices"),
+        *("nproc_per_node", "num_processes", "world_size"),
+    ),
+    "cluster.nodes": ("nnodes", "num_nodes", "num_machines", "n_nodes"),
+    "cluster.preset": ("gpu", "gpu_type", "accelerator"),
     "data.tokenizer": ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     "checkpoint.every": ("interval", "save_interval", "save_steps", "save_every"),
+    "log.dir": ("out", "out_dir", "run_dir"),
     "checkpoint.dir": ("save", "output_dir", "save_dir"),
 }
 _KEYS: Final = {name: key for key, names in _NAMES.items() for name in names}

@@ -65,7 +65,7 @@ def run_attempts(
                 tell(failed_event(error))
                 times = "once" if limit == 1 else f"{limit} times"
                 raise NoProgress(
-                    f"no progress beyond step {furthest} though the ranks were started again "
+                    f"no progress beyond step {furthest} though the ranks were restarted "
                     f"{times} (checkpoint.restarts = {limit}). The last failure: {error}"
                 ) from error
             attempt, failures_in_a_row = attempt + 1, failures_in_a_row + 1
@@ -133,7 +133,7 @@ def failed_event(error: RanksFailed) -> dict[str, Any]:
 
 
 class Recovery(NamedTuple):
-    """The cost of one failure, in seconds: until it was noticed, until ranks were ready again.
+    """The cost of one failure, in seconds: until it was detected, until ranks were ready again.
 
     `lost_s` is the time of the repeated steps; None if it is unknown.
     """

@@ -72,8 +72,8 @@ NOTICES: Final = {
     "resume": "resuming after step {step}, from {path}, written by {layout}",
     "bad_checkpoint": "set aside: {problem}",
     "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
-    "restart": "{cause}\nnoticed after {detect_s} s; the ranks start again (attempt {attempt}) "
-    "after step {from_step}, steps lost: {lost_steps}",
+    "restart": "{cause}\n{detected}restarting after step {from_step} (attempt {attempt}), "
+    "steps to recompute: {lost_steps}",
     "slow_rank": "rank {rank} is slow: from step {from_step} to {step} all others waited for "
     "{others_wait} of the time, it for {waits}",
     "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
@@ -86,6 +86,15 @@ NOTICES: Final = {
 _CHATTER: Final = ("start", "step", "evaluating", "eval", "save", "experts")
 # Steps whose median is the pace: one that waited for a save says little of those to come.
 _PACED_BY: Final = 20
+
+
+def notice(event: Mapping[str, Any]) -> str:
+    """Return the line of an event of `NOTICES`, with its durations and shares in units."""
+    shown = {k: number(v) if isinstance(v, float) else v for k, v in event.items()}
+    shown |= {key: f"{event[key]:.0%}" for key in ("others_wait", "waits") if key in event}
+    detect_s = event.get("detect_s")  # nobody watches the ranks of torchrun
+    shown["detected"] = "" if detect_s is None else f"detected in {format_seconds(detect_s)}; "
+    return NOTICES[event["event"]].format(**shown)
 
 
 class Lasting:
@@ -165,8 +174,7 @@ class View:
         elif kind == "end":
             self._end(event)
         elif kind in NOTICES:
-            shown = {k: number(v) if isinstance(v, float) else v for k, v in event.items()}
-            self._print(NOTICES[kind].format(**shown))
+            self._print(notice(event))
 
     def close(self) -> None:
         """Release the terminal."""
