@@ -39,8 +39,7 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     if model.shared_ffn_dim:  # the router may keep the input; dropout would make another of it
         whole_bytes = sizes.whole_bytes
         inputs = Inputs(program, sizes, whole_bytes if is_folded else 0, whole_bytes)
-        shared = "mlp.shared", sizes.shared_ffn, inputs, whole_bytes
-        yield from mlp.gated_operations(program, sizes, *shared)
+        yield from mlp.gated_operations(program, sizes, "mlp.shared", inputs, whole_bytes)
     if model.shared_gate:
         gate_bytes = sizes.tokens * el  # a number of each token
         # Its sigmoid, and what that multiplies.
