@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.cost.backward_workspace import backward_workspaces
 from meshwright.layout import Layout, broken
+from meshwright.program.layers.block import backward_workspaces
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations
 from meshwright.program.sizes import Sizes

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final
 
-from meshwright.program.layers import attention, mixers, mlp
-from meshwright.program.layers.norms import norm, with_norms
+from meshwright.program.layers import block
+from meshwright.program.layers.norms import norm
 from meshwright.program.lower import Program
-from meshwright.program.mixture import expert_operations
 from meshwright.program.saved import (
     FROZEN_BACKWARD,
     PRODUCT_BACKWARD,
@@ -111,35 +109,17 @@ def _layer(
 ) -> Iterator[tuple[Op, int, int]]:
     """Yield the operations of a layer, the bytes that each keeps, and those that offload moves."""
     recompute = "none" if recomputed else program.layout.recompute
-    ops = *_mixing(program, sizes, kind, cp_rank), *_feed_forward(program, sizes, kind)
     # The layer's dropout keys, in the context that a second forward starts from, too.
     keys = sizes.rows * _INT64 if program.model.drops else 0
     if recompute != "none":
         yield Op("input", "block"), sizes.stream_bytes, sizes.stream_bytes
-    for op in ops:
+    for op in block.operations(program, sizes, kind, cp_rank):
         saved: Bytes = {"none": op.saved, "selective": op.kept, "full": 0}[recompute]
         indices = op.indices if recompute == "none" else 0
         moved = moved_of(saved, sizes.least_moved)
         yield op, total(saved) + indices, moved
     if keys:
         yield Op("dropout", "dropout", io_bytes=2 * sizes.stream_bytes), keys, 0
-
-
-def _mixing(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
-    if not kind.mixes:
-        return
-    attends = attention.operations(program, sizes, kind, cp_rank) if kind.attends else ()
-    mixer = () if kind.mixer is None else mixers.operations(program, sizes, kind.mixer)
-    yield from with_norms(program, sizes, "attn", chain(attends, mixer))
-
-
-def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Op]:
-    if not kind.feeds:
-        return
-    has_experts = program.model.has_experts(kind)
-    ops = expert_operations(program, sizes) if has_experts else mlp.operations(program, sizes)
-    shares = program.model.parallel_residual
-    yield from with_norms(program, sizes, "mlp", ops, shares_input=shares)
 
 
 def _end(program: Program, sizes: Sizes) -> Iterator[Op]:

@@ -7,7 +7,7 @@ has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
@@ -22,9 +22,11 @@ from meshwright.program.layers.linears import (
 from meshwright.program.layers.norms import rms_norm_bytes
 from meshwright.program.layers.workspace import Workspace
 from meshwright.program.lower import Program
+from meshwright.program.messages import Collective, CollectiveKind, Phase
 from meshwright.program.saved import Op, by_steps
 from meshwright.program.scores import is_plain, is_ring, pairs, ring_steps, spreads
 from meshwright.program.sizes import Sizes
+from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 from meshwright.spec.parts import attention_linears
 
@@ -33,6 +35,10 @@ from meshwright.spec.parts import attention_linears
 ATTENTION_BACKWARD: Final = 2.5
 _WIDE: Final = 4  # bytes of statistics, the softmax and the rotary tables: fp32 in any precision
 _INT64: Final = 8
+_WAYS: Final[tuple[tuple[CollectiveKind, str], ...]] = (
+    ("send", "to the next rank"),
+    ("recv", "from the rank before"),
+)
 
 
 def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
@@ -115,7 +121,7 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
     of_values = sizes.tokens * shard_size(program, last.inner) * sizes.element
     yield from row_workspaces(program, sizes, last, waits=of_values)
     sinks = ("attn.sinks",) if model.attention_sinks else ()
-    blocks = kernel_bytes(program, sizes, kind)
+    blocks = _kernel_bytes(program, sizes, kind)
     yield Workspace("attn.core", 2 * of_heads + 2 * of_kv + blocks, sinks)
     if model.rotary_dim and kind.rotary:
         yield Workspace("attn.rope", 2 * of_heads + 2 * of_kv)
@@ -134,8 +140,14 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
     yield from column_workspaces(program, sizes, columns)
 
 
-def kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
-    """Return what the kernel of attention's backward allocates: attention by blocks, on a CPU."""
+def inside_kernels(program: Program) -> int:
+    """Return the most bytes that a kernel of attention allocates, and its caller does not see."""
+    sizes = Sizes.of(program)
+    return max(_kernel_bytes(program, sizes, kind) for kind in program.model.layer_kinds)
+
+
+def _kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
+    """Return what attention by blocks, on a CPU, needs in its backward beside gradients."""
     model, train, target = program.model, program.train, program.target
     if is_ring(program) or target.packed or target.traits.has_masked_attention:
         return 0
@@ -148,3 +160,63 @@ def kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
         return 0
     cut = Cut.of(sizes.rows, heads, kv_heads, length, model.core_dim, sees)
     return cut.backward_bytes(sizes.element)
+
+
+def norm_messages(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
+    """Yield a number of each token for queries and one for keys, whose heads ranks of tp share."""
+    if program.model.qk_norm != "all":
+        return
+    size, often = 2 * _WIDE * sizes.tokens, passes * (program.layout.recompute == "full")
+    counts: tuple[tuple[Phase, int, str], ...] = (
+        ("forward", passes, "sum the squares of queries and keys"),
+        ("recompute", often, "sum the squares of queries and keys"),
+        ("backward", passes, "sum what their norms' scales get"),
+    )
+    for phase, count, label in counts:
+        reason = f"{phase}: {label}"
+        yield Collective("all_reduce", "tp", size, count, phase, "layer", reason)
+
+
+def context_messages(
+    program: Program, sizes: Sizes, stages: Iterable[Stage]
+) -> Iterator[Collective]:
+    """Yield what context parallelism sends.
+
+    Ring: arXiv:2310.01889; the keys visit each other rank, and the sums of what those ranks give to
+    their gradients, in fp32, follow on the way home. Ulysses: arXiv:2309.14509. A second forward
+    sends its part again, with the selective policy too.
+    """
+    layout = program.layout
+    if layout.cp == 1:
+        return
+    passes = program.microbatches * sum(len(stage.layers) for stage in stages)
+    recomputed = 0 if layout.recompute == "none" else passes
+    of_keys = 2 * sizes.tokens * sizes.kv_heads * sizes.head_dim
+    of_queries = sizes.tokens * sizes.heads * sizes.head_dim
+    keys = of_keys * sizes.element
+    phases: tuple[tuple[Phase, int], ...] = (
+        ("forward", passes),
+        ("recompute", recomputed),
+        ("backward", passes),
+    )
+
+    def message(
+        kind: CollectiveKind, size: int, count: int, phase: Phase, label: str
+    ) -> Collective:
+        reason = f"{phase}: {label}"
+        return Collective(kind, "cp", size, count, phase, "attention", reason)
+
+    if layout.cp_kind == "ulysses":
+        for phase, count in phases:
+            for numbers, label in (
+                (of_queries + of_keys, "positions of q, k and v for heads"),
+                (of_queries, "heads of the result for positions"),
+            ):
+                yield message("all_to_all", numbers * sizes.element, count, phase, label)
+        return
+    steps = layout.cp - 1
+    for kind, way in _WAYS:
+        for phase, count in phases:
+            yield message(kind, keys, steps * count, phase, f"keys and values {way}")
+        label = f"the keys' gradients {way}"
+        yield message(kind, of_keys * _WIDE, steps * passes, "backward", label)
