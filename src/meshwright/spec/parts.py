@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import JOINED, LINEAR, matrices
-from meshwright.spec.mixers import Mixer
+from meshwright.spec.mixers import Matrix, Mixer
 from meshwright.spec.model import LayerSpec, ModelSpec, unpadded
 
 Side = tuple[int, str]
@@ -130,7 +130,7 @@ def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
     if kind.attends:
         yield from _attention(spec, path)
     if kind.mixer is not None:
-        yield from _mixer(kind.mixer, path)
+        yield from _mixer(spec, kind.mixer, path)
     if kind.mixes and spec.norms_after:
         yield from _norm(spec, f"{path}.attn_post_norm")
     if not kind.feeds:
@@ -153,11 +153,15 @@ _CUT_AXES: Final = {
 }
 
 
-def _mixer(mixer: Mixer, path: str) -> Iterator[Part]:
+def mixer_linear(matrix: Matrix) -> Linear:
+    """Return a matrix of a layer that is planned only as a linear layer."""
+    outer, inner = ("vocab", "dim") if matrix.lookup else _CUT_AXES[matrix.cut]
+    return Linear(matrix.name, (matrix.outer, outer), (matrix.inner, inner), False)
+
+
+def _mixer(spec: ModelSpec, mixer: Mixer, path: str) -> Iterator[Part]:
     """Yield the parameters of what has no module here."""
-    for matrix in mixer.matrices:
-        axes = ("vocab", "dim") if matrix.lookup else _CUT_AXES[matrix.cut]
-        yield Part(f"{path}.{matrix.weight}", (matrix.outer, matrix.inner), axes)
+    yield from _linears(spec, path, map(mixer_linear, mixer.matrices))
     if mixer.vectors:
         yield Part(f"{path}.mixer.vectors", (mixer.vectors,), ("latent",))
 
@@ -189,22 +193,19 @@ def attention_linears(spec: ModelSpec) -> tuple[Linear, ...]:
     """
     stream, bias = (spec.dim, "dim"), spec.attention_bias
     queries, values = spec.n_heads * spec.head_dim, spec.n_heads * spec.value_dim
+    heads = queries, "heads"
     last = Linear("attn.o", stream, (values, "heads"), spec.has_output_bias)
     if not spec.is_latent:
         keys = spec.n_kv_heads * spec.head_dim, "kv_heads"
-        sides = {"attn.q": (queries, "heads"), "attn.k": keys, "attn.v": keys}
+        sides = {"attn.q": heads, "attn.k": keys, "attn.v": keys}
         return (*(Linear(name, side, stream, bias) for name, side in sides.items()), last)
-    latent, low = (spec.kv_lora_rank, "latent"), (spec.q_lora_rank, "latent")
-    joined = spec.kv_lora_rank + spec.qk_rope_head_dim, "latent"
-    heads = spec.n_heads * (spec.qk_nope_head_dim + spec.v_head_dim), "heads"
+    low, latent = (spec.q_lora_rank, "latent"), (spec.kv_lora_rank, "latent")
+    first = [Linear("attn.q", heads, stream, False)]
     if spec.q_lora_rank:
-        first = [
-            Linear("attn.q_a", low, stream, bias),
-            Linear("attn.q_b", (queries, "heads"), low, False),
-        ]
-    else:
-        first = [Linear("attn.q", (queries, "heads"), stream, False)]
-    into_heads = Linear("attn.kv_b", heads, latent, False)
+        first = [Linear("attn.q_a", low, stream, bias), Linear("attn.q_b", heads, low, False)]
+    joined = spec.kv_lora_rank + spec.qk_rope_head_dim, "latent"
+    per_head = spec.n_heads * (spec.qk_nope_head_dim + spec.v_head_dim), "heads"
+    into_heads = Linear("attn.kv_b", per_head, latent, False)
     return (*first, Linear("attn.kv_a", joined, stream, bias), into_heads, last)
 
 

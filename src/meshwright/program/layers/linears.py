@@ -69,28 +69,25 @@ class Inputs:
         return cls(program, sizes, size)
 
     def operations(self, linear: Linear, kept_bytes: Bytes | None = None) -> Iterator[Op]:
-        """Yield the operations of a layer: `kept_bytes` as `Op.kept`, by default all results."""
-        inner, outer = (shard_size(self._program, side) for side in (linear.inner, linear.outer))
-        if kept_bytes is None:
-            kept_bytes = self._sizes.tokens * outer * self._sizes.element
-        yield from self.product(linear.name, inner, outer, kept_bytes)
+        """Yield the product of a layer, and those of its adapter.
 
-    def product(self, name: str, inner: int, outer: int, kept_bytes: Bytes) -> Iterator[Op]:
-        """Yield the product of a layer, and those of its adapter: `kept_bytes` as `Op.kept`."""
-        sizes, model = self._sizes, self._program.model
-        lora = model.lora
-        flops = sizes.product(inner, outer)
-        if lora is None:
+        `kept_bytes` as `Op.kept`, by default all of the result.
+        """
+        sizes, model, name = self._sizes, self._program.model, linear.name
+        inner, outer = (shard_size(self._program, side) for side in (linear.inner, linear.outer))
+        flops, result = sizes.product(inner, outer), sizes.tokens * outer * sizes.element
+        kept_bytes = result if kept_bytes is None else kept_bytes
+        if model.lora is None:
             yield Op(name, "product", flops, self._take(), kept_bytes)
             return
         yield Op(name, "product", flops, 0, kept_bytes, backward=FROZEN_BACKWARD)
         if name not in model.adapted:
             return
-        low = sizes.tokens * lora.rank * sizes.element
-        saved = self._copied if lora.dropout else self._take()
-        yield Op(f"{name}.lora_a", "product", sizes.product(inner, lora.rank), saved, low)
-        result = sizes.tokens * outer * sizes.element
-        yield Op(f"{name}.lora_b", "product", sizes.product(lora.rank, outer), low, result)
+        rank = model.lora.rank
+        low = sizes.tokens * rank * sizes.element
+        saved = self._copied if model.lora.dropout else self._take()
+        yield Op(f"{name}.lora_a", "product", sizes.product(inner, rank), saved, low)
+        yield Op(f"{name}.lora_b", "product", sizes.product(rank, outer), low, result)
 
     def _take(self) -> int:
         size, self._size = self._size, 0
@@ -120,10 +117,8 @@ def row_workspaces(
         yield from frozen(program, sizes, linear.name, result_bytes, 0, input_bytes)
         return
     rooms = weight_gradient_rooms(program, sizes, sizes.dim, inner, input_bytes)
-    weights = weights_of(linear)
-    yield Workspace(
-        linear.name, result_bytes + input_bytes, weights, sizes.whole_bytes + waits, *rooms
-    )
+    need, waits = result_bytes + input_bytes, waits + sizes.whole_bytes
+    yield Workspace(linear.name, need, weights_of(linear), waits, *rooms)
 
 
 def column_workspaces(

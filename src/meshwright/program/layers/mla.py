@@ -10,7 +10,7 @@ from typing import Final
 
 from meshwright.program.layers.linears import Inputs, column_workspaces, shard_size
 from meshwright.program.layers.norms import rms_norm_bytes
-from meshwright.program.layers.workspace import Workspace, frozen, weights_of
+from meshwright.program.layers.workspace import Workspace, separate
 from meshwright.program.lower import Program
 from meshwright.program.saved import Op
 from meshwright.program.sizes import Sizes
@@ -50,10 +50,7 @@ def backward_workspaces(program: Program, sizes: Sizes, core_bytes: int) -> Iter
     def second(linear: Linear, held_bytes: int) -> Iterator[Workspace]:
         """Yield those of a layer that takes a latent vector, and of the vector's norm."""
         grad, inputs = grads[linear.name], line * linear.inner[0]
-        if program.model.lora is not None:
-            yield from frozen(program, sizes, linear.name, held_bytes, grad, inputs)
-        else:
-            yield Workspace(linear.name, held_bytes + grad + inputs, weights_of(linear), grad)
+        yield from separate(program, sizes, linear, held_bytes, grad, inputs)
         if linear.norm is not None:
             made_bytes = held_bytes + rms_norm_bytes(sizes, inputs)
             yield Workspace(linear.norm, made_bytes, (f"{linear.norm}.weight",))

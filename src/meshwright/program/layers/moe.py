@@ -12,7 +12,7 @@ from typing import Final
 
 from meshwright.program.layers import mlp
 from meshwright.program.layers.linears import Inputs, shard_size
-from meshwright.program.layers.workspace import Workspace, frozen, of_result, trained, weights_of
+from meshwright.program.layers.workspace import Workspace, of_result, separate, trained
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, Overlaps, Phase
 from meshwright.program.pieces import pieces_of, shared_over
@@ -20,7 +20,7 @@ from meshwright.program.saved import FROZEN_BACKWARD, PRODUCT_BACKWARD, Op
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.lora import DOWN, JOINED, matrices
-from meshwright.spec.parts import Linear, expert_columns, mlp_linears
+from meshwright.spec.parts import expert_columns, mlp_linears
 
 _WIDE: Final = 4  # bytes of a share and of the softmax: fp32 in any precision
 _INT64: Final = 8
@@ -116,7 +116,6 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     weighing = wide if el == _WIDE else 3 * wide
     yield Workspace("mlp.experts.weigh", came + pairs + 3 * hidden + weighing)
 
-    parameters_of = partial(trained, program)
     first = [product for product in (*JOINED, DOWN) if "lora_a" in matrices(model.adapted, product)]
     rank = 0 if model.lora is None or not first else model.lora.rank
     came += 2 * sizes.received * rank * el  # the gradients of what adapters' A have made
@@ -128,7 +127,7 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     products = expert_columns(model)
     yield Workspace(products[0], came + pairs + 2 * hidden, (), waits * pairs + of_both)
     # The function returns all gradients together: those that it has made wait for the last one.
-    columns = (parameters_of(product, model.expert_bias) for product in (DOWN, *products))
+    columns = (trained(program, product, model.expert_bias) for product in (DOWN, *products))
     names = tuple(name for column in columns for name in column)
     held_bytes = came + 2 * hidden + 3 * pairs
     yield Workspace("mlp.experts.act", held_bytes, names, waiting=of_both)
@@ -154,32 +153,20 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
 def _shared_workspaces(program: Program, sizes: Sizes, held_bytes: int) -> Iterator[Workspace]:
     """Yield the needs of the shared expert, beside `held_bytes` that are there meanwhile."""
     model, el, whole_bytes = program.model, sizes.element, sizes.whole_bytes
-    parameters_of = partial(trained, program)
     if model.shared_gate:
-        line = sizes.tokens * el
+        waits, names = sizes.tokens * el * (model.lora is None), trained(program, "mlp.shared_gate")
         yield Workspace("mlp.shared_gate.act", held_bytes + 2 * whole_bytes)
-        waits = line if model.lora is None else 0
-        yield Workspace(
-            "mlp.shared_gate", held_bytes + 2 * whole_bytes, parameters_of("mlp.shared_gate"), waits
-        )
+        yield Workspace("mlp.shared_gate", held_bytes + 2 * whole_bytes, names, waits)
         held_bytes += whole_bytes
     *columns, down = mlp_linears(model, "mlp.shared")
     hidden_bytes = sizes.tokens * shard_size(program, down.inner) * el
 
-    def product(
-        linear: Linear, held_bytes: int, result: int, inputs: int, waits: int
-    ) -> Iterator[Workspace]:
-        if model.lora is not None:
-            yield from frozen(program, sizes, linear.name, held_bytes, result, inputs)
-        else:
-            need = held_bytes + result + inputs
-            yield Workspace(linear.name, need, weights_of(linear), waits)
-
-    yield from product(down, held_bytes + whole_bytes, 0, hidden_bytes, whole_bytes)
+    product = partial(separate, program, sizes)
+    yield from product(down, held_bytes + whole_bytes, 0, hidden_bytes)
     yield Workspace("mlp.shared.act", held_bytes + (len(columns) + 1) * hidden_bytes)
     made_before = [whole_bytes, hidden_bytes][-len(columns) :]  # what the first product has made
     for linear, waiting in zip(reversed(columns), reversed(made_before), strict=True):
-        yield from product(linear, held_bytes + waiting, hidden_bytes, whole_bytes, hidden_bytes)
+        yield from product(linear, held_bytes + waiting, hidden_bytes, whole_bytes)
 
 
 def forward_workspace(program: Program, sizes: Sizes) -> int:

@@ -57,6 +57,17 @@ def frozen(
     yield Workspace(name, held_bytes + result + inputs + made_bytes)
 
 
+def separate(
+    program: Program, sizes: Sizes, linear: Linear, held_bytes: int, result: int, inputs: int
+) -> Iterator[Workspace]:
+    """Yield the needs of a product by itself: arguments as for `frozen`, if it is or not."""
+    if program.model.lora is not None:
+        yield from frozen(program, sizes, linear.name, held_bytes, result, inputs)
+    else:
+        made_bytes, waits = held_bytes + result + inputs, result or sizes.whole_bytes
+        yield Workspace(linear.name, made_bytes, weights_of(linear), waits)
+
+
 def mask_bytes(elements: int) -> int:
     """Return the temporary bytes of a dropout's mask: hashes of 32 bits, and the same shifted."""
     return 2 * _HASH * elements
