@@ -9,12 +9,12 @@ import torch
 import transformers
 
 from meshwright.cli import main
-from meshwright.cost.backward_workspace import backward_workspaces
 from meshwright.cost.price import price, worst_estimate, worst_memory
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
 from meshwright.planner.plan import plan
 from meshwright.program.collectives import collectives
+from meshwright.program.layers.block import backward_workspaces
 from meshwright.program.lower import lower
 from meshwright.program.model_flops import flops_per_token, layer_flops
 from meshwright.program.operations import operations

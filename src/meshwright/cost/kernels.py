@@ -13,8 +13,8 @@ from meshwright.cost.modules import hidden_bytes, made_again
 from meshwright.cost.network import Network, Picks
 from meshwright.cost.systems import CAUSAL, System
 from meshwright.cost.work import LayoutWork, Message, Product, Work
+from meshwright.program.layers.attention import ATTENTION_BACKWARD
 from meshwright.program.messages import Phase
-from meshwright.program.operations import ATTENTION_BACKWARD
 from meshwright.program.saved import PRODUCT_BACKWARD
 from meshwright.program.sizes import loss_rows
 from meshwright.program.target import Matmul, Target

@@ -1,21 +1,22 @@
 """`timeline`: a rank's memory through a step, operation by operation, in bytes by category.
 
 Walks over the rank's action table, with what our engine allocates and releases for each action. The
-saved bytes of operations come from the program, their temporary memory from
-`cost.backward_workspace`, and what data parallelism gathers and reduces from `cost.units`.
+saved bytes of operations and their temporary memory come from the program, and what data
+parallelism gathers and reduces from `cost.units`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
-from meshwright.cost.backward_workspace import LayerBytes, Size, kept, layer_bytes
 from meshwright.cost.byte_count import ByteCount, PredictedMoment
 from meshwright.cost.moves import Moves
 from meshwright.cost.units import GRADIENTS, Units
+from meshwright.program.layers.block import backward_workspaces, forward_workspace
 from meshwright.program.layers.linears import of_input
+from meshwright.program.layers.workspace import Workspace
 from meshwright.program.lower import Program
 from meshwright.program.operations import Operation, operations
 from meshwright.program.schedule import Action, Kind, Table
@@ -30,6 +31,54 @@ LOSS: Final = "logits and loss"
 TABLES: Final = "rotary tables"
 DEFERRED: Final = "deferred gradients"
 UPDATE: Final = "temporary"
+
+Size = tuple[str, int]
+"""A category of what is held, and bytes of it."""
+
+
+class LayerBytes(NamedTuple):
+    """What a layer of one kind saves of a microbatch, and releases during its backward.
+
+    `kept` exists after the forward, `anew` at the start of the backward. `backward` has the
+    released sizes for each need; `left` is what none of them releases. `room` is the forward's
+    temporary memory.
+    """
+
+    kept: tuple[Size, ...]
+    anew: tuple[Size, ...]
+    backward: tuple[tuple[Workspace, tuple[Size, ...]], ...]
+    left: tuple[Size, ...]
+    room: int
+
+
+def layer_bytes(
+    program: Program, sizes: Sizes, stage: Stage, kind: LayerSpec, cp_rank: int
+) -> LayerBytes:
+    """Return the bytes of a layer of one kind in the stage."""
+    first, anew = (
+        [
+            op
+            for op in operations(program, stage, cp_rank=cp_rank, recomputed=recomputed)
+            if op.layer == kind
+        ]
+        for recomputed in (False, True)
+    )
+    backward, alive = [], anew
+    for need in backward_workspaces(program, sizes, kind):
+        matching = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
+        backward.append((need, kept(matching)))
+        alive = [op for op in alive if op not in matching]
+    room = forward_workspace(program, sizes, kind)
+    return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive), room)
+
+
+def kept(ops: Iterable[Operation]) -> tuple[Size, ...]:
+    """Return what operations save, by category."""
+    sums: dict[str, int] = {}
+    for op in ops:
+        category = f"activations: {op.kind}"
+        sums[category] = sums.get(category, 0) + op.saved_bytes
+    return tuple((category, size) for category, size in sums.items() if size)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from operator import mul
 from typing import NamedTuple
 
 from meshwright.cost.attending import Attends, attends
-from meshwright.cost.backward_workspace import backward_workspaces
 from meshwright.layout import Layout
 from meshwright.program.collectives import of_microbatches
+from meshwright.program.layers.block import backward_workspaces
 from meshwright.program.lower import Program
 from meshwright.program.messages import OF_ENDS, Overlaps, Phase, Purpose
 from meshwright.program.nf4_workspace import dequantising_bytes

@@ -10,13 +10,14 @@ from torch.nn import functional as F
 
 from meshwright.models import blockwise, flex
 from meshwright.models.context import PLAIN, Context
-from meshwright.models.lora import apply, linear
+from meshwright.models.lora import add_linears, apply
 from meshwright.models.norms import RMSNorm, head_norm, norm_pair
 from meshwright.models.ops import rotate
 from meshwright.models.plain_attention import band, plainly
 from meshwright.models.rope import Rope
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import attention_linears
 
 # q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim], mask or None, bounds of
 # scores, sinks [heads] or None -> as q
@@ -121,16 +122,15 @@ class Attention(nn.Module):
     number of heads is derived from the projections' outputs, so it may be a rank's share.
     """
 
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    o: nn.Linear
     sinks: nn.Parameter | None
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
         super().__init__()
-        heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        bias = spec.attention_bias
-        self.q = linear(spec, "attn.q", spec.dim, heads, bias=bias)
-        self.k = linear(spec, "attn.k", spec.dim, kv_heads, bias=bias)
-        self.v = linear(spec, "attn.v", spec.dim, kv_heads, bias=bias)
-        self.o = linear(spec, "attn.o", heads, spec.dim, bias=spec.has_output_bias)
+        add_linears(self, spec, attention_linears(spec))
         self.sinks = nn.Parameter(torch.empty(spec.n_heads)) if spec.attention_sinks else None
         self.q_norm, self.k_norm = (head_norm(spec, n) for n in (spec.n_heads, spec.n_kv_heads))
         self.norms_all = spec.qk_norm == "all"

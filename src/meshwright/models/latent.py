@@ -13,12 +13,13 @@ from torch.nn import functional as F
 
 from meshwright.models.attention import Core, Project, attend, each
 from meshwright.models.context import PLAIN, Context
-from meshwright.models.lora import apply, linear
+from meshwright.models.lora import add_linears, apply
 from meshwright.models.norms import RMSNorm
 from meshwright.models.ops import rotate
 from meshwright.models.rope import Rope
 from meshwright.program.attention import ScoreBounds
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import attention_linears
 
 # Of the norms of latent vectors, whatever a model's own is: DeepSeek's code and transformers'.
 LATENT_EPS: Final = 1e-6
@@ -37,6 +38,15 @@ class LatentAttention(nn.Module):
     vectors and shared keys, from which heads are recomputed.
     """
 
+    q: nn.Linear | None
+    q_a: nn.Linear | None
+    q_a_norm: RMSNorm
+    q_b: nn.Linear
+    kv_a: nn.Linear
+    kv_a_norm: RMSNorm
+    kv_b: nn.Linear
+    o: nn.Linear
+
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
         super().__init__()
         self.nope, self.turned, self.value = (
@@ -45,21 +55,12 @@ class LatentAttention(nn.Module):
             spec.v_head_dim,
         )
         self.core_dim, self.rank = spec.core_dim, spec.kv_lora_rank
-        heads, low, bias = spec.n_heads, spec.q_lora_rank, spec.attention_bias
-        self.q: nn.Linear | None = None
-        self.q_a: nn.Linear | None = None
-        if low:
-            self.q_a = linear(spec, "attn.q_a", spec.dim, low, bias=bias)
-            self.q_a_norm = RMSNorm(low, LATENT_EPS)
-            self.q_b = linear(spec, "attn.q_b", low, heads * spec.head_dim, bias=False)
-        else:
-            self.q = linear(spec, "attn.q", spec.dim, heads * spec.head_dim, bias=False)
-        self.kv_a = linear(spec, "attn.kv_a", spec.dim, self.rank + self.turned, bias=bias)
-        self.kv_a_norm = RMSNorm(self.rank, LATENT_EPS)
-        outputs = heads * (self.nope + self.value)
-        self.kv_b = linear(spec, "attn.kv_b", self.rank, outputs, bias=False)
-        values = heads * self.value
-        self.o = linear(spec, "attn.o", values, spec.dim, bias=spec.has_output_bias)
+        self.q = self.q_a = None
+        for projection in attention_linears(spec):
+            if projection.norm is not None:
+                norm = RMSNorm(projection.inner[0], LATENT_EPS)
+                setattr(self, projection.norm.rpartition(".")[2], norm)
+            add_linears(self, spec, [projection])
         self.query_scale = spec.query_scale
         self.interleaves = spec.rope_interleave
         self.scores = ScoreBounds.of(spec, spec.layer(int(layer)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
@@ -14,6 +14,7 @@ from meshwright.models.dropout import dropout
 from meshwright.models.nf4 import product
 from meshwright.spec.lora import LINEAR, Lora
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import Linear
 
 # The sites of a block's own dropout come before those of its adapters.
 _FIRST_SITE: Final = 16
@@ -49,12 +50,15 @@ class LoraLinear(nn.Linear):
         return torch.add(out, low, alpha=self.scale)
 
 
-def linear(spec: ModelSpec, name: str, inner: int, outer: int, *, bias: bool) -> nn.Linear:
-    """Return a linear layer of a block, by its name in it, with the adapter that it is to have."""
-    if spec.lora is None or name not in spec.adapted:
-        return nn.Linear(inner, outer, bias=bias)
-    site = _FIRST_SITE + LINEAR.index(name)
-    return LoraLinear(inner, outer, spec.lora, site, bias=bias)
+def add_linears(module: nn.Module, spec: ModelSpec, linears: Iterable[Linear]) -> None:
+    """Give a sublayer its linear layers, by the last parts of their names, with their adapters."""
+    for name, (outer, _), (inner, _), bias in linears:
+        if spec.lora is not None and name in spec.adapted:
+            site = _FIRST_SITE + LINEAR.index(name)
+            layer: nn.Linear = LoraLinear(inner, outer, spec.lora, site, bias=bias)
+        else:
+            layer = nn.Linear(inner, outer, bias=bias)
+        setattr(module, name.rpartition(".")[2], layer)
 
 
 def apply(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshwright.models.attention import Project, each
 from meshwright.models.context import PLAIN, Context
-from meshwright.models.lora import apply, linear
+from meshwright.models.lora import add_linears, apply
 from meshwright.models.ops import activated, gated
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import mlp_linears
@@ -24,9 +24,7 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec, name: str = "mlp") -> None:
         super().__init__()
-        for path, (outer, _), (inner, _), has_bias in mlp_linears(spec, name):
-            layer = linear(spec, path, inner, outer, bias=has_bias)
-            self.add_module(path.rpartition(".")[2], layer)
+        add_linears(self, spec, mlp_linears(spec, name))
         self.act = spec.activation
         self.is_gated = spec.gated_mlp
         self.project: Project = each

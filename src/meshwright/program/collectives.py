@@ -13,10 +13,10 @@ from typing import Final, NamedTuple, TypeAlias
 
 from meshwright.program.actions import Kind, Table
 from meshwright.program.gradient_sums import gradient_sums
+from meshwright.program.layers import attention, moe
 from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Overlaps, Phase, Purpose
-from meshwright.program.pieces import pieces_of, shared_over
 from meshwright.program.shards import data_rank
 from meshwright.program.sizes import Sizes, loss_rows
 from meshwright.program.stages import Stage
@@ -26,12 +26,7 @@ from meshwright.program.zero_collectives import gathers, reductions
 # All of a `Collective` but its count.
 _Alike: TypeAlias = tuple[CollectiveKind, Axis, int, Phase, Purpose, str, Overlaps]
 _FP32: Final = 4  # bytes
-_NOTHING: Final[Overlaps] = ""
 _WIDE: Final = 8  # bytes of fp64 and int64
-_WAYS: Final[tuple[tuple[CollectiveKind, str], ...]] = (
-    ("send", "to the next rank"),
-    ("recv", "from the rank before"),
-)
 # What becomes of a tensor that crosses a border, in words.
 _SENT: Final = {
     "all_reduce": "sum the",
@@ -73,9 +68,8 @@ def of_microbatches(program: Program) -> tuple[Collective, ...]:
 def _of_layers(program: Program, sizes: Sizes, stages: Sequence[Stage]) -> Iterator[Collective]:
     """Yield what layers, the embedding and the head send."""
     yield from _tp_regions(program, sizes, stages)
-    yield from _context(program, sizes, stages)
-    yield from _routing(program, sizes, stages)
-    yield from _dispatch(program, sizes, stages)
+    yield from attention.context_messages(program, sizes, stages)
+    yield from moe.messages(program, sizes, stages)
 
 
 def _summed(messages: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -115,8 +109,7 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
     for stage in stages:
         passes = len(stage.layers) * count
         yield from _layers_cross(program, whole_bytes, Regions.of(program, stage))
-        if program.model.qk_norm == "all":
-            yield from _norms_over_heads(program, sizes, passes)
+        yield from attention.norm_messages(program, sizes, passes)
         if stage.is_first:
             yield from _embedding(program, whole_bytes, count)
         if stage.is_last:
@@ -197,19 +190,6 @@ def _layers_cross(program: Program, whole_bytes: int, regions: Regions) -> Itera
     yield from _cross(leave, whole_bytes, recomputed, ("recompute", "layer"), results)
 
 
-def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
-    """Yield a number of each token for queries and one for keys, whose heads ranks share."""
-    size, often = 2 * _FP32 * sizes.tokens, passes * (program.layout.recompute == "full")
-    counts: tuple[tuple[Phase, int, str], ...] = (
-        ("forward", passes, "sum the squares of queries and keys"),
-        ("recompute", often, "sum the squares of queries and keys"),
-        ("backward", passes, "sum what their norms' scales get"),
-    )
-    for phase, count, label in counts:
-        reason = f"{phase}: {label}"
-        yield Collective("all_reduce", "tp", size, count, phase, "layer", reason)
-
-
 def _embedding(program: Program, whole_bytes: int, count: int) -> Iterator[Collective]:
     leave, left = tp_collectives(program.layout).exit
     yield from _cross(leave, whole_bytes, count, ("forward", "embedding"), "ranks' rows")
@@ -236,134 +216,6 @@ def _loss(program: Program, sizes: Sizes) -> Iterator[Collective]:
         reason = "loss: largest logits, sums of exponentials, target logits"
         often = program.microbatches * times * bool(rows)
         yield Collective("all_gather", "tp", size, often, "backward", "loss", reason)
-
-
-def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield what context parallelism sends.
-
-    Ring: arXiv:2310.01889; the keys visit each other rank, and the sums of what those ranks give to
-    their gradients, in fp32, follow on the way home. Ulysses: arXiv:2309.14509. A second forward
-    sends its part again, with the selective policy too.
-    """
-    layout = program.layout
-    if layout.cp == 1:
-        return
-    passes = program.microbatches * sum(len(stage.layers) for stage in stages)
-    recomputed = 0 if layout.recompute == "none" else passes
-    of_keys = 2 * sizes.tokens * sizes.kv_heads * sizes.head_dim
-    of_queries = sizes.tokens * sizes.heads * sizes.head_dim
-    keys = of_keys * sizes.element
-    phases: tuple[tuple[Phase, int], ...] = (
-        ("forward", passes),
-        ("recompute", recomputed),
-        ("backward", passes),
-    )
-
-    def message(
-        kind: CollectiveKind, size: int, count: int, phase: Phase, label: str
-    ) -> Collective:
-        reason = f"{phase}: {label}"
-        return Collective(kind, "cp", size, count, phase, "attention", reason)
-
-    if layout.cp_kind == "ulysses":
-        for phase, count in phases:
-            for numbers, label in (
-                (of_queries + of_keys, "positions of q, k and v for heads"),
-                (of_queries, "heads of the result for positions"),
-            ):
-                yield message("all_to_all", numbers * sizes.element, count, phase, label)
-        return
-    steps = layout.cp - 1
-    for kind, way in _WAYS:
-        for phase, count in phases:
-            yield message(kind, keys, steps * count, phase, f"keys and values {way}")
-        label = f"the keys' gradients {way}"
-        yield message(kind, of_keys * _FP32, steps * passes, "backward", label)
-
-
-def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield what a sequence's load-balancing loss needs of the ranks that share the sequence.
-
-    Also what its experts' capacities need of these, and what routers' corrections need of all ranks
-    that see other tokens.
-    """
-    layout, train, passes = program.layout, program.train, _passes(program, stages)
-    yield from _places(program, sizes, passes)
-    if train.router_aux_loss:
-        size = sizes.rows * program.model.experts * _FP32
-        for axis in shared_over(layout):
-            reason = "backward: each sequence's tokens by expert"
-            yield Collective("all_reduce", axis, size, passes, "backward", "experts", reason)
-    layers = passes // program.microbatches
-    if not train.router_bias_rate or not layers:
-        return
-    size = layers * program.model.experts * _WIDE
-    axes: tuple[tuple[Axis, int], ...] = (("tp", layout.folds), ("data", layout.dp * layout.cp))
-    for axis, ranks in axes:
-        if ranks > 1:
-            reason = "routers: the batch's tokens by expert"
-            yield Collective("all_reduce", axis, size, 1, "step", "experts", reason)
-
-
-def _places(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
-    """Yield how ranks that share a sequence learn how many of its tokens come before theirs."""
-    layout, train = program.layout, program.train
-    if train.expert_capacity is None:
-        return
-    pieces = len(pieces_of(layout, 0, 0)) * layout.cp * layout.folds
-    size = sizes.rows * pieces * program.model.experts * _FP32
-    phases: tuple[tuple[Phase, int], ...] = (
-        ("forward", passes),
-        ("recompute", 0 if layout.recompute == "none" else passes),
-    )
-    for phase, count in phases:
-        reason = f"{phase}: tokens by expert of each piece of a sequence"
-        for axis in shared_over(layout):
-            yield Collective("all_reduce", axis, size, count, phase, "experts", reason)
-
-
-def _passes(program: Program, stages: Iterable[Stage]) -> int:
-    """Return how often microbatches pass layers with experts."""
-    kinds = (program.model.layer(layer) for stage in stages for layer in stage.layers)
-    return program.microbatches * sum(map(program.model.has_experts, kinds))
-
-
-def _dispatch(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield what expert parallelism sends: tokens to their experts, and results back.
-
-    GShard, arXiv:2006.16668, section 3.2. Before them the ranks tell how many come. A second
-    forward sends the results back where something after them needs its input again.
-    """
-    layout, model = program.layout, program.model
-    if layout.ep == 1:
-        return
-    passes = _passes(program, stages)
-    counts, shares = model.experts * _WIDE, sizes.received * _FP32
-    rows = sizes.received * model.dim * sizes.element
-    recomputed = 0 if layout.recompute == "none" else passes
-    returns = bool(model.dropout or model.norms_after)
-    phases: tuple[tuple[Phase, int, int], ...] = (
-        ("forward", passes, passes),
-        ("recompute", recomputed, recomputed * returns),
-    )
-    with_shared: Overlaps = "shared" if model.shared_ffn_dim else ""
-    for phase, outward, back in phases:
-        for size, count, label, overlaps in (
-            (counts, outward, "how many tokens come", _NOTHING),
-            (rows, outward, "tokens to their experts", with_shared),
-            (shares, outward, "their shares", with_shared),
-            (rows, back, "results to their tokens", _NOTHING),
-        ):
-            reason = f"{phase}: {label}"
-            yield Collective("all_to_all", "ep", size, count, phase, "experts", reason, overlaps)
-    for size, label, overlaps in (
-        (rows, "gradients of results", _NOTHING),
-        (rows, "gradients of tokens", with_shared),
-        (shares, "gradients of shares", with_shared),
-    ):
-        reason = f"backward: {label}"
-        purpose: Purpose = "experts"
-        yield Collective("all_to_all", "ep", size, passes, "backward", purpose, reason, overlaps)
 
 
 def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from meshwright.program.layers.attention import ATTENTION_BACKWARD
 from meshwright.program.layers.linears import is_joint
 from meshwright.program.lower import Program
-from meshwright.program.operations import (
-    ATTENTION_BACKWARD,
-    operations,
-)
+from meshwright.program.operations import operations
 
 
 def stops_early(program: Program) -> bool:

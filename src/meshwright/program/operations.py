@@ -8,33 +8,27 @@ saved, except for a mask. A test compares the bytes with what autograd really sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from meshwright.program.layers import mixers, mlp
-from meshwright.program.layers.linears import Inputs, row_kept
+from meshwright.program.layers import block
+from meshwright.program.layers.norms import norm
 from meshwright.program.lower import Program
-from meshwright.program.mixture import expert_operations
 from meshwright.program.saved import (
     FROZEN_BACKWARD,
     PRODUCT_BACKWARD,
     Bytes,
     Kind,
     Op,
-    by_steps,
     moved_of,
     total,
 )
-from meshwright.program.scores import is_plain, is_ring, pairs, ring_steps, spreads
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
-from meshwright.spec.model import LayerSpec, ModelSpec
+from meshwright.spec.model import LayerSpec
 
-# Five products against two: the scores anew, and the gradients of the weights, v, q and k.
-# FlashAttention, arXiv:2205.14135, algorithm 4.
-ATTENTION_BACKWARD: Final = 2.5
-_WIDE: Final = 4  # bytes of statistics, the softmax and the rotary tables: fp32 in any precision
+_WIDE: Final = 4  # bytes of fp32
 _INT64: Final = 8
 
 
@@ -115,15 +109,11 @@ def _layer(
 ) -> Iterator[tuple[Op, int, int]]:
     """Yield the operations of a layer, the bytes that each keeps, and those that offload moves."""
     recompute = "none" if recomputed else program.layout.recompute
-    ops = (
-        *_attention(program, sizes, kind, cp_rank),
-        *_feed_forward(program, sizes, kind),
-    )
     # The layer's dropout keys, in the context that a second forward starts from, too.
     keys = sizes.rows * _INT64 if program.model.drops else 0
     if recompute != "none":
         yield Op("input", "block"), sizes.stream_bytes, sizes.stream_bytes
-    for op in ops:
+    for op in block.operations(program, sizes, kind, cp_rank):
         saved: Bytes = {"none": op.saved, "selective": op.kept, "full": 0}[recompute]
         indices = op.indices if recompute == "none" else 0
         moved = moved_of(saved, sizes.least_moved)
@@ -132,146 +122,10 @@ def _layer(
         yield Op("dropout", "dropout", io_bytes=2 * sizes.stream_bytes), keys, 0
 
 
-def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False) -> Op:
-    """Return a norm: it keeps its input and, for each token, the scale, or the mean and the scale.
-
-    LayerNorm has its statistics in the dtype of its input, RMSNorm in fp32.
-    """
-    is_rms, taken = program.model.norm == "rms", sizes.stream_bytes
-    statistics = (sizes.stream * _WIDE,) if is_rms else (sizes.stream * sizes.element,) * 2
-    return Op(name, "norm", saved=(*statistics, 0 if shares_input else taken), normed=taken)
-
-
-def _head_norm(sizes: Sizes, name: str, heads: int, statistics: int, sums: int = 0) -> Op:
-    """Return an RMSNorm of heads: it keeps them, and in fp32 so many scales for each token."""
-    taken = sizes.tokens * heads * sizes.head_dim * sizes.element
-    saved = taken, sizes.tokens * statistics * _WIDE
-    return Op(name, "norm", saved=saved, kept=sums, normed=taken)
-
-
-def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
-    if not kind.mixes:
-        return
-    if program.model.norms_before:
-        yield _norm(program, sizes, "attn_norm")
-    if kind.attends:
-        heads_of = _latent_heads if program.model.is_latent else _heads
-        yield from heads_of(program, sizes)
-        yield from _core(program, sizes, kind, cp_rank)
-    if kind.mixer is not None:
-        yield from mixers.operations(program, sizes, kind.mixer)
-    if program.model.norms_after:
-        yield _norm(program, sizes, "attn_post_norm")
-
-
-def _latent_heads(program: Program, sizes: Sizes) -> Iterator[Op]:
-    """Yield what latent attention makes queries, keys and values by.
-
-    Every rank of tp makes the latent vectors whole. The norms keep them: the one of keys all of
-    what it is a part of.
-    """
-    model, line = program.model, sizes.tokens * sizes.element
-    first = Inputs.of_stream(program, sizes)
-
-    def low(name: str, width: int, part: int = 0) -> Iterator[Op]:
-        rank, wide = width - part, sizes.tokens * _WIDE
-        yield from first.product(f"{name}_a", sizes.dim, width, line * width)
-        normed = line * rank
-        yield Op(f"{name}_a_norm", "norm", saved=(line * width, wide), normed=normed)
-        columns = sizes.heads * latent_widths(model)[name]
-        yield from Inputs(program, sizes, normed).product(
-            f"{name}_b", rank, columns, line * columns
-        )
-
-    if model.q_lora_rank:
-        yield from low("attn.q", model.q_lora_rank)
-    else:
-        columns = sizes.heads * model.head_dim
-        yield from first.product("attn.q", sizes.dim, columns, line * columns)
-    shared = model.qk_rope_head_dim
-    yield from low("attn.kv", model.kv_lora_rank + shared, shared)
-
-
-def latent_widths(model: ModelSpec) -> Mapping[str, int]:
-    """Return the widths per head of the outputs of latent attention's second projections."""
-    return {"attn.q": model.head_dim, "attn.kv": model.qk_nope_head_dim + model.v_head_dim}
-
-
-def _heads(program: Program, sizes: Sizes) -> Iterator[Op]:
-    """Yield what queries, keys and values are made by."""
-    model, layout = program.model, program.layout
-    heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    of_heads = sizes.tokens * heads * sizes.element
-    of_kv_heads = sizes.tokens * kv_heads * sizes.element
-    # q, k and v have one input. The results of products are kept by the selective policy.
-    inputs = Inputs.of_stream(program, sizes)
-    yield from inputs.product("attn.q", sizes.dim, heads, of_heads)
-    yield from inputs.product("attn.k", sizes.dim, kv_heads, of_kv_heads)
-    yield from inputs.product("attn.v", sizes.dim, kv_heads, of_kv_heads)
-    if model.qk_norm != "none":
-        per_head = model.qk_norm == "head"
-        # The sums of both over tp, in one message, which the selective policy keeps.
-        is_sent = layout.tp > 1 and not per_head
-        sent, of_q, of_k = (2 * sizes.tokens * _WIDE, 2, 0) if is_sent else (0, 1, 1)
-        yield _head_norm(sizes, "attn.q_norm", sizes.heads, sizes.heads if per_head else of_q, sent)
-        yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads, sizes.kv_heads if per_head else of_k)
-
-
-def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
-    """Yield the rotation, attention and the product after it."""
-    model, layout = program.model, program.layout
-    heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    of_heads = sizes.tokens * heads * sizes.element
-    of_kv_heads = sizes.tokens * kv_heads * sizes.element
-    if model.rotary_dim and kind.rotary:
-        # Slices of the model's tables, or with positions of its own a copy in each layer.
-        table = program.sequence * model.rotary_dim * _WIDE if layout.cp > 1 else 0
-        yield Op(
-            "attn.rope", "rotation", saved=(table, table), io_bytes=2 * (of_heads + of_kv_heads)
-        )
-    sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
-    of_keys = of_heads if spreads(program, kind) else of_kv_heads
-    # The rows' segments in ring order.
-    has_segments = program.target.packed and is_ring(program)
-    segments = sizes.rows * sizes.span * _INT64 if has_segments else 0
-    steps = ring_steps(program, kind, cp_rank)
-    yield Op(
-        "attn.core",
-        "attention",
-        flops=4.0 * heads * sizes.rows * pairs(program, kind, cp_rank) / _head_ranks(program),
-        saved=(of_heads, of_keys, of_keys, of_heads, sums),  # q, k, v, the result
-        kept=by_steps((of_heads, sums), steps),
-        indices=segments,
-    )
-    # Some give their result in another order than the product wants it.
-    is_copied = is_plain(program) or (layout.cp > 1 and layout.cp_kind == "ulysses")
-    is_copied |= model.value_dim < model.core_dim
-    values = sizes.heads * model.value_dim
-    of_values = sizes.tokens * values * sizes.element
-    inputs = Inputs(program, sizes, of_values if is_copied else 0, of_values)
-    yield from inputs.product("attn.o", values, sizes.dim, row_kept(program, sizes))
-
-
-def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Op]:
-    if not kind.feeds:
-        return
-    if program.model.norms_before:
-        yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
-    has_experts = program.model.has_experts(kind)
-    yield from expert_operations(program, sizes) if has_experts else mlp.operations(program, sizes)
-    if program.model.norms_after:
-        yield _norm(program, sizes, "mlp_post_norm")
-
-
 def _end(program: Program, sizes: Sizes) -> Iterator[Op]:
     """Yield what comes after the layers; the backward computes all but the norm."""
-    yield _norm(program, sizes, "norm")
+    yield norm(program, sizes, "norm")
     backward = PRODUCT_BACKWARD if program.model.lora is None else FROZEN_BACKWARD
     flops = sizes.product(sizes.dim, sizes.vocab)
     yield Op("head", "product", flops, sizes.stream_bytes, backward=backward)
     yield Op("loss", "loss", saved=_WIDE)  # where its sum will be
-
-
-def _head_ranks(program: Program) -> int:
-    """Return over how many ranks attention spreads the heads beside tp: cp with Ulysses."""
-    return program.layout.cp if program.layout.cp_kind == "ulysses" else 1

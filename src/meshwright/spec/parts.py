@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.lora import JOINED, LINEAR, matrices
-from meshwright.spec.mixers import Mixer
+from meshwright.spec.mixers import Matrix, Mixer
 from meshwright.spec.model import LayerSpec, ModelSpec, unpadded
 
 Side = tuple[int, str]
@@ -32,6 +32,11 @@ class Linear(NamedTuple):
     outer: Side
     inner: Side
     has_bias: bool
+
+    @property
+    def norm(self) -> str | None:
+        """The name of the norm of its inputs, if these are latent vectors."""
+        return f"{self.name.removesuffix('b')}a_norm" if self.inner[1] == "latent" else None
 
 
 @dataclass(frozen=True)
@@ -123,9 +128,9 @@ def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
     if kind.mixes and spec.norms_before:
         yield from _norm(spec, f"{path}.attn_norm")
     if kind.attends:
-        yield from (_latent_attention if spec.is_latent else _attention)(spec, path)
+        yield from _attention(spec, path)
     if kind.mixer is not None:
-        yield from _mixer(kind.mixer, path)
+        yield from _mixer(spec, kind.mixer, path)
     if kind.mixes and spec.norms_after:
         yield from _norm(spec, f"{path}.attn_post_norm")
     if not kind.feeds:
@@ -148,53 +153,60 @@ _CUT_AXES: Final = {
 }
 
 
-def _mixer(mixer: Mixer, path: str) -> Iterator[Part]:
+def mixer_linear(matrix: Matrix) -> Linear:
+    """Return a matrix of a layer that is planned only as a linear layer."""
+    outer, inner = ("vocab", "dim") if matrix.lookup else _CUT_AXES[matrix.cut]
+    return Linear(matrix.name, (matrix.outer, outer), (matrix.inner, inner), False)
+
+
+def _mixer(spec: ModelSpec, mixer: Mixer, path: str) -> Iterator[Part]:
     """Yield the parameters of what has no module here."""
-    for matrix in mixer.matrices:
-        axes = ("vocab", "dim") if matrix.lookup else _CUT_AXES[matrix.cut]
-        yield Part(f"{path}.{matrix.weight}", (matrix.outer, matrix.inner), axes)
+    yield from _linears(spec, path, map(mixer_linear, mixer.matrices))
     if mixer.vectors:
         yield Part(f"{path}.mixer.vectors", (mixer.vectors,), ("latent",))
 
 
 def _attention(spec: ModelSpec, path: str) -> Iterator[Part]:
-    heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    bias = spec.attention_bias
-    if spec.attention_sinks:
+    if spec.attention_sinks and not spec.is_latent:
         yield Part(f"{path}.attn.sinks", (spec.n_heads,), ("heads",))
-    yield from _linear(spec, path, "attn.q", (heads, "heads"), (spec.dim, "dim"), bias)
-    yield from _linear(spec, path, "attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
-    yield from _linear(spec, path, "attn.v", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
-    yield from _linear(
-        spec, path, "attn.o", (spec.dim, "dim"), (heads, "heads"), spec.has_output_bias
-    )
+    for linear in attention_linears(spec):
+        if linear.norm is not None:
+            width, axis = linear.inner
+            yield Part(f"{path}.{linear.norm}.weight", (width,), (axis,))
+        yield from _linear(spec, path, *linear)
+    if spec.is_latent:
+        return
     if spec.qk_norm == "head":
         for name in ("q_norm", "k_norm"):
             yield Part(f"{path}.attn.{name}.weight", (spec.head_dim,), ("head_dim",))
     elif spec.qk_norm == "all":
+        heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
         yield Part(f"{path}.attn.q_norm.weight", (heads,), ("heads",))
         yield Part(f"{path}.attn.k_norm.weight", (kv_heads,), ("kv_heads",))
 
 
-def _latent_attention(spec: ModelSpec, path: str) -> Iterator[Part]:
-    rank, bias = spec.kv_lora_rank, spec.attention_bias
-    queries = spec.n_heads * spec.head_dim
+def attention_linears(spec: ModelSpec) -> tuple[Linear, ...]:
+    """Return the linear layers of attention, `o` last.
+
+    Of latent attention, those whose names end in `_a` make latent vectors, and those in `_b` heads
+    of these.
+    """
+    stream, bias = (spec.dim, "dim"), spec.attention_bias
+    queries, values = spec.n_heads * spec.head_dim, spec.n_heads * spec.value_dim
+    heads = queries, "heads"
+    last = Linear("attn.o", stream, (values, "heads"), spec.has_output_bias)
+    if not spec.is_latent:
+        keys = spec.n_kv_heads * spec.head_dim, "kv_heads"
+        sides = {"attn.q": heads, "attn.k": keys, "attn.v": keys}
+        return (*(Linear(name, side, stream, bias) for name, side in sides.items()), last)
+    low, latent = (spec.q_lora_rank, "latent"), (spec.kv_lora_rank, "latent")
+    first = [Linear("attn.q", heads, stream, False)]
     if spec.q_lora_rank:
-        low = spec.q_lora_rank
-        yield from _linear(spec, path, "attn.q_a", (low, "latent"), (spec.dim, "dim"), bias)
-        yield Part(f"{path}.attn.q_a_norm.weight", (low,), ("latent",))
-        yield from _linear(spec, path, "attn.q_b", (queries, "heads"), (low, "latent"), False)
-    else:
-        yield from _linear(spec, path, "attn.q", (queries, "heads"), (spec.dim, "dim"), False)
-    shared = rank + spec.qk_rope_head_dim
-    yield from _linear(spec, path, "attn.kv_a", (shared, "latent"), (spec.dim, "dim"), bias)
-    yield Part(f"{path}.attn.kv_a_norm.weight", (rank,), ("latent",))
-    outputs = spec.n_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-    yield from _linear(spec, path, "attn.kv_b", (outputs, "heads"), (rank, "latent"), False)
-    values = spec.n_heads * spec.v_head_dim
-    yield from _linear(
-        spec, path, "attn.o", (spec.dim, "dim"), (values, "heads"), spec.has_output_bias
-    )
+        first = [Linear("attn.q_a", low, stream, bias), Linear("attn.q_b", heads, low, False)]
+    joined = spec.kv_lora_rank + spec.qk_rope_head_dim, "latent"
+    per_head = spec.n_heads * (spec.qk_nope_head_dim + spec.v_head_dim), "heads"
+    into_heads = Linear("attn.kv_b", per_head, latent, False)
+    return (*first, Linear("attn.kv_a", joined, stream, bias), into_heads, last)
 
 
 def mlp_linears(spec: ModelSpec, name: str = "mlp") -> tuple[Linear, ...]:

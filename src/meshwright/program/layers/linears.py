@@ -6,7 +6,7 @@ is added to the residual stream is row-parallel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from meshwright.layout.schedules import SCHEDULES
@@ -14,7 +14,9 @@ from meshwright.program.float8 import remakes_inputs
 from meshwright.program.layers.workspace import Workspace, frozen, of_result, weights_of
 from meshwright.program.lower import Program
 from meshwright.program.saved import FROZEN_BACKWARD, Bytes, Op
+from meshwright.program.shards import TENSOR_AXES
 from meshwright.program.sizes import Sizes
+from meshwright.spec.parts import Linear, Side
 
 _WIDE: Final = 4
 
@@ -41,6 +43,12 @@ def gathers_again(program: Program) -> bool:
     return layout.tp > 1 and layout.sp and layout.recompute == "none" and is_joint(program)
 
 
+def shard_size(program: Program, side: Side) -> int:
+    """Return the size of a tp rank's part of a side of a linear layer."""
+    size, axis = side
+    return size // program.layout.tp if axis in TENSOR_AXES else size
+
+
 class Inputs:
     """What some linear layers take together, of `size` bytes for the first that keeps them.
 
@@ -49,7 +57,7 @@ class Inputs:
     """
 
     def __init__(self, program: Program, sizes: Sizes, size: int, copied: int = 0) -> None:
-        self._model, self._sizes = program.model, sizes
+        self._program, self._sizes = program, sizes
         self._size, self._copied = size, copied or size
         if remakes_inputs(program.train, program.target):
             self._size = 0
@@ -60,21 +68,26 @@ class Inputs:
         size = sizes.stream_bytes if gathers_again(program) else sizes.whole_bytes
         return cls(program, sizes, size)
 
-    def product(self, name: str, inner: int, outer: int, kept_bytes: Bytes) -> Iterator[Op]:
-        """Yield the product of a layer, and those of its adapter: `kept_bytes` as `Op.kept`."""
-        sizes, lora = self._sizes, self._model.lora
-        flops = sizes.product(inner, outer)
-        if lora is None:
+    def operations(self, linear: Linear, kept_bytes: Bytes | None = None) -> Iterator[Op]:
+        """Yield the product of a layer, and those of its adapter.
+
+        `kept_bytes` as `Op.kept`, by default all of the result.
+        """
+        sizes, model, name = self._sizes, self._program.model, linear.name
+        inner, outer = (shard_size(self._program, side) for side in (linear.inner, linear.outer))
+        flops, result = sizes.product(inner, outer), sizes.tokens * outer * sizes.element
+        kept_bytes = result if kept_bytes is None else kept_bytes
+        if model.lora is None:
             yield Op(name, "product", flops, self._take(), kept_bytes)
             return
         yield Op(name, "product", flops, 0, kept_bytes, backward=FROZEN_BACKWARD)
-        if name not in self._model.adapted:
+        if name not in model.adapted:
             return
-        low = sizes.tokens * lora.rank * sizes.element
-        saved = self._copied if lora.dropout else self._take()
-        yield Op(f"{name}.lora_a", "product", sizes.product(inner, lora.rank), saved, low)
-        result = sizes.tokens * outer * sizes.element
-        yield Op(f"{name}.lora_b", "product", sizes.product(lora.rank, outer), low, result)
+        rank = model.lora.rank
+        low = sizes.tokens * rank * sizes.element
+        saved = self._copied if model.lora.dropout else self._take()
+        yield Op(f"{name}.lora_a", "product", sizes.product(inner, rank), saved, low)
+        yield Op(f"{name}.lora_b", "product", sizes.product(rank, outer), low, result)
 
     def _take(self) -> int:
         size, self._size = self._size, 0
@@ -90,52 +103,50 @@ def row_kept(program: Program, sizes: Sizes) -> tuple[int, ...]:
 
 
 def row_workspaces(
-    program: Program, sizes: Sizes, name: str, input_bytes: int, has_bias: bool, waits: int = 0
+    program: Program, sizes: Sizes, linear: Linear, waits: int = 0
 ) -> Iterator[Workspace]:
-    """Yield the workspaces of a row-parallel layer, which takes `input_bytes`.
+    """Yield the workspaces of a row-parallel layer.
 
     A deferred weight gradient holds the gradient of its result, and `waits` bytes beside it.
     """
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     result_bytes = of_result(program, sizes) + gathered
+    inner = shard_size(program, linear.inner)
+    input_bytes = sizes.tokens * inner * sizes.element
     if program.model.lora is not None:
-        yield from frozen(program, sizes, name, result_bytes, 0, input_bytes)
+        yield from frozen(program, sizes, linear.name, result_bytes, 0, input_bytes)
         return
-    inner = input_bytes // (sizes.tokens * sizes.element)
     rooms = weight_gradient_rooms(program, sizes, sizes.dim, inner, input_bytes)
-    weights = weights_of(name, has_bias)
-    yield Workspace(name, result_bytes + input_bytes, weights, sizes.whole_bytes + waits, *rooms)
+    need, waits = result_bytes + input_bytes, waits + sizes.whole_bytes
+    yield Workspace(linear.name, need, weights_of(linear), waits, *rooms)
 
 
 def column_workspaces(
-    program: Program, sizes: Sizes, results: Mapping[str, int], has_bias: bool
+    program: Program, sizes: Sizes, linears: Sequence[Linear]
 ) -> Iterator[Workspace]:
-    """Yield the workspaces of layers of one input, of whose results the bytes are given."""
-    whole_bytes, names = sizes.whole_bytes, list(results)
+    """Yield the workspaces of column-parallel layers of one input."""
+    line = sizes.tokens * sizes.element  # a number of each token
+    outers = [shard_size(program, linear.outer) for linear in linears]
     if program.model.lora is not None:
+        results = {linear.name: line * outer for linear, outer in zip(linears, outers, strict=True)}
         yield from _frozen_columns(program, sizes, results)
         return
-    line = sizes.tokens * sizes.element  # a number of each token
+    whole_bytes, grads = sizes.whole_bytes, line * sum(outers)
     if not is_joint(program):
-        while names:  # one after the other: what the last one made is added to
-            held_bytes = sum(results[name] for name in names)
-            last = names.pop()
-            made_bytes = whole_bytes if len(names) == len(results) - 1 else 2 * whole_bytes
-            rooms = weight_gradient_rooms(
-                program, sizes, results[last] // line, sizes.dim, whole_bytes
-            )
-            weights = weights_of(last, has_bias)
-            yield Workspace(last, held_bytes + made_bytes, weights, results[last], *rooms)
+        held_bytes, made_bytes = grads, whole_bytes
+        # One after the other: what the last one made is added to.
+        for linear, outer in zip(reversed(linears), reversed(outers), strict=True):
+            rooms = weight_gradient_rooms(program, sizes, outer, sizes.dim, whole_bytes)
+            need = held_bytes + made_bytes
+            yield Workspace(linear.name, need, weights_of(linear), line * outer, *rooms)
+            held_bytes, made_bytes = held_bytes - line * outer, 2 * whole_bytes
         return
-    first, grads = names[0], sum(results.values())
-    regathers = gathers_again(program)
-    made_bytes, travelling = of_input(program, sizes, len(names), gathers=regathers)
+    first, regathers = linears[0].name, gathers_again(program)
+    made_bytes, travelling = of_input(program, sizes, len(linears), gathers=regathers)
     yield Workspace(f"{first}: input", grads + made_bytes)
-    weights = tuple(weight for name in names for weight in weights_of(name, has_bias))
+    weights = tuple(weight for linear in linears for weight in weights_of(linear))
     waits = whole_bytes - sizes.stream_bytes if regathers else 0
-    rooms_of_all = [
-        weight_gradient_rooms(program, sizes, size // line, sizes.dim) for size in results.values()
-    ]
+    rooms_of_all = [weight_gradient_rooms(program, sizes, outer, sizes.dim) for outer in outers]
     largest_rooms = map(max, zip(*rooms_of_all, strict=True))
     yield Workspace(first, grads + travelling, weights, grads + waits, *largest_rooms)
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Final
 
 from meshwright.program.attention import causal_scores
-from meshwright.program.layers.linears import Inputs, row_kept
+from meshwright.program.layers.linears import Inputs, row_kept, shard_size
 from meshwright.program.layers.workspace import Workspace
 from meshwright.program.lower import Program
 from meshwright.program.saved import Op
 from meshwright.program.sizes import Sizes
 from meshwright.spec.mixers import Matrix, Mixer
+from meshwright.spec.parts import mixer_linear
 
 VECTORS: Final = "mixer.vectors"
 _CORE: Final = "mixer.core"
@@ -41,15 +42,12 @@ def operations(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Op]:
 
 
 def _product(program: Program, sizes: Sizes, matrix: Matrix, stream: Inputs) -> Iterator[Op]:
-    outer, inner = _local(program, matrix)
-    line = sizes.tokens * sizes.element
-    if matrix.cut == "inner":
-        inputs = Inputs(program, sizes, line * inner)
-        yield from inputs.product(matrix.name, inner, outer, row_kept(program, sizes))
-        return
-    takes_stream = matrix.inner == program.model.dim
-    inputs = stream if takes_stream else Inputs(program, sizes, line * inner)
-    yield from inputs.product(matrix.name, inner, outer, line * outer)
+    linear, inputs = mixer_linear(matrix), stream
+    if matrix.cut == "inner" or matrix.inner != program.model.dim:
+        size = sizes.tokens * shard_size(program, linear.inner) * sizes.element
+        inputs = Inputs(program, sizes, size)
+    kept_bytes = row_kept(program, sizes) if matrix.cut == "inner" else None
+    yield from inputs.operations(linear, kept_bytes)
 
 
 def _core(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Op]:
@@ -78,15 +76,8 @@ def backward_workspaces(program: Program, sizes: Sizes, mixer: Mixer) -> Iterato
 
 
 def _workspace(program: Program, sizes: Sizes, matrix: Matrix) -> Workspace:
-    outer, inner = _local(program, matrix)
-    line = sizes.tokens * sizes.element
+    line, linear = sizes.tokens * sizes.element, mixer_linear(matrix)
     if matrix.lookup:
-        return Workspace(matrix.name, line * inner, (matrix.weight,))
-    return Workspace(matrix.name, line * (outer + inner), (matrix.weight,), line * outer)
-
-
-def _local(program: Program, matrix: Matrix) -> tuple[int, int]:
-    """Return the outer and inner side of a tp rank's part."""
-    tp = program.layout.tp
-    cut = {"outer": (tp, 1), "inner": (1, tp), "whole": (1, 1)}[matrix.cut]
-    return matrix.outer // cut[0], matrix.inner // cut[1]
+        return Workspace(matrix.name, line * matrix.inner, (matrix.weight,))
+    inner, outer = (line * shard_size(program, side) for side in (linear.inner, linear.outer))
+    return Workspace(matrix.name, inner + outer, (matrix.weight,), outer)

@@ -14,6 +14,7 @@ from meshwright.program.layers.linears import (
     column_workspaces,
     row_kept,
     row_workspaces,
+    shard_size,
 )
 from meshwright.program.layers.workspace import Workspace, mask_bytes
 from meshwright.program.lower import Program
@@ -25,35 +26,34 @@ from meshwright.spec.parts import mlp_linears
 def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     """Yield the operations of an MLP on a rank."""
     inputs = Inputs.of_stream(program, sizes)
-    yield from gated_operations(program, sizes, "mlp", sizes.ffn, inputs, row_kept(program, sizes))
+    yield from gated_operations(program, sizes, "mlp", inputs, row_kept(program, sizes))
 
 
 def gated_operations(
-    program: Program, sizes: Sizes, name: str, width: int, inputs: Inputs, result_kept: Bytes
+    program: Program, sizes: Sizes, name: str, inputs: Inputs, result_kept: Bytes
 ) -> Iterator[Op]:
-    """Yield the operations of the MLP of a name and `width`, also of a shared expert.
+    """Yield the operations of the MLP of a name, also of a shared expert.
 
     `inputs` are those of its first layers; selective recomputation keeps `result_kept`.
     """
-    hidden = sizes.tokens * width * sizes.element
     *columns, down = mlp_linears(program.model, name)
+    hidden = sizes.tokens * shard_size(program, down.inner) * sizes.element
     for linear in columns:
-        yield from inputs.product(linear.name, sizes.dim, width, hidden)
+        yield from inputs.operations(linear)
     # It keeps the results of these; act(gate) is made again.
     io_bytes = (len(columns) + 1) * hidden
     yield Op(f"{name}.act", "activation", saved=(hidden,) * len(columns), io_bytes=io_bytes)
-    yield from Inputs(program, sizes, hidden).product(down.name, width, sizes.dim, result_kept)
+    yield from Inputs(program, sizes, hidden).operations(down, result_kept)
 
 
 def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     """Yield the workspaces of an MLP's operations, the last operation first."""
     hidden = sizes.tokens * sizes.ffn * sizes.element
     *columns, down = mlp_linears(program.model)
-    yield from row_workspaces(program, sizes, down.name, hidden, down.has_bias)
+    yield from row_workspaces(program, sizes, down)
     # The gradient of its result, and those of its factors.
     yield Workspace("mlp.act", (len(columns) + 1) * hidden)
-    results = {linear.name: hidden for linear in columns}
-    yield from column_workspaces(program, sizes, results, down.has_bias)
+    yield from column_workspaces(program, sizes, columns)
 
 
 def forward_workspace(program: Program, sizes: Sizes) -> int:

@@ -9,6 +9,7 @@ from meshwright.program.lower import Program
 from meshwright.program.nf4_workspace import dequantised
 from meshwright.program.sizes import Sizes
 from meshwright.spec.lora import matrices
+from meshwright.spec.parts import Linear
 
 _HASH: Final = 4  # bytes of a hash, from which dropout takes a bit of its mask
 
@@ -56,6 +57,17 @@ def frozen(
     yield Workspace(name, held_bytes + result + inputs + made_bytes)
 
 
+def separate(
+    program: Program, sizes: Sizes, linear: Linear, held_bytes: int, result: int, inputs: int
+) -> Iterator[Workspace]:
+    """Yield the needs of a product by itself: arguments as for `frozen`, if it is or not."""
+    if program.model.lora is not None:
+        yield from frozen(program, sizes, linear.name, held_bytes, result, inputs)
+    else:
+        made_bytes, waits = held_bytes + result + inputs, result or sizes.whole_bytes
+        yield Workspace(linear.name, made_bytes, weights_of(linear), waits)
+
+
 def mask_bytes(elements: int) -> int:
     """Return the temporary bytes of a dropout's mask: hashes of 32 bits, and the same shifted."""
     return 2 * _HASH * elements
@@ -67,13 +79,14 @@ def of_result(program: Program, sizes: Sizes) -> int:
     return sizes.stream_bytes if model.dropout or model.norms_after else 0
 
 
-def weights_of(name: str, has_bias: bool) -> tuple[str, ...]:
+def weights_of(linear: Linear) -> tuple[str, ...]:
     """Return the names of a layer's weight and, if it has one, its bias."""
-    return (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",)
+    weight = f"{linear.name}.weight"
+    return (weight, f"{linear.name}.bias") if linear.has_bias else (weight,)
 
 
-def trained(program: Program, name: str, biases: bool = False) -> tuple[str, ...]:
+def trained(program: Program, name: str, has_bias: bool = False) -> tuple[str, ...]:
     """Return the parameters of experts' products that get gradients: of frozen ones adapters'."""
     if program.model.lora is None:
-        return weights_of(name, biases)
+        return (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",)
     return tuple(f"{name}.{matrix}" for matrix in matrices(program.model.adapted, name))

@@ -1,0 +1,62 @@
+"""A block: attention and an MLP or experts, each with its norms, in the order of the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from meshwright.program.layers import attention, mixers, mlp, moe
+from meshwright.program.layers.norms import with_norm_workspaces, with_norms
+from meshwright.program.layers.workspace import Workspace, mask_bytes
+from meshwright.program.lower import Program
+from meshwright.program.saved import Op
+from meshwright.program.sizes import Sizes
+from meshwright.spec.model import LayerSpec
+
+
+def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
+    """Yield the operations of a kind of layer on a rank."""
+    if kind.mixes:
+        attends = attention.operations(program, sizes, kind, cp_rank) if kind.attends else ()
+        mixer = () if kind.mixer is None else mixers.operations(program, sizes, kind.mixer)
+        yield from with_norms(program, sizes, "attn", chain(attends, mixer))
+    if kind.feeds:
+        feeding = moe if program.model.has_experts(kind) else mlp
+        shares = program.model.parallel_residual
+        ops = feeding.operations(program, sizes)
+        yield from with_norms(program, sizes, "mlp", ops, shares_input=shares)
+
+
+def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspace]:
+    """Yield what the operations of a kind of layer need in their backward besides saved tensors.
+
+    These are gradients in flight, and results of an operation while its inputs still exist, without
+    the gradient of the residual stream. The order is autograd's: the last operation of the forward
+    comes first. Products of one input that are computed together have two needs, the second under
+    the name of the first product: while they compute the input gradient, and while it is sent and
+    they compute weight gradients.
+    """
+    if kind.feeds:
+        feeding = moe if program.model.has_experts(kind) else mlp
+        needs = feeding.backward_workspaces(program, sizes)
+        yield from with_norm_workspaces(program, sizes, "mlp", needs)
+    if kind.mixes:
+        mixer = () if kind.mixer is None else mixers.backward_workspaces(program, sizes, kind.mixer)
+        attends = attention.backward_workspaces(program, sizes, kind) if kind.attends else ()
+        yield from with_norm_workspaces(program, sizes, "attn", chain(mixer, attends))
+
+
+def forward_workspace(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
+    """Return the most temporary bytes at the end of a layer's forward, besides what it keeps.
+
+    That is where most is kept: in the feed-forward, and in the dropout of its result. The residual
+    stream between attention and feed-forward counts where nothing keeps it.
+    """
+    model, recompute = program.model, program.layout.recompute
+    is_kept = recompute == "none" and not model.parallel_residual
+    within = sizes.stream_bytes
+    if kind.feeds:
+        feeding = moe if model.has_experts(kind) else mlp
+        within = feeding.forward_workspace(program, sizes)
+    dropped = sizes.stream_bytes + mask_bytes(sizes.stream * sizes.dim) if model.dropout else 0
+    return (0 if is_kept else sizes.stream_bytes) + max(within, dropped)
