@@ -13,6 +13,7 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.cost.calibration import shipped_calibration
+from meshwright.errors import ConfigError
 from meshwright.planner.plan import plan
 from meshwright.serve.answer import SECTIONS as PAGE_SECTIONS
 from meshwright.serve.answer import answer, detail, devices_answer, model_words, named_files
@@ -231,6 +232,33 @@ def test_a_curve_over_devices():
     points = devices_answer({"words": [*SMALL, "layout.pp=1"], "first": 2, "last": 8})["points"]
     assert [one["devices"] for one in points] == [2, 4, 8]
     assert points[0]["tokens_per_s"] < points[1]["tokens_per_s"] < points[2]["tokens_per_s"]
+
+
+def test_a_curve_has_the_tokens_and_the_price_of_the_page():
+    question = {"words": [*SMALL, "layout.pp=1", "cluster.price=2"], "first": 8, "last": 8}
+    (plain,), (few,) = (
+        devices_answer({**question, **tokens})["points"] for tokens in ({}, {"tokens": "300B"})
+    )
+    assert (plain["takes"]["tokens"], few["takes"]["tokens"]) == (1e12, 3e11)
+    assert few["takes"]["cost"] == pytest.approx(plain["takes"]["cost"] * 0.3)
+    for tokens in ("many", "-1", "1X", "nan", "1e30"):
+        with pytest.raises(ConfigError, match="must be a number from 1 to 1e18; nearest legal"):
+            devices_answer({**question, "tokens": tokens})
+
+
+def test_the_answer_has_what_holds_where_a_field_is_empty():
+    defaults = answer({"words": SMALL})["defaults"]
+    assert defaults["cluster.nodes"] == "1"
+    assert defaults["cluster.devices_per_node"] == "8"
+    assert defaults["train.precision"] == "bf16"
+    assert int(defaults["train.seq_len"]) > 1
+
+
+def test_layouts_are_in_order_of_time_after_the_best():
+    ranked = answer({"words": [*SMALL, "cluster.nodes=4"]})["ranked"]
+    times = [one["step_time_s"] for one in ranked[1:]]
+    assert len(times) > 2
+    assert times == sorted(times)
 
 
 def test_a_dropped_config_is_a_model():

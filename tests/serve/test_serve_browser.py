@@ -22,6 +22,7 @@ pytestmark = [
 ]
 LARGE = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "train.batch=1024"]
 SMALL = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=64"]
+IN_THE_ADDRESS = "#" + "&".join(f"w={word}" for word in SMALL)
 WIDE = """() => document.documentElement.scrollWidth - document.documentElement.clientWidth"""
 
 
@@ -118,6 +119,46 @@ def test_two_side_by_side_why_not_and_refusals(opened):
     assert shown.locator("#error").is_hidden()
     # The browser itself says that an answer was a refusal.
     assert all("422" in one for one in said)
+
+
+def test_fields_pins_and_what_an_old_answer_looks_like(opened):
+    shown, _, _ = opened(IN_THE_ADDRESS)
+    # The heading over the curve is never over nothing.
+    assert shown.locator("#curve").inner_text()
+    hint = shown.get_attribute("[name='train.seq_len']", "placeholder")
+    assert int(hint) == int(answer({"words": SMALL})["defaults"]["train.seq_len"])
+    assert "bf16" in shown.locator("[name='train.precision'] option").first.inner_text()
+    shown.fill("[name='layout.dp_replicate']", "2")
+    drawn(shown, 2)
+    assert "dp2" in best(shown)
+    shown.fill("[name='cluster.price']", "2.5")
+    shown.fill("[name=tokens]", "300B")
+    shown.wait_for_selector("#curve th:has-text('days for 300B')")
+    assert shown.locator("#curve th", has_text="cost").count() == 1
+    faded = "() => Number(getComputedStyle(document.getElementById('results')).opacity)"
+    assert shown.evaluate(faded) == 1
+    shown.fill("[name='layout.tp']", "7")
+    shown.wait_for_selector("#error:not([hidden])")
+    assert shown.evaluate(faded) < 0.5  # it answers an earlier question
+    shown.fill("[name='layout.tp']", "")
+    shown.wait_for_selector("#error", state="hidden")
+    assert shown.evaluate(faded) == 1
+
+
+def test_bars_show_intervals_and_memory_its_limit(opened):
+    shown, _, _ = opened(IN_THE_ADDRESS)
+    rows = shown.locator(".ranking tbody tr").count()
+    assert shown.locator(".ranking path.interval").count() == 2 * rows
+    limits = shown.locator(".sides svg text", has_text="limit 80.0 GiB")
+    assert limits.count() == 1
+
+
+def test_a_phone_shows_why_not(opened):
+    shown, _, _ = opened(IN_THE_ADDRESS, width=390)
+    for row in shown.locator(".ranking tbody tr").all():
+        box = row.locator("td").last.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -59,18 +59,18 @@ exit codes: 0 done, 1 a check failed, 2 refused before start, 3 a rank failed,
 """
 
 
-def _instead_of_option(rest: Sequence[str], known: Iterable[str]) -> str:
+def _instead_of_option(arguments: Sequence[str], known: Iterable[str]) -> str:
     """Return what to write instead of an option that a command lacks; empty if nothing is near.
 
-    `rest`, the command line from there on, begins with it. That is the key of a config with this
-    name, here or in another framework, or else the nearest of the `known` options.
+    `arguments`, the command line from there on, begin with it. That is the key of a config with
+    this name, here or in another framework, or else the nearest of the `known` options.
     """
     from meshwright.spec.loading import ALIASES, KEYS  # not at the top: `--help` answers at once
     from meshwright.spec.synonyms import instead_of
 
-    option, equals, value = rest[0].partition("=")
+    option, equals, value = arguments[0].partition("=")
     if not equals:
-        value = next((word for word in rest[1:2] if not word.startswith("-")), "VALUE")
+        value = next((word for word in arguments[1:2] if not word.startswith("-")), "VALUE")
     name = option.lstrip("-").replace("-", "_")
     section, dot, key = name.partition(".")
     keys = [name] if dot and key in KEYS.get(section, ()) else []

@@ -213,7 +213,8 @@ class Search:
             timed = sorted((self.fits.timed(layout) for _, layout in best_layouts), key=preference)
             priced = [self.fits.priced(prediction) for prediction in timed[:top]]
             if all(prediction.memory.total <= self.limit for prediction in priced):
-                return priced
+                # The first is preferred; why each other is not shows best in order of their time.
+                return [*priced[:1], *sorted(priced[1:], key=_seconds_of)]
             self.reasons = reasons_before.copy()
 
     def _cores(self) -> list[Core]:
@@ -428,3 +429,7 @@ def _worst(best: _OfDivisions, top: int) -> float:
     if len(best) < top:
         return float("inf")
     return heapq.nsmallest(top, (seconds for seconds, _ in best.values()))[-1]
+
+
+def _seconds_of(prediction: Prediction) -> float:
+    return prediction.time.total

@@ -133,16 +133,10 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
             for row, error in zip(rows, errors, strict=True)
         ],
     )
-    worst = max(errors, key=abs)
-    ratio = rows[-1]["step_time_s"] / rows[0]["step_time_s"]
     page.section(
         "headline",
         "At a glance",
-        prose(
-            f"Fastest is `{names[0]}`, {ratio:.2f} times as fast as the slowest. The mean error of "
-            f"the predictions is {sum(map(abs, errors)) / len(errors):.0%}; the largest is "
-            f"{abs(worst):.0%} too {'long' if worst > 0 else 'short'}."
-        ),
+        prose(_fastest(rows, errors)),
         page.chart(
             "layouts",
             "Time of a step, predicted and measured",
@@ -156,6 +150,16 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
     )
     page.section("memories", "Memory", grid(_peaks(page, rows)))
     return page
+
+
+def _fastest(rows: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> str:
+    """Return which layout is the fastest, and how far predictions are from measurements."""
+    worst, ratio = max(errors, key=abs), rows[-1]["step_time_s"] / rows[0]["step_time_s"]
+    return (
+        f"Fastest is `{rows[0]['layout']}`, {ratio:.2f} times as fast as the slowest. The mean "
+        f"error of the predictions is {sum(map(abs, errors)) / len(errors):.0%}; the largest is "
+        f"{abs(worst):.0%} too {'long' if worst > 0 else 'short'}."
+    )
 
 
 def _spread(row: Mapping[str, Any]) -> float:

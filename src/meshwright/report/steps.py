@@ -65,7 +65,10 @@ def memory_chart(
     caption = f"{adjective} bytes by what they are for; the rank with the highest peak comes first."
     if line is not None:
         twins = [(rank_profile, _twin(rank_profile, line)) for rank_profile in shown]
-        is_alike = all(twin and done_by(twin) == done_by(mine) != [] for mine, twin in twins)
+        is_alike = all(
+            twin is not None and done_by(twin) == done_by(rank_profile)
+            for rank_profile, twin in twins
+        )
         caption += " The line is the prediction, stretched " + (
             "so that each action takes as long as it did." if is_alike else "to the measured step."
         )
@@ -172,7 +175,7 @@ def _names(
 def _line(
     twin: RankProfile,
     rank_profile: RankProfile,
-    beside: Sequence[MemoryPoint],
+    measured: Sequence[MemoryPoint],
     unit_bytes: float,
     length: float,
 ) -> dict[str, Any]:
@@ -181,7 +184,7 @@ def _line(
     Where times are not known, or other actions were done, it is stretched to the whole `length`.
     """
     points = thin(twin.memory if len(twin.memory) > 1 else twin.memory * 2)
-    if any(point.time is None for point in beside):
+    if any(point.time is None for point in measured):
         points = [point._replace(time=None) for point in points]
     elif done_by(twin) == done_by(rank_profile):
         times = _over(twin, rank_profile, [point.time for point in points])
@@ -214,8 +217,8 @@ def _over(
     edges = sorted((max(a, 0.0), max(b, 0.0)) for a, b in edges)
 
     def moved(time: float) -> float:
-        at = min(max(bisect_right(edges, (time, math.inf)), 1), len(edges) - 1)
-        (before, done_before), (after, done_after) = edges[at - 1], edges[at]
+        index = min(max(bisect_right(edges, (time, math.inf)), 1), len(edges) - 1)
+        (before, done_before), (after, done_after) = edges[index - 1], edges[index]
         share = (time - before) / (after - before) if after > before else 0.0
         return done_before + share * (done_after - done_before)
 

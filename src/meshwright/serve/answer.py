@@ -148,6 +148,7 @@ _MOST_SHOWN: Final = 2
 # So many numbers of devices are planned for a curve, and so many tokens are trained on.
 _MOST_COUNTS: Final = 12
 _TOKENS: Final = 1e12
+_MOST_TOKENS: Final = 1e18
 _PLAIN: Final = Conditions()
 
 
@@ -176,6 +177,7 @@ def document(
         "train": training_command(arguments, plan),
         "config": given_toml(stated),
         "asked": _asked(plan.setting),
+        "defaults": _defaults(plan),
         "calibration": {"source": known.source, "date": known.date},
         "is_shipped": known is shipped_calibration(),
         "has_run": HAS_RUN,
@@ -229,8 +231,24 @@ def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN)
     config = _config(arguments)
     plan = conditions.plan(config)
     price, pins = config.cluster.price, given(config)
-    points = curve(plan.setting, counts, _TOKENS, price, conditions.margin, pins)
+    points = curve(plan.setting, counts, _tokens(question), price, conditions.margin, pins)
     return {"points": [point.as_json() for point in points]}
+
+
+def _tokens(question: Mapping[str, Any]) -> float:
+    """Return the tokens to train on in all: a number, which may end in K, M, B or T."""
+    text = str(question.get("tokens") or "").strip().replace(",", "")
+    if not text:
+        return _TOKENS
+    number, unit = (text[:-1], text[-1].upper()) if text[-1].isalpha() else (text, "")
+    try:
+        tokens = float(number) * {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[unit]
+    except (KeyError, ValueError):
+        tokens = 0.0
+    if not 1 <= tokens <= _MOST_TOKENS:
+        rule = f"tokens = {text[:40]!r} must be a number from 1 to 1e18"
+        raise ConfigError(refusal(rule, legal=["300B", "1T", "1.5e12"]))
+    return tokens
 
 
 def model_words(document: Any) -> list[str]:
@@ -289,6 +307,19 @@ def _config(arguments: list[str]) -> Config:
             "cluster.preset=h100-sxm; `meshwright plan` plans for this machine"
         )
     return config
+
+
+def _defaults(plan: Plan) -> dict[str, str]:
+    """Return what holds where a field of the page is empty, by its key."""
+    train, cluster = plan.setting.train, plan.setting.cluster
+    return {
+        "model.preset": f"a {plan.config.model.family} of {plan.config.model.n_layers} layers",
+        "cluster.nodes": str(cluster.nodes),
+        "cluster.devices_per_node": str(cluster.per_node),
+        "train.batch": str(train.batch),
+        "train.seq_len": str(train.seq_len),
+        "train.precision": train.precision,
+    }
 
 
 def _asked(setting: CostInputs) -> str:

@@ -75,18 +75,20 @@
     const state = new URLSearchParams();
     for (const word of words()) state.append("w", word);
     for (const label of labels()) state.append("show", label);
+    if (form.elements.tokens.value.trim()) state.append("tokens", form.elements.tokens.value.trim());
     history.replaceState(null, "", `#${state}`);
   };
   const fromAddress = () => {
     const state = new URLSearchParams(location.hash.slice(1));
     fill(state.has("w") ? state.getAll("w") : given.words, state.getAll("show"));
+    form.elements.tokens.value = state.get("tokens") ?? "";
   };
 
   // Pictures, as wide as the page where that is narrow, so that their texts stay readable
   const across = () => Math.min(600, results.clientWidth || 600);
   const memory = (one, limit) => {
     const most = Math.max(limit, ...one.ranks.map((rank) => rank.total)), row = 24, wide = across();
-    const picture = make("svg", { viewBox: `0 0 ${wide} ${one.ranks.length * row + 4}`, role: "img", "aria-label": "Memory by part on each pipeline rank; the numbers are in the table" });
+    const picture = make("svg", { viewBox: `0 0 ${wide} ${one.ranks.length * row + 18}`, role: "img", "aria-label": "Memory by part on each pipeline rank; the numbers are in the table" });
     const paint = fills(picture);
     one.ranks.forEach((rank, at) => {
       picture.append(make("text", { x: 0, y: at * row + 15 }, `rank ${rank.rank}`));
@@ -100,7 +102,8 @@
     });
     const x = 60 + (limit / most) * (wide - 70);
     picture.append(make("line", { x1: x, x2: x, y1: 0, y2: one.ranks.length * row, stroke: "currentColor", "stroke-dasharray": "4 3" },
-      make("title", {}, `limit ${bytes(limit)}`)));
+      make("title", {}, `limit ${bytes(limit)}`)),
+      make("text", { x: x + 3, y: one.ranks.length * row + 13, "text-anchor": "end" }, `limit ${bytes(limit)}`));
     return picture;
   };
   const OF = { weights: "parameters", optimizer: "optimizer", gradients: "gradients", gathered: "gathered",
@@ -138,7 +141,7 @@
     return Object.keys(given.actions).filter((kind) => met.has(kind))
       .map((kind) => [given.kinds[kind], given.actions[kind][0]]).concat([["sums and update", given.causes.optimizer]]);
   };
-  // A step by cause, as wide as it is long beside the longest.
+  // A step by cause, as wide as it is long beside the longest, with its interval where that fits.
   const causes = (one, longest = one.step_time_s, label = "The step by cause; the numbers are in the table") => {
     const picture = make("svg", { viewBox: "0 0 600 24", role: "img", "aria-label": label, preserveAspectRatio: "none" });
     const paint = fills(picture);
@@ -147,6 +150,13 @@
       const width = (time / longest) * 600;
       picture.append(make("rect", { x: from, y: 2, width, height: 18, fill: paint(given.causes[name]) }, make("title", {}, `${given.names[name]} ${seconds(time)}`)));
       from += width;
+    }
+    if (one.step_time_interval_s[1] > longest) return picture;
+    const [low, high] = one.step_time_interval_s.map((time) => (time / longest) * 600);
+    const ends = `M${low} 11H${high}M${low} 6V16M${Math.min(high, 599)} 6V16`;
+    for (const look of [{ stroke: "var(--paper)", "stroke-width": 5 }, { stroke: "var(--ink)", "stroke-width": 1.5 }]) {
+      picture.append(make("path", { d: ends, fill: "none", class: "interval", "vector-effect": "non-scaling-stroke", ...look },
+        make("title", {}, `80% interval: ${one.step_time_interval_s.map(seconds).join(" to ")}`)));
     }
     return picture;
   };
@@ -221,10 +231,12 @@
       form.elements.why.value = "";
       if (given.frozen) draw(found); else ask();
     } }, one.label);
-    const longest = Math.max(...found.ranked.map((one) => one.step_time_s));
+    const longest = Math.max(...found.ranked.map((one) => one.step_time_interval_s[1]));
     const used = Object.keys(given.causes).filter((name) => found.ranked.some((one) => one.seconds[name] > 0));
-    return [table(["layout", "memory", "step", "by cause", "tokens/s", "MFU", "why not"], found.ranked.map((one) => [pick(one), bytes(one.peak_memory_bytes),
-      seconds(one.step_time_s), causes(one, longest, `The step of ${one.label} by cause`), count(one.tokens_per_s), percent(one.mfu), one.why])),
+    const named = table(["layout", "memory", "step", "by cause", "tokens/s", "MFU", "why not"], found.ranked.map((one) => [pick(one), bytes(one.peak_memory_bytes),
+      seconds(one.step_time_s), causes(one, longest, `The step of ${one.label} by cause, with its 80% interval`), count(one.tokens_per_s), percent(one.mfu), one.why]));
+    named.classList.add("ranking");
+    return [named, make("p", { class: "hint" }, "The line over a bar is the 80% interval of the step."),
       key(used.map((name) => [given.names[name], given.causes[name]]))];
   };
   const rests = (found) => {
@@ -243,7 +255,7 @@
       ...(found.ranked.length ? ranking(found, sides.map((one) => one.label)) : []),
       make("div", { class: "sides" }, ...sides.map((one) => side(one, found.limit))),
       make("details", {}, make("summary", {}, "Ruled out"), table(["reason", "layouts"], Object.entries(found.ruled_out).map(([why, n]) => [why, n.toLocaleString("en")]))),
-      ...(given.frozen && !found.points.length ? [] : [make("h2", {}, "More and fewer devices"), make("div", { id: "curve" })]),
+      ...(given.frozen && !found.points.length ? [] : [make("h2", {}, "More and fewer devices"), make("div", { id: "curve" }, ...(found.points ? [] : [make("p", { class: "hint" }, "Planning more and fewer devices …")]))]),
       make("h2", {}, "Basis"), rests(found),
       ...(found.choices.length ? [make("p", { class: "hint" }, `Chosen for the best: ${found.choices.map(([what, text]) => `${what}: ${text}`).join("; ")}.`)] : []),
       make("h2", {}, "Copy commands"),
@@ -253,6 +265,11 @@
       make("details", {}, make("summary", {}, "Config"), make("pre", {}, found.config)),
     );
     if (found.points?.length) document.getElementById("curve").append(...curve(found.points));
+    for (const one of fields) {
+      if (!(one.name in found.defaults)) continue;
+      if (one.tagName === "SELECT") one.options[0].textContent = `by default ${found.defaults[one.name]}`;
+      else one.placeholder = found.defaults[one.name];
+    }
   };
   // Frozen, what was asked is told, not asked: the controls would have nobody to answer.
   const tell = () => {
@@ -289,19 +306,27 @@
     try {
       const found = await post("plan", question, mine.signal);
       error.hidden = true;
+      delete results.dataset.stale;
       draw(found);
       root.took = String(Math.round(performance.now() - began));
       root.drawn = String(Number(root.drawn ?? 0) + 1);
       results.setAttribute("aria-busy", "false");
       const devices = Math.max(...found.ranked.map((one) => Object.values(one.layout).slice(0, 5).reduce((a, b) => a * b)), 8);
-      found.points = (await post("devices", { words: question.words, first: Math.max(1, Math.floor(devices / 8)), last: devices }, mine.signal)).points;
-      document.getElementById("curve").append(...curve(found.points));
+      const asked = { words: question.words, first: Math.max(1, Math.floor(devices / 8)), last: devices, tokens: form.elements.tokens.value.trim() };
+      try {
+        found.points = (await post("devices", asked, mine.signal)).points;
+        document.getElementById("curve").replaceChildren(...curve(found.points));
+      } catch (raised) {
+        if (raised.name === "AbortError") return;
+        document.getElementById("curve").replaceChildren(make("p", { class: "notice" }, raised.message));
+      }
       root.curve = root.drawn;
     } catch (raised) {
       if (raised.name === "AbortError") return;
       results.setAttribute("aria-busy", "false");
       error.textContent = raised.message;
       error.hidden = false;
+      results.dataset.stale = ""; // what stands there answers an earlier question
       root.refused = String(Number(root.refused ?? 0) + 1);
     }
   };
@@ -311,7 +336,9 @@
   const take = async (file) => {
     try {
       const found = await post("model", JSON.parse(await file.text()));
+      const tokens = form.elements.tokens.value;
       fill([...words().filter((word) => !word.startsWith("model.")), ...found.words], []);
+      form.elements.tokens.value = tokens;
       ask();
     } catch (raised) {
       error.textContent = `${file.name}: ${raised.message}`;
