@@ -5,7 +5,8 @@ meaning of a tensor dim (`vocab`, `dim`, `heads`, `kv_heads`, `ffn`, `head_dim`)
 parallelism can map an axis of the mesh to a dim of the tensor by its meaning. A parameter of all
 experts of a layer has the axis `experts` first; `routes` are a router's scores, `latent` the
 vectors from which latent attention computes heads, `rank` the inner axis of an adapter's two
-matrices; an `addend` is added once to a sum over what tensor parallelism shards.
+matrices; `taps` are the tokens that a convolution sees; an `addend` is added once to a sum over
+what tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ def _of_vocabulary(spec: ModelSpec, name: str) -> Part:
 def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
     if kind.mixes and spec.norms_before:
         yield from _norm(spec, f"{path}.attn_norm")
+    if kind.delta:
+        yield from _delta(spec, path)
     if kind.attends:
         yield from (_latent_attention if spec.is_latent else _attention)(spec, path)
     if kind.mixer is not None:
@@ -165,6 +168,8 @@ def _attention(spec: ModelSpec, path: str) -> Iterator[Part]:
     yield from _linear(spec, path, "attn.q", (heads, "heads"), (spec.dim, "dim"), bias)
     yield from _linear(spec, path, "attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
     yield from _linear(spec, path, "attn.v", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
+    if spec.attention_gate:
+        yield from _linear(spec, path, "attn.gate", (heads, "heads"), (spec.dim, "dim"), bias)
     yield from _linear(
         spec, path, "attn.o", (spec.dim, "dim"), (heads, "heads"), spec.has_output_bias
     )
@@ -174,6 +179,43 @@ def _attention(spec: ModelSpec, path: str) -> Iterator[Part]:
     elif spec.qk_norm == "all":
         yield Part(f"{path}.attn.q_norm.weight", (heads,), ("heads",))
         yield Part(f"{path}.attn.k_norm.weight", (kv_heads,), ("kv_heads",))
+
+
+def delta_shape(spec: ModelSpec, tp: int = 1) -> tuple[int, int, int, int]:
+    """Return heads, heads of keys, and dims of keys and of values of a rank's Gated DeltaNet."""
+    heads, key_heads = spec.delta_heads // tp, spec.delta_key_heads // tp
+    return heads, key_heads, spec.delta_key_dim, spec.delta_value_dim
+
+
+class DeltaWidths(NamedTuple):
+    """The channels of Gated DeltaNet: of queries or keys, of values, and outputs of projections."""
+
+    keys: int
+    values: int
+    qkvz: int
+    ba: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tp: int = 1) -> DeltaWidths:
+        """Return those of a rank of so many that share the heads."""
+        heads, key_heads, key_dim, value_dim = delta_shape(spec, tp)
+        keys, values = key_heads * key_dim, heads * value_dim
+        return cls(keys, values, 2 * (keys + values), 2 * heads)
+
+
+def _delta(spec: ModelSpec, path: str) -> Iterator[Part]:
+    """Yield the parameters of Gated DeltaNet; ranks of tp cut the projections by heads of keys."""
+    keys, values, qkvz, ba = DeltaWidths.of(spec)
+    for name, channels in (("q", keys), ("k", keys), ("v", values)):
+        shape = (channels, 1, spec.delta_kernel)
+        yield Part(f"{path}.attn.{name}_conv", shape, ("heads", "taps", "taps"))
+    for name in ("a_log", "dt_bias"):
+        yield Part(f"{path}.attn.{name}", (spec.delta_heads,), ("heads",))
+    stream = spec.dim, "dim"
+    yield from _linear(spec, path, "attn.qkvz", (qkvz, "heads"), stream, False)
+    yield from _linear(spec, path, "attn.ba", (ba, "heads"), stream, False)
+    yield from _linear(spec, path, "attn.out", stream, (values, "heads"), False)
+    yield Part(f"{path}.attn.gated_norm.weight", (spec.delta_value_dim,), ("head_dim",))
 
 
 def _latent_attention(spec: ModelSpec, path: str) -> Iterator[Part]:
