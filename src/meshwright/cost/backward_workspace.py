@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from meshwright.cost.expert_workspace import expert_workspaces
 from meshwright.cost.forward_workspace import forward_workspace
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
-from meshwright.program.layers import mixers, mlp
+from meshwright.program.layers import delta, mixers, mlp
 from meshwright.program.layers.linears import column_workspaces, row_workspaces
 from meshwright.program.layers.workspace import Workspace, frozen, mask_bytes
 from meshwright.program.lower import Program
@@ -106,6 +106,8 @@ def _mixing(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspa
     yield from _after(program, sizes, "attn_post_norm")
     if kind.mixer is not None:
         yield from mixers.backward_workspaces(program, sizes, kind.mixer)
+    if kind.delta:
+        yield from delta.backward_workspaces(program, sizes)
     if kind.attends:
         yield from _attention(program, sizes, kind, _blocks(program, sizes, kind))
     yield from _before(program, sizes, "attn_norm")
@@ -159,10 +161,13 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
     # Attention keeps its result, which is the input of that product.
     has_bias = program.model.has_output_bias
     yield from row_workspaces(program, sizes, "attn.o", of_values, has_bias, waits=of_values)
+    of_gate = of_heads if program.model.attention_gate else 0
+    if of_gate:  # of what entered the product, of the result and of the gate
+        yield Workspace("attn.gated", 4 * of_gate)
     sinks = ("attn.sinks",) if program.model.attention_sinks else ()
-    yield Workspace("attn.core", 2 * of_heads + 2 * of_kv + blocks, sinks)
+    yield Workspace("attn.core", of_gate + 2 * of_heads + 2 * of_kv + blocks, sinks)
     if program.model.rotary_dim and kind.rotary:
-        yield Workspace("attn.rope", 2 * of_heads + 2 * of_kv)
+        yield Workspace("attn.rope", of_gate + 2 * of_heads + 2 * of_kv)
     if program.model.is_latent:
         yield from _latent_heads(program, sizes, 2 * of_heads + of_kv)
         return
@@ -179,8 +184,10 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
         # The gradients of all three that came, and what an RMSNorm makes of one.
         for name, normed in (("attn.k_norm", of_kv), ("attn.q_norm", of_heads)):
             made_bytes = normed + 3 * normed // sizes.element * _WIDE
-            yield Workspace(name, of_heads + 2 * of_kv + made_bytes, (f"{name}.weight",))
+            held_bytes = of_gate + of_heads + 2 * of_kv
+            yield Workspace(name, held_bytes + made_bytes, (f"{name}.weight",))
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
+    results |= {"attn.gate": of_gate} if of_gate else {}
     yield from column_workspaces(program, sizes, results, biases)
 
 

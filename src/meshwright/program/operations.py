@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from meshwright.program.layers import mixers, mlp
+from meshwright.program.layers import delta, mixers, mlp
 from meshwright.program.layers.linears import Inputs, row_kept
 from meshwright.program.lower import Program
 from meshwright.program.mixture import expert_operations
@@ -154,6 +154,8 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
         return
     if program.model.norms_before:
         yield _norm(program, sizes, "attn_norm")
+    if kind.delta:
+        yield from delta.operations(program, sizes)
     if kind.attends:
         heads_of = _latent_heads if program.model.is_latent else _heads
         yield from heads_of(program, sizes)
@@ -208,6 +210,8 @@ def _heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     yield from inputs.product("attn.q", sizes.dim, heads, of_heads)
     yield from inputs.product("attn.k", sizes.dim, kv_heads, of_kv_heads)
     yield from inputs.product("attn.v", sizes.dim, kv_heads, of_kv_heads)
+    if model.attention_gate:
+        yield from inputs.product("attn.gate", sizes.dim, heads, of_heads)
     if model.qk_norm != "none":
         per_head = model.qk_norm == "head"
         # The sums of both over tp, in one message, which the selective policy keeps.
@@ -248,6 +252,10 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
     is_copied |= model.value_dim < model.core_dim
     values = sizes.heads * model.value_dim
     of_values = sizes.tokens * values * sizes.element
+    if model.attention_gate:  # it keeps the gate, and the result as its product wants it
+        gated = of_values, of_values if is_copied else 0
+        yield Op("attn.gated", "activation", saved=gated, io_bytes=3 * of_values)
+        is_copied = True
     inputs = Inputs(program, sizes, of_values if is_copied else 0, of_values)
     yield from inputs.product("attn.o", values, sizes.dim, row_kept(program, sizes))
 
