@@ -3,15 +3,22 @@
 import pytest
 
 from meshwright.comm.groups import open_groups
+from meshwright.comm.wire import WorkCounter
 from meshwright.layout import Layout, broken
 from meshwright.models.delta_net import GatedDeltaNet
+from meshwright.parallel.build import build, seeded
+from meshwright.program.flops import attention_flops
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
+from meshwright.prove.compare import mine, program_of
+from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.kept import not_kept
 from meshwright.prove.parity import check, prove_parity
 from meshwright.prove.shrink import shrink
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
+from meshwright.training.update import gradients
 from ranks import on_ranks
 from seeded import without_sums
 
@@ -95,6 +102,32 @@ CASES = [
 def test_a_layout_is_one_device(case):
     verdicts = on_ranks(case.layout.world, proven, case=case)[0]
     assert [verdict.claim for verdict in verdicts if not verdict.passed] == []
+
+
+def counted(world, case):
+    """The claims that a rank does not keep to, and the FLOPs of its attention: said and seen."""
+    groups, program = open_groups(case.layout, world), program_of(case, world)
+    failed = [v.claim for v in prove_conformance(case, groups, world) if not v.passed]
+    parallel = build(program, groups, world.device, seeded(case.model, 0))
+    with WorkCounter() as work:
+        gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
+    return failed, attention_flops(program, groups.at["pp"], groups.at["cp"]), work.attention
+
+
+CENSUS = [
+    case_of("mb2", "wide", seq_len=70),
+    case_of("tp2 sp mb2", "experts"),
+    case_of("shard2 zero3 mb2 recompute-full", "wide"),
+    case_of("pp2 1f1b mb2"),
+]
+
+
+@pytest.mark.often(2)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in CENSUS])
+def test_a_program_is_what_its_ranks_do(case):
+    for failed, said, seen in on_ranks(case.layout.world, counted, case=case):
+        assert failed == []
+        assert said == pytest.approx(seen, rel=1e-12)
 
 
 def layers(parallel):

@@ -85,8 +85,8 @@ class GatedDeltaNet(nn.Module):
         read, _, last = delta_rule(q, k, v, decay, strength, segments, past[3])
         del q, k, v
         if context.cache is not None:
-            kept = self.q_conv.shape[-1] - 1
-            tails = [_tail(x, before, kept) for x, _, before in taken]
+            count = self.q_conv.shape[-1] - 1
+            tails = [_tail(x, before, count) for x, _, before in taken]
             context.cache.keep(self.layer, (*tails, last))
         del inputs, taken
         z = torch.unflatten(z, 2, (-1, self.value_dim))
@@ -104,10 +104,10 @@ class GatedDeltaNet(nn.Module):
         return (None,) * 4 if cache is None else cache.kept(self.layer) or (None,) * 4
 
 
-def _tail(x: Tensor, before: Tensor | None, kept: int) -> Tensor:
-    """Return the last tokens `[batch, kept, channels]`: zeros before the first."""
+def _tail(x: Tensor, before: Tensor | None, count: int) -> Tensor:
+    """Return the last tokens `[batch, count, channels]`: zeros before the first."""
     x = x if before is None else torch.cat((before, x), 1)
-    return F.pad(x, (0, 0, max(kept - x.shape[1], 0), 0))[:, -kept:] if kept else x[:, :0]
+    return F.pad(x, (0, 0, max(count - x.shape[1], 0), 0))[:, -count:] if count else x[:, :0]
 
 
 def short_conv(
@@ -148,8 +148,8 @@ class _ShortConv(torch.autograd.Function):
             later = _of_same(mixed[:, back:], segments, back)
             to_x[:, : later.shape[1]].addcmul_(later, column)
             to_weight.append((later * wide[:, : later.shape[1]]).sum((0, 1)))
-        whole = torch.stack(to_weight[::-1], 1)[:, None].to(weight.dtype)
-        return to_x.to(x.dtype), whole, None
+        to_taps = torch.stack(to_weight[::-1], 1)[:, None].to(weight.dtype)
+        return to_x.to(x.dtype), to_taps, None
 
 
 def _convolved(x: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:

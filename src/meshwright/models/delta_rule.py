@@ -92,8 +92,8 @@ def delta_rule_backward(
         chunk = _Chunk.of(*given, segments, tokens)
         to_out = _by_key_head(grad[:, tokens], key.shape[2])
         *chunk_grads, to_state = chunk.backward(to_out, states[index], to_state)
-        for whole, part in zip(grads, chunk_grads, strict=True):
-            whole[:, tokens] = part
+        for total, chunk_grad in zip(grads, chunk_grads, strict=True):
+            total[:, tokens] = chunk_grad
     return *grads, to_state  # type: ignore[return-value]
 
 

@@ -169,9 +169,9 @@ class _Model:
             for part in (q, k)
         )
         q, v, gate = q / math.sqrt(keys), _wide(v).view(shape), by_head[..., -width:].reshape(shape)
-        both = self.project(f"{prefix}.ba", x).view(*x.shape[:2], spec.delta_key_heads, 2, shared)
-        strength = _wide(both[:, :, :, 0].flatten(2).sigmoid())
-        step = F.softplus(_wide(both[:, :, :, 1].flatten(2)) + _wide(weights[f"{prefix}.dt_bias"]))
+        gates = self.project(f"{prefix}.ba", x).view(*x.shape[:2], spec.delta_key_heads, 2, shared)
+        strength = _wide(gates[:, :, :, 0].flatten(2).sigmoid())
+        step = F.softplus(_wide(gates[:, :, :, 1].flatten(2)) + _wide(weights[f"{prefix}.dt_bias"]))
         decay = (-step * _wide(weights[f"{prefix}.a_log"]).exp()).exp()
         memory, reads = v.new_zeros(x.shape[0], spec.delta_heads, keys, spec.delta_value_dim), []
         for token in range(x.shape[1]):
