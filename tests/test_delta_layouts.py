@@ -2,12 +2,16 @@
 
 import pytest
 
+from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.comm.wire import WorkCounter
+from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout, broken
 from meshwright.models.delta_net import GatedDeltaNet
 from meshwright.parallel.build import build, seeded
 from meshwright.program.flops import attention_flops
+from meshwright.program.lower import lower
+from meshwright.program.target import Processor, Target, route
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
@@ -63,9 +67,10 @@ MODELS = {
 }
 
 
-def case_of(label, model="dense", packed=False, precision="fp32", seq_len=16, **more):
-    train = TrainSpec(batch=8, seq_len=seq_len, seed=3, precision=precision)
-    return Case(model_spec(**MODELS[model]), train, Layout.parse(label), packed=packed, **more)
+def case_of(label, model="dense", packed=False, fsdp2=False, **asked):
+    train = TrainSpec(**{"batch": 8, "seq_len": 16, "seed": 3, **asked})
+    layout = Layout.parse(label)
+    return Case(model_spec(**MODELS[model]), train, layout, packed=packed, fsdp2=fsdp2)
 
 
 def proven(world, case):
@@ -94,11 +99,19 @@ CASES = [
     case_of("shard2 zero3 mb2", packed=True, fsdp2=True),
     case_of("mb2 offload-activations", "wide", packed=True),
     case_of("tp2 dp2 ep2 mb2", "experts"),
+    case_of("pp2 zbv v2 mb1", "experts", packed=True),
+    case_of("mb2", "wide", packed=True, compile=True),
 ]
 
 
 @pytest.mark.often(5)
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.label, marks=[pytest.mark.slow] * case.train.is_compiled)
+        for case in CASES
+    ],
+)
 def test_a_layout_is_one_device(case):
     verdicts = on_ranks(case.layout.world, proven, case=case)[0]
     assert [verdict.claim for verdict in verdicts if not verdict.passed] == []
@@ -128,6 +141,42 @@ def test_a_program_is_what_its_ranks_do(case):
     for failed, said, seen in on_ranks(case.layout.world, counted, case=case):
         assert failed == []
         assert said == pytest.approx(seen, rel=1e-12)
+
+
+# Widths at which activations and states weigh about the same.
+LARGE = {
+    **SIZES,
+    "dim": 256,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "ffn_dim": 512,
+    "delta_heads": 8,
+    "delta_key_heads": 4,
+    "delta_key_dim": 32,
+    "delta_value_dim": 32,
+    "delta_kernel": 4,
+    "layer_pattern": [{"delta": True}, {"delta": True}, {"delta": True}, {}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("label", "precision"),
+    [
+        ("mb1", "fp32"),
+        ("mb2 recompute-selective", "fp32"),
+        ("mb1 recompute-full", "fp32"),
+        ("mb2", "bf16"),
+        ("tp2 mb2", "fp32"),
+    ],
+)
+def test_the_peak_is_predicted(label, precision):
+    train = TrainSpec(batch=4, seq_len=256, precision=precision)
+    case = Case(model_spec(**LARGE), train, Layout.parse(label))
+    target = Target("cpu", route(train.matmul, Processor()))
+    program = lower(case.model, train, case.optimizer, case.layout, target)
+    for rank, measured in enumerate(on_ranks(case.layout.world, measure, case=case)):
+        assert timeline(program, rank).peak.total == pytest.approx(measured.peak.total, rel=0.03)
 
 
 def layers(parallel):
@@ -188,6 +237,8 @@ def test_layouts_that_cut_states_or_heads_are_refused():
     assert "layout.cp = 2 shares a sequence" in broken(model, train, Layout.parse("cp2-ring"))
     rule = broken(model_spec(**{**SIZES, "n_kv_heads": 4}), train, Layout.parse("tp4"))
     assert rule == "layout.tp = 4 must divide model.delta_key_heads = 2"
+    halves = TrainSpec(batch=8, seq_len=16, precision="bf16", fp8=True)
+    assert "train.fp8 = true has no Gated DeltaNet" in broken(model, halves, Layout.parse("mb1"))
 
 
 @pytest.mark.parametrize(

@@ -383,6 +383,10 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         return f"train.fp8 = true has no adapters, but lora.rank = {model.lora.rank}"
     if model.experts:
         return f"train.fp8 = true has no expert matmuls, but model.experts = {model.experts}"
+    if model.has_delta:
+        return (
+            f"train.fp8 = true has no Gated DeltaNet, but model.delta_heads = {model.delta_heads}"
+        )
     if layout.tp > 1:
         return f"layout.tp = {layout.tp} cuts linear layers, which train.fp8 = true needs whole"
     if layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
