@@ -1,7 +1,7 @@
 """What becomes of a fault: exit code, message, seconds.
 
-Tests of the numbered cases of docs/records/fault-cases.md carry `@pytest.mark.case(N)` and record each
-outcome with the fixture `outcome`; `python -m benchmarks.fault_cases` makes a table of a run.
+Tests of the numbered cases of docs/records/fault-cases.md carry `@pytest.mark.case(N)` and record
+each outcome with the fixture `outcome`; `python -m benchmarks.fault_cases` makes a table of a run.
 """
 
 import json

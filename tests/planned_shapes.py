@@ -43,17 +43,6 @@ _GEMMA = {
 }
 # The type, its config, and the parameters of the model on the meta device.
 SHAPES = {
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            **_PLAIN,
-            **_DELTA,
-            **_EXPERTS,
-            "shared_expert_intermediate_size": 40,
-            "mlp_only_layers": [1],
-        },
-        401_696,
-    ),
     "qwen3_5": (
         "qwen3_5_text",
         {**_PLAIN, **_DELTA, "layer_types": ["linear_attention", "full_attention"] * 2},

@@ -115,7 +115,7 @@ def test_a_run_of_some_mutants_replaces_their_rows_alone(table, tmp_path):
 
 
 def test_the_page_has_a_row_of_each_mutant(table):
-    """Where one is missing: python -m benchmarks.mutants --only NAME --page docs/records/mutants.md."""
+    """Else: python -m benchmarks.mutants --only NAME --page docs/records/mutants.md."""
     text = (ROOT / "docs/records/mutants.md").read_text(encoding="utf-8")
     _, _, rest = text.partition(BEGIN)
     body, _, _ = rest.partition(END)

@@ -1,7 +1,7 @@
 """Ranks that are killed, or raise, once or again and again: the run goes on as before.
 
-The numbers are those of docs/records/fault-cases.md. Every case ends within its bound, with its own exit
-code and the cause named, leaves no process, and its last good step loads.
+The numbers are those of docs/records/fault-cases.md. Every case ends within its bound, with its own
+exit code and the cause named, leaves no process, and its last good step loads.
 """
 
 import re

@@ -128,7 +128,7 @@ def test_a_program_has_each_weight_once(name, words):
 
 @pytest.mark.parametrize("words", ["shard2 zero3", "shard2 zero1 tp2 sp recompute-full", "pp2 mb1"])
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", "nemotron_h", "gemma4", "falcon_h1", "deepseek_v32"]
+    "name", ["qwen3_5_moe", "nemotron_h", "gemma4", "falcon_h1", "deepseek_v32"]
 )
 def test_the_estimate_is_near_the_walked_peak(name, words):
     model, layout = shapes(name), Layout.parse(words)
@@ -250,7 +250,7 @@ def test_a_text_model_inside_is_planned_and_told():
 
 @pytest.fixture
 def folder(tmp_path):
-    config, _ = config_of("qwen3_next")
+    config, _ = config_of("qwen3_5_moe")
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
@@ -263,7 +263,7 @@ SHORT = [*GPUS, "train.seq_len=256"]
 def test_plan_takes_a_folder_and_says_what_it_assumes(folder, capsys, flag):
     assert main(["plan", *flag, str(folder), *SHORT, "--top", "1"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "planned, not trainable here: qwen3_next is read from the shapes" in text
+    assert "planned, not trainable here: qwen3_5_moe_text is read from the shapes" in text
     assert "assumed: 3 layers with a recurrence" in text
     assert "no context parallelism" in text
     assert "to train the best" not in text
@@ -273,8 +273,8 @@ def test_the_document_has_the_assumptions_and_no_command(folder, capsys):
     assert main(["plan", str(folder), *SHORT, "--top", "1", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["command"] is None
-    assert document["assumed"][0].startswith("planned, not trainable here: qwen3_next")
-    assert document["config"]["model"]["planned"]["model_type"] == "qwen3_next"
+    assert document["assumed"][0].startswith("planned, not trainable here: qwen3_5_moe_text")
+    assert document["config"]["model"]["planned"]["model_type"] == "qwen3_5_moe_text"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_the_document_has_the_assumptions_and_no_command(folder, capsys):
 def test_every_other_command_refuses_it_with_the_reason(folder, capsys, command):
     assert main([*command, f"model.init_from={folder}"]) == 2
     text = capsys.readouterr().err
-    assert "model_type = 'qwen3_next' is not supported: it is like qwen3_moe, with linear" in text
+    assert "model_type = 'qwen3_5_moe_text' is not supported" in text
     assert "It is planned only, from its shapes: `meshwright plan`" in text
 
 
@@ -298,7 +298,7 @@ def test_a_saved_plan_is_not_trained(folder, tmp_path, capsys):
 
 def test_it_is_not_written_for_another_trainer(folder, capsys):
     assert main(["plan", "--for", "torchtitan", str(folder), *SHORT]) == 2
-    assert "qwen3_next is planned from its shapes" in capsys.readouterr().err
+    assert "qwen3_5_moe_text is planned from its shapes" in capsys.readouterr().err
 
 
 def test_its_intervals_are_wider(folder):
@@ -313,7 +313,7 @@ def test_its_intervals_are_wider(folder):
 
 
 def test_adapters_of_it_are_refused(folder):
-    with pytest.raises(ConfigError, match="adapters of qwen3_next, which is planned only"):
+    with pytest.raises(ConfigError, match="adapters of qwen3_5_moe_text, which is planned only"):
         load_config(None, [f"model.init_from={folder}", "lora.rank=8"], plans=True)
 
 

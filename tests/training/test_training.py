@@ -264,6 +264,7 @@ def test_only_matrices_decay_and_the_rate_reaches_all_groups():
     assert {g["lr"] for g in optimizer.param_groups} == {0.125}
 
 
+UNDECAYED = (".bias", ".sinks", "norm.weight", "_conv", ".a_log", ".dt_bias")
 ADAPTED = Lora(rank=2, alpha=2.0, targets=("*_proj",))
 
 
@@ -277,7 +278,7 @@ def test_what_decays_is_a_matrix_by_its_meaning(preset, lora):
     groups = build_optimizer(list(weights.values()), parts(spec), settings).param_groups
     kept = {id(one) for group in groups if not group["weight_decay"] for one in group["params"]}
     assert [name for name, one in weights.items() if id(one) in kept] == [
-        name for name in weights if name.endswith((".bias", ".sinks", "norm.weight"))
+        name for name in weights if name.endswith(UNDECAYED)
     ]
 
 

@@ -48,6 +48,7 @@ _LATER = (
     "flex_attention",
     "meshwright::attend_varlen",
     "meshwright::capped_attention",
+    "meshwright::delta_rule",
     "meshwright::flex_block_attention",
     "torch_attn::_varlen_attn",
     f"{shared.SPACE}::all_reduce",

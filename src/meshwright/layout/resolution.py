@@ -14,7 +14,7 @@ from meshwright.spec.model import OF_PADDING, padded
 from meshwright.spec.training import TrainSpec
 
 # Tokens of a microbatch on a rank where none is asked for. On a CPU few are a little faster and
-# take half of the memory (docs/records/log.md); a GPU wants enough rows to fill its multiprocessors.
+# take half of the memory (docs/records/log.md); a GPU wants enough rows to fill its processors.
 MICROBATCH_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16384}
 
 

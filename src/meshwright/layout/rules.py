@@ -37,7 +37,9 @@ def _tensor_sizes(model: ModelSpec) -> int:
 
 
 def _mixer_heads(model: ModelSpec) -> Iterator[int]:
-    """Yield the heads of what layers of a planned model have beside attention and MLP."""
+    """Yield the heads of recurrent layers, and of what those of a planned model have."""
+    if model.has_delta:
+        yield model.delta_key_heads
     if model.planned is not None:
         mixers = (kind.mixer for kind in model.layer_kinds)
         yield from (mixer.heads for mixer in mixers if mixer is not None and mixer.matrices)
@@ -230,9 +232,9 @@ def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Tensor parallelism cuts mixers by whole heads; how ranks share a sequence is not known."""
+    """Tensor parallelism cuts mixers by whole heads; ranks do not share a recurrence's sequence."""
     if model.planned is None:
-        return None
+        return _recurrence(model, layout) if model.has_delta else None
     for heads in _mixer_heads(model):
         if heads % layout.tp:
             name = f"the heads of {model.planned.model_type}'s mixers"
@@ -240,6 +242,17 @@ def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         if layout.cp > 1:
             name = model.planned.model_type
             return f"layout.cp = {layout.cp} is not planned for the mixers of {name}"
+    return None
+
+
+def _recurrence(model: ModelSpec, layout: Layout) -> str | None:
+    """Return the rule of Gated DeltaNet that a layout breaks, or None."""
+    heads = model.delta_key_heads
+    if heads % layout.tp:
+        return _divides("layout.tp", layout.tp, "model.delta_key_heads", heads)
+    if layout.cp > 1:
+        rule = f"layout.cp = {layout.cp} shares a sequence, but the states of Gated DeltaNet pass "
+        return f"{rule}from token to token, and are not sent from rank to rank"
     return None
 
 
@@ -370,6 +383,10 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         return f"train.fp8 = true has no adapters, but lora.rank = {model.lora.rank}"
     if model.experts:
         return f"train.fp8 = true has no expert matmuls, but model.experts = {model.experts}"
+    if model.has_delta:
+        return (
+            f"train.fp8 = true has no Gated DeltaNet, but model.delta_heads = {model.delta_heads}"
+        )
     if layout.tp > 1:
         return f"layout.tp = {layout.tp} cuts linear layers, which train.fp8 = true needs whole"
     if layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:

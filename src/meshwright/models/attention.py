@@ -12,7 +12,7 @@ from meshwright.models import blockwise, flex
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.lora import add_linears, apply
 from meshwright.models.norms import RMSNorm, head_norm, norm_pair
-from meshwright.models.ops import rotate
+from meshwright.models.ops import rotate, sigmoid_gated
 from meshwright.models.plain_attention import band, plainly
 from meshwright.models.rope import Rope
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
@@ -117,7 +117,8 @@ def _masked(
 class Attention(nn.Module):
     """Projections q, k, v, o around `core`, which context parallelism may replace.
 
-    Tensor parallelism may replace `project`, which computes the first three, `norm_pair`, which
+    With `gate`, a fourth one of the input, its sigmoid multiplies what enters `o`. Tensor
+    parallelism may replace `project`, which computes all but `o`, `norm_pair`, which
     normalizes queries and keys over all heads, and `local`, which returns this rank's sinks. The
     number of heads is derived from the projections' outputs, so it may be a rank's share.
     """
@@ -125,12 +126,15 @@ class Attention(nn.Module):
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
+    gate: nn.Linear | None
     o: nn.Linear
     sinks: nn.Parameter | None
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
         super().__init__()
         add_linears(self, spec, attention_linears(spec))
+        if not spec.attention_gate:
+            self.gate = None
         self.sinks = nn.Parameter(torch.empty(spec.n_heads)) if spec.attention_sinks else None
         self.q_norm, self.k_norm = (head_norm(spec, n) for n in (spec.n_heads, spec.n_kv_heads))
         self.norms_all = spec.qk_norm == "all"
@@ -148,7 +152,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return attention over x `[batch, seq, dim]`, of the same shape."""
         cache = context.cache
-        q, k, v = self.project(x, (self.q, self.k, self.v), context)
+        gated = () if self.gate is None else (self.gate,)
+        q, k, v, *gate = self.project(x, (self.q, self.k, self.v, *gated), context)
         if self.norms_all and self.q_norm is not None and self.k_norm is not None:
             q, k = self.norm_pair(q, k, self.q_norm, self.k_norm)
         q, k, v = map(self._heads, (q, k, v))
@@ -167,8 +172,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         sinks = None if self.sinks is None else self.local(self.sinks)
-        mixed = self.core(q, k, v, context.mask, self.scores, sinks)
-        return apply(self.o, mixed.transpose(1, 2).flatten(2), context)
+        mixed = self.core(q, k, v, context.mask, self.scores, sinks).transpose(1, 2).flatten(2)
+        if gate:
+            mixed = sigmoid_gated(mixed, gate[0])
+        return apply(self.o, mixed, context)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim)

@@ -1,4 +1,4 @@
-"""The transformer block: attention and an MLP or experts around the residual stream."""
+"""The transformer block: attention or a recurrence, then an MLP or experts, each added to x."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from meshwright.models.attention import Attention
 from meshwright.models.context import PLAIN, Context
+from meshwright.models.delta_net import GatedDeltaNet
 from meshwright.models.dropout import Dropout
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
@@ -14,6 +15,13 @@ from meshwright.models.mlp import MLP
 from meshwright.models.norms import norm
 from meshwright.models.rope import Rope
 from meshwright.spec.model import LayerSpec, ModelSpec
+
+
+def mixing(spec: ModelSpec, rope: Rope, layer: str) -> Attention | LatentAttention | GatedDeltaNet:
+    """Return the first sublayer of a layer: attention, or a recurrence."""
+    if spec.layer(int(layer)).delta:
+        return GatedDeltaNet(spec, layer)
+    return (LatentAttention if spec.is_latent else Attention)(spec, rope, layer)
 
 
 def feed_forward(spec: ModelSpec, kind: LayerSpec) -> MLP | ExpertMLP:
@@ -34,7 +42,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
         super().__init__()
         self.attn_norm = norm(spec) if spec.norms_before else nn.Identity()
-        self.attn = (LatentAttention if spec.is_latent else Attention)(spec, rope, layer)
+        self.attn = mixing(spec, rope, layer)
         self.attn_post_norm = norm(spec) if spec.norms_after else nn.Identity()
         self.mlp_norm = norm(spec) if spec.norms_before else nn.Identity()
         self.mlp = feed_forward(spec, spec.layer(int(layer)))

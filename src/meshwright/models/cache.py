@@ -12,13 +12,15 @@ class KVCache:
 
     `length` is the number of positions that all layers hold; the model advances it after each
     forward. Memory: 2 x layers x batch x kv_heads x capacity x head_dim elements, and layers x
-    batch x capacity x (kv_lora_rank + qk_rope_head_dim) of latent attention.
+    batch x capacity x (kv_lora_rank + qk_rope_head_dim) of latent attention. A recurrent layer
+    keeps its state, whatever the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
+        self._states: dict[str, tuple[Tensor, ...]] = {}
 
     def check(self, new: int) -> None:
         """Raise `ConfigError` if `new` more positions do not fit."""
@@ -40,6 +42,14 @@ class KVCache:
         all_keys[:, :, self.length : stop] = keys
         all_values[:, :, self.length : stop] = values
         return all_keys[:, :, :stop], all_values[:, :, :stop]
+
+    def keep(self, layer: str, state: tuple[Tensor, ...]) -> None:
+        """Store what a recurrent layer needs of all positions so far."""
+        self._states[layer] = state
+
+    def kept(self, layer: str) -> tuple[Tensor, ...] | None:
+        """Return what a recurrent layer stored, None before the first position."""
+        return self._states.get(layer)
 
     def _room(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:2], self.capacity, x.shape[3])

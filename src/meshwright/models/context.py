@@ -35,7 +35,8 @@ class Context(NamedTuple):
     row, for dropout; None: 0, 1, 2, ... Under sequence parallelism they differ from `positions`.
     `unpadded`: the tokens that count in routers; None: all. `is_long` bool `[batch, seq of
     attention]`: the tokens of documents that longrope rotates by its long factors, where the rows'
-    documents may differ.
+    documents may differ. `documents` int `[batch, seq of attention]`: the tokens' segments, for
+    recurrences; None: a row is one document.
     """
 
     mask: Tensor | None = None
@@ -45,6 +46,7 @@ class Context(NamedTuple):
     places: Tensor | None = None
     unpadded: Unpadded | None = None
     is_long: Tensor | None = None
+    documents: Tensor | None = None
 
 
 PLAIN: Final = Context()

@@ -133,15 +133,19 @@ def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
         for expert in range(part.shape[0]) if is_cut else (None,):
             name = hf_name(spec.family, part.name, expert or 0)
             contents.setdefault(name, []).append((part, expert))
-    by_head = family.fused == "by head"
     return tuple(
         _of_all_experts(name, [part for part, _ in ours])
         if family.fused_experts and ours[0][0].is_of_experts
-        else _stored(
-            name, [part for part, _ in ours], ours[0][1], spec.n_heads if by_head else None
-        )
+        else _stored(name, [part for part, _ in ours], ours[0][1], _heads(spec, ours[0][0]))
         for name, ours in contents.items()
     )
+
+
+def _heads(spec: ModelSpec, part: Part) -> int | None:
+    """Return the heads by which a parameter is interleaved with others, None where it is not."""
+    match = _LAYER.fullmatch(part.name)
+    module = "" if match is None else match[2].rpartition(".")[0]
+    return spec.n_heads if module in FAMILIES[spec.family].by_head else None
 
 
 def _of_all_experts(name: str, ours: Sequence[Part]) -> AllExperts:

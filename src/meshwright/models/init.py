@@ -16,7 +16,9 @@ from meshwright.spec.model import ModelSpec
 
 # Values that are drawn at once.
 _PIECE: Final = 1 << 22
-_RESIDUAL_OUTPUTS = (".attn.o.weight", ".down.weight")
+# Rates of decays of Gated DeltaNet; away from 0, whose logarithm is infinite. As in transformers.
+_RATES: Final = (0.01, 16.0)
+_RESIDUAL_OUTPUTS = (".attn.o.weight", ".attn.out.weight", ".down.weight")
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -38,7 +40,7 @@ def weight_std(name: str, spec: ModelSpec) -> float:
 
 def norm_adds_one(name: str, spec: ModelSpec) -> bool:
     """Whether a parameter is the weight of a norm that multiplies by 1 + weight."""
-    return spec.norm_plus_one and name.endswith("norm.weight")
+    return spec.norm_plus_one and name.endswith("norm.weight") and "gated_norm" not in name
 
 
 def init_parameter(
@@ -51,19 +53,23 @@ def init_parameter(
 ) -> Tensor:
     """Return initial values of a parameter or buffer, fp32 on the CPU; some rows or all.
 
-    Matrices are normal with `weight_std`, norms multiply by 1, biases and sinks are 0. An adapter's
-    A is uniform up to `1 / sqrt(in)`, as in PEFT, and its B is 0. The CPU's generator draws from
-    the first row on, so that every device and every sharding starts alike; earlier rows than
-    requested are skipped, and later ones are not drawn. `on_piece` is called after each piece.
+    Matrices are normal with `weight_std`, norms multiply by 1, biases and sinks are 0; of Gated
+    DeltaNet, the logarithm of a decay's rate is that of a uniform one, and its bias is 1. The A of
+    an adapter is uniform up to `1 / sqrt(in)`, as in PEFT, and its B is 0. The CPU's generator
+    draws from the first row on, so that every device and every sharding starts alike; earlier rows
+    than requested are skipped, and later ones are not drawn. `on_piece` is called after each piece.
     """
     first, end = rows or (0, shape[0])
     size = (end - first, *shape[1:])
     is_bias = name.endswith((".bias", ".sinks", ".correction", ".lora_b"))
     if is_bias or (len(shape) == 1 and norm_adds_one(name, spec)):
         return torch.zeros(size, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
+    if name.endswith(".a_log"):
+        rates = torch.empty(*shape, dtype=torch.float32, device="cpu")
+        return rates.uniform_(*_RATES, generator=generator).log_()[first:end]
     if len(shape) == 1:
         return torch.ones(size, device="cpu")
-    generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
     if name.endswith(".lora_a"):
         bound = 1 / math.sqrt(shape[-1])
         drawn = torch.empty(*shape, dtype=torch.float32, device="cpu")

@@ -75,6 +75,28 @@ class _Gated(torch.autograd.Function):
         return to_gate, activated(gate, ctx.name).mul_(grad), None
 
 
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """Return `x * sigmoid(gate)`, saving only both; of one shape."""
+    out: Tensor = _SigmoidGated.apply(x, gate)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SigmoidGated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return returned(torch.sigmoid(gate).mul_(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        share = torch.sigmoid(gate)
+        to_gate = grad * x
+        to_gate.mul_(share).mul_(1 - share)
+        return share.mul_(grad), to_gate
+
+
 class Glu(NamedTuple):
     """The activation of a gated MLP: `activated(gate) * up`.
 

@@ -107,6 +107,7 @@ class Transformer(nn.Module):
         places: Tensor | None = None,
         unpadded: Unpadded | None = None,
         lengths: Tensor | None = None,
+        documents: Tensor | None = None,
         project: Project | None = None,
     ) -> Tensor:
         """Return logits `[batch, seq, vocab]` of int64 token ids `[batch, seq]`.
@@ -117,10 +118,14 @@ class Transformer(nn.Module):
         0, 1, 2, ...: rotation follows them, the mask does not, and `init_tables` must have reached
         them. `keys` and `places`, for dropout, and `unpadded` as in `Context`. `lengths` int64
         `[batch, seq of attention]` are those of the tokens' documents, for longrope; None: those of
-        `segments`, or all are as long as the row. `project` makes what is returned of the last
+        `segments`, or all are as long as the row. `documents` int `[batch, seq of attention]` are
+        the segments for recurrences, where `segments` is what a parallelism makes of them.
+        `project` makes what is returned of the last
         hidden states and the head's matrix, tied or not, in place of logits.
         """
-        x = self.hidden(input_ids, segments, cache, positions, keys, places, unpadded, lengths)
+        x = self.hidden(
+            *(input_ids, segments, cache, positions, keys, places, unpadded, lengths, documents)
+        )
         if self.norm is None:
             return x
         return self.logits(x) if project is None else project(x, self.head_weight)
@@ -135,13 +140,16 @@ class Transformer(nn.Module):
         places: Tensor | None = None,
         unpadded: Unpadded | None = None,
         lengths: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Return the head's input `[batch, seq, dim]`; arguments as for `forward`."""
         mask = self.mask_of(input_ids, segments, cache)
         if lengths is None and segments is not None and self.mask_of is causal_mask:
             lengths = lengths_of(segments)
         is_long = self.rope.is_long(lengths)
-        context = Context(mask, positions, cache, keys, places, unpadded, is_long)
+        if documents is None and self.mask_of is causal_mask:
+            documents = segments
+        context = Context(mask, positions, cache, keys, places, unpadded, is_long, documents)
         x = input_ids
         if not x.is_floating_point():
             x = _scaled(self._embedded(input_ids), self.spec.embedding_scale)

@@ -122,6 +122,7 @@ class Parallel:
             places=self.places,
             unpadded=self._unpadded(batch),
             lengths=self._lengths(batch),
+            documents=batch.segments if self.program.model.has_delta else None,
             **ends,
         )
         return out

@@ -19,6 +19,7 @@ from meshwright.kernels.varlen import attend_varlen
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.models.attention import Attention
+from meshwright.models.delta_net import GatedDeltaNet
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
 from meshwright.parallel.apply import Parallel
@@ -227,6 +228,7 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
     for block in model.blocks:
         if isinstance(block.attn, Attention):
             block.attn.norm_pair = over_all_heads(groups.tp)
+        if isinstance(block.attn, Attention | GatedDeltaNet):
             block.attn.local = local
     if model.embed is not None:
         VocabEmbedding.take_over(model.embed, tp_region)
@@ -284,7 +286,8 @@ def attend_by_varlen(model: Transformer) -> None:
     """Make attention use `Parallel`'s document bounds instead of a mask."""
     model.mask_of = lambda x, documents, cache: documents
     for block in model.blocks:
-        block.attn.core = attend_varlen
+        if not isinstance(block.attn, GatedDeltaNet):
+            block.attn.core = attend_varlen
 
 
 def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
@@ -294,7 +297,8 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
     group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
     core = Ring(group, recorder=groups.recorder) if is_ring else Ulysses(group, attend_varlen)
     for block in model.blocks:
-        block.attn.core = core
+        if not isinstance(block.attn, GatedDeltaNet):
+            block.attn.core = core
 
 
 def _positions(

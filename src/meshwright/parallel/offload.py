@@ -22,6 +22,7 @@ from torch.utils.checkpoint import _VersionWrapper
 
 from meshwright.models.blocks import Block
 from meshwright.models.context import PLAIN, Context
+from meshwright.models.delta_net import GatedDeltaNet
 from meshwright.models.experts import ExpertMLP
 
 Place = Literal["device", "leaving", "host", "coming"]
@@ -276,7 +277,8 @@ def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
     """Yield tensors that others hold as well: weights, tables, the context, an input leaf."""
     yield from map(_local, block.parameters())
     yield from block.buffers()
-    yield from block.attn.rope.held()
+    if not isinstance(block.attn, GatedDeltaNet):
+        yield from block.attn.rope.held()
     yield from (tensor for tensor in context if isinstance(tensor, Tensor))
     if x.is_leaf:
         yield x

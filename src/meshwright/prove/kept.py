@@ -112,6 +112,12 @@ PROPERTIES: Final[Mapping[str, Property]] = {
     ),
     "several heads of keys on each rank": lambda c: _heads_of_rank(c) > 1,
     "queries that share keys": lambda c: c.model.n_heads > c.model.n_kv_heads,
+    "values that share a recurrence's keys": (
+        lambda c: c.model.has_delta and c.model.delta_heads > c.model.delta_key_heads
+    ),
+    "several heads of a recurrence's keys on each rank": (
+        lambda c: c.model.has_delta and c.model.delta_key_heads > c.layout.tp
+    ),
     "heads that rotate in part": lambda c: 0 < c.model.rotary_dim < c.model.head_dim,
     "rotated dims of another number than the others": (
         lambda c: c.model.is_latent and c.model.qk_rope_head_dim != c.model.qk_nope_head_dim
@@ -191,6 +197,7 @@ NOT_PROVEN: Final[Mapping[str, str]] = {
     "model.head_dim": _SIZES,
     "model.ffn_dim": _SIZES,
     "model.expert_ffn_dim": _SIZES,
+    **dict.fromkeys(("model.delta_key_dim", "model.delta_value_dim"), _SIZES),
     "model.context": "no step of training depends on it",
     "model.init_from": "weights of a proof are random",
     "model.planned": "a model that is planned only is not trained",

@@ -18,9 +18,9 @@ Tensors = Mapping[str, Tensor]
 class Updates:
     """AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum, Muon or Lion; with AdamW's decay.
 
-    Norms, sinks and biases do not decay, also those of experts. Lion's signs jump at zero, and
-    states in bf16 between two numbers. A layout may be on either side: `tilt` is a share of a
-    direction's root mean square, or of a state, by which this one is on one side.
+    Norms, sinks, convolutions and biases do not decay, also those of experts. Lion's signs jump at
+    zero, and states in bf16 between two numbers. A layout may be on either side: `tilt` is a share
+    of a direction's root mean square, or of a state, by which this one is on one side.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 
 
 def _is_matrix(name: str, weight: Tensor) -> bool:
-    return weight.dim() > 1 and not name.endswith(".bias")
+    return weight.dim() > 1 and not name.endswith((".bias", "_conv"))
 
 
 def is_hidden_matrix(name: str, weight: Tensor) -> bool:

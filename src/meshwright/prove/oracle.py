@@ -121,7 +121,8 @@ class _Model:
             is_normed = f"{prefix}.{name}.weight" in weights
             return _norm(spec, weights, f"{prefix}.{name}", x) if is_normed else x
 
-        attended = normed("attn_post_norm", self.attention(layer, normed("attn_norm", x)))
+        mix = self.recurrence if spec.layer(layer).delta else self.attention
+        attended = normed("attn_post_norm", mix(layer, normed("attn_norm", x)))
         scale = spec.residual_scale
         mixed = x.add(self.dropped(attended, keys, site=1), alpha=scale)
         source = x if spec.parallel_residual else mixed
@@ -143,7 +144,57 @@ class _Model:
             scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
         shares = scores.softmax(-1)[..., : len(self.places)]
         mixed = torch.einsum("bhqk,bkhd->bqhd", _wide(shares.to(x.dtype)), _wide(v)).to(x.dtype)
-        return self.project(f"{prefix}.attn.o", mixed.flatten(2))
+        mixed = mixed.flatten(2)
+        if spec.attention_gate:
+            mixed = mixed * self.project(f"{prefix}.attn.gate", x).sigmoid()
+        return self.project(f"{prefix}.attn.o", mixed)
+
+    def recurrence(self, layer: int, x: Tensor) -> Tensor:
+        """Return Gated DeltaNet, one token after the other. arXiv:2412.06464, equation 10."""
+        spec, prefix, weights = self.spec, f"layers.{layer}.attn", self.weights
+        shared = spec.delta_heads // spec.delta_key_heads
+        width = shared * spec.delta_value_dim
+        by_head = self.project(f"{prefix}.qkvz", x).unflatten(2, (spec.delta_key_heads, -1))  # type: ignore[no-untyped-call]
+        keys = spec.delta_key_dim
+        parts = by_head[..., :keys], by_head[..., keys : 2 * keys], by_head[..., 2 * keys : -width]
+        q, k, v = (
+            self.convolved(part.flatten(2), weights[f"{prefix}.{name}_conv"])
+            for name, part in zip("qkv", parts, strict=True)
+        )
+        shape = (*x.shape[:2], spec.delta_heads, -1)
+        q, k = (
+            _unit(part.reshape(*x.shape[:2], spec.delta_key_heads, keys)).repeat_interleave(
+                shared, 2
+            )
+            for part in (q, k)
+        )
+        q, v, gate = q / math.sqrt(keys), _wide(v).view(shape), by_head[..., -width:].reshape(shape)
+        gates = self.project(f"{prefix}.ba", x).view(*x.shape[:2], spec.delta_key_heads, 2, shared)
+        strength = _wide(gates[:, :, :, 0].flatten(2).sigmoid())
+        step = F.softplus(_wide(gates[:, :, :, 1].flatten(2)) + _wide(weights[f"{prefix}.dt_bias"]))
+        decay = (-step * _wide(weights[f"{prefix}.a_log"]).exp()).exp()
+        memory, reads = v.new_zeros(x.shape[0], spec.delta_heads, keys, spec.delta_value_dim), []
+        for token in range(x.shape[1]):
+            if token:
+                goes_on = self.together[:, token, token - 1]
+                memory = memory * (decay[:, token] * goes_on[:, None])[..., None, None]
+            known = torch.einsum("bhk,bhkv->bhv", k[:, token], memory)
+            written = (v[:, token] - known) * strength[:, token, :, None]
+            memory = memory + torch.einsum("bhk,bhv->bhkv", k[:, token], written)
+            reads.append(torch.einsum("bhk,bhkv->bhv", q[:, token], memory))
+        read = _wide(torch.stack(reads, 1).to(x.dtype))
+        size = (read.pow(2).mean(-1, keepdim=True) + spec.norm_eps).sqrt()
+        normed = read / size * _wide(weights[f"{prefix}.gated_norm.weight"])
+        return self.project(f"{prefix}.out", (normed * F.silu(_wide(gate))).to(x.dtype).flatten(2))
+
+    def convolved(self, x: Tensor, taps: Tensor) -> Tensor:
+        """Return the SiLU of a causal convolution of each channel, within documents."""
+        total = torch.zeros_like(_wide(x))
+        for back in range(taps.shape[-1]):
+            earlier = _wide(F.pad(x, (0, 0, back, 0))[:, : x.shape[1]])
+            same = F.pad(self.together.diagonal(-back, 1, 2), (min(back, x.shape[1]), 0))
+            total = total + earlier * _wide(taps[:, 0, -1 - back]) * same[..., None]
+        return F.silu(total).to(x.dtype)
 
     def plain_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values `[batch, seq, heads, dims]`, projected one by one."""
@@ -358,6 +409,12 @@ class _Model:
             return x
         stays = dropout(torch.ones(x.shape), p, keys, None, site) != 0
         return (_wide(x) * stays / (1 - p)).to(x.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return heads divided by their lengths."""
+    wide = _wide(x)
+    return wide / (wide.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def _norm(spec: ModelSpec, weights: Weights, prefix: str, x: Tensor) -> Tensor:

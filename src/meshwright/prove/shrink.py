@@ -237,6 +237,7 @@ def _small_model(
         "layer_pattern": kinds if model.layer_pattern else (),
         **_small_experts(model, layout),
         **_small_latent(model),
+        **_small_delta(model, layout),
         **FAMILIES[model.family].of_width(dim),
     }
     if model.attention_scale is not None:  # scores as large as they were
@@ -311,6 +312,23 @@ def _small_latent(model: ModelSpec) -> dict[str, Any]:
         "head_dim": 16,
         "v_head_dim": 12 if model.v_head_dim < model.head_dim else 20,
         "rope_scaling": model.rope_scaling,
+    }
+
+
+def _small_delta(model: ModelSpec, layout: Layout) -> dict[str, Any]:
+    """Return the sizes of few small heads of Gated DeltaNet, where there are any, of odd dims."""
+    if not model.has_delta:
+        return {}
+    key_heads = round_up(min(model.delta_key_heads, 2), layout.tp)
+    if model.delta_key_heads >= 2 * key_heads:
+        key_heads = max(key_heads, 2 * layout.tp)  # several on each rank, as there were
+    shared = min(model.delta_heads // model.delta_key_heads, 3)
+    return {
+        "delta_key_heads": key_heads,
+        "delta_heads": shared * key_heads,
+        "delta_key_dim": 7,
+        "delta_value_dim": 9,
+        "delta_kernel": min(model.delta_kernel, 4),
     }
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.families.base import Family, Key
+from meshwright.spec.families.base import FEATURES, OF_EXPERTS, Family, Key
 from meshwright.spec.families.layers import StoredLayer, shortest_pattern
 from meshwright.spec.hf_text import text_config
 from meshwright.spec.kinds import LARGEST
@@ -413,7 +413,6 @@ _DIFFERS: Final = {
     "hunyuan_v1_dense": ("qwen3", "norms of heads after the rotation"),
     "llama4_text": ("qwen2_moe", "attention in chunks"),
     "nemotron": ("neox", "a LayerNorm of 1 + weight and an activation of squares (relu2)"),
-    "qwen3_next": ("qwen3_moe", "linear attention"),
 }
 
 
@@ -495,8 +494,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
                 rotary=rotary,
                 rope_theta=None if window is None else base,
                 dense=dense,
+                delta=delta,
             )
-            for window, rotary, dense in family.layers.read(config, fields["n_layers"])
+            for window, rotary, dense, delta in family.layers.read(config, fields["n_layers"])
         ]
         pattern = shortest_pattern(layers)
         fields["layer_pattern"] = () if pattern == (PLAIN_LAYER,) else pattern
@@ -541,13 +541,22 @@ def hf_config(
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **{key.hf_key: _written(key, fields[key.ours], spec) for key in family.keys},
+        **{
+            key.hf_key: _written(key, fields[key.ours], spec)
+            for key in family.keys
+            if spec.experts or key.ours not in OF_EXPERTS
+        },
         **family.written,
     }
     if family.layers is not None:
         layers = [
             # A key of their own says how many of the first layers are dense.
-            StoredLayer(layer.window, layer.rotary, layer.dense and index >= spec.dense_layers)
+            StoredLayer(
+                layer.window,
+                layer.rotary,
+                layer.dense and index >= spec.dense_layers,
+                layer.delta,
+            )
             for index, layer in enumerate(map(spec.layer, range(spec.n_layers)))
         ]
         config |= family.layers.write(layers, family.name)
@@ -621,6 +630,8 @@ def _own_fields(
         if config.get(key.hf_key, default) is None and key.kind == "size":
             default = fields[key.ours]  # null, where absence means another number
         fields[key.ours] = read[key.kind](config, key.hf_key, default)
+    if not fields["experts"]:
+        fields |= {key: FEATURES[key] for key in OF_EXPERTS if key in family.free}
     if family.head_dim_parts:
         fields["head_dim"] = sum(fields[part] for part in family.head_dim_parts)
     return {"family": family.name, **fields}

@@ -58,9 +58,6 @@ _EVERY_FOURTH: Final = {"full_attention_interval": 4}
 _NORMS: Final = {"qk_norm": "head", "norm_plus_one": True}
 # Read in the sources of transformers 5.23.
 KNOWN: Final[Mapping[str, Traits]] = {
-    "qwen3_next": Traits(
-        "qwen3_moe", {**_NORMS, "shared_gate": True}, gates=True, absent=_EVERY_FOURTH
-    ),
     "qwen3_5_text": Traits("qwen3", _NORMS, gates=True, absent=_EVERY_FOURTH),
     "qwen3_5_moe_text": Traits(
         "qwen3_moe", {**_NORMS, "shared_gate": True}, gates=True, absent=_EVERY_FOURTH

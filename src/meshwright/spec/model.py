@@ -31,7 +31,7 @@ MOST_EXPERTS: Final = 4096
 # Rows of the embedding and the head are added up to a multiple of this, which kernels take faster.
 VOCAB_MULTIPLE: Final = 64
 # Fields of a layer that dumps leave out where they are not set.
-_RARE: Final = ("dense", "mixer")
+_RARE: Final = ("dense", "mixer", "delta")
 # What checkpoints, exports and the identity of a run leave out.
 OF_PADDING: Final = "pad_vocab_to_multiple_of"
 
@@ -47,24 +47,26 @@ Family = Annotated[str, AfterValidator(_known_family)]
 
 
 class LayerSpec(Spec):
-    """The attention window and rotation of a layer, and whether it has one MLP.
+    """The attention window and rotation of a layer, or its recurrence, and whether it has one MLP.
 
     A query sees its own position and the `window - 1` before it; None: all. `rope_theta` is a
     separate base, to which `ModelSpec.rope_scaling` doesn't apply; None: the model's base and
     scaling. Without `rotary`, nothing is rotated. A `dense` layer has an MLP where others have
-    experts. A `mixer` is what it has beside, or in place of, attention and MLP: it is planned only.
+    experts. A `delta` layer has Gated DeltaNet in place of attention, without window or rotation.
+    A `mixer` is what it has beside, or in place of, attention and MLP: it is planned only.
     """
 
     window: int | None = Field(default=None, gt=0, le=LARGEST)
     rope_theta: float | None = Field(default=None, gt=0)
     rotary: bool = True
     dense: bool = False
+    delta: bool = False
     mixer: Mixer | None = None
 
     @property
     def attends(self) -> bool:
         """Whether it has the model's attention."""
-        return self.mixer is None or self.mixer.attends
+        return not self.delta and (self.mixer is None or self.mixer.attends)
 
     @property
     def mixes(self) -> bool:
@@ -140,6 +142,12 @@ class ModelSpec(Spec):
     Its value has `v_head_dim`. With `rope_interleave`, rotated pairs are adjacent, otherwise half
     of the rotated dims apart.
 
+    With `attention_gate`, attention's result is multiplied by the sigmoid of a projection of its
+    input, before its last projection. Layers that are `delta` in the pattern are Gated DeltaNet
+    (arXiv:2412.06464): `delta_heads` heads with values of `delta_value_dim`, of which several share
+    the queries and keys of one of `delta_key_heads`, of `delta_key_dim`, after a causal convolution
+    of `delta_kernel` tokens.
+
     With `pad_vocab_to_multiple_of`, the embedding and the head have rows after the vocabulary's, up
     to a multiple of it. These rows are zero and stay zero, and have no logits. None: only where
     tensor parallelism needs them (`padded`).
@@ -205,6 +213,12 @@ class ModelSpec(Spec):
     qk_rope_head_dim: int = Field(default=0, ge=0, le=LARGEST)
     v_head_dim: int = Field(default=0, ge=0, le=LARGEST)
     rope_interleave: bool = False
+    attention_gate: bool = False
+    delta_heads: int = Field(default=0, ge=0, le=LARGEST)
+    delta_key_heads: int = Field(default=0, ge=0, le=LARGEST)
+    delta_key_dim: int = Field(default=0, ge=0, le=LARGEST)
+    delta_value_dim: int = Field(default=0, ge=0, le=LARGEST)
+    delta_kernel: int = Field(default=0, ge=0, le=LARGEST)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
     init_from: str | None = None
@@ -243,6 +257,11 @@ class ModelSpec(Spec):
     def is_latent(self) -> bool:
         """Whether keys and values are computed from a latent vector."""
         return self.kv_lora_rank > 0
+
+    @property
+    def has_delta(self) -> bool:
+        """Whether a layer has Gated DeltaNet."""
+        return any(kind.delta for kind in self.layer_kinds)
 
     @property
     def value_dim(self) -> int:
@@ -288,7 +307,7 @@ class ModelSpec(Spec):
 
     def rotary_base(self, layer: LayerSpec) -> RotaryBase | None:
         """Return the rotary base of a layer; None if it rotates nothing."""
-        if not layer.rotary or self.rotary_dim == 0:
+        if not layer.rotary or layer.delta or self.rotary_dim == 0:
             return None
         if layer.rope_theta is not None:
             return RotaryBase(layer.rope_theta, scaled=False)
@@ -378,6 +397,7 @@ class ModelSpec(Spec):
         check_targets(self.lora, self.blocks)
         self._check_router()
         self._check_latent()
+        self._check_delta()
         return self
 
     @model_serializer(mode="wrap")
@@ -415,7 +435,7 @@ class ModelSpec(Spec):
         if self.swiglu_limit is not None and (self.shared_ffn_dim or self.has_dense):
             rule = f"model.swiglu_limit = {self.swiglu_limit} is of experts that a router picks"
             raise ValueError(f"{rule}: there can be neither a shared expert nor a dense layer")
-        if self.shared_gate and not self.shared_ffn_dim:
+        if self.shared_gate and self.experts and not self.shared_ffn_dim:
             rule = "model.shared_gate = true needs a shared expert, but model.shared_ffn_dim = 0"
             raise ValueError(refusal(rule, legal=["model.shared_gate = false"]))
 
@@ -438,6 +458,26 @@ class ModelSpec(Spec):
                 f"{fewest}, which have model.top_k = {self.top_k} experts, and not more than all"
             )
             raise ValueError(refusal(rule, legal=[min(max(top, fewest), groups)]))
+
+    def _check_delta(self) -> None:
+        """Raise `ValueError` for sizes of Gated DeltaNet that do not fit, and adapters of it."""
+        gated = self.planned is None and self.attention_gate
+        if self.lora is not None and (gated or self.has_delta):
+            rule = f"lora.rank = {self.lora.rank}: adapters of Gated DeltaNet and gated attention"
+            raise ValueError(refusal(f"{rule} are not supported", legal=["lora.rank = 0"]))
+        if gated and self.is_latent:
+            rule = "model.attention_gate = true is not supported for latent attention"
+            raise ValueError(refusal(rule, legal=["model.kv_lora_rank = 0"]))
+        if not self.has_delta:
+            return
+        for key in ("heads", "key_heads", "key_dim", "value_dim", "kernel"):
+            if not getattr(self, f"delta_{key}"):
+                raise ValueError(f"layers with delta = true need model.delta_{key} of at least 1")
+        if self.delta_heads % self.delta_key_heads:
+            rule = f"model.delta_key_heads = {self.delta_key_heads} must divide "
+            rule += f"model.delta_heads = {self.delta_heads}"
+            legal = nearest_divisors(self.delta_heads, self.delta_key_heads)
+            raise ValueError(refusal(rule, legal=legal))
 
     def _check_latent(self) -> None:
         """Raise `ValueError` for sizes of latent attention that do not fit each other."""

@@ -5,7 +5,8 @@ meaning of a tensor dim (`vocab`, `dim`, `heads`, `kv_heads`, `ffn`, `head_dim`)
 parallelism can map an axis of the mesh to a dim of the tensor by its meaning. A parameter of all
 experts of a layer has the axis `experts` first; `routes` are a router's scores, `latent` the
 vectors from which latent attention computes heads, `rank` the inner axis of an adapter's two
-matrices; an `addend` is added once to a sum over what tensor parallelism shards.
+matrices; `taps` are the tokens that a convolution sees; an `addend` is added once to a sum over
+what tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -127,6 +128,8 @@ def _of_vocabulary(spec: ModelSpec, name: str) -> Part:
 def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
     if kind.mixes and spec.norms_before:
         yield from _norm(spec, f"{path}.attn_norm")
+    if kind.delta:
+        yield from _delta(spec, path)
     if kind.attends:
         yield from _attention(spec, path)
     if kind.mixer is not None:
@@ -185,6 +188,49 @@ def _attention(spec: ModelSpec, path: str) -> Iterator[Part]:
         yield Part(f"{path}.attn.k_norm.weight", (kv_heads,), ("kv_heads",))
 
 
+def delta_shape(spec: ModelSpec, tp: int = 1) -> tuple[int, int, int, int]:
+    """Return heads, heads of keys, and dims of keys and of values of a rank's Gated DeltaNet."""
+    heads, key_heads = spec.delta_heads // tp, spec.delta_key_heads // tp
+    return heads, key_heads, spec.delta_key_dim, spec.delta_value_dim
+
+
+class DeltaWidths(NamedTuple):
+    """The channels of Gated DeltaNet: of queries or keys, of values, and outputs of projections."""
+
+    keys: int
+    values: int
+    qkvz: int
+    ba: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tp: int = 1) -> DeltaWidths:
+        """Return those of a rank of so many that share the heads."""
+        heads, key_heads, key_dim, value_dim = delta_shape(spec, tp)
+        keys, values = key_heads * key_dim, heads * value_dim
+        return cls(keys, values, 2 * (keys + values), 2 * heads)
+
+
+def _delta(spec: ModelSpec, path: str) -> Iterator[Part]:
+    """Yield the parameters of Gated DeltaNet."""
+    keys, values, *_ = DeltaWidths.of(spec)
+    for name, channels in (("q", keys), ("k", keys), ("v", values)):
+        shape = (channels, 1, spec.delta_kernel)
+        yield Part(f"{path}.attn.{name}_conv", shape, ("heads", "taps", "taps"))
+    for name in ("a_log", "dt_bias"):
+        yield Part(f"{path}.attn.{name}", (spec.delta_heads,), ("heads",))
+    yield from _linears(spec, path, delta_linears(spec))
+    yield Part(f"{path}.attn.gated_norm.weight", (spec.delta_value_dim,), ("head_dim",))
+
+
+def delta_linears(spec: ModelSpec) -> tuple[Linear, ...]:
+    """Return the linear layers of Gated DeltaNet, `out` last; tp cuts all by heads of keys."""
+    _, values, qkvz, ba = DeltaWidths.of(spec)
+    stream = spec.dim, "dim"
+    columns = {"attn.qkvz": qkvz, "attn.ba": ba}
+    first = (Linear(name, (size, "heads"), stream, False) for name, size in columns.items())
+    return (*first, Linear("attn.out", stream, (values, "heads"), False))
+
+
 def attention_linears(spec: ModelSpec) -> tuple[Linear, ...]:
     """Return the linear layers of attention, `o` last.
 
@@ -198,6 +244,7 @@ def attention_linears(spec: ModelSpec) -> tuple[Linear, ...]:
     if not spec.is_latent:
         keys = spec.n_kv_heads * spec.head_dim, "kv_heads"
         sides = {"attn.q": heads, "attn.k": keys, "attn.v": keys}
+        sides |= {"attn.gate": heads} if spec.attention_gate else {}
         return (*(Linear(name, side, stream, bias) for name, side in sides.items()), last)
     low, latent = (spec.q_lora_rank, "latent"), (spec.kv_lora_rank, "latent")
     first = [Linear("attn.q", heads, stream, False)]

@@ -26,6 +26,16 @@ def _delta_flops(heads: int, keys: int, values: int) -> int:
     return heads * (within + 6 * keys * values)
 
 
+def chunk_flops(heads: int, key_heads: int, key_dim: int, value_dim: int) -> float:
+    """Return those of the delta rule as `models.delta_rule` computes it.
+
+    Products of queries and keys with the keys of a chunk, which heads share; of each head a
+    triangular system, the product of scores with what it gives, and three products with the state.
+    """
+    by_head = 6 * key_dim * value_dim + 3 * DELTA_CHUNK * value_dim
+    return float(heads * by_head + key_heads * 4 * DELTA_CHUNK * key_dim)
+
+
 def _states(heads: int, keys: int, values: int, chunk: int) -> int:
     """Return the elements of a state that a token's share of its chunk keeps, of 16 bits each."""
     return 2 * heads * keys * values // chunk  # in fp32

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.families.base import OF_EXPERTS
 from meshwright.spec.kinds import shown
 from meshwright.spec.model import VOCAB_MULTIPLE, ModelSpec
 from meshwright.spec.parts import parameter_count
@@ -174,7 +175,10 @@ def resolve_model(section: Values, tokenizer: Value, source: Path | None) -> Val
     if values.get("planned", Value(None, "")).value is not None:
         family = None  # all features are its own
     if family is not None:  # else the spec refuses it
+        has_experts = values.get("experts", Value(1, "")).value != 0
         for key, value in {**family.features, **family.defaults}.items():
+            if not has_experts and key in OF_EXPERTS:
+                continue
             if value != ModelSpec.model_fields[key].default:
                 values.setdefault(key, Value(value, f"default of the {family.name} family"))
     is_gated = values.get("gated_mlp", Value(True, "")).value

@@ -24,8 +24,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return a config's optimizer over parameters or shards of them; `parts` says what each one is.
 
-    Weight decay is decoupled (arXiv:1711.05101) and applies to matrices. Biases, norms and sinks
-    are not decayed, and the biases of experts are no matrix: they are a vector for each expert.
+    Weight decay is decoupled (arXiv:1711.05101) and applies to matrices. Biases, norms, sinks and
+    convolutions are not decayed, and the biases of experts are no matrix: they are a vector for
+    each expert.
     Without `matrices`, parameters are whole. Raises `ValueError` for shards of matrices that the
     optimizer needs whole.
     """

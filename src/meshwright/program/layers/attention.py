@@ -102,6 +102,10 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
     is_copied |= model.value_dim < model.core_dim
     last = attention_linears(model)[-1]
     of_values = sizes.tokens * shard_size(program, last.inner) * sizes.element
+    if model.attention_gate:  # it keeps the gate, and the result as its product wants it
+        gated = of_values, of_values if is_copied else 0
+        yield Op("attn.gated", "activation", saved=gated, io_bytes=3 * of_values)
+        is_copied = True
     inputs = Inputs(program, sizes, of_values if is_copied else 0, of_values)
     yield from inputs.operations(last, row_kept(program, sizes))
 
@@ -120,16 +124,19 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
     # Attention keeps its result, which is the input of that product.
     of_values = sizes.tokens * shard_size(program, last.inner) * sizes.element
     yield from row_workspaces(program, sizes, last, waits=of_values)
+    of_gate = of_heads if model.attention_gate else 0
+    if of_gate:  # of what entered the product, of the result and of the gate
+        yield Workspace("attn.gated", 4 * of_gate)
     sinks = ("attn.sinks",) if model.attention_sinks else ()
     blocks = _kernel_bytes(program, sizes, kind)
-    yield Workspace("attn.core", 2 * of_heads + 2 * of_kv + blocks, sinks)
+    yield Workspace("attn.core", of_gate + 2 * of_heads + 2 * of_kv + blocks, sinks)
     if model.rotary_dim and kind.rotary:
-        yield Workspace("attn.rope", 2 * of_heads + 2 * of_kv)
+        yield Workspace("attn.rope", of_gate + 2 * of_heads + 2 * of_kv)
     if model.is_latent:
         yield from mla.backward_workspaces(program, sizes, 2 * of_heads + of_kv)
         return
-    # The gradients of all three that came, and what an RMSNorm makes of one.
-    grads, norms = of_heads + 2 * of_kv, {"attn.k_norm": of_kv, "attn.q_norm": of_heads}
+    # The gradients of all that came, and what an RMSNorm makes of one.
+    grads, norms = of_gate + of_heads + 2 * of_kv, {"attn.k_norm": of_kv, "attn.q_norm": of_heads}
     if model.qk_norm == "all" and program.layout.tp > 1:  # of both at once
         made_bytes = sum(rms_norm_bytes(sizes, size) for size in norms.values())
         weights = tuple(f"{name}.weight" for name in reversed(norms))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from meshwright.program.layers import attention, mixers, mlp, moe
+from meshwright.program.layers import attention, delta, mixers, mlp, moe
 from meshwright.program.layers.norms import with_norm_workspaces, with_norms
 from meshwright.program.layers.workspace import Workspace, mask_bytes
 from meshwright.program.lower import Program
@@ -18,8 +18,9 @@ def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
     """Yield the operations of a kind of layer on a rank."""
     if kind.mixes:
         attends = attention.operations(program, sizes, kind, cp_rank) if kind.attends else ()
+        recurs = delta.operations(program, sizes) if kind.delta else ()
         mixer = () if kind.mixer is None else mixers.operations(program, sizes, kind.mixer)
-        yield from with_norms(program, sizes, "attn", chain(attends, mixer))
+        yield from with_norms(program, sizes, "attn", chain(recurs, attends, mixer))
     if kind.feeds:
         feeding = moe if program.model.has_experts(kind) else mlp
         shares = program.model.parallel_residual
@@ -42,8 +43,10 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
         yield from with_norm_workspaces(program, sizes, "mlp", needs)
     if kind.mixes:
         mixer = () if kind.mixer is None else mixers.backward_workspaces(program, sizes, kind.mixer)
+        recurs = delta.backward_workspaces(program, sizes) if kind.delta else ()
         attends = attention.backward_workspaces(program, sizes, kind) if kind.attends else ()
-        yield from with_norm_workspaces(program, sizes, "attn", chain(mixer, attends))
+        needs = chain(mixer, recurs, attends)
+        yield from with_norm_workspaces(program, sizes, "attn", needs)
 
 
 def forward_workspace(program: Program, sizes: Sizes, kind: LayerSpec) -> int:

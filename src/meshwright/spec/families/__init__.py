@@ -27,6 +27,7 @@ from meshwright.spec.families.qwen2 import QWEN2
 from meshwright.spec.families.qwen2_moe import QWEN2_MOE
 from meshwright.spec.families.qwen3 import QWEN3
 from meshwright.spec.families.qwen3_moe import QWEN3_MOE
+from meshwright.spec.families.qwen3_next import QWEN3_NEXT
 from meshwright.spec.families.seed_oss import SEED_OSS
 from meshwright.spec.families.smollm3 import SMOLLM3
 from meshwright.spec.families.starcoder2 import STARCODER2
@@ -38,5 +39,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GPT_OSS),
         *(SEED_OSS, GEMMA, STARCODER2, GLM4_MOE, DOTS1, MINIMAX_M2),
+        QWEN3_NEXT,
     )
 }

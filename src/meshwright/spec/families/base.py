@@ -53,9 +53,17 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
         "qk_rope_head_dim": 0,
         "v_head_dim": 0,
         "rope_interleave": False,
+        "attention_gate": False,
+        "delta_heads": 0,
+        "delta_key_heads": 0,
+        "delta_key_dim": 0,
+        "delta_value_dim": 0,
+        "delta_kernel": 0,
     }
 )
 
+# What only experts have: models of a family without any leave it out.
+OF_EXPERTS: Final = frozenset({"top_k", "expert_ffn_dim", "shared_ffn_dim", "norm_top_k"})
 # Features that became fields of `ModelSpec` when families began to choose them.
 LATER: Final = frozenset(FEATURES) - {
     "attention_bias",
@@ -74,6 +82,8 @@ NEWEST: Final = frozenset(
         "rope_interleave",
         *("attention_sinks", "expert_bias"),
         *("swiglu_limit", "swiglu_alpha"),
+        *("attention_gate", "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim"),
+        "delta_kernel",
     }
 )
 
@@ -113,7 +123,7 @@ class Family:
     transformers takes for sizes that a `config.json` leaves out; `keys` are its further keys,
     `written` what is only written, `inert` the values under which a key changes nothing. `modules`
     has the stored name of each of our modules, `{}` for the layer, or of a parameter; several with
-    one name are stored together, as `fused` says: by head, or one below the other. With
+    one name are stored together, one below the other, or those in `by_head` head by head. With
     `fused_experts` a layer's experts are one tensor, transposed, the outputs of gate and up
     in turn. `buffers` are stored names that are no parameters.
     """
@@ -142,7 +152,7 @@ class Family:
     grouped: bool = True
     # Fields that add up to `head_dim`.
     head_dim_parts: tuple[str, ...] = ()
-    fused: Literal["by head", "stacked"] = "stacked"
+    by_head: frozenset[str] = frozenset()
     fused_experts: bool = False
     buffers: re.Pattern[str] = re.compile(r"(?!)")
     heads: tuple[str, ...] = ("lm_head.weight",)
@@ -297,10 +307,12 @@ def routed_keys(
     )
 
 
-def expert_keys(count: int, top_k: int, *, hf_key: str = "num_experts") -> tuple[Key, ...]:
+def expert_keys(
+    count: int, top_k: int, *, hf_key: str = "num_experts", kind: Literal["size", "count"] = "size"
+) -> tuple[Key, ...]:
     """Return the keys for the numbers of experts, total and per token, with defaults."""
     return (
-        Key("experts", hf_key, "size", count),
+        Key("experts", hf_key, kind, count),
         Key("top_k", "num_experts_per_tok", "size", top_k),
     )
 

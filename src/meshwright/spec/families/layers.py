@@ -10,6 +10,7 @@ from meshwright.errors import ConfigError, refusal
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
+LINEAR: Final = "linear_attention"
 _KINDS: Final = (FULL, SLIDING)
 _ROTATES: Final = "no_rope_layers"
 _STEP: Final = "decoder_sparse_step"
@@ -19,13 +20,14 @@ T = TypeVar("T", bound=Hashable)
 
 
 class StoredLayer(NamedTuple):
-    """A layer's window in tokens (None: it sees all), whether it rotates queries and keys, and
-    whether it has one MLP where other layers have experts.
+    """A layer's window in tokens (None: it sees all), and whether it rotates queries and keys, has
+    one MLP where other layers have experts, and has Gated DeltaNet in place of attention.
     """
 
     window: int | None = None
     rotary: bool = True
     dense: bool = False
+    delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class LayerKeys:
     layers share the window. `switch` names a key that must be true for any layer to have a window.
     With `rotates`, the family has the key `no_rope_layers`, a list with 1 for each layer that
     rotates and 0 for the others. With `sparse`, it has `decoder_sparse_step` (every how many layers
-    one has experts) and `mlp_only_layers` (the layers without experts).
+    one has experts) and `mlp_only_layers` (the layers without experts). With an `interval`, the
+    default of `full_attention_interval`, layers have linear attention, but each so many-th.
     """
 
     window: int | None = None
@@ -45,6 +48,7 @@ class LayerKeys:
     switch: str = ""
     rotates: bool = False
     sparse: bool = False
+    interval: int = 0
 
     def read(self, config: Mapping[str, Any], count: int) -> tuple[StoredLayer, ...]:
         """Return for each of `count` layers its window, whether it rotates, whether it has one MLP.
@@ -58,7 +62,7 @@ class LayerKeys:
             raise ConfigError(refusal(rule, legal=[FULL]))
         layers = zip(kinds, self._rotates(config, count), self._dense(config, count), strict=True)
         return tuple(
-            StoredLayer(window if kind == SLIDING else None, rotary, dense)
+            StoredLayer(window if kind == SLIDING else None, rotary, dense, kind == LINEAR)
             for kind, rotary, dense in layers
         )
 
@@ -71,6 +75,12 @@ class LayerKeys:
             raise ConfigError(f"{rule} its windows have one size, but these have {sizes}")
         if not self.rotates and not all(layer.rotary for layer in layers):
             raise ConfigError(f"{rule} all of its layers rotate")
+        if self.interval:
+            if sizes:
+                raise ConfigError(f"{rule} none of its layers has a window")
+            return self._sparse([*layers], rule) | {
+                "layer_types": [LINEAR if layer.delta else FULL for layer in layers]
+            }
         # Without a switch, transformers asks for a window even if no layer has it.
         unused = None if self.switch or self.is_windowed is None else self.window
         keys: dict[str, Any] = {"sliding_window": sizes[0] if sizes else unused}
@@ -86,12 +96,16 @@ class LayerKeys:
             keys["max_window_layers"] = kinds.index(SLIDING) if sizes else len(kinds)
         if self.rotates:
             keys[_ROTATES] = [int(layer.rotary) for layer in layers]
+        return keys | self._sparse(layers, rule)
+
+    def _sparse(self, layers: Sequence[StoredLayer], rule: str) -> dict[str, Any]:
+        """Return the keys that say which layers have experts."""
         if self.sparse:
-            keys[_STEP] = 1
-            keys[_DENSE] = [index for index, layer in enumerate(layers) if layer.dense]
-        elif any(layer.dense for layer in layers):
+            dense = [index for index, layer in enumerate(layers) if layer.dense]
+            return {_STEP: 1, _DENSE: dense}
+        if any(layer.dense for layer in layers):
             raise ConfigError(f"{rule} all of its layers have experts")
-        return keys
+        return {}
 
     def _dense(self, config: Mapping[str, Any], count: int) -> Sequence[bool]:
         if not self.sparse:
@@ -119,6 +133,8 @@ class LayerKeys:
 
     def _kinds(self, config: Mapping[str, Any], count: int, window: int | None) -> Sequence[str]:
         layer_types = config.get("layer_types")
+        if self.interval:
+            return self._linear(config, layer_types, count)
         if self.is_windowed is None:
             kind = FULL if window is None else SLIDING
             if isinstance(layer_types, list) and any(
@@ -134,10 +150,17 @@ class LayerKeys:
             rule = self.is_windowed
             is_there = window is not None
             return [SLIDING if is_there and rule(config, layer) else FULL for layer in range(count)]
-        kinds = _of_length(layer_types, "layer_types", count)
-        if unknown := sorted({str(kind) for kind in kinds} - set(_KINDS)):
-            raise ConfigError(refusal(f"layer_types has {unknown}: not supported", legal=_KINDS))
-        return [str(kind) for kind in kinds]
+        return _listed(layer_types, _KINDS, count)
+
+    def _linear(self, config: Mapping[str, Any], layer_types: object, count: int) -> Sequence[str]:
+        """Return the kinds of layers, of which some have linear attention."""
+        if layer_types is not None:
+            return _listed(layer_types, (FULL, LINEAR), count)
+        interval = config.get("full_attention_interval")
+        interval = self.interval if interval is None else interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ConfigError(f"full_attention_interval = {interval!r} must be at least 1")
+        return [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
 
     def _rotates(self, config: Mapping[str, Any], count: int) -> Sequence[bool]:
         if not self.rotates:
@@ -176,6 +199,14 @@ def shortest_pattern(layers: Sequence[T]) -> tuple[T, ...]:
         if all(layer == layers[index % length] for index, layer in enumerate(layers)):
             return tuple(layers[:length])
     return tuple(layers)
+
+
+def _listed(layer_types: object, legal: Sequence[str], count: int) -> Sequence[str]:
+    """Return the kinds that a file lists; raises `ConfigError` for one that is not legal."""
+    kinds = _of_length(layer_types, "layer_types", count)
+    if unknown := sorted({str(kind) for kind in kinds} - set(legal)):
+        raise ConfigError(refusal(f"layer_types has {unknown}: not supported", legal=legal))
+    return [str(kind) for kind in kinds]
 
 
 def _of_length(listed: object, key: str, count: int) -> Sequence[Any]:

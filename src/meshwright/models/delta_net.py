@@ -1,0 +1,246 @@
+"""Gated DeltaNet, a recurrent layer in place of attention: arXiv:2412.06464, section 3.4.
+
+Queries, keys and values pass a short causal convolution and a SiLU, then the gated delta rule of
+`models.delta_rule`; its result is normalized head by head and multiplied by a gate. What is around
+the rule has hand-written backwards, which save what each takes and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from meshwright.models.attention import Project, each
+from meshwright.models.cache import KVCache
+from meshwright.models.context import PLAIN, Context
+from meshwright.models.delta_rule import delta_rule
+from meshwright.models.lora import add_linears
+from meshwright.models.ops import returned, widened
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import delta_linears
+
+
+class GatedNorm(nn.Module):
+    """An RMSNorm of each head, times the SiLU of its gate."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return `norm(x) * weight * silu(gate)` of heads `[..., dim]`."""
+        out: Tensor = _GatedNorm.apply(x, gate, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return out
+
+
+class GatedDeltaNet(nn.Module):
+    """Projections `qkvz`, `ba` and `out` around the gated delta rule.
+
+    `qkvz` has for each head of keys its query, its key, the values of the heads that share it, and
+    their gates z; `ba` their strengths b and decays a, before the functions of them. Tensor
+    parallelism may replace `project`, which computes both, and `local`, which returns this rank's
+    part of a parameter. The number of heads is derived from the projections' outputs, so it may be
+    a rank's share. A cache holds the last state, and what the convolution still needs.
+    """
+
+    qkvz: nn.Linear
+    ba: nn.Linear
+    out: nn.Linear
+
+    def __init__(self, spec: ModelSpec, layer: str) -> None:
+        super().__init__()
+        self.key_dim, self.value_dim = spec.delta_key_dim, spec.delta_value_dim
+        keys = spec.delta_key_heads * self.key_dim
+        values = spec.delta_heads * self.value_dim
+        self.shared = spec.delta_heads // spec.delta_key_heads
+        add_linears(self, spec, delta_linears(spec))
+        kernel = spec.delta_kernel
+        self.q_conv, self.k_conv, self.v_conv = (
+            nn.Parameter(torch.empty(channels, 1, kernel)) for channels in (keys, keys, values)
+        )
+        self.a_log = nn.Parameter(torch.empty(spec.delta_heads))
+        self.dt_bias = nn.Parameter(torch.empty(spec.delta_heads))
+        self.gated_norm = GatedNorm(self.value_dim, spec.norm_eps)
+        self.layer = layer
+        self.project: Project = each
+        self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
+
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
+        """Return the layer's result for x `[batch, seq, dim]`, of the same shape."""
+        qkvz, ba = self.project(x, (self.qkvz, self.ba), context)
+        strength, decay = gates(ba, self.local(self.a_log), self.local(self.dt_bias), self.shared)
+        del ba
+        segments, past = context.documents, self._past(context.cache)
+        *inputs, z = self._heads(qkvz)
+        del qkvz
+        weights = (self.local(weight) for weight in (self.q_conv, self.k_conv, self.v_conv))
+        taken = list(zip(inputs, weights, past[:3], strict=True))
+        dims = self.key_dim, self.key_dim, self.value_dim
+        q, k, v = (
+            torch.unflatten(short_conv(x, weight, segments, before), 2, (-1, dim))
+            for (x, weight, before), dim in zip(taken, dims, strict=True)
+        )
+        read, _, last = delta_rule(q, k, v, decay, strength, segments, past[3])
+        del q, k, v
+        if context.cache is not None:
+            count = self.q_conv.shape[-1] - 1
+            tails = [_tail(x, before, count) for x, _, before in taken]
+            context.cache.keep(self.layer, (*tails, last))
+        del inputs, taken
+        z = torch.unflatten(z, 2, (-1, self.value_dim))
+        result: Tensor = self.out(self.gated_norm(read, z).flatten(2))
+        return result
+
+    def _heads(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield queries, keys, values and gates `[batch, seq, channels]` of what `qkvz` gives."""
+        values = self.shared * self.value_dim
+        widths = [self.key_dim, self.key_dim, values, values]
+        by_head = torch.split(torch.unflatten(x, 2, (-1, sum(widths))), widths, -1)
+        return (part.flatten(2) for part in by_head)
+
+    def _past(self, cache: KVCache | None) -> tuple[Tensor | None, ...]:
+        return (None,) * 4 if cache is None else cache.kept(self.layer) or (None,) * 4
+
+
+def _tail(x: Tensor, before: Tensor | None, count: int) -> Tensor:
+    """Return the last tokens `[batch, count, channels]`: zeros before the first."""
+    x = x if before is None else torch.cat((before, x), 1)
+    return F.pad(x, (0, 0, max(count - x.shape[1], 0), 0))[:, -count:] if count else x[:, :0]
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, segments: Tensor | None = None, before: Tensor | None = None
+) -> Tensor:
+    """Return the SiLU of a causal convolution of each channel, in fp32 at least; as x.
+
+    x `[batch, seq, channels]`, weight `[channels, 1, kernel]`, of which the last column is that of
+    the token itself. A token sees those of its own segment, int `[batch, seq]`. `before` are the
+    last tokens before x; None: zeros.
+    """
+    if before is None:
+        return _conv(x, weight, segments)
+    return _conv(torch.cat((before, x), 1), weight, segments)[:, before.shape[1] :]
+
+
+def _conv(x: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:
+    out: Tensor = _ShortConv.apply(x, weight, segments)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, segments)
+        return returned(F.silu(_convolved(x, weight, segments)).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, segments = ctx.saved_tensors
+        mixed = _convolved(x, weight, segments)
+        torch.ops.aten.silu_backward.grad_input(widened(grad), mixed, grad_input=mixed)
+        wide, columns = widened(x), widened(weight)[:, 0].unbind(1)
+        to_x = mixed * columns[-1]
+        to_weight = [(mixed * wide).sum((0, 1))]
+        for back, column in enumerate(reversed(columns[:-1]), 1):
+            later = _of_same(mixed[:, back:], segments, back)
+            to_x[:, : later.shape[1]].addcmul_(later, column)
+            to_weight.append((later * wide[:, : later.shape[1]]).sum((0, 1)))
+        to_taps = torch.stack(to_weight[::-1], 1)[:, None].to(weight.dtype)
+        return to_x.to(x.dtype), to_taps, None
+
+
+def _convolved(x: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:
+    """Return the convolution of x in fp32 at least."""
+    wide, columns = widened(x), widened(weight)[:, 0].unbind(1)
+    mixed = wide * columns[-1]
+    for back, column in enumerate(reversed(columns[:-1]), 1):
+        mixed[:, back:] += _of_same(wide[:, : max(x.shape[1] - back, 0)], segments, back) * column
+    return mixed
+
+
+def _of_same(x: Tensor, segments: Tensor | None, back: int) -> Tensor:
+    """Return x `[batch, seq - back, channels]`, zero where a token's segment starts in between."""
+    if segments is None:
+        return x
+    return x * (segments[:, back:] == segments[:, : segments.shape[1] - back])[..., None]
+
+
+def gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, shared: int) -> tuple[Tensor, Tensor]:
+    """Return the strengths of tokens, and in fp32 the logarithms of decays, `[batch, seq, heads]`.
+
+    ba `[batch, seq, 2 heads]` has the numbers of `shared` heads, first their strengths' and then
+    their decays'. arXiv:2405.21060, section 7.1, of the decay.
+    """
+    out: tuple[Tensor, Tensor] = _Gates.apply(ba, a_log, dt_bias, shared)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Gates(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ba: Tensor, a_log: Tensor, dt_bias: Tensor, shared: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ba, a_log, dt_bias)
+        ctx.shared = shared
+        strength, shifted = _both(ba, dt_bias, shared)
+        rate = -widened(a_log).exp()
+        return torch.sigmoid(strength), F.softplus(shifted).mul_(rate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_strength: Tensor, to_decay: Tensor) -> tuple[Tensor | None, ...]:
+        ba, a_log, dt_bias = ctx.saved_tensors
+        strength, shifted = _both(ba, dt_bias, ctx.shared)
+        rate = -widened(a_log).exp()
+        share = torch.sigmoid(strength)
+        to_b = to_strength * share * (1 - share)
+        to_rate = (to_decay * F.softplus(shifted)).sum((0, 1)) * rate
+        to_shifted = to_decay * rate * torch.sigmoid(shifted)
+        parts = [torch.unflatten(x, 2, (-1, ctx.shared)) for x in (to_b, to_shifted.to(ba.dtype))]
+        to_bias = to_shifted.sum((0, 1)).to(dt_bias.dtype)
+        return torch.cat(parts, -1).flatten(2), to_rate.to(a_log.dtype), to_bias, None
+
+
+def _both(ba: Tensor, dt_bias: Tensor, shared: int) -> tuple[Tensor, Tensor]:
+    """Return strengths before their sigmoid, and in fp32 decays before their softplus."""
+    strength, decay = torch.unflatten(ba, 2, (-1, 2, shared)).unbind(3)
+    return strength.flatten(2), widened(decay.flatten(2)) + widened(dt_bias)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps = eps
+        normed = _normed(x, eps)[0].mul_(widened(weight))
+        return returned(normed.mul_(F.silu(widened(gate))).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        normed, scale = _normed(x, ctx.eps)
+        wide = widened(gate)
+        to_both = widened(grad) * normed
+        to_gate = torch.ops.aten.silu_backward(to_both * widened(weight), wide)
+        opened = F.silu(wide)
+        to_weight = to_both.mul_(opened).sum(tuple(range(x.ndim - 1))).to(weight.dtype)
+        del to_both, wide
+        inner = opened.mul_(widened(grad)).mul_(widened(weight))
+        along = (inner * normed).mean(-1, keepdim=True)
+        inner.addcmul_(normed, along, value=-1).mul_(scale)
+        return inner.to(x.dtype), to_gate.to(gate.dtype), to_weight, None
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x `[..., dim]` divided by its root mean square in fp32 at least, and the factor."""
+    wide = widened(x)
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return wide * scale, scale

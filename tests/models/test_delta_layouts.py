@@ -1,0 +1,255 @@
+"""Layers of Gated DeltaNet in layouts: parity with one device, faults that proofs must catch."""
+
+import pytest
+
+from meshwright.bench.memory_breakdown import measure
+from meshwright.comm.groups import open_groups
+from meshwright.comm.wire import WorkCounter
+from meshwright.cost.timeline import timeline
+from meshwright.layout import Layout, broken
+from meshwright.models.delta_net import GatedDeltaNet
+from meshwright.parallel.build import build, seeded
+from meshwright.program.flops import attention_flops
+from meshwright.program.lower import lower
+from meshwright.program.target import Processor, Target, route
+from meshwright.prove.batches import make_batch
+from meshwright.prove.case import Case
+from meshwright.prove.compare import mine, program_of
+from meshwright.prove.conformance import prove_conformance
+from meshwright.prove.kept import not_kept
+from meshwright.prove.parity import check, prove_parity
+from meshwright.prove.shrink import shrink
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+from meshwright.training.update import gradients
+from ranks import on_ranks
+from seeded import without_sums
+
+SIZES = {
+    "family": "qwen3_next",
+    "dim": 32,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 72,
+    "ffn_dim": 48,
+    "experts": 0,
+    "norm_eps": 1e-3,
+    "layer_pattern": [{"delta": True}, {}],
+    "delta_heads": 4,
+    "delta_key_heads": 2,
+    "delta_key_dim": 5,
+    "delta_value_dim": 6,
+    "delta_kernel": 3,
+}
+MODELS = {
+    "dense": SIZES,
+    # More heads of values for one of keys, a longer convolution, most layers recurrent.
+    "wide": {
+        **SIZES,
+        "layer_pattern": [{"delta": True}, {"delta": True}, {"delta": True}, {}],
+        "delta_heads": 12,
+        "delta_key_heads": 4,
+        "delta_value_dim": 3,
+        "delta_kernel": 4,
+        "tie_embeddings": True,
+        "attention_bias": True,
+    },
+    "experts": {
+        **SIZES,
+        "experts": 4,
+        "top_k": 2,
+        "expert_ffn_dim": 24,
+        "shared_ffn_dim": 20,
+    },
+}
+
+
+def case_of(label, model="dense", packed=False, fsdp2=False, **asked):
+    train = TrainSpec(**{"batch": 8, "seq_len": 16, "seed": 3, **asked})
+    layout = Layout.parse(label)
+    return Case(model_spec(**MODELS[model]), train, layout, packed=packed, fsdp2=fsdp2)
+
+
+def proven(world, case):
+    return prove_parity(case, open_groups(case.layout, world), world)
+
+
+def faulty(world, case, fault):
+    return check(case, open_groups(case.layout, world), world, fault=fault)
+
+
+CASES = [
+    case_of("mb4", "wide"),
+    case_of("mb2 recompute-selective", "experts", packed=True),
+    case_of("mb2 recompute-full", "wide", packed=True, seq_len=130),
+    case_of("dp2 mb2", packed=True),
+    case_of("tp2 mb2", "wide"),
+    case_of("tp2 mb2", packed=True, seq_len=70),
+    case_of("tp2 sp mb2 recompute-full", "experts", packed=True),
+    case_of("tp2 sp mb2", "wide", precision="bf16"),
+    case_of("pp2 1f1b mb2", "wide", packed=True),
+    case_of("pp2 interleaved_1f1b v2 mb2", "experts"),
+    case_of("shard2 zero1 ep2 mb2", "experts"),
+    case_of("shard2 zero2 mb2", "wide", precision="bf16"),
+    case_of("shard2 zero3 ep2 mb2 recompute-full", "experts", packed=True),
+    case_of("shard2 zero3 mb2 offload-params", "wide"),
+    case_of("shard2 zero3 mb2", packed=True, fsdp2=True),
+    case_of("mb2 offload-activations", "wide", packed=True),
+    case_of("tp2 dp2 ep2 mb2", "experts"),
+    case_of("pp2 zbv v2 mb1", "experts", packed=True),
+    case_of("mb2", "wide", packed=True, compile=True),
+]
+
+
+@pytest.mark.often(5)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.label, marks=[pytest.mark.slow] * case.train.is_compiled)
+        for case in CASES
+    ],
+)
+def test_a_layout_is_one_device(case):
+    verdicts = on_ranks(case.layout.world, proven, case=case)[0]
+    assert [verdict.claim for verdict in verdicts if not verdict.passed] == []
+
+
+def counted(world, case):
+    """The claims that a rank does not keep to, and the FLOPs of its attention: said and seen."""
+    groups, program = open_groups(case.layout, world), program_of(case, world)
+    failed = [v.claim for v in prove_conformance(case, groups, world) if not v.passed]
+    parallel = build(program, groups, world.device, seeded(case.model, 0))
+    with WorkCounter() as work:
+        gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
+    return failed, attention_flops(program, groups.at["pp"], groups.at["cp"]), work.attention
+
+
+CENSUS = [
+    case_of("mb2", "wide", seq_len=70),
+    case_of("tp2 sp mb2", "experts"),
+    case_of("shard2 zero3 mb2 recompute-full", "wide"),
+    case_of("pp2 1f1b mb2"),
+]
+
+
+@pytest.mark.often(2)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in CENSUS])
+def test_a_program_is_what_its_ranks_do(case):
+    for failed, said, seen in on_ranks(case.layout.world, counted, case=case):
+        assert failed == []
+        assert said == pytest.approx(seen, rel=1e-12)
+
+
+# Widths at which activations and states weigh about the same.
+LARGE = {
+    **SIZES,
+    "dim": 256,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "ffn_dim": 512,
+    "delta_heads": 8,
+    "delta_key_heads": 4,
+    "delta_key_dim": 32,
+    "delta_value_dim": 32,
+    "delta_kernel": 4,
+    "layer_pattern": [{"delta": True}, {"delta": True}, {"delta": True}, {}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("label", "precision"),
+    [
+        ("mb1", "fp32"),
+        ("mb2 recompute-selective", "fp32"),
+        ("mb1 recompute-full", "fp32"),
+        ("mb2", "bf16"),
+        ("tp2 mb2", "fp32"),
+    ],
+)
+def test_the_peak_is_predicted(label, precision):
+    train = TrainSpec(batch=4, seq_len=256, precision=precision)
+    case = Case(model_spec(**LARGE), train, Layout.parse(label))
+    target = Target("cpu", route(train.matmul, Processor()))
+    program = lower(case.model, train, case.optimizer, case.layout, target)
+    for rank, measured in enumerate(on_ranks(case.layout.world, measure, case=case)):
+        assert timeline(program, rank).peak.total == pytest.approx(measured.peak.total, rel=0.03)
+
+
+def layers(parallel):
+    """The recurrent layers of a rank."""
+    blocks = (block for module in parallel.modules.values() for block in module.blocks)
+    return [block.attn for block in blocks if isinstance(block.attn, GatedDeltaNet)]
+
+
+def norm_of_own_heads(parallel):
+    """The gated norm has the gradient of a rank's own heads alone."""
+    without_sums(parallel, ".gated_norm.weight")
+
+
+def documents_run_on(parallel):
+    """States and convolutions pass the borders of documents."""
+    for layer in layers(parallel):
+        forward = layer.forward
+        layer.forward = lambda x, context, forward=forward: forward(
+            x, context._replace(documents=None)
+        )
+
+
+def wrong_heads(parallel):
+    """A rank's decays are those of the other rank's heads."""
+    for layer in layers(parallel):
+        layer.local = lambda parameter, local=layer.local: local(parameter).flip(0)
+
+
+FAULTS = [
+    (norm_of_own_heads, case_of("tp2 mb2")),
+    (documents_run_on, case_of("mb2", packed=True)),
+    (wrong_heads, case_of("tp2 mb2", "wide")),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"), [pytest.param(*one, id=one[0].__name__) for one in FAULTS]
+)
+def test_faults_are_caught(fault, case):
+    verdicts = on_ranks(case.layout.world, faulty, case=case, fault=fault)[0]
+    assert any(not verdict.passed for verdict in verdicts)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_published_model_is_proven_by_a_small_one_with_all_it_has(tp):
+    model = model_spec(preset="qwen3-next-80b-a3b", n_kv_heads=4)
+    train = TrainSpec(batch=8, seq_len=64)
+    layout = Layout.parse(f"tp{tp} mb2" if tp > 1 else "mb2")
+    for small in shrink(model, train, layout):
+        assert small.model.has_delta
+        assert small.model.delta_key_heads % small.layout.tp == 0
+        lost = not_kept(Case(model, train, layout), small)
+        assert [name for name in lost if "recurrence" in name] == []
+
+
+def test_layouts_that_cut_states_or_heads_are_refused():
+    model, train = model_spec(**SIZES), TrainSpec(batch=8, seq_len=16)
+    assert "layout.cp = 2 shares a sequence" in broken(model, train, Layout.parse("cp2-ring"))
+    rule = broken(model_spec(**{**SIZES, "n_kv_heads": 4}), train, Layout.parse("tp4"))
+    assert rule == "layout.tp = 4 must divide model.delta_key_heads = 2"
+    halves = TrainSpec(batch=8, seq_len=16, precision="bf16", fp8=True)
+    assert "train.fp8 = true has no Gated DeltaNet" in broken(model, halves, Layout.parse("mb1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"delta_key_heads": 3}, "delta_key_heads = 3 must divide"),
+        ({"delta_kernel": 0}, r"need model\.delta_kernel of at least 1"),
+        ({"lora": {"rank": 2, "alpha": 4.0}}, "adapters of Gated DeltaNet"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, why):
+    fields = model_spec(**SIZES).model_dump()
+    with pytest.raises(ValueError, match=why):
+        ModelSpec(**{**fields, **change})
