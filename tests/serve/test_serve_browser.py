@@ -131,9 +131,10 @@ def test_fields_pins_and_what_an_old_answer_looks_like(opened):
     shown.fill("[name='layout.dp_replicate']", "2")
     drawn(shown, 2)
     assert "dp2" in best(shown)
+    shown.fill("[name='layout.dp_replicate']", "")
     shown.fill("[name='cluster.price']", "2.5")
     shown.fill("[name=tokens]", "300B")
-    shown.wait_for_selector("#curve th:has-text('days for 300B')")
+    shown.wait_for_selector("#curve th:has-text('days for 300B')", timeout=60_000)
     assert shown.locator("#curve th", has_text="cost").count() == 1
     faded = "() => Number(getComputedStyle(document.getElementById('results')).opacity)"
     assert shown.evaluate(faded) == 1
