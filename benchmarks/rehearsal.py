@@ -1,7 +1,8 @@
 """Rehearse layouts and seeded faults on the stand-in for a GPU, and write what was checked.
 
-Run as `python -m benchmarks.rehearsal --page docs/records/gpu-rehearsal.md`. Without a page: `--only TEXT`
-for the kinds whose words have a text, `--random N --seed S` for layouts as `prove --random` has.
+Run as `python -m benchmarks.rehearsal --page docs/records/gpu-rehearsal.md`. Without a page,
+`--only TEXT` for the kinds whose words have a text, `--random N --seed S` for layouts as
+`prove --random` has.
 """
 
 from __future__ import annotations
