@@ -112,6 +112,7 @@ TP, EP = ("layout.tp=2",), ("layout.dp_shard=2", "layout.zero=1", "layout.ep=2")
 PP = ("layout.pp=2", "train.batch=16")
 MIXTURE = ("model.preset=mixtral-8x7b",)
 LATENT = ("model.preset=deepseek-v3",)
+RECURRENT = ("model.preset=qwen3-next-80b-a3b",)
 GPT_OSS = ("model.preset=gpt-oss-20b",)
 LORA = ("lora.rank=4",)
 WSD = ("optimizer.schedule=wsd",)
@@ -189,6 +190,9 @@ CHANGES = {
     "model.qk_nope_head_dim": (LATENT, (*LATENT, "model.qk_nope_head_dim=64")),
     "model.qk_rope_head_dim": (LATENT, (*LATENT, "model.qk_rope_head_dim=128")),
     "model.v_head_dim": (LATENT, (*LATENT, "model.v_head_dim=256")),
+    "model.delta_heads": (RECURRENT, (*RECURRENT, "model.delta_heads=16")),
+    "model.delta_key_heads": (RECURRENT, (*RECURRENT, "model.delta_key_heads=1")),
+    "model.delta_kernel": (RECURRENT, (*RECURRENT, "model.delta_kernel=2")),
     "model.dropout": ((), ("model.dropout=0.1",)),
     "model.init_std": ((), ("model.init_std=0.01",)),
     "data.packing": ((), ("data.packing=documents",)),
@@ -270,6 +274,7 @@ CHANGES = {
 FIXED = {
     *("norm", "norm_placement", "norm_plus_one", "gated_mlp", "qk_norm", "output_bias"),
     *("attention_sinks", "expert_bias", "shared_gate", "router_scores", "rope_interleave"),
+    "attention_gate",
 }
 
 
