@@ -165,6 +165,19 @@ _ROUTED: Final = {
     "dense_layers": 1,
     "routed_scale": 0.7,
 }
+# Heads of values that share one of keys; a convolution across the seams of chunks and documents.
+# The first tokens read next to nothing from a state: a norm of it with a small epsilon would
+# amplify rounding.
+_RECURRENT: Final = {
+    "norm_eps": 1e-3,
+    "layer_pattern": [{"delta": True}, {"delta": True}, {}],
+    "delta_heads": 12,
+    "delta_key_heads": 4,
+    "delta_key_dim": 5,
+    "delta_value_dim": 6,
+    "delta_kernel": 3,
+    "rotary_pct": 0.5,
+}
 # Each in every axis, apart from the kinds above, whose turns stay as they are.
 NEWER_KINDS: Final = (
     Kind("seed_oss", packed=True, flags={**_ODD, "output_bias": True}),
@@ -173,6 +186,12 @@ NEWER_KINDS: Final = (
     Kind("glm4_moe", flags={**_ROUTED, "qk_norm": "head", "rotary_pct": 0.5}, asked=_MOVED),
     Kind("dots1", packed=True, flags={**_ROUTED, **_ODD}, asked={**_EVEN, **_MOVED}),
     Kind("minimax_m2", flags={"experts": 4, "top_k": 2, "rotary_pct": 0.5}, asked=_MOVED),
+    Kind("qwen3_next", packed=True, flags={**_RECURRENT, "experts": 0}),
+    Kind(
+        "qwen3_next",
+        flags={**_RECURRENT, "experts": 6, "top_k": 2, "expert_ffn_dim": 24, "shared_ffn_dim": 20},
+        asked=_EVEN,
+    ),
 )
 # Inputs of which tp cuts whole blocks.
 _BLOCKS: Final = {"head_dim": 32, "ffn_dim": 256}

@@ -76,7 +76,7 @@ _OF_ADAPTERS: Final = {2: 12, 4: 18, 8: 0, 16: 0}
 _OF_NEWER: Final = {
     2: ("dp2 mb1", "tp2 sp mb1", "pp2 1f1b mb1", "cp2-ring mb1", "shard2 zero3 mb1"),
     4: ("dp2 tp2 mb1", "shard2 zero3 pp2 1f1b mb1", "cp2-ulysses tp2 sp mb1"),
-    8: (),
+    8: ("dp2 tp2 sp pp2 1f1b mb1",),
     16: (),
 }
 # And how many with ZeRO to FSDP2, which GPUs take for it: the others sum by themselves on CPUs.
