@@ -37,7 +37,8 @@ ABSENT = {
     r"no other implementation": [],
     r"states in 8 bits|state_dtype is fp32 or bf16": ["optimizer.state_dtype=*[!26]"],
     r"weight decay stays the same": ["optimizer.*decay_end*", "optimizer.*decay_schedule*"],
-    r"one rate for all weights": ["optimizer.*_lr", "optimizer.lr_*", "optimizer.groups*"],
+    r"have one rate": ["optimizer.*_lr", "optimizer.lr_*"],
+    r"to the same share": ["optimizer.*min_lr", "optimizer.lowest*"],
     r"no [^;]*decay\b|see optimizer.schedule": [
         "optimizer.schedule=*exp*",
         "optimizer.schedule=*sq*",
