@@ -19,7 +19,7 @@ from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.program.lower import lower
 from meshwright.program.optimizer import saved_bytes
-from meshwright.prove.case import Case
+from meshwright.prove.case import GROUPED, Case
 from meshwright.prove.draw import draw
 from meshwright.simulate.dry_run import dry_run
 from meshwright.spec.optimizers import OPTIMIZERS
@@ -33,13 +33,15 @@ from ranks import on_ranks
 SPECS = [
     *(OptimizerSpec(name=name) for name in OPTIMIZERS),
     OptimizerSpec(name="sgd", momentum=0.9),
+    OptimizerSpec(name="muon", groups=GROUPED.groups),
     OptimizerSpec(state_dtype="bf16"),
     OptimizerSpec(state_dtype="bf16", rounding="stochastic"),
 ]
 
 
 def label_of(spec: OptimizerSpec) -> str:
-    return f"{spec.name} {spec.momentum:g} {spec.state_dtype} {spec.rounding}"
+    groups = f" {len(spec.groups)} groups" if spec.groups else ""
+    return f"{spec.name} {spec.momentum:g} {spec.state_dtype} {spec.rounding}{groups}"
 
 
 CASES = draw(48, 40, worlds=(2, 3, 4, 6))

@@ -10,6 +10,7 @@ from meshwright.prove.kept import NOT_PROVEN, PROPERTIES, PROVEN, not_kept, not_
 from meshwright.prove.kept import why_not_proven as why
 from meshwright.prove.shrink import shrink
 from meshwright.runtime.machines.machine import detect
+from meshwright.spec.groups import GroupSpec
 from meshwright.spec.loading import KEYS, SECTIONS, load_config
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
@@ -17,6 +18,10 @@ from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 # In half precision, a CPU's own kernel serves short rows, and PyTorch's long ones alone.
 LOST = {"PyTorch's attention"}
+
+
+# The pattern of a layer that small models lack, and one of all models.
+GROUPS = (GroupSpec(match="layers.11.*", lr_scale=0.5), GroupSpec(match="*norm*", lr_scale=0))
 
 
 def preset_model(name):
@@ -74,6 +79,7 @@ def random_case(random, presets):
         name=random.choice(("adamw", "sgd")),
         momentum=random.choice((0, 0.9)),
         weight_decay=random.choice((0, 0.1)),
+        groups=random.choice(((), GROUPS)),
         schedule=random.choice(("cosine", "linear", "wsd", "constant")),
         warmup_steps=random.choice((0, 1, 2, 20)),
         schedule_steps=random.choice((None, None, 10, 100, 300)),
@@ -219,6 +225,7 @@ CHANGES = {
     "optimizer.lr": ((), ("optimizer.lr=1",)),
     "optimizer.betas": ((), ("optimizer.betas=[0.9,0.999]",)),
     "optimizer.weight_decay": ((), ("optimizer.weight_decay=0",)),
+    "optimizer.groups": ((), ('optimizer.groups=[{match="embed*", lr_scale=0.5}]',)),
     "optimizer.state_dtype": ((), ("optimizer.state_dtype=bf16",)),
     "optimizer.rounding": (BF16, (*BF16, "optimizer.rounding=stochastic")),
     "optimizer.momentum": (SGD, (*SGD, "optimizer.momentum=0.9")),

@@ -11,6 +11,7 @@ swift/megatron/arguments/megatron_args.py.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -241,6 +242,21 @@ def _read_fp8(source: ImportSource) -> None:
         source.ignore(key, "of delayed scaling")
 
 
+def _read_ends_rate(source: ImportSource, lr: float, ratio: float) -> None:
+    """Take the rate of embedding and head, which falls to as large a share as the others'."""
+    ends_lr = source.number("decoupled-lr", 0.0)
+    if ends_lr <= 0:
+        return
+    is_tied = source.get("untie-embeddings-and-output-weights") is not True
+    names = ("embed.weight",) if is_tied else ("embed.weight", "head.weight")
+    scale = round(ends_lr / lr, 12)
+    groups = [{"match": name, "lr_scale": scale} for name in names]
+    source.translate("decoupled-lr", {"optimizer.groups": groups}, f"of lr = {lr:g}")
+    lowest = source.number("decoupled-min-lr", ratio * ends_lr)
+    if math.isclose(lowest, ratio * ends_lr, rel_tol=1e-6):
+        source.honour("decoupled-min-lr", note="the share of decoupled-lr that min-lr is of lr")
+
+
 def _read_states(source: ImportSource) -> None:
     """Refuse moments of two dtypes; the table has those of one."""
     keys = ("exp-avg-dtype", "exp-avg-sq-dtype")
@@ -296,6 +312,7 @@ def _read_schedule(source: ImportSource) -> None:
         source.translate("min-lr", {"optimizer.min_lr_ratio": ratio}, f"of lr = {lr:g}")
         if "min-lr" not in source.values:
             source.fill("optimizer.min_lr_ratio", 0.0, "Megatron's default of min-lr is 0")
+        _read_ends_rate(source, lr, ratio)
     if source.get("optimizer") == "sgd" and "sgd-momentum" not in source.values:
         source.fill("optimizer.momentum", 0.9, "Megatron's default of sgd-momentum")
     if source.get("lr-decay-style") == "WSD":

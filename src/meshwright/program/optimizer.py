@@ -1,7 +1,10 @@
-"""What the optimizer keeps of each parameter, as the program says it."""
+"""What the optimizer keeps of each parameter, and how it updates it, as the program says it."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from meshwright.spec.groups import group_of
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.optimizers import OPTIMIZERS, UpdateRule
 from meshwright.spec.parts import Part, parts
@@ -13,6 +16,26 @@ _FP32 = 4
 def rule_of(spec: OptimizerSpec, part: Part) -> UpdateRule:
     """Return how a config's optimizer updates a parameter."""
     return OPTIMIZERS[spec.name].rule_of(part)
+
+
+class Settings(NamedTuple):
+    """The factor of the learning rate of a parameter, and its weight decay."""
+
+    lr_scale: float
+    weight_decay: float
+
+
+def settings_of(spec: OptimizerSpec, part: Part) -> Settings:
+    """Return the settings of a parameter: those of the first group of the config that it matches.
+
+    Where that has no decay of its own, matrices have that of the config. Biases, norms and sinks
+    have none, and the biases of experts are no matrix: they are a vector for each expert.
+    """
+    group = group_of(spec.groups, part.name)
+    decay = spec.weight_decay if part.is_matrix else 0.0
+    if group is None:
+        return Settings(1.0, decay)
+    return Settings(group.lr_scale, decay if group.weight_decay is None else group.weight_decay)
 
 
 def needs_matrices(spec: OptimizerSpec) -> bool:

@@ -9,12 +9,21 @@ from typing import Any, Final
 
 from meshwright.layout import Layout
 from meshwright.parsing import parse_json
+from meshwright.spec.groups import GroupSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 # Those of the table and of random layouts.
 ADAMW: Final = OptimizerSpec(name="adamw", warmup_steps=2)
 SGD: Final = OptimizerSpec(name="sgd", momentum=0.5, warmup_steps=2)
+GROUPED: Final = OptimizerSpec(
+    warmup_steps=2,
+    groups=(
+        GroupSpec(match="layers.0.*", lr_scale=0.5),
+        GroupSpec(match="*norm*", lr_scale=2.0, weight_decay=0.1),
+        GroupSpec(match="embed.weight", weight_decay=0.0),
+    ),
+)
 
 
 _SPECS: Final[Mapping[str, Any]] = {

@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.rules import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
-from meshwright.prove.case import ADAMW, SGD, Case
+from meshwright.prove.case import ADAMW, GROUPED, SGD, Case
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import Family
 from meshwright.spec.lora import DOWN, JOINED, JOINT, Lora, own_layers, target_names
@@ -39,7 +39,7 @@ _BOOLS: Final = (False, True)
 # A choice that is there twice is dealt twice as often.
 _ZERO_OF_NONE: Final = (0, 0, 0, 0, 1, 2, 3)
 _OFFLOADS: Final = ("none", "none", "none", "optimizer", "params", "activations")
-_OPTIMIZERS: Final = (ADAMW, ADAMW, SGD)
+_OPTIMIZERS: Final = (ADAMW, GROUPED, SGD)
 _ONE_IN_FIVE: Final = (*4 * (False,), True)
 _PRECISIONS: Final = ("fp32", "fp32", "fp32", "bf16", "fp16")
 _ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)

@@ -15,8 +15,10 @@ from typing import Any, Final
 
 from meshwright.program.attention import BLOCK, ScoreBounds, by_blocks
 from meshwright.prove.case import Case
+from meshwright.spec.groups import empty_group
 from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec, padded
+from meshwright.spec.parts import parts
 
 Property = Callable[[Case], bool]
 # More bits than this, and bf16 rounds a factor.
@@ -149,6 +151,9 @@ PROPERTIES: Final[Mapping[str, Property]] = {
     "clipping": lambda c: c.train.clip_norm > 0,
     "momentum": lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum > 0,
     "weight decay": lambda c: c.optimizer.weight_decay > 0,
+    "parameters in each group of the optimizer": (
+        lambda c: len(c.optimizer.groups) > 0 and _has_all_groups(c)
+    ),
     "a warm-up of several steps": lambda c: c.optimizer.warmup_steps > 1,
     "steps after the warm-up": lambda c: c.steps > c.optimizer.warmup_steps + 1,
     "a rate that falls over several steps": lambda c: _falls(c) > 1,
@@ -158,6 +163,11 @@ PROPERTIES: Final[Mapping[str, Property]] = {
     "steps after the schedule": lambda c: c.steps > _last(c),
     "a schedule that goes on after the last step": lambda c: c.steps < _last(c),
 }
+
+
+def _has_all_groups(case: Case) -> bool:
+    names = [part.name for part in parts(case.model) if part.trained]
+    return empty_group(case.optimizer.groups, names) is None
 
 
 def _is_rounded(factor: float) -> bool:

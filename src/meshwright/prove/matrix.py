@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.prove.case import ADAMW, SGD, Case
+from meshwright.prove.case import ADAMW, GROUPED, SGD, Case
 from meshwright.prove.kinds import ADAPTED_KINDS, EXPERT_KINDS, KINDS, NEWER_KINDS, Kind
 from meshwright.prove.refused import refused
 from meshwright.spec.families import FAMILIES
@@ -48,7 +48,7 @@ _OFFLOADS: Final[tuple[Offload, ...]] = (
     *("none", "none", "optimizer", "none", "params", "none", "activations"),
     *("none", "optimizer", "params", "none", "params", "activations"),
 )
-_OPTIMIZERS: Final = (ADAMW, ADAMW, ADAMW, SGD)
+_OPTIMIZERS: Final = (ADAMW, GROUPED, ADAMW, SGD)
 # Microbatches of 640 tokens, three of them: the head takes a part of them at a time.
 _LONG: Final = {
     2: "tp2 mb5",

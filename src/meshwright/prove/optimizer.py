@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ Tensors = Mapping[str, Tensor]
 class Updates:
     """AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum, Muon or Lion; with AdamW's decay.
 
-    Norms, sinks, convolutions and biases do not decay, also those of experts. Lion's signs jump at
-    zero, and states in bf16 between two numbers. A layout may be on either side: `tilt` is a share
-    of a direction's root mean square, or of a state, by which this one is on one side.
+    Norms, sinks, convolutions and biases do not decay, also those of experts, unless a group says
+    so. Lion's signs jump at zero, and states in bf16 between two numbers. A layout may be on either
+    side: `tilt` is a share of a direction's root mean square, or of a state, by which this one is
+    on one side.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class Updates:
 
     def step(self, gradients: Tensors, step: int) -> None:
         """Update the master weights; steps count from 0."""
-        spec, rate = self._spec, rate_of(step + 1, self._steps, self._spec)
+        spec, base_rate = self._spec, rate_of(step + 1, self._steps, self._spec)
         for name, master in self._masters.items():
             gradient, kind = gradients[name], self._kinds[name]
-            if _is_matrix(name, master):
-                master.mul_(1 - rate * spec.weight_decay)
+            scale, decay = self._settings(name, master)
+            rate = base_rate * scale
+            master.mul_(1 - rate * decay)
             if kind == "sgd":
                 self._first[name] = spec.momentum * self._first[name] + gradient
                 master.sub_(rate * self._first[name])
@@ -69,6 +72,15 @@ class Updates:
                 master.sub_(rate * self._sign(name, gradient))
             else:
                 master.sub_(rate * self._adaptive(name, gradient, step + 1))
+
+    def _settings(self, name: str, weight: Tensor) -> tuple[float, float]:
+        """Return a parameter's factor of the rate and its decay, as `docs/config.md` defines it."""
+        decay = self._spec.weight_decay if _is_matrix(name, weight) else 0.0
+        for group in self._spec.groups:
+            if fnmatchcase(name, group.match):
+                stated = group.weight_decay
+                return group.lr_scale, decay if stated is None else stated
+        return 1.0, decay
 
     def _sign(self, name: str, gradient: Tensor) -> Tensor:
         """Return Lion's direction: arXiv:2302.06675, algorithm 2."""

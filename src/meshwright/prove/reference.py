@@ -34,6 +34,7 @@ from meshwright.prove.oracle import loss_sum, streams
 from meshwright.prove.oracle_routers import Routed, router_losses
 from meshwright.prove.packed import packed
 from meshwright.prove.weights import whole_buffers, whole_weights
+from meshwright.spec.groups import GroupSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec
 
@@ -42,6 +43,8 @@ Tensors = Mapping[str, Tensor]
 # Rate and decay: each part of an update moves weights by far more than their rounding.
 _RATE: Final = 2e-3
 _DECAY: Final = 1.0
+# Limits of a group's factor of the rate; its decay is the latter times that of the others.
+_LEAST, _MOST = 0.25, 4.0
 # The first sample of the noise starts from the weights themselves. For the others this share of the
 # weights is moved by one rounding of the case's precision, so that each operation rounds anew.
 _MOVED: Final = 1 / 16
@@ -194,7 +197,8 @@ class _Computed(NamedTuple):
         size = eps if case.optimizer.name == "sgd" else 1.0  # SGD does not divide by it
         decay = _DECAY * size if case.optimizer.weight_decay else 0.0
         scaled = {"lr": _RATE / size, "eps": eps, "weight_decay": decay}
-        optimizer = case.optimizer.model_copy(update=scaled)
+        groups = tuple(_visible(group, _DECAY * size) for group in case.optimizer.groups)
+        optimizer = case.optimizer.model_copy(update={**scaled, "groups": groups})
         return cls(case, optimizer, norm / 2 if case.train.clip_norm else 0.0)
 
     def exact(self) -> Steps:
@@ -210,6 +214,17 @@ class _Computed(NamedTuple):
             exact, *rounded = (replace(steps, moments=()) for steps in (exact, *rounded))
         start = whole_weights(self.case.model, self.case.train.seed)
         return Reference(start, self.optimizer, self.clip_norm, tuple(rounded), exact, noises)
+
+
+def _visible(group: GroupSpec, decay: float) -> GroupSpec:
+    """Return a group whose rate does not drown the others, and whose decay is none of theirs.
+
+    What is nothing stays so.
+    """
+    update = {"lr_scale": min(max(group.lr_scale, _LEAST), _MOST) if group.lr_scale else 0.0}
+    if group.weight_decay is not None:
+        update["weight_decay"] = _MOST * decay if group.weight_decay else 0.0
+    return group.model_copy(update=update)
 
 
 def _noises(rounded: Steps, exact: Steps) -> Iterator[float]:

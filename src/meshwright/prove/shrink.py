@@ -6,6 +6,7 @@ What a reduction must keep is stated in `prove.kept`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations
@@ -17,6 +18,7 @@ from meshwright.program.attention import BLOCK, SHORTEST, ScoreBounds, by_blocks
 from meshwright.prove.case import Case
 from meshwright.prove.kept import why_not_proven
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.groups import GroupSpec
 from meshwright.spec.lora import NF4_BLOCK
 from meshwright.spec.model import OF_PADDING, VOCAB_MULTIPLE, LayerSpec, ModelSpec, padded
 from meshwright.spec.rotary import RopeScaling
@@ -87,7 +89,7 @@ def shrink(
         small_model = _small_model(model, small, scaling, kinds, **flags)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
-        small_optimizer = _small_optimizer(optimizer, train.steps)
+        small_optimizer = _small_optimizer(optimizer, train.steps, small_model.n_layers)
         cases.append(
             Case(small_model, small_train, small, packed, _STEPS, small_optimizer, chat=chat)
         )
@@ -161,15 +163,17 @@ def _row(model: ModelSpec, train: TrainSpec, layout: Layout) -> int:
     return shortest
 
 
-def _small_optimizer(spec: OptimizerSpec, steps: int) -> OptimizerSpec:
+def _small_optimizer(spec: OptimizerSpec, steps: int, layers: int) -> OptimizerSpec:
     """Return the optimizer with a schedule of few steps that has the same phases.
 
-    Its rate, `eps` and decay are defaults: a proof scales them to the gradients.
+    Its rate, `eps` and decay are defaults: a proof scales them to the gradients. Groups of a layer
+    that a model of so many `layers` lacks are those of another one.
     """
     plain = {name: OptimizerSpec.model_fields[name].default for name in ("lr", "eps")}
     if spec.weight_decay:
         plain["weight_decay"] = OptimizerSpec.model_fields["weight_decay"].default
     update: dict[str, Any] = {**plain, "warmup_steps": min(spec.warmup_steps, _WARMUP)}
+    update["groups"] = tuple(_small_group(group, layers) for group in spec.groups)
     last = _STEPS
     if spec.schedule_steps is not None:
         last += (spec.schedule_steps > steps) - (spec.schedule_steps < steps)
@@ -178,6 +182,11 @@ def _small_optimizer(spec: OptimizerSpec, steps: int) -> OptimizerSpec:
         falls = spec.decay_steps or max((spec.schedule_steps or steps) // 5, 1)
         update["decay_steps"] = min(falls, _DECAY)
     return spec.model_copy(update=update)
+
+
+def _small_group(group: GroupSpec, layers: int) -> GroupSpec:
+    match = re.sub(r"(?<=layers\.)\d+", lambda number: f"{int(number[0]) % layers}", group.match)
+    return group.model_copy(update={"match": match})
 
 
 def _microbatches(layout: Layout, asked: int) -> int:

@@ -57,13 +57,30 @@ def _alternatives(annotation: Any) -> Iterator[str]:
         yield from map(shown, inner)
     elif origin is tuple:
         count = "" if inner[-1] is Ellipsis else f"{len(inner)} "
-        yield f"a list of {count}{_WORDS.get(inner[0], _NUMBER)[1]}"
+        yield f"a list of {count}{_plural(inner[0])}"
     elif annotation is bool:
         yield from ("true", "false")
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    elif is_table(annotation):
         yield "a table"
     elif annotation is not NoneType:
         yield _WORDS.get(annotation, _NUMBER)[0]
+
+
+def is_table(annotation: Any) -> bool:
+    """Whether a key of this type has a table as its value."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the specs of the tables that a key accepts, by itself or in a list."""
+    if is_table(annotation):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from tables_in(inner)
+
+
+def _plural(annotation: Any) -> str:
+    return "tables" if is_table(annotation) else _WORDS.get(annotation, _NUMBER)[1]
 
 
 def shown(value: Any) -> str:

@@ -15,11 +15,13 @@ from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.files import read_text
 from meshwright.parsing import parse_json, parse_toml, printable
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.groups import empty_group
 from meshwright.spec.hf import refuse_model_type
-from meshwright.spec.kinds import Spec, is_of_kind, kind_of, shown
+from meshwright.spec.kinds import Spec, is_of_kind, kind_of, shown, tables_in
 from meshwright.spec.lora import LoraSection
 from meshwright.spec.meant import ELSEWHERE, meant, within
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parts
 from meshwright.spec.peft import read_adapter_config
 from meshwright.spec.presets import LOCAL, check_device, check_link, full_device_name, preset_of
 from meshwright.spec.resolve import (
@@ -259,9 +261,20 @@ def build_config(stated: dict[str, Values], *, plans: bool = False) -> Config:
         for key in KEYS[name]:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
     config = Config.model_validate({**sections, "origins": origins})
+    _check_groups(config)
     if not plans and config.model.planned is not None:
         raise ConfigError(_planned_only(config))
     return config
+
+
+def _check_groups(config: Config) -> None:
+    """Refuse groups of the optimizer that have none of the model's trained parameters."""
+    if not config.optimizer.groups:
+        return
+    names = [part.name for part in parts(config.model) if part.trained]
+    reason = empty_group(config.optimizer.groups, names, config.origins["optimizer.groups"])
+    if reason is not None:
+        raise ConfigError(reason)
 
 
 def _planned_only(config: Config) -> str:
@@ -552,17 +565,23 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     key = str(error["loc"][0])
     setting = values.get(key)
     where = f" ({setting.origin})" if setting else ""
-    if setting and is_of_kind(error):
-        kind = kind_of(SECTIONS[section].model_fields[key].annotation)
-        if kind != "a table" or len(error["loc"]) == 1:  # else it is a key inside
+    field = SECTIONS[section].model_fields.get(key)
+    tables = list(tables_in(field.annotation)) if field else []
+    is_inside = bool(tables) and any(isinstance(place, str) for place in error["loc"][1:])
+    if setting and field and is_of_kind(error):
+        kind = kind_of(field.annotation)
+        if not is_inside:
             message = f"{section}.{key} = {shown(setting.value)}{where} must be {kind}"
-            field = SECTIONS[section].model_fields[key]
             return refusal(message, legal=meant(f"{section}.{key}", setting.value, field))
     name = ".".join([section, *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{name} is missing"
     if error["type"] == "extra_forbidden":
-        return refusal(f"unknown key {name} ({setting.origin if setting else 'default'})")
+        known = [inner for table in tables for inner in table.model_fields]
+        legal = nearest(str(error["loc"][-1]), known)
+        return refusal(
+            f"unknown key {name} ({setting.origin if setting else 'default'})", legal=legal
+        )
     if error["type"] == "value_error" and "ctx" in error:
         return str(error["ctx"]["error"])
     rule = error["msg"][0].lower() + error["msg"][1:]

@@ -15,7 +15,8 @@ from pydantic import (
 )
 
 from meshwright.errors import nearest, refusal
-from meshwright.spec.kinds import LARGEST, Spec
+from meshwright.spec.groups import GroupSpec
+from meshwright.spec.kinds import LARGEST, Spec, as_tuple
 from meshwright.spec.model import MOST_LAYERS
 from meshwright.spec.optimizers import OPTIMIZERS, StateDtype
 from meshwright.units import parse_bytes
@@ -253,7 +254,8 @@ class OptimizerSpec(Spec):
     differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
     to matrices only: not to norms, biases (also those of experts) and sinks. AdamW keeps its
     moments in `state_dtype`, and updates them in fp32. With stochastic `rounding`, a moment between
-    two numbers of bf16 is rounded up as often as it is near the upper one.
+    two numbers of bf16 is rounded up as often as it is near the upper one. `groups` change the rate
+    and the decay of parameters by their names; of several that match, the first one counts.
 
     Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
     `ns_precision`. `scale` multiplies its rate: "original" by the root of rows over columns, if
@@ -266,6 +268,7 @@ class OptimizerSpec(Spec):
     betas: Annotated[tuple[float, float], BeforeValidator(_tuple)] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
+    groups: Annotated[tuple[GroupSpec, ...], BeforeValidator(as_tuple)] = ()
     state_dtype: StateDtype = "fp32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     momentum: float = Field(default=0.0, ge=0, lt=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
-from meshwright.program.optimizer import rule_of
+from meshwright.program.optimizer import Settings, rule_of, settings_of
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.parts import Part
 from meshwright.spec.training import OptimizerSpec
@@ -24,27 +24,26 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return a config's optimizer over parameters or shards of them; `parts` says what each one is.
 
-    Weight decay is decoupled (arXiv:1711.05101) and applies to matrices. Biases, norms, sinks and
-    convolutions are not decayed, and the biases of experts are no matrix: they are a vector for
-    each expert.
-    Without `matrices`, parameters are whole. Raises `ValueError` for shards of matrices that the
-    optimizer needs whole.
+    Weight decay is decoupled (arXiv:1711.05101). Without `matrices`, parameters are whole. Raises
+    `ValueError` for shards of matrices that the optimizer needs whole.
     """
     pairs = list(zip(parameters, parts, strict=True))
     if matrices is None:
         _check_whole(pairs, spec)
     groups = []
     for rule in OPTIMIZERS[spec.name].rules:
-        of_rule = [pair for pair in pairs if rule_of(spec, pair[1]) is rule]
-        decayed = [parameter for parameter, part in of_rule if part.is_matrix]
-        undecayed = [parameter for parameter, part in of_rule if not part.is_matrix]
-        groups += [
-            ParameterGroup(rule, spec.weight_decay, decayed),
-            ParameterGroup(rule, 0.0, undecayed),
-        ]
+        by_settings: dict[Settings, list[nn.Parameter]] = {}
+        for parameter, part in pairs:
+            if rule_of(spec, part) is rule:
+                by_settings.setdefault(settings_of(spec, part), []).append(parameter)
+        groups += [ParameterGroup(rule, *entry) for entry in by_settings.items()]
     # A pipeline rank may have nothing to train: adapters on experts, and only dense layers.
-    groups = [group for group in groups if group.parameters] or groups[:1]
-    return BUILDERS[spec.name](groups, spec, matrices or WholeMatrices())
+    if not groups:
+        rule = OPTIMIZERS[spec.name].rules[0]
+        groups = [ParameterGroup(rule, Settings(1.0, spec.weight_decay), [])]
+    optimizer = BUILDERS[spec.name](groups, spec, matrices or WholeMatrices())
+    set_learning_rate(optimizer, spec.lr)
+    return optimizer
 
 
 def _check_whole(pairs: Sequence[tuple[nn.Parameter, Part]], spec: OptimizerSpec) -> None:
@@ -75,6 +74,6 @@ def step_scaled(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group: so many times the group's own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]

@@ -50,7 +50,7 @@ def nearest_folder(path: Path) -> Path:
 _OF_SCHEDULE = ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "schedule_steps")
 _OF_STEPS = {
     "optimizer": (
-        *("betas", "eps", "weight_decay", "momentum"),
+        *("betas", "eps", "weight_decay", "groups", "momentum", "state_dtype", "rounding"),
         *("nesterov", "ns_steps", "ns_precision", "scale"),
     ),
     "train": ("precision", "fp8", "loss_scale", "reduce_dtype", "clip_norm", "nonfinite"),
@@ -192,7 +192,7 @@ def _change_note(before: Config, current: Config, done: int) -> str | None:
     changed = []
     for section, keys in _OF_STEPS.items():
         for key in keys:
-            old, new = (getattr(getattr(config, section), key) for config in (before, current))
+            old, new = (getattr(config, section).model_dump()[key] for config in (before, current))
             if old != new:
                 changed.append(f"{section}.{key} was {old}, is {new}")
     return f"from step {done + 1} on: {'; '.join(changed)}" if changed else None

@@ -1,4 +1,4 @@
-"""What a builder of an optimizer gets: parameters in groups, each with one rule and one decay."""
+"""What a builder of an optimizer gets: parameters in groups, of one rule and settings each."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
+from meshwright.program.optimizer import Settings
 from meshwright.spec.optimizers import UpdateRule, rows_of_piece
 from meshwright.spec.training import OptimizerSpec
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters, or shards of them, that one rule updates with one weight decay."""
+    """Parameters, or shards of them, that one rule updates with the same settings."""
 
     rule: UpdateRule
-    weight_decay: float
+    settings: Settings
     parameters: Sequence[nn.Parameter]
 
     def as_torch(self) -> dict[str, Any]:
-        """Return the group as torch's optimizers take it."""
-        return {"params": list(self.parameters), "weight_decay": self.weight_decay}
+        """Return the group as torch's optimizers take it; `set_learning_rate` reads `lr_scale`."""
+        return {"params": list(self.parameters), **self.settings._asdict()}
 
 
 Builder = Callable[[Sequence[ParameterGroup], OptimizerSpec, WholeMatrices], torch.optim.Optimizer]
