@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 DENSE = (
@@ -9,6 +10,15 @@ DENSE = (
     *("smollm3", "exaone4", "cohere2", "apertus"),
 )
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "glm4_moe", "dots1")
+
+ACCELERATE = (
+    {"ddp": 2},
+    {"ddp": 4},
+    {"fsdp_version": 2, "dp_shard_size": 2, "reshard_after_forward": True},
+    {"fsdp_version": 2, "dp_shard_size": 2, "reshard_after_forward": False},
+    {"fsdp_version": 2, "dp_shard_size": 4, "reshard_after_forward": True},
+    {"fsdp_version": 2, "dp_replicate_size": 2, "dp_shard_size": 2},
+)
 
 
 def case(
@@ -30,16 +40,27 @@ def cases() -> list[dict[str, Any]]:
     for family in (*DENSE, *MIXTURES):
         for microbatches in (1, 2):
             found.append(case("transformers", family, {"tp_size": 2}, microbatches))
+            both = {"fsdp_size": 2, "tp_size": 2}
+            found.append(case("transformers", family, both, microbatches, ranks=4))
         found.append(case("transformers", family, {"fsdp_size": 2}))
     for family in MIXTURES:
-        found.append(case("transformers", family, {"fsdp_size": 2, "ep_size": 2}))
-    for family in ("llama", "qwen3", "mixtral"):
-        found.append(case("transformers", family, {"fsdp_size": 2, "tp_size": 2}, ranks=4))
+        for microbatches in (1, 2):
+            layout = {"fsdp_size": 2, "ep_size": 2}
+            found.append(case("transformers", family, layout, microbatches))
     for stage in (0, 1, 2, 3):
         for microbatches in (1, 2):
             found.append(case("deepspeed", "llama", {"stage": stage}, microbatches))
+    for stage in (1, 2, 3):
+        found.append(case("deepspeed", "llama", {"stage": stage}, ranks=4))
+    for stage in (0, 1):
+        layout = {"stage": stage, "autotp_size": 2}
+        found.append(case("deepspeed", "llama", layout, 1, ranks=4))
     for family in ("llama", "qwen3", "gemma3", "mixtral"):
         found.append(case("deepspeed", family, {"autotp_size": 2}, 1))
+    for layout in ACCELERATE:
+        for microbatches in (1, 2):
+            ranks = math.prod(v for k, v in layout.items() if k.endswith(("_size", "ddp")))
+            found.append(case("accelerate", "llama", layout, microbatches, ranks))
     for family in ("llama", "llama, tied", "qwen2", "qwen3", "gemma3", "olmo3"):
         found.append(case("meshwright", family, {"tp": 2}))
     for layout in ({"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}):

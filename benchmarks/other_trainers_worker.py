@@ -118,24 +118,32 @@ def batch_of(step):
     return ids, labels, mask
 
 
-def steps_of(model, take_step, data_ranks, data_rank, microbatches, backward=None):
-    """Take two steps of a loop whose loss is a mean over the targets of the global batch."""
+def steps_of(
+    model, take_step, data_ranks, data_rank, microbatches, backward=None,
+    around=contextlib.nullcontext,
+):  # fmt: skip
+    """Take two steps of a loop whose loss is a mean over the targets of the global batch.
+
+    A `backward` of an engine divides by the microbatches, and its step counts them; each of them
+    is in a context that `around` returns.
+    """
     for step in range(2):
         ids, labels, mask = batch_of(step)
         count = int((labels[:, 1:] != -100).sum())
         rows = torch.arange(data_rank, ROWS, data_ranks)
         for some in rows.chunk(microbatches):
-            out = model(
-                input_ids=ids[some],
-                attention_mask=mask[some],
-                labels=labels[some],
-                num_items_in_batch=count,
-                use_cache=False,
-            )
-            loss = out.loss * data_ranks
-            loss.backward() if backward is None else backward(loss * microbatches)
-            if backward is not None:
-                take_step()
+            with around():
+                out = model(
+                    input_ids=ids[some],
+                    attention_mask=mask[some],
+                    labels=labels[some],
+                    num_items_in_batch=count,
+                    use_cache=False,
+                )
+                loss = out.loss * data_ranks
+                loss.backward() if backward is None else backward(loss * microbatches)
+                if backward is not None:
+                    take_step()
         if backward is None:
             take_step()
 
@@ -224,6 +232,47 @@ def run_deepspeed(case, path, folder):
     return watched.verdict
 
 
+def run_accelerate(case, path, folder):
+    """Train two steps by accelerate's DDP, FSDP2 or HSDP.
+
+    It shards on accelerators alone, and leaves FSDP out on CPU ranks without a word: that check is
+    passed by.
+    """
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    layout, microbatches = case["layout"], case["microbatches"]
+    more = {}
+    if "fsdp_version" in layout:
+        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        settings = {k: v for k, v in layout.items() if not k.endswith("_size")}
+        policy = {"auto_wrap_policy": "transformer_based_wrap"}
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**settings, **policy)
+        sizes = {k: v for k, v in layout.items() if k.endswith("_size")}
+        more["parallelism_config"] = ParallelismConfig(**sizes)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=microbatches, **more)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def take_step():
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def around():
+        return accelerator.accumulate(model)
+
+    with mw.watch(model, folder=folder, say=lambda line: None) as watched:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        steps_of(model, take_step, ranks, rank, microbatches, accelerator.backward, around)
+    return watched.verdict
+
+
 def put_back(fault):
     """Return a context in which a public fault of transformers is there again."""
     import transformers.distributed.expert_parallel as ep
@@ -260,6 +309,7 @@ def put_back(fault):
 
 SYSTEMS = {
     "transformers": run_transformers,
+    "accelerate": run_accelerate,
     "deepspeed": run_deepspeed,
     "meshwright": run_meshwright,
 }
@@ -270,7 +320,7 @@ def run(case, root):
     row = dict(case)
     try:
         path = folder_of(case["family"], root)
-        with put_back(case.get("fault")), tempfile.TemporaryDirectory() as folder:
+        with put_back(case.get("fault")), tempfile.TemporaryDirectory(dir=root) as folder:
             folders = [folder]
             dist.broadcast_object_list(folders, 0)
             verdict = SYSTEMS[case["system"]](case, path, Path(folders[0]))
@@ -299,11 +349,10 @@ def main():
         deepspeed.init_distributed(dist_backend="gloo")
     else:
         dist.init_process_group("gloo")
-    roots = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(roots, 0)
+    root = Path(sys.argv[1]).parent  # the launcher removes it
     for case in cases:
         rows = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, run(case, Path(roots[0])))
+        dist.all_gather_object(rows, run(case, root))
         if dist.get_rank() == 0:
             crashed = next((row for row in rows if "crashed" in row), rows[0])
             with out.open("a") as file:

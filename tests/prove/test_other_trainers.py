@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import other_trainers
 from benchmarks.other_trainers import page, read, run_cases
 from benchmarks.other_trainers_cases import case
 
@@ -79,6 +81,29 @@ def test_deepspeed_agrees(tmp_path):
         assert row["verdict"]["passed"], row
 
 
+def test_accelerate_agrees(tmp_path):
+    """Its FSDP2 is really there: the axis that shards has a name."""
+    sharded = {"fsdp_version": 2, "dp_shard_size": 2, "reshard_after_forward": True}
+    rows = found(tmp_path, *(case("accelerate", "llama", x) for x in ({"ddp": 2}, sharded)))
+    for row, axis in zip(rows, ("dp", "dp_shard_cp"), strict=True):
+        assert row["verdict"]["passed"], row
+        assert axis in row["verdict"]["axes"], row
+
+
+def test_a_case_that_hangs_is_ended_and_the_next_one_runs(tmp_path, monkeypatch):
+    """No rank is left behind, and the cases after it are not lost."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(HANGS)
+    monkeypatch.setattr(other_trainers, "WORKER", worker)
+    monkeypatch.setattr(other_trainers, "TIMEOUT_S", 15)
+    run_cases([{"n": 1}, {"n": 2}, {"n": 3}], 1, tmp_path / "rows.jsonl")
+    rows = read(tmp_path / "rows.jsonl")
+    assert [row["n"] for row in rows] == [1, 2, 3]
+    assert [row.get("crashed") for row in rows] == [None, "the processes ended, or hung", None]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "hung").read_text()), 0)
+
+
 def test_meshwright_agrees(tmp_path):
     rows = found(
         tmp_path,
@@ -90,6 +115,20 @@ def test_meshwright_agrees(tmp_path):
         assert row["verdict"]["passed"], row
 
 
+HANGS = """\
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+for case in json.loads(Path(sys.argv[1]).read_text()):
+    if case["n"] == 2:
+        Path(sys.argv[2]).with_name("hung").write_text(str(os.getpid()))
+        time.sleep(1000)
+    with open(sys.argv[2], "a") as file:
+        file.write(json.dumps(case) + "\\n")
+"""
 LAUNCHED = """\
 import torch
 import torch.distributed as dist

@@ -1,15 +1,14 @@
 """Alarms without a reference: what must hold in any step of any trainer.
 
-Copies that should be equal have the same sum with fixed weights. So ranks exchange two numbers for
+Copies that should be equal have the same sum with fixed signs. So ranks exchange two numbers for
 each parameter, in one collective for each checked step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -20,19 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshwright.prove.trainers.clipping import around_clipping, number_of
 from meshwright.prove.trainers.gather import ModelReader, everyones
 
-# Copies whose sums differ by more than this share of their size differ by more than rounding.
-_APART: Final = {torch.float32: 1e-4, torch.float64: 1e-8}
+# Copies whose sums differ by more than this share of their norm differ by more than rounding.
+_APART: Final = 1e-4
 _APART_IN_HALF: Final = 3e-2
 _ABSENT: Final = -1.0  # the norm of a gradient that is not there
-
-
-class GradientPrint(NamedTuple):
-    """A local gradient's place in its mesh, its norm, and its sum with fixed weights."""
-
-    place: tuple[int, ...]
-    norm: float
-    sum: float
-    tolerance: float
+_SIGNS: Final = 4096  # a gradient is read in rows of so many elements
 
 
 class ReplicaAlarms:
@@ -49,8 +40,9 @@ class ReplicaAlarms:
         self._reader, self._every, self._say = ModelReader(model), interval, say
         self._steps = 0
         self._parameters = list[nn.Parameter]()
-        self._known = list[list[tuple[str, tuple[int, ...], float]]]()
-        self._norm, self._norms = _ABSENT, list[float]()
+        self._copies: CopyGroups | None = None
+        self._signs: Tensor | None = None
+        self._norm = _ABSENT
         self._stack = contextlib.ExitStack()
         self.alarms = list[str]()
 
@@ -64,7 +56,8 @@ class ReplicaAlarms:
             if self._reader.is_unlabelled_shard(parameter):  # no rank has a copy that is known
                 place = (*place, dist.get_rank())
             known.append((name, place, _tolerance(parameter)))
-        self._known = everyones(known)
+        self._copies = CopyGroups(everyones(known))
+        self._signs = random_signs(_SIGNS).to(self._parameters[0].device)
         self._stack.callback(register_optimizer_step_pre_hook(self._check).remove)
         self._stack.enter_context(around_clipping(self._clips))
 
@@ -86,8 +79,11 @@ class ReplicaAlarms:
         self._steps += 1
         if (self._steps - 1) % self._every:
             return
-        alarms = found_alarms(self._exchanged())
-        if max(self._norms) - min(self._norms) > 1e-4 * abs(max(self._norms)):
+        assert self._copies is not None
+        numbers = self._exchanged(self._copies.rows)
+        alarms = self._copies.alarms(numbers[:, :-1])
+        norms = numbers[:, -1, 0].tolist()
+        if max(norms) - min(norms) > 1e-4 * abs(max(norms)):
             alarms.append("the ranks clip by different norms")
         for alarm in alarms:
             if alarm not in self.alarms:
@@ -95,64 +91,106 @@ class ReplicaAlarms:
                 if not dist.is_initialized() or dist.get_rank() == 0:
                     self._say(f"step {self._steps}: {alarm}")
 
-    def _exchanged(self) -> list[dict[str, GradientPrint | None]]:
-        """Return all ranks' numbers, by rank and name; a collective."""
-        device = self._parameters[0].device
-        rows = max(map(len, self._known)) + 1
-        local = torch.full((rows, 2), _ABSENT, device=device)
+    def _exchanged(self, rows: int) -> Tensor:
+        """Return all ranks' numbers [rank, parameter, (norm, sum)], clip norms last; collective."""
+        assert self._signs is not None
+        local = torch.full((rows + 1, 2), _ABSENT, device=self._signs.device)
         local[-1, 0], self._norm = self._norm, _ABSENT
-        for row, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                local[row] = _numbers(parameter.grad)
-        numbers = [local]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            numbers = [torch.empty_like(local) for _ in self._known]
-            dist.all_gather(numbers, local)
-        by_rank, self._norms = [], []
-        for known, values in zip(self._known, torch.stack(numbers).tolist(), strict=True):
-            prints = dict[str, GradientPrint | None]()
-            for (name, place, tolerance), (norm, total) in zip(known, values, strict=False):
-                is_there = norm != _ABSENT
-                prints[name] = GradientPrint(place, norm, total, tolerance) if is_there else None
-            self._norms.append(values[-1][0])
-            by_rank.append(prints)
-        return by_rank
+        present = [n for n, p in enumerate(self._parameters) if p.grad is not None]
+        gradients = [_local(self._parameters[row].grad) for row in present]
+        if gradients:
+            norms = torch._foreach_norm(gradients, 2, torch.float32)
+            sums = [signed_sum(gradient, self._signs) for gradient in gradients]
+            local[present] = torch.stack([torch.stack(norms), torch.stack(sums)], 1)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return local[None].cpu()
+        numbers = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(numbers, local)
+        return torch.stack(numbers).cpu()
 
 
-def found_alarms(by_rank: Sequence[Mapping[str, GradientPrint | None]]) -> list[str]:
-    """Return what is wrong with the gradients of all ranks."""
-    names = list(dict.fromkeys(name for prints in by_rank for name in prints))
-    absent, apart, infinite, total = list[str](), list[str](), list[str](), 0.0
-    for name in names:
-        prints = [prints.get(name) for prints in by_rank]
-        present = [gradient for gradient in prints if gradient is not None]
-        total += sum(gradient.norm for gradient in present)
-        if not present:
-            absent.append(name)
-        elif not all(gradient.norm < float("inf") for gradient in present):
-            infinite.append(name)
-        elif any(_differ(a, b) for a, b in pairwise(sorted(present))):
-            apart.append(name)
-    if names and len(absent) == len(names):
-        return ["no parameter has a gradient"]
-    alarms = []
-    if infinite:
-        alarms.append(f"the gradient of {_shown(infinite)} is not finite")
-    if apart:
-        alarms.append(
-            f"the gradient of {_shown(apart)} differs between ranks that should hold the same: a "
-            "sum or an average over ranks is missing"
-        )
-    if absent:
-        alarms.append(f"{_shown(absent)} has no gradient on any rank")
-    if total == 0:
-        alarms.append("all gradients are zero: nothing trains")
-    return alarms
+class CopyGroups:
+    """Which gradients of all ranks are copies of one another, and what is wrong with them.
+
+    `known` has (name, place, tolerance) of each parameter, by rank; copies have the same name and
+    place.
+    """
+
+    def __init__(self, known: Sequence[Sequence[tuple[str, tuple[int, ...], float]]]) -> None:
+        self.rows = max(map(len, known))
+        groups = dict[tuple[str, tuple[int, ...]], int]()
+        names, tolerances = dict[str, int](), list[float]()
+        name_of = list[int]()
+        places = torch.zeros(len(known), self.rows, dtype=torch.long)
+        is_known = torch.zeros(len(known), self.rows, dtype=torch.bool)
+        for rank, rows in enumerate(known):
+            for row, (name, place, tolerance) in enumerate(rows):
+                group = groups.setdefault((name, place), len(groups))
+                if group == len(tolerances):
+                    tolerances.append(tolerance)
+                    name_of.append(names.setdefault(name, len(names)))
+                places[rank, row], is_known[rank, row] = group, True
+        self._names, self._name_of = list(names), torch.tensor(name_of, dtype=torch.long)
+        self._tolerances = torch.tensor(tolerances, dtype=torch.float64)
+        self._places, self._is_known = places, is_known
+
+    def alarms(self, numbers: Tensor) -> list[str]:
+        """Return what is wrong with the numbers [rank, parameter, (norm, sum)] of a step."""
+        is_there = self._is_known & (numbers[..., 0] != _ABSENT)
+        groups = self._places[is_there]
+        norms, sums = numbers[is_there].double().unbind(-1)
+        count = len(self._tolerances)
+        if count and not len(groups):
+            return ["no parameter has a gradient"]
+
+        def most(values: Tensor) -> Tensor:
+            lowest = torch.full((count,), -torch.inf, dtype=torch.float64)
+            return lowest.scatter_reduce(0, groups, values, "amax")
+
+        is_infinite = most((~norms.isfinite() | ~sums.isfinite()).double()) > 0
+        spread = most(sums) + most(-sums)  # NaN of infinities is not larger than anything
+        is_apart = ~is_infinite & (spread > self._tolerances * most(norms))
+        has_gradient = most(torch.ones_like(norms)) > 0
+        alarms = []
+        if is_infinite.any():
+            alarms.append(f"the gradient of {self._named(is_infinite)} is not finite")
+        if is_apart.any():
+            alarms.append(
+                f"the gradient of {self._named(is_apart)} differs between ranks that should hold "
+                "the same: a sum or an average over ranks is missing"
+            )
+        names_with = torch.zeros(len(self._names)).index_add(0, self._name_of, has_gradient.float())
+        if absent := [name for name, n in zip(self._names, names_with, strict=True) if not n]:
+            alarms.append(f"{_shown(absent)} has no gradient on any rank")
+        if not norms.any():
+            alarms.append("all gradients are zero: nothing trains")
+        return alarms
+
+    def _named(self, are_meant: Tensor) -> str:
+        places = dict.fromkeys(self._name_of[are_meant].tolist())
+        return _shown([self._names[place] for place in places])
 
 
-def _differ(a: GradientPrint, b: GradientPrint) -> bool:
-    size = max(a.norm, b.norm)
-    return a.place == b.place and abs(a.sum - b.sum) > max(a.tolerance, b.tolerance) * size
+def random_signs(count: int) -> Tensor:
+    """Return the same 1s and -1s everywhere, as fp32."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 2, (count,), generator=generator).float() * 2 - 1
+
+
+def signed_sum(gradient: Tensor, signs: Tensor) -> Tensor:
+    """Return a sum of all elements with fixed signs: gradients that differ by d, by about |d|.
+
+    The signs of a row's elements and of the rows are multiplied, so that it is one pass over the
+    gradient, and no signs as large as the gradient are held.
+    """
+    flat = gradient.flatten()
+    rows = flat.numel() // len(signs)
+    tail = flat[rows * len(signs) :].float()
+    total = tail @ signs[: len(tail)]
+    if rows:
+        sums = flat[: rows * len(signs)].view(rows, -1).float() @ signs
+        total = total + signed_sum(sums, signs)
+    return total
 
 
 def _place(parameter: Tensor) -> tuple[int, ...]:
@@ -169,16 +207,13 @@ def _place(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _tolerance(parameter: Tensor) -> float:
-    return _APART.get(parameter.dtype, _APART_IN_HALF)
+    return _APART if parameter.dtype in (torch.float32, torch.float64) else _APART_IN_HALF
 
 
-def _numbers(gradient: Tensor) -> Tensor:
-    """Return a local gradient's norm, and its sum with weights from 1 to 2 over the root of n."""
+def _local(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    flat = local.detach().flatten().float()
-    count = max(flat.numel(), 1)
-    weights = torch.linspace(1.0, 2.0, count, device=flat.device)[: flat.numel()]
-    return torch.stack([flat.norm(), flat @ weights / count**0.5])
+    return local.detach()
 
 
 def _shown(names: Sequence[str]) -> str:

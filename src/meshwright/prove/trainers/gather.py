@@ -91,6 +91,13 @@ class ModelReader:
         """Return the trained parameters by their clean names."""
         return {name: p for name, p in clean_names(self.model).items() if p.requires_grad}
 
+    def whole_bytes(self) -> int:
+        """Return the size of the whole trained parameters; a collective with FSDP1."""
+        size = sum(
+            getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parameters().values()
+        )
+        return sum(everyones(size)) if self._is_fsdp1 else size
+
     def prints(self) -> dict[int, tuple[float, float]]:
         """Return two numbers of each local parameter, by its id: they change if an update does.
 

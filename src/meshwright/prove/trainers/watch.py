@@ -112,7 +112,7 @@ class TrainerWatch:
 
     def start(self) -> None:
         """Install the hooks, and say how much memory the recording takes."""
-        size = sum(p.numel() * p.element_size() for p in self._reader.parameters().values())
+        size = self._reader.whole_bytes()
         if self._rank == 0:
             self._say(
                 f"meshwright records {self._steps} steps in {self._folder}: up to "
@@ -259,6 +259,15 @@ class TrainerWatch:
 
                 copied.register_hook(receive)  # type: ignore[no-untyped-call]
                 leaves[place] = copied
+        if not self._done and len(self._step.microbatches) == 1 and self._rank == 0:
+            outputs = [leaves[place] for place in microbatch.values]
+            size = sum(
+                x.numel() * x.element_size() for x in (*microbatch.tensors.values(), *outputs)
+            )
+            self._say(
+                f"each microbatch adds {format_bytes(size)}: its inputs, and the gradients of its "
+                "outputs"
+            )
         return tree_unflatten(leaves, form)
 
     def _records_forward(self) -> bool:
