@@ -1,13 +1,17 @@
 """Layers of Gated DeltaNet in layouts: parity with one device, faults that proofs must catch."""
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.comm.wire import WorkCounter
 from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout, broken
+from meshwright.models import build_model, init_model
 from meshwright.models.delta_net import GatedDeltaNet
+from meshwright.models.hf import load_hf, save_hf
 from meshwright.parallel.build import build, seeded
 from meshwright.program.flops import attention_flops
 from meshwright.program.lower import lower
@@ -253,3 +257,14 @@ def test_sizes_that_do_not_fit_are_refused(change, why):
     fields = model_spec(**SIZES).model_dump()
     with pytest.raises(ValueError, match=why):
         ModelSpec(**{**fields, **change})
+
+
+def test_layers_that_predict_further_tokens_are_named_and_left_out(tmp_path):
+    spec = model_spec(**SIZES)
+    save_hf(init_model(build_model(spec, "cpu"), spec, seed=0), tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    save_file(stored | {"mtp.fc.weight": torch.zeros(4, 8)}, path, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"mtp\.\* predicts tokens after the next one"):
+        model = load_hf(tmp_path)
+    assert model.spec == spec

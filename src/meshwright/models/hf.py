@@ -41,6 +41,8 @@ INDEX: Final = "model.safetensors.index.json"
 _SHOWN: Final = 100
 # What joins the stream and the next token in a layer that predicts the token after it.
 _AHEAD: Final = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
+# Where they are stored apart from the model's layers.
+_APART: Final = "mtp."
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -220,15 +222,16 @@ class HFWeights:
             return set()
         layers = {match[1] for name in names if (match := _AHEAD.fullmatch(name))}
         layers = {layer for layer in layers if int(layer) >= spec.n_layers}
-        if layers:
-            which = ", ".join(sorted(layers, key=int))
+        inside = tuple(f"model.layers.{layer}." for layer in sorted(layers, key=int))
+        ahead = {name for name in names if name.startswith((*inside, _APART))}
+        if ahead:
+            which = f"layer {', '.join(sorted(layers, key=int))}" if layers else f"{_APART}*"
             warnings.warn(
-                f"{folder}: layer {which} predicts tokens after the next one (multi-token "
+                f"{folder}: {which} predicts tokens after the next one (multi-token "
                 "prediction) and is left out: the model has the others only",
                 stacklevel=2,
             )
-        inside = tuple(f"model.layers.{layer}." for layer in layers)
-        return {name for name in names if name.startswith(inside)}
+        return ahead
 
     def _check_shape(self, item: HFTensor) -> None:
         if item.name in self._packed:

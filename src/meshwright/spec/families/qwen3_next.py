@@ -5,7 +5,6 @@ HF config of Qwen/Qwen3-Next-80B-A3B-Instruct; arXiv:2412.06464 for Gated DeltaN
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final
 
 from meshwright.spec.families.base import (
@@ -102,8 +101,7 @@ QWEN3_NEXT: Final = Family(
     renamed={"num_experts": "num_local_experts"},
     rotary_pct=0.25,
     rotary_keys=("partial_rotary_factor",),
-    # Layers that predict further tokens, which transformers ignores, too.
-    buffers=re.compile(r"mtp\..*"),
+    predicts_ahead=True,
     presets={
         "qwen3-next-80b-a3b": preset(
             "qwen3_next",
