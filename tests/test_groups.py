@@ -203,4 +203,4 @@ def test_a_lowest_rate_of_the_ends_with_another_share_is_named():
     imported = import_values(values, "megatron", base={}, devices=1, accepted=("all",))
     (row,) = [row for row in imported.report.entries if row.key == "decoupled-min-lr"]
     assert row.verdict == "unsupported"
-    assert "same share" in row.reason
+    assert "same share" in row.note
