@@ -198,7 +198,16 @@ def test_an_export_begins_texts_as_its_run_did(tmp_path, begins):
 FAMILIES = (
     *("deepseek_v3", "dots1", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "granite"),
     *("llama", "minimax_m2", "mistral", "mixtral", "neox", "olmo2", "olmo3", "olmoe", "phi3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2"),
+    *(
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    ),
 )
 
 

@@ -23,7 +23,8 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.compare import mine, program_of
 from meshwright.prove.conformance import prove_conformance, torch_order
 from meshwright.prove.matrix import matrix
-from meshwright.spec.parts import parts
+from meshwright.spec.parts import delta_shape, parts
+from meshwright.spec.recurrences import chunk_flops
 from meshwright.training.update import gradients
 from ranks import on_ranks, ranks
 
@@ -268,11 +269,13 @@ def test_a_whole_table_adds_up(world):
             whole = [one for one in whole if not one.name.endswith("router.weight")]
         whole += [one for one in each if set(one.axes) == {"rank", "dim"}]
         scores = sum((6 if one.trained else 4) * one.numel for one in whole)
-        of_experts = [one for one in parts(model) if len(one.shape) == 3]
+        of_experts = [one for one in parts(model) if one.is_of_experts and len(one.shape) == 3]
         met = [one for one in of_experts if set(one.axes[1:]) == {"rank", "dim"}]
         pairs = [6 * one.numel * model.top_k // model.experts for one in met]
         scores += sum(pairs) if layout.folds == 1 else 0
         per_token = flops_per_token(model, 0) + (layout.tp - 1) * scores + padding
+        recurrent = sum(model.layer(layer).delta for layer in range(model.n_layers))
+        per_token -= 3 * recurrent * chunk_flops(*delta_shape(model)) if recurrent else 0
         assert flops * layout.world / layout.pp == per_token * tokens, case.label
         program = lower(case.model, case.train, case.optimizer, layout)
         for rank in range(world):

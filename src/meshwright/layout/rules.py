@@ -234,7 +234,7 @@ def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     """Tensor parallelism cuts mixers by whole heads; ranks do not share a recurrence's sequence."""
     if model.planned is None:
-        return _recurrence(model, layout) if model.has_delta else None
+        return _recurrence(model, layout) if model.delta_heads else None
     for heads in _mixer_heads(model):
         if heads % layout.tp:
             name = f"the heads of {model.planned.model_type}'s mixers"
@@ -248,6 +248,8 @@ def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 def _recurrence(model: ModelSpec, layout: Layout) -> str | None:
     """Return the rule of Gated DeltaNet that a layout breaks, or None."""
     heads = model.delta_key_heads
+    if not model.has_delta:
+        return None
     if heads % layout.tp:
         return _divides("layout.tp", layout.tp, "model.delta_key_heads", heads)
     if layout.cp > 1:

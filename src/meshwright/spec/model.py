@@ -261,7 +261,7 @@ class ModelSpec(Spec):
     @property
     def has_delta(self) -> bool:
         """Whether a layer has Gated DeltaNet."""
-        return any(kind.delta for kind in self.layer_kinds)
+        return self.delta_heads > 0 and any(kind.delta for kind in self.layer_kinds)
 
     @property
     def value_dim(self) -> int:
@@ -468,7 +468,7 @@ class ModelSpec(Spec):
         if gated and self.is_latent:
             rule = "model.attention_gate = true is not supported for latent attention"
             raise ValueError(refusal(rule, legal=["model.kv_lora_rank = 0"]))
-        if not self.has_delta:
+        if not any(kind.delta for kind in self.layer_kinds):
             return
         for key in ("heads", "key_heads", "key_dim", "value_dim", "kernel"):
             if not getattr(self, f"delta_{key}"):

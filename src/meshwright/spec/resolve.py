@@ -175,9 +175,9 @@ def resolve_model(section: Values, tokenizer: Value, source: Path | None) -> Val
     if values.get("planned", Value(None, "")).value is not None:
         family = None  # all features are its own
     if family is not None:  # else the spec refuses it
-        has_experts = values.get("experts", Value(1, "")).value != 0
+        is_dense = values.get("experts", Value(1, "")).value == 0 and family.can_be_dense
         for key, value in {**family.features, **family.defaults}.items():
-            if not has_experts and key in OF_EXPERTS:
+            if is_dense and key in OF_EXPERTS:
                 continue
             if value != ModelSpec.model_fields[key].default:
                 values.setdefault(key, Value(value, f"default of the {family.name} family"))

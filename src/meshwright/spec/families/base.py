@@ -195,6 +195,11 @@ class Family:
             if key not in self.free and key not in self.derived
         }
 
+    @property
+    def can_be_dense(self) -> bool:
+        """Whether its files may say that there are no experts."""
+        return any(key.ours == "experts" and key.kind == "count" for key in self.keys)
+
     def of_width(self, dim: int) -> dict[str, float]:
         """Return the features that depend on a model's width."""
         return {key: rule(dim) for key, rule in self.derived.items()}
