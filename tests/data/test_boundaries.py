@@ -229,7 +229,8 @@ def test_an_exported_model_stops_in_transformers_where_it_stops_here(family, tmp
     kind, config, kinds = KINDS[family]
     sizes = {**SIZES, "hidden_size": 64} if family == "neox" else SIZES
     torch.manual_seed(0)
-    more = {"vocab_size": 264, "initializer_range": 0.5}
+    # A recurrence of large weights amplifies the rounding in which both differ.
+    more = {"vocab_size": 264, "initializer_range": 0.1 if family == "qwen3_next" else 0.5}
     model = kind(config(**{**sizes, **next(iter(kinds.values())), **more})).eval()
     write_tokenizer(tmp_path / "t", f"{BEGIN} $A")
     ours = load_tokenizer(str(tmp_path / "t"))
