@@ -81,7 +81,7 @@ def refuse_changed(
 
 
 def check_parts(allowed: Collection[str]) -> None:
-    """Refuse names that are no part of an identity."""
+    """Raise `ConfigError` for a name that no part of a run's identity has."""
     for part in allowed:
         if part not in PARTS:
             raise ConfigError(refusal(f"--allow-changed {part}: no such part", legal=PARTS))

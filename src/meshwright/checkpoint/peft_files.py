@@ -111,7 +111,7 @@ def peft_name(family: str, name: str, expert: int = 0) -> str:
 
 
 def to_peft(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a file of adapters, of matrices by our names."""
+    """Return the tensors of a PEFT adapter file; `state` has the matrices by our names."""
     tensors: dict[str, Tensor] = {}
     for name, stored_adapter in places(spec).items():
         matrix = state[name]

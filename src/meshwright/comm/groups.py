@@ -269,7 +269,7 @@ class _Opener:
         self._uses: Counter[tuple[tuple[int, ...], ...]] = Counter()
 
     def open(self, everyone: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Return this rank's group among those that all ranks open together, in one order."""
+        """Open groups of these ranks, on all ranks in one order; return the one with this rank."""
         parts = tuple(everyone)
         key = (parts, self._uses[parts])
         if any(len(ranks) > 1 for ranks in parts):  # a rank alone sends nothing

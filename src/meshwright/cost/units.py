@@ -96,7 +96,7 @@ class Units:
         return self.in_place and unit.ranks == 1 and copies > 1
 
     def hold(self) -> None:
-        """Count what always exists: weights and optimizer states."""
+        """Count the memory that a rank holds all the time: weights and optimizer states."""
         for unit in self.all:
             weights = unit.shard
             if self._reshards(unit):
@@ -189,7 +189,7 @@ class Units:
             self._reshard(unit)
 
     def enter_backward(self, index: int) -> None:
-        """Use a prefetched block, and prefetch the one before it."""
+        """Start a block's backward with its prefetched weights; prefetch the previous block's."""
         if index + 1 < len(self.blocks):
             self._drop(index + 1)
         self._begin_again(index)

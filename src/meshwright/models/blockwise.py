@@ -212,7 +212,7 @@ def _key_blocks(
 
 
 def by_token(x: Tensor) -> Tensor:
-    """Return an empty tensor as x `[batch, heads, seq, dim]` that has a token's heads together."""
+    """Return an empty tensor of x's shape `[batch, heads, seq, dim]`, contiguous by token."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 

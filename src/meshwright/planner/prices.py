@@ -292,7 +292,7 @@ class Prices:
         return self._times[key]
 
     def least_parts(self, layout: Layout) -> MicrobatchTimes:
-        """Return `parts` without recomputation, which are the least of a layout's microbatch."""
+        """Return a lower bound of `parts` over recomputation: the times without any."""
         *shape, _, moves = shape_of(layout)
         key = (*shape, "none", moves, False)
         if key not in self._times:

@@ -25,7 +25,7 @@ NAMED: Final[Mapping[str, str]] = {
 
 
 class Watched(NamedTuple):
-    """A rank's step on the stand-in: problems in sentences, and the host's named waits.
+    """What was seen in a rank's step on the stand-in: problems in words, and expected host waits.
 
     `messages` are differences from the program's, `syncs` unnamed waits of the host, `order` uses
     of memory, also pinned, that streams or the host do not wait for. `sent` are the messages in

@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Who uses the folder, as `runtime.supervise.lock` keeps it."""
+        """The file that says which process uses the folder: see `runtime.supervise.lock`."""
         return self.path / "lock"
 
     def log(self, rank: int) -> Path:

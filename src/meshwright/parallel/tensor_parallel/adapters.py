@@ -101,7 +101,7 @@ class FrozenRow(nn.Linear):
     tp_region: TPRegion
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
+        """Return `[batch, seq, out]`, with sp a share of seq, of `[batch, seq, in / tp]`."""
         return _left(self, product(self, input, local(self.weight), None), self.tp_region)
 
 
@@ -111,7 +111,7 @@ class RowLora(LoraLinear):
     tp_region: TPRegion
 
     def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
+        """Return `[batch, seq, out]`, with sp a share of seq, of `[batch, seq, in / tp]`."""
         first = self.tp_region.link.rank * input.shape[-1]
         partial = product(self, input, local(self.weight), None)
         out = self.added(partial, input, context, first)

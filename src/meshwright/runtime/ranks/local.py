@@ -78,7 +78,7 @@ def gpu_environ(environ: Mapping[str, str], threads: int) -> dict[str, str]:
 
 
 def sets_allocator(environ: Mapping[str, str]) -> bool:
-    """Return whether ranks get our settings of glibc's allocator: if none are set."""
+    """Return whether to set up glibc's allocator for ranks: only where the user has not."""
     return "glibc.malloc" not in environ.get("GLIBC_TUNABLES", "") and "LD_PRELOAD" not in environ
 
 
