@@ -108,7 +108,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -216,6 +216,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("fault", "case"), [pytest.param(*one, id=one[0].__name__) for one in FAULTS]
 )

@@ -85,6 +85,7 @@ def told_and_size(world, engine, folder):
     return lines, ModelReader(model).whole_bytes(), whole
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "tp"])
 def test_memory_is_told_for_the_whole_model_before_it_is_taken(engine, tmp_path):
     lines, size, whole = on_ranks(2, told_and_size, engine=engine, folder=tmp_path)[0]

@@ -42,7 +42,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_no_right_loop_is_accused(name, tmp_path):
     verdict = on_ranks(2, run_loop, name=name, fault=None, folder=tmp_path)[0]

@@ -145,6 +145,7 @@ def proven(world, case):
     return Suite(world).prove(case)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("label", "model", "spec"), CASES, ids=str)
 def test_layouts_update_as_one_device_does(label, model, spec):
     case = replace(make(label, model), optimizer=spec)
@@ -159,6 +160,7 @@ def test_fsdp2_updates_as_one_device_does():
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["shard2 zero3 mb1", "tp2 sp mb1", "pp2 1f1b mb1"])
 def test_a_step_is_read_bit_for_bit_by_any_layout(label, tmp_path):
     written = on_ranks(2, write, label=label, spec=GROUPED, root=str(tmp_path))
