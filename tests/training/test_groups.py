@@ -200,9 +200,16 @@ def test_megatron_s_rate_of_the_ends_is_two_groups(is_tied):
     assert groups == [{"match": name, "lr_scale": 0.25} for name in names]
 
 
-def test_a_lowest_rate_of_the_ends_with_another_share_is_named():
-    values = {**MEGATRON, "decoupled-min-lr": 0.0}
-    imported = import_values(values, "megatron", base={}, devices=1, accepted=("all",))
-    (row,) = [row for row in imported.report.entries if row.key == "decoupled-min-lr"]
-    assert row.verdict == "unsupported"
-    assert "same share" in row.note
+@pytest.mark.parametrize("stated", [{"decoupled-min-lr": 0.0}, {}], ids=["stated", "by default"])
+def test_a_lowest_rate_of_the_ends_with_another_share_is_refused(stated):
+    """Where it is not stated, Megatron takes min-lr: 4e-5 of 1e-4, where others fall to a tenth."""
+    report = import_values(MEGATRON | stated, "megatron", base={}, devices=1).report
+    (row,) = [row for row in report.refused if row.key == "decoupled-min-lr"]
+    assert row.is_default == (not stated)
+    assert row.note.endswith("the same share of the highest; nearest: 1e-05")
+
+
+def test_ends_that_fall_to_nothing_need_no_lowest_rate():
+    values = {**MEGATRON, "min-lr": 0.0}
+    imported = import_values(values, "megatron", base={}, devices=1)
+    assert "decoupled-min-lr" not in {row.key for row in imported.report.refused}

@@ -243,7 +243,10 @@ def _read_fp8(source: ImportSource) -> None:
 
 
 def _read_ends_rate(source: ImportSource, lr: float, ratio: float) -> None:
-    """Take the rate of embedding and head, which falls to as large a share as the others'."""
+    """Take the rate of embedding and head, which here falls to as large a share as the others'.
+
+    Megatron's falls to decoupled-min-lr, or where that is not given, to min-lr.
+    """
     ends_lr = source.number("decoupled-lr", 0.0)
     if ends_lr <= 0:
         return
@@ -252,9 +255,12 @@ def _read_ends_rate(source: ImportSource, lr: float, ratio: float) -> None:
     scale = round(ends_lr / lr, 12)
     groups = [{"match": name, "lr_scale": scale} for name in names]
     source.translate("decoupled-lr", {"optimizer.groups": groups}, f"of lr = {lr:g}")
-    lowest = source.number("decoupled-min-lr", ratio * ends_lr)
+    lowest = source.number("decoupled-min-lr", ratio * lr)
     if math.isclose(lowest, ratio * ends_lr, rel_tol=1e-6):
         source.honour("decoupled-min-lr", note="the share of decoupled-lr that min-lr is of lr")
+        return
+    reason = f"all rates fall to the same share of the highest; nearest: {ratio * ends_lr:g}"
+    source.refuse("decoupled-min-lr", reason, default=lowest)
 
 
 def _read_states(source: ImportSource) -> None:
