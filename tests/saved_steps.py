@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshwright.checkpoint.restore import StoredSource, newest_good, restore
@@ -21,6 +22,7 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.update import LossScale, update
+from ranks import on_ranks
 
 MODEL = model_spec(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=70, ffn_dim=44)
 TRAIN = TrainSpec(batch=12, seq_len=16, seed=3)
@@ -78,3 +80,23 @@ def go_on(world, label, spec, root):
 
 def merged(results, at):
     return {name: tensor for result in results for name, tensor in result[at].items()}
+
+
+def check_read_by(others, label, spec, root, *, rtol, atol):
+    """Check that other layouts read a step of this one bit for bit, and continue as it does.
+
+    The same layout continues bit for bit, others within the tolerance of sums in another order.
+    Returns the saved weights and states.
+    """
+    written = on_ranks(Layout.parse(label).world, write, label=label, spec=spec, root=root)
+    saved, third = merged(written, 0), merged(written, 1)
+    for other in (label, *others):
+        ranks = Layout.parse(other).world
+        resumed = on_ranks(ranks, go_on, label=other, spec=spec, root=root)
+        loaded, after = merged(resumed, 0), merged(resumed, 1)
+        assert loaded.keys() == saved.keys()
+        assert all(np.array_equal(loaded[name], saved[name]) for name in saved)
+        limits = {"rtol": 0, "atol": 0} if other == label else {"rtol": rtol, "atol": atol}
+        for name in third:
+            np.testing.assert_allclose(after[name], third[name], **limits)
+    return saved

@@ -9,7 +9,6 @@ from torch import nn
 
 from conformance_cases import make
 from meshwright.errors import ConfigError
-from meshwright.layout import Layout
 from meshwright.parallel.data_parallel.matrices import ShardPlace
 from meshwright.prove.suite import Suite
 from meshwright.runtime.certificate import read_whole
@@ -20,7 +19,7 @@ from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizer import build_optimizer, step_scaled
 from meshwright.training.optimizers.rounding import round_by_place
 from ranks import on_ranks
-from saved_steps import go_on, merged, write
+from saved_steps import check_read_by, go_on, write
 
 PART = Part("m", (8, 4), ("ffn", "dim"))
 FINITE = torch.tensor(1.0, dtype=torch.float64)
@@ -163,20 +162,8 @@ def test_layouts_update_as_one_device_does(label, model, fields):
     ["shard2 zero3 mb1", "tp2 sp mb1", "pp2 1f1b mb1", "shard2 zero1 mb1 offload-optimizer"],
 )
 def test_a_step_is_read_bit_for_bit_by_any_layout(label, spec, tmp_path):
-    layout = Layout.parse(label)
-    written = on_ranks(layout.world, write, label=label, spec=spec, root=str(tmp_path))
-    saved, third = merged(written, 0), merged(written, 1)
-    for other in (label, "mb1", "shard2 zero2 mb1"):
-        ranks = Layout.parse(other).world
-        resumed = on_ranks(ranks, go_on, label=other, spec=spec, root=str(tmp_path))
-        loaded, after = merged(resumed, 0), merged(resumed, 1)
-        assert loaded.keys() == saved.keys()
-        assert all(np.array_equal(loaded[name], saved[name]) for name in saved)
-        for name in third:
-            if other == label:
-                assert np.array_equal(after[name], third[name])
-            else:
-                np.testing.assert_allclose(after[name], third[name], rtol=2**-7, atol=1e-4)
+    others = ("mb1", "shard2 zero2 mb1")
+    check_read_by(others, label, spec, str(tmp_path), rtol=2**-7, atol=1e-4)
 
 
 def test_a_step_is_read_in_either_dtype(tmp_path):
