@@ -1,11 +1,15 @@
 """Sampling: the cache, greedy choice, the nucleus, seeds and refusals."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
+from meshwright.cli.generate import loaded
 from meshwright.errors import ConfigError
 from meshwright.models import KVCache, build_model, init_model
 from meshwright.models.generate import generate, generate_tokens, nucleus, sample
+from meshwright.models.hf import save_hf
 from meshwright.spec.resolve import model_spec
 
 BASE = {"vocab_size": 50, "dim": 32, "n_layers": 2, "n_heads": 4, "context": 40, "init_std": 0.3}
@@ -155,3 +159,17 @@ def test_bad_prompts(model):
 
 def test_the_whole_context_can_be_used(model):
     assert generate(model, prompt(1, 4), 36).shape == (1, 40)
+
+
+@pytest.mark.parametrize(("dim", "threads"), [(32, 1), (288, 2)])
+def test_a_narrow_model_generates_by_one_thread(tmp_path, dim, threads):
+    spec = model_spec(**{**BASE, "vocab_size": 257, "dim": dim})
+    save_hf(init_model(build_model(spec, device="cpu"), spec, seed=0), tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with loaded(Namespace(folder=str(tmp_path), tokenizer="bytes")):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -60,7 +60,7 @@ def test_an_evaluation_is_told_when_it_begins():
     begins = {"event": "evaluating", "step": 40, "batches": 250}
     for view, terminal in ((View, False), (LiveView, True)):
         told = shown(view, START, STEP, begins, terminal=terminal)
-        assert "step 40: evaluating, batches: 250" in told
+        assert "step 40: evaluating on 250 batches" in told
     assert "evaluating" not in shown(QuietView, START, STEP, begins)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
-from meshwright.cli.generate import add_sampling, safe, sampling_of
+from meshwright.cli.generate import add_sampling, loaded, safe, sampling_of
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.evaluate.talk import Generation, Sampling, TextModel
 
@@ -33,8 +32,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer line after line of stdin, with the whole conversation before each."""
-    model, sampling = TextModel(Path(args.folder), args.tokenizer), sampling_of(args)
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    with loaded(args) as model:
+        _converse(model, args.system, sampling_of(args))
+    return EXIT_DONE
+
+
+def _converse(model: TextModel, system_text: str | None, sampling: Sampling) -> None:
+    system = [] if system_text is None else [{"role": "system", "content": system_text}]
     turns: list[dict[str, str]] = []
     while (text := _read()) is not None and text not in _ENDS:
         if text == _NEW:
@@ -45,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
             _show(generation)
             turns.append({"role": "assistant", "content": generation.text})
             sampling = replace(sampling, seed=sampling.seed + 1)
-    return EXIT_DONE
 
 
 def _read() -> str | None:

@@ -68,7 +68,7 @@ class Trend:
 
 # Events that are said in a line, by kind, with their fields.
 NOTICES: Final = {
-    "evaluating": "step {step}: evaluating, batches: {batches}",
+    "evaluating": "step {step}: evaluating on {batches} batches",
     "resume": "resuming after step {step}, from {path}, written by {layout}",
     "bad_checkpoint": "set aside: {problem}",
     "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
