@@ -105,7 +105,7 @@ def test_the_best_of_all_layouts_is_found(is_limited, priced, devices):
     sizes = sorted(held for held, _ in priced.values())
     limit = int(sizes[len(sizes) // 2]) if is_limited else plenty.cluster.device.memory
     limited = setting(devices=devices, memory=limit)
-    search = Search(limited, devices, margin=0.0).run(3)
+    search = Search(limited, devices, margin=0.0).run(9)
     assert search.considered == len(priced)
     on_device = {layout: form for layout, form in priced.items() if layout.offload != "activations"}
     fitting = [seconds for held, seconds in on_device.values() if held <= limit]
@@ -114,6 +114,17 @@ def test_the_best_of_all_layouts_is_found(is_limited, priced, devices):
     forms = [priced[ranked.layout][1] for ranked in search.ranked]
     assert min(forms) == pytest.approx(min(fitting), rel=0.01)
     assert all(ranked.memory.fits for ranked in search.ranked)
+    # Each kind of layout is there once, by the best of how dp and cp share the other ranks.
+    fastest: dict[tuple[int, int], float] = {}
+    for layout, (held, seconds) in on_device.items():
+        if held <= limit and layout.sp == (layout.tp > 1):  # the search has sp wherever it is legal
+            kind = layout.pp, layout.tp
+            fastest[kind] = min(seconds, fastest.get(kind, seconds))
+    of_kinds = {(ranked.layout.pp, ranked.layout.tp): ranked.layout for ranked in search.ranked}
+    assert len(of_kinds) == len(search.ranked)
+    assert of_kinds.keys() == fastest.keys()
+    for kind, layout in of_kinds.items():  # a simpler one may be preferred
+        assert priced[layout][1] == pytest.approx(fastest[kind], rel=0.02)
 
 
 def test_the_best_with_offload_is_found_where_nothing_else_fits(priced, devices):

@@ -110,7 +110,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Rank the layouts of a config on its cluster, without running anything."
     parser.epilog = EXAMPLE
     add_config_arguments(parser)
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many to show")
+    parser.add_argument("--top", type=int, default=6, metavar="N", help="kinds of layout to show")
     parser.add_argument(
         "--explain", metavar="LAYOUT", help="the terms of one layout, such as 'tp2 mb1'"
     )

@@ -14,7 +14,7 @@ from meshwright.interop.trainers import Trainer
 from meshwright.layout import Layout
 from meshwright.planner.plan import Plan, cost_inputs_of
 from meshwright.planner.prices import KnownPrices
-from meshwright.planner.rank import MARGIN, Found, Search
+from meshwright.planner.rank import MARGIN, Found, Search, first_of_kinds
 from meshwright.planner.space import given, words
 from meshwright.spec.loading import Config
 from meshwright.spec.training import LayoutSection
@@ -33,7 +33,7 @@ def priced_as(trainer: Trainer, config: Config) -> str:
 def plan_for(
     config: Config,
     trainer: Trainer,
-    top: int = 10,
+    top: int = 6,
     calibration: Calibration | None = None,
     margin: float = MARGIN,
 ) -> Plan:
@@ -70,7 +70,8 @@ def _merged(setting: CostInputs, results: Sequence[Found], top: int) -> Found:
     for result in results:
         reasons.update(result.reasons)
         ranked.update({prediction.layout: prediction for prediction in result.ranked})
-    ordered = sorted(ranked.values(), key=lambda prediction: prediction.time.total)[:top]
+    by_time = sorted(ranked.values(), key=lambda prediction: prediction.time.total)
+    ordered = first_of_kinds(by_time)[:top]
     nearest = min(
         (result for result in results if result.unfit is not None),
         key=lambda result: result.unfit.total if result.unfit is not None else 0.0,

@@ -38,11 +38,11 @@ def lightest_of(
     Keeps its microbatch and recomputation. Tries each ZeRO stage over all data ranks, with the
     schedule that holds the fewest activations. None where no schedule allows so many microbatches.
     """
-    layers = setting.model.n_layers
+    layers, is_even = setting.model.n_layers, setting.system.even_stages
     legal = [
         s
         for s in schedules(division.pp, layers, microbatches)
-        if not dominated(s, layers, division.pp, is_even=setting.system.even_stages)
+        if not dominated(s, layers, division.pp, microbatches, is_even=is_even)
     ]
     if not legal:
         return None

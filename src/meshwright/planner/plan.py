@@ -195,7 +195,7 @@ def products_of(train: TrainSpec, device: Device) -> str:
 @uncollected()
 def plan(
     config: Config,
-    top: int = 10,
+    top: int = 6,
     calibration: Calibration | None = None,
     margin: float = MARGIN,
     local_devices: int = _LOCAL_DEVICES,
@@ -206,8 +206,8 @@ def plan(
 ) -> Plan:
     """Return the ranked layouts of a config on its cluster; doesn't import torch.
 
-    Ranks the best layouts of `top` divisions of the devices by tokens per second, among those that
-    leave the share `margin` of the memory free. Layout keys that the config sets keep their values.
+    Ranks the best layouts of `top` kinds (see `Found`) by tokens per second, among those that leave
+    the share `margin` of the memory free. Layout keys that the config sets keep their values.
     `lacks` is what the machine's compiler is missing; `processor` and `slower` are those of
     `cost_inputs_of`, `prices` those of earlier plans. In the plan's config, `train.compile` is
     resolved for the best layout. Raises `ConfigError` where no layout is legal.

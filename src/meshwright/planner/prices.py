@@ -420,7 +420,7 @@ class Paces:
         for order in orders:
             reason = None
             if not is_fixed:
-                reason = dominated(order, layers, layout.pp, is_even=is_even)
+                reason = dominated(order, layers, layout.pp, count, is_even=is_even)
             if reason is None:
                 pace = self.pace(layout, order, count, transfer)
                 if pace.plain[1] < limit:

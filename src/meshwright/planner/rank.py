@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter, mul
@@ -79,7 +79,9 @@ _LEAST_IN_FLIGHT = 0.9
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: the best layout of each division of the devices, best first.
+    """The result of a search: the best layout of each kind, best first.
+
+    Layouts of a kind differ in how dp and cp share ranks, and in what is no degree.
 
     `considered` counts all legal layouts, `reasons` the excluded ones by reason; `unfit` is the
     layout that came closest to fitting, where none does.
@@ -136,7 +138,7 @@ class Search:
 
     @uncollected()
     def run(self, top: int) -> Found:
-        """Return the best layouts of the `top` best divisions of the devices.
+        """Return the best layouts of the `top` best kinds.
 
         Cores come in the order of a lower bound, the time of their microbatches alone. A core that
         cannot beat the worst of the best any more is skipped without a price. What it takes without
@@ -208,10 +210,11 @@ class Search:
         while True:
             best: _OfDivisions = {}
             for pass_cores, offloaded in passes:
-                self._pass(pass_cores, order, max(top, _COMPARED), offloaded, best)
-            best_layouts = heapq.nsmallest(max(top, _COMPARED), best.values(), key=itemgetter(0))
-            timed = sorted((self.fits.timed(layout) for _, layout in best_layouts), key=preference)
-            priced = [self.fits.priced(prediction) for prediction in timed[:top]]
+                self._pass(pass_cores, order, top, offloaded, best)
+            fastest = heapq.nsmallest(_COMPARED, best.values(), key=itemgetter(0))
+            best_layouts = {layout for _, layout in [*fastest, *_of_kinds(best).values()]}
+            timed = sorted(map(self.fits.timed, best_layouts), key=preference)
+            priced = [self.fits.priced(prediction) for prediction in first_of_kinds(timed)[:top]]
             if all(prediction.memory.total <= self.limit for prediction in priced):
                 # The first is preferred; why each other is not shows best in order of their time.
                 return [*priced[:1], *sorted(priced[1:], key=_seconds_of)]
@@ -425,10 +428,37 @@ class Search:
             self.nearest = (needed, self._with(core_layout, schedule, choice))
 
 
+def first_of_kinds(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """Return the first prediction of each kind of layout."""
+    firsts: dict[tuple[int, ...], Prediction] = {}
+    for prediction in predictions:
+        firsts.setdefault(_kind_of(prediction.layout), prediction)
+    return [*firsts.values()]
+
+
+def _kind_of(layout: Layout) -> tuple[int, ...]:
+    """Return the degrees of a layout; data and context parallelism, which share ranks, as one."""
+    return layout.pp, layout.tp, layout.ep, layout.expert_tp
+
+
+def _of_kinds(best: _OfDivisions) -> _OfDivisions:
+    """Return the fastest layout of each kind, with its seconds."""
+    kinds: _OfDivisions = {}
+    for candidate in best.values():
+        kind = _kind_of(candidate[1])
+        kinds[kind] = min(kinds.get(kind, candidate), candidate, key=itemgetter(0))
+    return kinds
+
+
 def _worst(best: _OfDivisions, top: int) -> float:
-    if len(best) < top:
+    """Return the seconds above which a layout is neither shown nor compared with the best."""
+    return max(_nth_least(_of_kinds(best), top), _nth_least(best, _COMPARED))
+
+
+def _nth_least(best: _OfDivisions, count: int) -> float:
+    if len(best) < count:
         return float("inf")
-    return heapq.nsmallest(top, (seconds for seconds, _ in best.values()))[-1]
+    return heapq.nsmallest(count, (seconds for seconds, _ in best.values()))[-1]
 
 
 def _seconds_of(prediction: Prediction) -> float:

@@ -26,11 +26,14 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "params")
 
 
-# Schedules that others beat by what they are, and why.
+# Schedules that others beat wherever these are legal, too, and why.
 _DOMINATED = {
-    "naive": "one microbatch at a time: 1F1B is never slower",
-    "gpipe": "GPipe holds all microbatches and takes as long as 1F1B",
-    "looped_bfs": "breadth-first holds all microbatches and takes as long as interleaved 1F1B",
+    "naive": (("1f1b", "gpipe"), "one microbatch at a time: 1F1B and GPipe are never slower"),
+    "gpipe": (("1f1b",), "GPipe holds all microbatches and takes as long as 1F1B"),
+    "looped_bfs": (
+        ("interleaved_1f1b",),
+        "breadth-first holds all microbatches and takes as long as interleaved 1F1B",
+    ),
 }
 
 # Keys of a layout that a core has; the others are the sharding's and the schedule's.
@@ -151,15 +154,21 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
     )
 
 
-def dominated(schedule: Schedule, layers: int, pp: int, *, is_even: bool) -> str | None:
-    """Return why a schedule need not be priced, if another one is never worse.
+def dominated(
+    schedule: Schedule, layers: int, pp: int, microbatches: int, *, is_even: bool
+) -> str | None:
+    """Return why a schedule need not be priced, if another legal one is never worse.
 
     `is_even`: of a system whose stages all have the same number of layers.
     """
     stages = pp * schedule.virtual
     if schedule.virtual > 1 and layers % stages and (is_even or stages <= layers):
         return "stages of unequal numbers of layers"
-    return _DOMINATED.get(schedule.name)
+    better, reason = _DOMINATED.get(schedule.name, ((), ""))
+    for name in better:
+        if microbatch_rule(name, pp, schedule.virtual, microbatches) is None:
+            return reason
+    return None
 
 
 @lru_cache(maxsize=4096)

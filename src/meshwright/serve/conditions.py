@@ -13,7 +13,7 @@ from meshwright.planner.rank import MARGIN
 from meshwright.runtime.pricing.measured import as_measured_here
 from meshwright.spec.loading import Config
 
-TOP: Final = 10
+TOP: Final = 6
 
 
 @dataclass(frozen=True)
