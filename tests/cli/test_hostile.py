@@ -275,7 +275,8 @@ ESCAPES = "a\x1b[2J\x07\u202eb\tc\nd"
 def test_a_terminal_gets_no_escapes(is_terminal, shown, monkeypatch, capsys, outcome):
     ids = list(ESCAPES.encode())
     made = [torch.tensor([one]) for one in ids[1:]]
-    monkeypatch.setattr(talk, "load_model", lambda folder: None)
+    narrow = SimpleNamespace(spec=SimpleNamespace(dim=32))
+    monkeypatch.setattr(talk, "load_model", lambda folder: narrow)
     monkeypatch.setattr(talk, "generate_tokens", lambda *a, **k: iter(made))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     words = SimpleNamespace(
