@@ -294,6 +294,7 @@ def test_of_layouts_that_are_as_fast_the_simplest_is_best():
 def test_why_one_loses_adds_up_to_how_much_slower_it_is():
     wide = price(H100, Layout(tp=4, pp=4, schedule="1f1b", microbatch=4, sp=True))
     plain = price(H100, Layout(dp_shard=16, zero=3, recompute="full"))
+    wide, plain = (replace(one, time=scaled(one.time, 10)) for one in (wide, plain))
     net, parts = told(lost_by(wide, plain), "s")
     assert net == pytest.approx(wide.time.total - plain.time.total, abs=0.006)
     assert sum(parts.values()) == pytest.approx(net, abs=1e-6)
@@ -304,11 +305,13 @@ def test_why_one_loses_adds_up_to_how_much_slower_it_is():
     assert parts["bubble"] > net
     assert parts["recompute"] == pytest.approx(more["recompute"], abs=0.006)
     assert parts["recompute"] < 0
-    # Of a step of milliseconds the difference is in these, not +0.00 s.
-    short = [replace(one, time=scaled(one.time, 1e-4)) for one in (wide, plain)]
-    net, parts = told(lost_by(*short), "ms")
-    assert sum(parts.values()) == pytest.approx(net, abs=1e-6)
-    assert net == pytest.approx((wide.time.total - plain.time.total) * 0.1, abs=0.006)
+    # Below a second, the difference is in milliseconds, with fewer digits where it is larger.
+    for shorter, error in ((1e-1, 0.6), (1e-2, 0.06), (1e-4, 0.006)):
+        short = [replace(one, time=scaled(one.time, shorter)) for one in (wide, plain)]
+        net, parts = told(lost_by(*short), "ms")
+        assert sum(parts.values()) == pytest.approx(net, abs=1e-6)
+        difference = (wide.time.total - plain.time.total) * shorter * 1e3
+        assert net == pytest.approx(difference, abs=error)
 
 
 def test_every_reason_in_a_ranking_adds_up():

@@ -18,9 +18,8 @@ from meshwright.units import format_bytes
 _LARGE, _WASTED = 0.35, 0.2
 # What offload keeps on the host beside the optimizer's states: weight and gradient in fp32.
 _HOST_BYTES = 8
-# Of what makes a layout slower, parts of this share of the largest are named; below so many seconds
-# all are told in milliseconds.
-_NAMED, _SHORT = 0.2, 0.01
+# Of what makes a layout slower, parts of this share of the largest are named.
+_NAMED = 0.2
 
 
 def lost_by(prediction: Prediction, winner: Prediction) -> str:
@@ -32,17 +31,21 @@ def lost_by(prediction: Prediction, winner: Prediction) -> str:
         return f"{1 - prediction.time.total / winner.time.total:.1%} faster, but less simple"
     loser_seconds, winner_seconds = _parts(prediction), _parts(winner)
     excess = {name: loser_seconds[name] - winner_seconds[name] for name in loser_seconds}
-    unit, scale = ("ms", 1e3) if max(map(abs, excess.values())) < _SHORT else ("s", 1.0)
-    difference = round((prediction.time.total - winner.time.total) * scale, 2)
-    threshold = _NAMED * max(map(abs, excess.values()))
+    largest = max(map(abs, excess.values()))
+    unit, scale = ("ms", 1e3) if largest < 1 else ("s", 1.0)
+    digits = 2 if not 0.01 <= largest < 1 else 1 if largest < 0.1 else 0
+    difference = round((prediction.time.total - winner.time.total) * scale, digits)
+    threshold = _NAMED * largest
     named = sorted(
         (name for name in excess if abs(excess[name]) >= threshold),
         key=lambda name: -abs(excess[name]),
     )
-    parts = {name: round(excess[name] * scale, 2) for name in named}
-    parts["the rest"] = round(difference - sum(parts.values()), 2)
-    breakdown = ", ".join(f"{name} {change:+.2f}{unit}" for name, change in parts.items() if change)
-    return f"{difference:.2f}{unit} slower" + (f": {breakdown}" if breakdown else "")
+    parts = {name: round(excess[name] * scale, digits) for name in named}
+    parts["the rest"] = round(difference - sum(parts.values()), digits)
+    breakdown = ", ".join(
+        f"{name} {change:+.{digits}f}{unit}" for name, change in parts.items() if change
+    )
+    return f"{difference:.{digits}f}{unit} slower" + (f": {breakdown}" if breakdown else "")
 
 
 def _parts(prediction: Prediction) -> dict[str, float]:
