@@ -1,10 +1,10 @@
 """Draws the pictures of `docs/images/report`: real runs, plans and simulations, as pages.
 
-    python docs/draw_reports.py [--only NAME ...] [--work FOLDER]
+    python docs/draw_reports.py [--only NAME ...] [--work FOLDER] [--views FOLDER]
 
 It trains small models on 4 ranks of this machine, makes their pages, and takes pictures of them
-in a headless Chromium: 1440 and 390 pixels wide, and some of them dark, on paper, and as seen
-without red (`VIEWS`). It needs playwright and Pillow, some minutes, and an idle machine.
+in a headless Chromium. It needs playwright and Pillow, some minutes, and an idle machine.
+`--views` also draws them narrow, dark, on paper and as seen without red, into a folder: to look at.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import io
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ VIEWS = {
     "print": {"width": 702, "media": "print"},
     "protanopia": {"width": 1440, "vision": "protanopia"},
 }
-# Pages with pictures of all views; others have the first two.
-ALL_VIEWS = ("interleaved", "failed", "compared", "plan", "simulation")
+SHOWN = "1440"
+# Pages that the docs show no picture of.
+UNSHOWN = ("failed", "layouts", "simulation")
 # A picture is cut below, so that it stays readable in a document.
 TALLEST = 5200
 SMALL = [
@@ -175,32 +177,33 @@ def draw_part(page: Page, html: Path, out: Path) -> None:
     )
 
 
-def run(names: Sequence[str], work: Path) -> None:
-    """Make the pages and draw each in its views."""
+def run(names: Sequence[str], work: Path, views: Path | None) -> None:
+    """Make the pages and draw those that the docs show; all of them, in each view, into `views`."""
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (FOLDER, views)):
+        folder.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = opened.new_page()
-        for name in names:
-            for title, html in MADE[name](work):
-                if title == "first":
-                    page.set_viewport_size({"width": 1440, "height": 900})
-                    draw_part(page, html, FOLDER / "first.png")
-                    continue
-                names_of = list(VIEWS) if title in ALL_VIEWS else list(VIEWS)[:2]
-                for view in names_of:
-                    draw(page, html, VIEWS[view], FOLDER / f"{title}-{view}.png")
+        for title, html in chain.from_iterable(MADE[name](work) for name in names):
+            # Each picture has a tab of its own: an emulated vision would colour the next one, too.
+            if title == "first":
+                page = opened.new_page(viewport={"width": 1440, "height": 900})
+                draw_part(page, html, FOLDER / "first.png")
+            elif title not in UNSHOWN:
+                draw(opened.new_page(), html, VIEWS[SHOWN], FOLDER / f"{title}-{SHOWN}.png")
+            for name, view in VIEWS.items() if views is not None else ():
+                draw(opened.new_page(), html, view, views / f"{title}-{name}.png")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=MADE, default=list(MADE))
     parser.add_argument("--work", type=Path, help="keep runs and pages in this folder")
+    parser.add_argument("--views", type=Path, help="draw all views into this folder, too")
     given = parser.parse_args()
     if given.work:
         given.work.mkdir(parents=True, exist_ok=True)
-        run(given.only, given.work)
+        run(given.only, given.work, given.views)
     else:
         with tempfile.TemporaryDirectory() as made:
-            run(given.only, Path(made))
+            run(given.only, Path(made), given.views)

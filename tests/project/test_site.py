@@ -93,3 +93,11 @@ def test_thirty_questions_are_answered_in_two_clicks():
             assert anchor[1:] in anchors(DOCS / page), f"{question}: {page} has no {anchor}"
         clicks = 1 + bool(anchor)  # on the page in the sidebar, then in its table of contents
         assert clicks == int(stated) <= 2, question
+
+
+def test_each_picture_is_on_a_page():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    texts = "".join(page.read_text(encoding="utf-8") for page in pages)
+    pictures = [path for path in (ROOT / "docs" / "images").rglob("*.*") if path.is_file()]
+    assert pictures
+    assert [path.name for path in pictures if path.name not in texts] == []
