@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
+from meshwright.cli.common import local_folder
 from meshwright.cli.generate import add_sampling, safe, sampling_of
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.evaluate.talk import Generation, Sampling, TextModel
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer line after line of stdin, with the whole conversation before each."""
-    model, sampling = TextModel(Path(args.folder), args.tokenizer), sampling_of(args)
+    model, sampling = TextModel(local_folder(args.folder), args.tokenizer), sampling_of(args)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     turns: list[dict[str, str]] = []
     while (text := _read()) is not None and text not in _ENDS:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
-from meshwright.cli.common import add_json, print_json
+from meshwright.cli.common import add_json, local_folder, print_json
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.evaluate.talk import Sampling, TextModel
 from meshwright.parsing import printable
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Load, sample, and print each piece of text as it comes."""
     if args.system is not None and not args.chat:
         raise ConfigError("--system is what a chat template writes before the user; add --chat")
-    model = TextModel(Path(args.folder), args.tokenizer)
+    model = TextModel(local_folder(args.folder), args.tokenizer)
     sampling = sampling_of(args)
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
