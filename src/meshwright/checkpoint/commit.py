@@ -192,26 +192,28 @@ def _commit_object(
     """Create the manifest of a step, all of whose files are in the store."""
     final = temporary.parent
     root = final.parent
+    refused = ""
     if writer and _holder(root).get("writer") != writer:
-        raise CheckpointError(
+        refused = (
             f"another process has taken over {root}: {final.name} was not saved by this one, which "
             "was held up, or is a second one of the same run"
         )
     sizes = temporary.files()
     for name, expected in manifest["files"].items():
-        if sizes.get(name) != expected["bytes"]:
-            raise CheckpointError(
+        if not refused and sizes.get(name) != expected["bytes"]:
+            refused = (
                 f"{temporary / name} was not saved: {expected['bytes']} bytes were sent, and the "
                 f"store has {sizes.get(name, 'none')}"
             )
     mark("rename")
     try:
-        (final / MANIFEST).create(manifest_text(manifest).encode())
+        if not refused:
+            (final / MANIFEST).create(manifest_text(manifest).encode())
     except FileExistsError:
+        refused = f"{final} was committed by another process meanwhile, and is kept as it is"
+    if refused:
         temporary.remove()
-        raise CheckpointError(
-            f"{final} was committed by another process meanwhile; it is kept as that one wrote it"
-        ) from None
+        raise CheckpointError(refused)
     mark("pointer")
     point(root, LATEST, final.name)
     return final
@@ -224,12 +226,16 @@ def manifest_text(manifest: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _told(temporary: Place) -> Any:
-    """Turn an error of the disk into one that names the path, and leave nothing half-done."""
+    """Turn an error of the disk into one that names the path, and leave nothing half-done.
+
+    What is in a store stays there if the store's answer is not known: it may have the manifest.
+    """
     try:
         yield
     except OSError as error:
-        with contextlib.suppress(OSError):
-            remove(temporary)
+        if not isinstance(error, StoreError):
+            with contextlib.suppress(OSError):
+                remove(temporary)
         raise CheckpointError(
             f"{error.filename or temporary} was not written: {error.strerror or error}; "
             "the steps before it are untouched"
