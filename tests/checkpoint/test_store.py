@@ -1,5 +1,6 @@
 """Steps in an object store: whole or absent, whatever the store, a rank or another process does."""
 
+import contextlib
 import json
 from typing import ClassVar
 
@@ -59,7 +60,7 @@ class FaultyStore(MemoryFileSystem):
     requests: ClassVar = []
     faults: ClassVar = {}
     after = False
-    is_down = False
+    unreachable = ""  # a part of the names of objects that are not answered for
 
     def _request(self, kind, path, act):
         cls = type(self)
@@ -83,7 +84,7 @@ class FaultyStore(MemoryFileSystem):
         return self._request("remove", path, lambda: remove(path, recursive))
 
     def cat_file(self, path, start=None, end=None, **kwargs):
-        if self.is_down:
+        if self.unreachable and self.unreachable in path:
             raise ConnectionError("the store is down")
         return super().cat_file(path, start, end)
 
@@ -123,7 +124,7 @@ class Upload:
 def root(monkeypatch):
     """An empty folder of a store without faults; no attempt waits for the next."""
     FaultyStore.store, FaultyStore.requests, FaultyStore.faults = {}, [], {}
-    FaultyStore.pseudo_dirs, FaultyStore.after, FaultyStore.is_down = [""], False, False
+    FaultyStore.pseudo_dirs, FaultyStore.after, FaultyStore.unreachable = [""], False, ""
     fsspec.register_implementation("memory", FaultyStore, clobber=True)
     monkeypatch.setattr(store_module, "PAUSES_S", (0.0, 0.0, 0.0))
     # An upload of a killed process is never completed, as a buffered file's would be.
@@ -164,6 +165,15 @@ def test_a_step_is_saved_verified_and_read(root):
     assert (good.folder, good.manifest["run"]) == (step, "run")
     assert [facts.problem for facts in inspect(root, verified=True)] == [None]
     assert (root / "latest").read() == b"step-00000002\n"
+
+
+def test_the_manifest_is_the_last_object_of_a_step(root):
+    with contextlib.suppress(CheckpointError):
+        save(root, 2)
+    written = [path for kind, path in FaultyStore.requests if kind in ("put", "complete")]
+    of_step = [path.rpartition("/")[2] for path in written if step_name(2) in path]
+    shards = ["weights-00000.safetensors", "optimizer-00000.safetensors"]
+    assert of_step == [*shards, "model.json", MANIFEST]
 
 
 def test_any_region_is_read_by_its_byte_ranges(root):
@@ -226,6 +236,7 @@ def test_a_process_killed_at_any_request_of_a_save_loses_and_tears_nothing(root,
         step = int(good.manifest["step"])
         assert value_of(good.folder) == step, f"killed at {kind} {path}"
         assert 4 in numbers(root) or step == 2
+        assert not any(facts.problem for facts in inspect(root, verified=True))
         save(root, 4)
         save(root, 6)
         assert numbers(root) == [6]
@@ -279,6 +290,16 @@ def test_a_commit_whose_answers_are_all_lost_leaves_a_whole_step_or_none(root):
         assert [verify(step)["step"] for step in steps(root)] == numbers(root)
 
 
+def test_an_upload_that_fails_leaves_no_object(root):
+    def half(file):
+        file.write(b"half")
+        raise PermissionError("no more")
+
+    with pytest.raises(StoreError, match="no more"):
+        (root / "x").upload(half)
+    assert root.files() == {}
+
+
 def test_what_another_attempt_cannot_mend_is_not_tried_again(root):
     fail_at(0, PermissionError("Access Denied"))
     with pytest.raises(StoreError, match="Access Denied"):
@@ -287,12 +308,12 @@ def test_what_another_attempt_cannot_mend_is_not_tried_again(root):
 
 
 def test_a_store_that_is_down_condemns_no_step(root):
-    save(root, 2)
-    FaultyStore.is_down = True
+    save(root, 4, saver=save(root, 2, keep=2))
+    FaultyStore.unreachable = f"{step_name(4)}/try-"
     with pytest.raises(CheckpointError, match="the store is down"):
-        newest_good(root, ALONE, pytest.fail)
-    FaultyStore.is_down = False
-    assert numbers(root) == [2]
+        newest_good(root, ALONE, lambda problem: None)
+    FaultyStore.unreachable = ""
+    assert numbers(root) == [2, 4]
 
 
 @given(st.data())

@@ -305,7 +305,7 @@ def steps(root: P) -> list[P]:
     """Return the committed step folders, oldest first."""
     if isinstance(root, StorePath):
         parts = (name.partition("/") for name in root.files())
-        names = {step for step, _, rest in parts if _STEP.fullmatch(step) and rest == MANIFEST}
+        names = {step for step, _, inner in parts if _STEP.fullmatch(step) and inner == MANIFEST}
         return [cast(P, root / name) for name in sorted(names)]
     if not root.is_dir():
         return []
@@ -331,9 +331,9 @@ def _uncommitted(root: StorePath) -> Iterator[StorePath]:
     """Yield the folders of files that no manifest names; not of steps that were set aside."""
     contents: dict[str, set[str]] = {}
     for name in root.files():
-        step, _, rest = name.partition("/")
+        step, _, inner = name.partition("/")
         if _STEP.fullmatch(step):
-            contents.setdefault(step, set()).add(rest.partition("/")[0])
+            contents.setdefault(step, set()).add(inner.partition("/")[0])
     for step, names in sorted(contents.items()):
         if any(name.startswith(_ASIDE) for name in names):
             continue

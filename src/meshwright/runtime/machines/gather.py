@@ -59,8 +59,8 @@ def hand_over(job: Job) -> str:
     texts = {
         path.name: path.read_text(encoding="utf-8") for path in (job.folder.config, job.folder.plan)
     }
-    words = {"folder": str(job.folder.path), "seen": seen, "texts": texts}
-    return json.dumps({**words, "in_store": isinstance(job.checkpoints, StorePath)})
+    announcement = {"folder": str(job.folder.path), "seen": seen, "texts": texts}
+    return json.dumps({**announcement, "in_store": isinstance(job.checkpoints, StorePath)})
 
 
 def sight(announcement: Mapping[str, Any]) -> list[bool]:
