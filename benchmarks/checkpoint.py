@@ -44,6 +44,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
+from meshwright.store import Place
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.update import LossScale, update
 from meshwright.units import MIB
@@ -104,7 +105,7 @@ def read_plainly(path: Path) -> None:
 class Bench:
     """One model on one rank."""
 
-    def __init__(self, model: ModelSpec, world: World, root: Path, rounds: int) -> None:
+    def __init__(self, model: ModelSpec, world: World, root: Place, rounds: int) -> None:
         self.model, self.world, self.root, self.rounds = model, world, root, rounds
         self.trained = opened(model, world, seeded(model, 0))
         self.number = 0
@@ -146,13 +147,15 @@ class Bench:
 
     def load(self) -> None:
         root = self.root / "at-once"
-        drop(list(steps(root)[-1].iterdir()) if self.world.rank == 0 else [])
+        if self.world.rank == 0 and isinstance(root, Path):
+            drop(list(steps(root)[-1].iterdir()))
         self.world.barrier()
         good = newest_good(root, self.world, print)
         assert good is not None
         restore(opened(self.model, self.world, StoredSource(good.folder)), good)
 
     def disk(self, size: int) -> tuple[list[float], list[float]]:
+        assert isinstance(self.root, Path)
         path = self.root / f"plain-{self.world.rank}"
         writes, reads = [], []
         for _ in range(self.rounds):

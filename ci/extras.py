@@ -85,6 +85,8 @@ EXTRAS: Final = {
         ),
         bare=("axolotl", "megatron-bridge", "ms-swift"),
     ),
+    # An S3 server of moto's, against which runs save and are killed.
+    "store": Extra(("tests/runtime/test_store_runs.py",), 6, ("meshwright[s3]", "moto[server]")),
     "package": Extra(("tests/project/test_package_install.py",), 5, ("build",)),
     "chromium": Extra(
         (

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from meshwright.errors import ConfigError, DataError
+from meshwright.store import Place, StorePath
 from meshwright.units import MIB, format_bytes
 
 # What a write that finds no room raises: on the disk, in a quota, in the limit of a process.
@@ -89,19 +90,22 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
-    """Return the bytes of a document, which may be a pipe.
+def read_bytes(path: Place, limit: int = LARGEST_DOCUMENT) -> bytes:
+    """Return the bytes of a document, which may be a pipe, or an object of a store.
 
     Raises `OSError` if there are more than `limit`, so that /dev/zero cannot fill the memory.
     """
-    with path.open("rb") as file:
-        content = file.read(limit + 1)
+    if isinstance(path, StorePath):
+        content = path.read(0, limit + 1)
+    else:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it has more than {format_bytes(limit)}", str(path))
     return content
 
 
-def read_text(path: Path, limit: int = LARGEST_DOCUMENT) -> str:
+def read_text(path: Place, limit: int = LARGEST_DOCUMENT) -> str:
     """Return the UTF-8 text of a document, as `read_bytes`; raises `UnicodeDecodeError` too."""
     return read_bytes(path, limit).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
@@ -163,8 +167,11 @@ class AtomicFile:
         )
 
 
-def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
+def write_atomic(path: Place, data: bytes, *, private: bool = False) -> None:
     """Write a whole small file atomically; with `private` its owner alone can read it."""
+    if isinstance(path, StorePath):  # objects are whole by nature
+        path.write_bytes(data)
+        return
     with AtomicFile(path, private=private) as file:
         file.write(data)
 

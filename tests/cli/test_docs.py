@@ -38,7 +38,7 @@ LONG = (
     *("one-to-many.md", "resume.md", "choose-a-layout.md", "layouts.md", "tutorial.md"),
     *("fine-tune.md", "doctor.md"),
 )
-NETWORK = ("tinystories", "hf:", "stories", "lambada")
+NETWORK = ("tinystories", "hf:", "stories", "lambada", "s3:", "checkpoint.dir=s3:")
 
 
 def blocks(page, language):

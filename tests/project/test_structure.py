@@ -21,6 +21,7 @@ ORDER = [
     "parsing",
     "lines",
     "tables",
+    "store",
     "files",
     "spec",
     "layout",

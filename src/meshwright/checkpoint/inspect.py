@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.commit import read_manifest, steps, verify
 from meshwright.errors import CheckpointError
 from meshwright.spec.stored import steps_folder
+from meshwright.store import Place, StorePath
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,24 @@ class StepFacts:
         return asdict(self)
 
 
-def checkpoints_of(folder: Path) -> Path:
+def checkpoints_of(folder: Place) -> Place:
     """Return the folder of steps of a run, of a folder of steps, or of a step.
 
     Raises `CheckpointError` if there is no committed step.
     """
-    own_steps = steps_folder(folder)
+    own_steps = folder if isinstance(folder, StorePath) else steps_folder(folder)
     for root in (own_steps, folder, folder.parent):
         if steps(root):
             return root
     where = (
-        folder if own_steps.parent == folder else f"{folder}, which saves its steps in {own_steps},"
+        folder
+        if folder in (own_steps, own_steps.parent)
+        else f"{folder}, which saves its steps in {own_steps},"
     )
     raise CheckpointError(f"{where} holds no committed step (no step-00000100 folder)")
 
 
-def inspect(folder: Path, *, verified: bool = False) -> list[StepFacts]:
+def inspect(folder: Place, *, verified: bool = False) -> list[StepFacts]:
     """Return the facts of all steps of a run, or of one step folder, oldest first.
 
     With `verified`, every file is read and compared with its hash.
@@ -62,7 +64,7 @@ def inspect(folder: Path, *, verified: bool = False) -> list[StepFacts]:
     return [_facts(path, verified=verified) for path in folders]
 
 
-def _facts(path: Path, *, verified: bool) -> StepFacts:
+def _facts(path: Place, *, verified: bool) -> StepFacts:
     problem, manifest = None, dict[str, Any]()
     try:
         manifest = read_manifest(path)

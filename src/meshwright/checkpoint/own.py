@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.commit import clean, step_name
+from meshwright.checkpoint.commit import clean, is_there, step_name
 from meshwright.checkpoint.restore import Good, newest_good, stored_of
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import (
@@ -36,6 +36,7 @@ from meshwright.layout import Layout
 from meshwright.parallel.data_parallel.sharded import reshard
 from meshwright.program.shards import Sharding, data_rank, whole
 from meshwright.spec.parts import Part
+from meshwright.store import Place, place
 
 _OWN: Final = "own"  # what of a manifest is ours
 
@@ -45,7 +46,7 @@ class Loaded(NamedTuple):
 
     step: int
     state: dict[str, Any]
-    folder: Path
+    folder: Place
 
 
 class Checkpoints:
@@ -53,7 +54,7 @@ class Checkpoints:
 
     Every rank creates one, after `parallelize` and the optimizer, and makes the same calls of its
     methods, which are collectives. Only one loop may write into a folder, which all ranks must be
-    able to access. The newest `keep` steps stay.
+    able to access; it may be a URL of an object store. The newest `keep` steps stay.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Checkpoints:
         keep: int = 2,
     ) -> None:
         """Remove remains of interrupted saves; raises for an optimizer of another model."""
-        self._root, self._layout = Path(folder), layout
+        self._root, self._layout = place(folder), layout
         self._model, self._optimizer = model, optimizer
         device = next(model.parameters()).device
         nothing = dist.HashStore()  # type: ignore[attr-defined]  # nothing here talks through it
@@ -80,10 +81,10 @@ class Checkpoints:
         self._leaves()
         self._saver = Saver(self._root, self._world, keep, lambda saved: None)
         self._saver.run = exchange(secrets.token_hex(8), self._saver.group)[0]
-        if self._world.rank == 0:
+        if self._world.rank == 0 and isinstance(self._root, Path):  # a store at the first save
             clean(self._root)
 
-    def save(self, step: int, state: Mapping[str, Any] | None = None) -> Path:
+    def save(self, step: int, state: Mapping[str, Any] | None = None) -> Place:
         """Save weights, optimizer and `state` as a step, and return its folder.
 
         `state` may contain what JSON can: the data's position, a scheduler's `state_dict()`. Tuples
@@ -93,7 +94,7 @@ class Checkpoints:
         """
         leaves = self._leaves()
         path = self._root / step_name(step)
-        if any(exchange("taken" if path.exists() else "", self._saver.group)):
+        if any(exchange("taken" if is_there(path) else "", self._saver.group)):
             raise CheckpointError(
                 f"{path} is there already, and a step is never written again: load() the newest "
                 "before the loop, or choose another folder"
@@ -226,7 +227,7 @@ def _kept(leaf: Leaf, state: Mapping[str, Any]) -> Iterable[tuple[str, float | N
             )
 
 
-def _refuse_other(leaves: Iterable[Leaf], stored: Stored, folder: Path) -> None:
+def _refuse_other(leaves: Iterable[Leaf], stored: Stored, folder: Place) -> None:
     """Raise if a step is of another model."""
     shapes = {leaf.name: tuple(stop for _, stop in whole(leaf.tensor.shape)) for leaf in leaves}
     missing, unexpected = (

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.commit import anew, digest_of, read_manifest, set_aside, steps, verify
+from meshwright.checkpoint.commit import (
+    anew,
+    digest_of,
+    files_of,
+    read_manifest,
+    set_aside,
+    steps,
+    verify,
+)
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, fill_optimizer
 from meshwright.checkpoint.tensors import Stored
 from meshwright.comm.world import World, exchange
 from meshwright.errors import CheckpointError
 from meshwright.program.shards import Region
+from meshwright.store import Place, StoreError
 
 
 class Good(NamedTuple):
     """A verified step folder, and its manifest."""
 
-    folder: Path
+    folder: Place
     manifest: dict[str, Any]
 
 
 def newest_good(
-    root: Path,
+    root: Place,
     world: World,
     on_bad: Callable[[str], None],
     group: dist.ProcessGroup | None = None,
@@ -36,9 +44,10 @@ def newest_good(
     The ranks share the reading, and communicate over a gloo `group`, by default the world's. A
     newer step that fails is set aside, so that it can be saved again, and `on_bad` receives the
     reason with the name of the file. None if there is no step. Raises `CheckpointError` if every
-    step fails, and leaves them unchanged; also if ranks see different steps.
+    step fails, and leaves them unchanged; also if ranks see different steps, or a store does not
+    answer.
     """
-    failed_steps: list[tuple[Path, str]] = []
+    failed_steps: list[tuple[Place, str]] = []
     if group is None and world.size > 1:
         group = dist.group.WORLD
     for name in reversed(exchange(_names(root), group)[0].split()):
@@ -46,9 +55,14 @@ def newest_good(
         try:
             manifest = verify(folder, lambda index: index % world.size == world.rank)
             answer = f"={digest_of([json.dumps(manifest, sort_keys=True)])}"
+        except StoreError as error:  # which says nothing of the step
+            answer = f"?{error}"
         except (CheckpointError, OSError) as error:
             answer = f"!{error}"
         everyone = exchange(answer, group)
+        for rank, text in enumerate(everyone):
+            if text.startswith("?"):
+                raise CheckpointError(f"rank {rank}: {text[1:]}")
         problem = next((text[1:] for text in everyone if text.startswith("!")), None)
         if problem is not None:
             failed_steps.append((folder, problem))
@@ -68,20 +82,21 @@ def newest_good(
     return None
 
 
-def _names(root: Path) -> str:
+def _names(root: Place) -> str:
     return "\n".join(path.name for path in steps(root))
 
 
-def stored_of(folder: Path, kind: str) -> Stored:
+def stored_of(folder: Place, kind: str) -> Stored:
     """Open the files of a kind (`WEIGHTS`, `OPTIMIZER`) of a step folder."""
-    files = [name for name in read_manifest(folder)["files"] if name.startswith(f"{kind}-")]
-    return Stored(folder / name for name in files)
+    manifest = read_manifest(folder)
+    names = [name for name in manifest["files"] if name.startswith(f"{kind}-")]
+    return Stored(files_of(folder, manifest) / name for name in names)
 
 
 class StoredSource:
     """A source of weights for `build`: each rank reads the regions that it holds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self._stored, self._folder = stored_of(folder, WEIGHTS), folder
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +24,13 @@ from torch import Tensor
 from meshwright.checkpoint.commit import (
     Fingerprint,
     begin,
+    claim,
+    is_there,
     old_steps,
     point,
     purge,
     read_manifest,
+    remove,
     seal,
     step_name,
     verify,
@@ -40,6 +42,7 @@ from meshwright.comm.world import World, exchange
 from meshwright.errors import CheckpointError
 from meshwright.files import FULL
 from meshwright.spec.stored import BEST
+from meshwright.store import Place, place
 
 
 class Saved(NamedTuple):
@@ -49,7 +52,7 @@ class Saved(NamedTuple):
     """
 
     step: int
-    path: Path
+    path: Place
     bytes: int
     seconds: float
     stall_s: float
@@ -64,7 +67,7 @@ class Saver:
 
     def __init__(
         self,
-        root: Path,
+        root: Place,
         world: World,
         keep: int,
         on_saved: Callable[[Saved], None],
@@ -96,6 +99,7 @@ class Saver:
             self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
             self._staging = Staging(self._stream)
         self._running: _Running | None = None
+        self._writer: str | None = None  # of a store, from this process's first save on
 
     def save(
         self, step: int, chunks: Chunks, facts: Mapping[str, Any], texts: Mapping[str, str]
@@ -144,7 +148,7 @@ class Saver:
         self.finish()
 
         def appoint() -> str:
-            if self._world.rank > 0 or not (self._root / step_name(step)).is_dir():
+            if self._world.rank > 0 or not is_there(self._root / step_name(step)):
                 return ""
             point(self._root, BEST, step_name(step))
             return "purge" if old_steps(self._root, self._keep) else ""
@@ -211,7 +215,7 @@ class Saver:
 
     def _write(
         self, step: int, chunks: Chunks, facts: Mapping[str, Any], texts: Mapping[str, str]
-    ) -> tuple[Path, int]:
+    ) -> tuple[Place, int]:
         """Write this rank's files and, on rank 0, commit the step; returns path and all bytes."""
         rank = self._world.rank
 
@@ -220,17 +224,14 @@ class Saver:
 
         mark("begin")
 
-        def start() -> str:
-            return str(begin(self._root, step, self.run) or "") if rank == 0 else ""
-
         final = self._root / step_name(step)
-        temporary = self._together(start)[0]
+        temporary = self._together(lambda: self._begun(step))[0]
         if not temporary:  # committed already, by this very run
             return final, _bytes_of(read_manifest(final)["files"])
-        folder = Path(temporary)
+        folder = place(temporary)
 
         def write() -> str:
-            if not folder.is_dir():
+            if isinstance(folder, Path) and not folder.is_dir():
                 raise CheckpointError(
                     f"{folder} is not on rank {rank}'s machine: checkpoint.dir must be shared"
                 )
@@ -245,7 +246,8 @@ class Saver:
             everyone = self._together(write)
         except CheckpointError:
             if rank == 0:  # the disk may be full of it
-                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove(folder)
             raise
         files = {
             name: Fingerprint(*entry)
@@ -257,13 +259,22 @@ class Saver:
             if rank == 0:
                 for name, text in texts.items():
                     (folder / name).write_text(text, encoding="utf-8")
-                seal(folder, step, files, {**facts, "run": self.run}, mark)
+                writer = self._writer or ""
+                seal(folder, step, files, {**facts, "run": self.run}, mark, writer)
                 return "purge" if old_steps(self._root, self._keep) else ""
             return ""
 
         if self._together(commit)[0]:
             self._remove_old(step)
         return final, sum(file.bytes for file in files.values())
+
+    def _begun(self, step: int) -> str:
+        """Return on rank 0 where a step's files go; empty if they are committed, or elsewhere."""
+        if self._world.rank > 0:
+            return ""
+        if self._writer is None:
+            self._writer = claim(self._root, self.run)
+        return str(begin(self._root, step, self.run) or "")
 
     def _remove_old(self, step: int) -> None:
         """Remove steps that are kept no longer, once one of the others has been verified."""
@@ -272,7 +283,7 @@ class Saver:
         if self._world.rank == 0:
             purge(self._root, self._keep)
 
-    def _verify(self, folder: Path) -> str:
+    def _verify(self, folder: Place) -> str:
         """Verify this rank's share of a step's files."""
         verify(folder, lambda index: index % self._world.size == self._world.rank)
         return ""
@@ -315,5 +326,5 @@ class _Running:
         self.copied = threading.Event()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
-        self.path: Path | None = None
+        self.path: Place | None = None
         self.bytes, self.seconds, self.stall_s = 0, 0.0, 0.0

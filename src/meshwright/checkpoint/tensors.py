@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.commit import Fingerprint
+from meshwright.checkpoint.ranged import open_stored
 from meshwright.errors import CheckpointError
-from meshwright.models.files import open_safetensors
 from meshwright.parsing import parse_json
 from meshwright.program.shards import Region, whole
+from meshwright.store import Place, StorePath
 from meshwright.units import MIB, format_bytes
 
 _DTYPES: Final = {
@@ -49,39 +50,54 @@ class Chunk(NamedTuple):
 
 
 def write_chunks(
-    path: Path, chunks: Sequence[Chunk], mark: Callable[[str], None] = lambda moment: None
+    path: Place, chunks: Sequence[Chunk], mark: Callable[[str], None] = lambda moment: None
 ) -> Fingerprint:
     """Write chunks of different tensors as one safetensors file, synced, and return its hash.
 
     GPU tensors are copied to the host one chunk at a time. `mark` is called with "shard" halfway,
-    and with "" whenever another part is on the disk. Raises `CheckpointError` with path and bytes
-    if the disk refuses.
+    and with "" whenever another part is on the disk or in the store. Raises `CheckpointError` with
+    path and bytes if the disk refuses.
     """
     header = _header(chunks)
-    sizes = [chunk.tensor.nbytes for chunk in chunks]
-    total, digest, unsynced = len(header) + sum(sizes), hashlib.sha256(), 0
+    total = len(header) + sum(chunk.tensor.nbytes for chunk in chunks)
+    if isinstance(path, StorePath):
+        return path.upload(lambda file: _write_pieces(file, header, chunks, mark, lambda: None))
     try:
         with path.open("xb", buffering=0) as file:
-            for index, data in enumerate(chain([memoryview(header)], map(_bytes, chunks))):
-                if index == (len(chunks) + 1) // 2:
-                    mark("shard")
-                for start in range(0, len(data), _PIECE):
-                    piece = data[start : start + _PIECE]
-                    digest.update(piece)
-                    _write(file, piece)
-                    unsynced += len(piece)
-                    if unsynced >= _SYNCED:  # so that no wait for the disk is a long one
-                        os.fsync(file.fileno())
-                        mark("")
-                        unsynced = 0
+            written = _write_pieces(file, header, chunks, mark, lambda: os.fsync(file.fileno()))
             os.fsync(file.fileno())
+            return written
     except OSError as error:
-        written = path.stat().st_size if path.exists() else 0
+        size = path.stat().st_size if path.exists() else 0
         raise CheckpointError(
-            f"{path} was not written: {error.strerror}, after {written} of {total} bytes "
+            f"{path} was not written: {error.strerror}, after {size} of {total} bytes "
             f"({format_bytes(total)})"
         ) from error
-    return Fingerprint(total, digest.hexdigest())
+
+
+def _write_pieces(
+    file: Any,
+    header: bytes,
+    chunks: Sequence[Chunk],
+    mark: Callable[[str], None],
+    sync: Callable[[], None],
+) -> Fingerprint:
+    """Write a header and chunks to an open file; `sync` hands to the disk what is written."""
+    digest, unsynced, written = hashlib.sha256(), 0, 0
+    for index, data in enumerate(chain([memoryview(header)], map(_bytes, chunks))):
+        if index == (len(chunks) + 1) // 2:
+            mark("shard")
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            digest.update(piece)
+            _write(file, piece)
+            written += len(piece)
+            unsynced += len(piece)
+            if unsynced >= _SYNCED:  # so that no wait for the disk is a long one
+                sync()
+                mark("")
+                unsynced = 0
+    return Fingerprint(written, digest.hexdigest())
 
 
 def _write(file: Any, piece: memoryview) -> None:
@@ -122,12 +138,12 @@ class _StoredPlace(NamedTuple):
 class Stored:
     """The tensors of some files, read by region, wherever their chunks are."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(self, files: Iterable[Place]) -> None:
         self._places: dict[str, list[_StoredPlace]] = {}
-        self._folder = Path()
+        self._folder: Place = Path()
         for path in files:
             self._folder = path.parent
-            opened = open_safetensors(path)
+            opened = open_stored(path)
             offsets = _offsets(opened, path)
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 shape = opened.get_slice(name).get_shape()
@@ -185,7 +201,7 @@ class Stored:
         return self._places[name]
 
 
-def _offsets(opened: Any, path: Path) -> Mapping[str, Sequence[int]]:
+def _offsets(opened: Any, path: Place) -> Mapping[str, Sequence[int]]:
     """Return where each chunk of a file begins in the whole, as its header says."""
     text = (opened.metadata() or {}).get("DCP_SHARDING_INFO")
     if text is None:

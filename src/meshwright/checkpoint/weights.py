@@ -25,16 +25,17 @@ from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import OF_PADDING, ModelSpec, unpadded
 from meshwright.spec.peft import read_adapter_config
 from meshwright.spec.stored import SPEC, base_of_adapter, find_step, stored_spec
+from meshwright.store import Place
 
 
 def write_weights(
-    root: Path,
+    root: Place,
     spec: ModelSpec,
     state: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     step: int = 0,
     run: str = "",
-) -> Path:
+) -> Place:
     """Commit whole weights, by our names, as a step under `root` and return its path.
 
     `run` is the id of the run that trained them, if one did. Raises `CheckpointError` if the step

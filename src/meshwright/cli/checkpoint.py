@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from meshwright.checkpoint.commit import LOCK, prune, steps
 from meshwright.checkpoint.inspect import StepFacts, checkpoints_of, inspect
-from meshwright.cli.common import add_json, print_json
+from meshwright.cli.common import add_json, local_folder, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
 from meshwright.runtime.supervise.lock import RunLock
 from meshwright.spec.stored import StoredTokenizer, stored_base
 from meshwright.spec.training import DataFormat
+from meshwright.store import StorePath, place
+from meshwright.training.in_store import fetch
 from meshwright.training.run_folder import tokenizer_of
 from meshwright.units import format_bytes, format_count, parse_bytes
 
@@ -44,6 +47,10 @@ example:
 PRUNE = """\
 example:
   meshwright checkpoint prune runs/latest --keep 1
+"""
+FETCH = """\
+example:
+  meshwright checkpoint fetch s3://bucket/run here
 """
 
 
@@ -85,11 +92,11 @@ def _configure_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    return _say_steps(inspect(Path(args.source)), args.json)
+    return _say_steps(inspect(place(args.source)), args.json)
 
 
 def _verify(args: argparse.Namespace) -> int:
-    return _say_steps(inspect(Path(args.source), verified=True), args.json)
+    return _say_steps(inspect(place(args.source), verified=True), args.json)
 
 
 def _say_steps(steps: list[StepFacts], as_json: bool) -> int:
@@ -115,16 +122,28 @@ def _configure_prune(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    root = checkpoints_of(Path(args.source))
-    with RunLock(
-        root / LOCK, folder_kind="checkpoint folder"
-    ):  # a run would miss what it counts on
+    root = checkpoints_of(place(args.source))
+    with contextlib.ExitStack() as stack:
+        if isinstance(root, Path):  # a run would miss what it counts on; stores have no locks
+            stack.enter_context(RunLock(root / LOCK, folder_kind="checkpoint folder"))
         gone = [str(path) for path in prune(root, args.keep)]
     if args.json:
         print_json({"removed": gone, "kept": [str(path) for path in steps(root)]})
     else:
         print(f"removed {len(gone)} steps, kept {len(steps(root))} in {root}")
     return EXIT_DONE
+
+
+def _configure_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="URL", help="a run (its newest step), RUN/best, or a step"
+    )
+    parser.add_argument("out", metavar="OUT", help="the folder to write: new or empty")
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    out = fetch(StorePath.parse(args.source), Path(args.out))
+    return _say_steps(inspect(out), args.json)
 
 
 def _count(text: str) -> int:
@@ -164,7 +183,7 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 def _export(args: argparse.Namespace) -> int:
     from meshwright.checkpoint.hf_exchange import export_adapter, export_hf
 
-    source = Path(args.source)
+    source = local_folder(args.source)
     if args.adapter:
         base = args.base or stored_base(source)
         done = export_adapter(source, Path(args.out), base, args.dtype)
@@ -248,6 +267,7 @@ ACTIONS: Final = {
     "inspect": Subcommand("list the steps of a run", INSPECT, _configure_steps, _inspect),
     "verify": Subcommand("read every file and compare its hash", VERIFY, _configure_steps, _verify),
     "prune": Subcommand("remove all but the newest steps", PRUNE, _configure_prune, _prune),
+    "fetch": Subcommand("copy a step from an object store", FETCH, _configure_fetch, _fetch),
     "export-hf": Subcommand(
         "write a run's model as a Hugging Face folder", EXPORT, _configure_export, _export
     ),

@@ -22,6 +22,7 @@ from meshwright.runtime.pricing.measured import as_measured_here
 from meshwright.spec.loading import KEYS, Config, load_config
 from meshwright.spec.presets import preset_of
 from meshwright.spec.stored import CONFIG, HF_CONFIG
+from meshwright.store import StorePath, is_url
 
 # Of a layout's label: "interleaved_zero_bubble".
 LONGEST_WORD = 23
@@ -53,6 +54,15 @@ def read_config(
 def moment(text: str) -> str:
     """Return a moment of a timeline, such as "B 0 1, loss", with its action named as in "0B1"."""
     return re.sub(r"^([A-Z]+(?:_[FB])?) (\d+) (\d+)", r"\2\1\3", text)
+
+
+def local_folder(text: str) -> Path:
+    """Return a folder of this machine; raises `ConfigError` for a URL: how to bring it here."""
+    if is_url(text):
+        url = StorePath.parse(text)
+        hint = f"Bring it here with `meshwright checkpoint fetch {url} OUT`, and give OUT"
+        raise ConfigError(refusal(f"{url} is in an object store", hint=hint))
+    return Path(text)
 
 
 def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from meshwright.checkpoint.weights import load_model
-from meshwright.cli.common import add_json, print_json, say, table
+from meshwright.cli.common import add_json, local_folder, print_json, say, table
 from meshwright.data import load_tokenizer
 from meshwright.data.boundaries import ends_of
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
@@ -93,7 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything, load the model, and measure."""
-    folder = Path(args.folder)
+    folder = local_folder(args.folder)
     spec = stored_spec(folder)[0]
     for name in ("limit", "batch"):
         value = getattr(args, name)

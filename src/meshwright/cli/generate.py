@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from meshwright.cli.common import add_json, print_json
+from meshwright.cli.common import add_json, local_folder, print_json
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.evaluate.talk import Sampling, TextModel
 from meshwright.parsing import printable
@@ -54,7 +53,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def loaded(args: argparse.Namespace) -> Iterator[TextModel]:
     """Yield the model of the arguments; until the end, a narrow one has one thread of torch."""
-    model, threads = TextModel(Path(args.folder), args.tokenizer), torch.get_num_threads()
+    model, threads = TextModel(local_folder(args.folder), args.tokenizer), torch.get_num_threads()
     if model.model.spec.dim <= _NARROW:
         torch.set_num_threads(1)
     try:

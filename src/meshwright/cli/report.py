@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwright.cli.common import say
+from meshwright.cli.common import local_folder, say
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.files import write_atomic
 from meshwright.report.record import RunRecord, read_run
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "server or a network."
     )
     parser.epilog = EXAMPLE
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("runs", nargs="+", type=local_folder, metavar="RUN", help="a run folder")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the page; RUN/report/index.html unless given"
     )

@@ -20,6 +20,8 @@ from meshwright.cli.common import (
 from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import ConfigError
 from meshwright.spec.loading import Config
+from meshwright.store import StorePath, is_url
+from meshwright.training.in_store import folder_of
 
 if TYPE_CHECKING:
     from meshwright.runtime.checks.start import Resume
@@ -120,4 +122,7 @@ def _resume(args: argparse.Namespace) -> tuple[Path, tuple[str, ...]] | None:
         if allowed:
             raise ConfigError("--allow-changed applies to a resumed run: add --resume RUN")
         return None
-    return Path(args.resume), allowed
+    if not is_url(args.resume):
+        return Path(args.resume), allowed
+    log_dir = [word.partition("=")[2] for word in args.words if word.startswith("log.dir=")]
+    return folder_of(StorePath.parse(args.resume), *log_dir[-1:]), allowed

@@ -46,6 +46,7 @@ from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.training import ClusterSpec
 from meshwright.spec.words import busy
+from meshwright.store import place
 from meshwright.training.sinks import TRACKERS, trackers_of
 from meshwright.units import counted, format_bytes, format_count
 from meshwright.version import __version__
@@ -103,7 +104,7 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     if config.cluster.port is not None:
         yield _looked_at("cluster.port", lambda: _port(config.cluster.port))
     checkpoint_dir = config.checkpoint.dir
-    root = Path(config.log.dir if checkpoint_dir is None else checkpoint_dir)
+    root = place(config.log.dir if checkpoint_dir is None else checkpoint_dir)
     yield _looked_at("checkpoints", lambda: check_room(config, root, for_all=True))
     for text in config_notes(config):
         yield Finding("config", text, "note")

@@ -74,7 +74,9 @@ from meshwright.runtime.supervise.supervisor import (
 )
 from meshwright.runtime.supervise.view import Lasting, open_view
 from meshwright.spec.loading import Config
+from meshwright.store import StorePath
 from meshwright.training.events import Callbacks, Emit, Sink, append_event
+from meshwright.training.in_store import check_store, publish
 from meshwright.training.run_folder import (
     Job,
     RunFolder,
@@ -206,9 +208,12 @@ def _check_inputs(
     check_fp8(config, machine.device)
     check_compiler(config.train, lacks)
     check_sources(config.data, cache, config.model.vocab_size)
-    if config.checkpoint.dir is not None:  # its own folder is in that of the run
-        check_writable("checkpoint folder", folder.steps_of(config), "checkpoint.dir")
-    check_room(config, folder.steps_of(config))
+    root = folder.steps_of(config)
+    if isinstance(root, StorePath):
+        check_store(root)
+    elif config.checkpoint.dir is not None:  # its own folder is in that of the run
+        check_writable("checkpoint folder", root, "checkpoint.dir")
+    check_room(config, root)
 
 
 def _refuse_steps(job: Job) -> None:
@@ -223,8 +228,9 @@ def locked(job: Job, stack: contextlib.ExitStack) -> list[RunLock]:
     Raises `ConfigError` if another run holds one of them, or has saved there meanwhile.
     """
     locks = [RunLock(job.folder.lock, job.run)]
-    if job.checkpoints.resolve() != job.folder.path.resolve():  # else they have one lock
-        locks.append(RunLock(job.checkpoints / LOCK, job.run, "checkpoint folder"))
+    root = job.checkpoints  # a store has no locks: `commit.claim` lets the last process write
+    if isinstance(root, Path) and root.resolve() != job.folder.path.resolve():  # else they have one
+        locks.append(RunLock(root / LOCK, job.run, "checkpoint folder"))
     for lock in locks:
         stack.enter_context(lock)
     if not job.resume:
@@ -238,7 +244,8 @@ def _taken(job: Job) -> str:
     for plan in sorted(Path(job.config.log.dir).glob("*/plan.json")):
         with contextlib.suppress(ConfigError, OSError):  # a damaged run, or one without steps
             other_job = read_job(plan.parent)
-            if not plan.parent.is_symlink() and other_job.checkpoints.samefile(job.checkpoints):
+            is_same = other_job.checkpoints.resolve() == job.checkpoints.resolve()
+            if not plan.parent.is_symlink() and is_same:
                 run, wanted = shlex.quote(str(plan.parent)), job.config.train.steps
                 suffix = f" train.steps={wanted}" if wanted != other_job.config.train.steps else ""
     return (
@@ -379,6 +386,7 @@ def _check_world(job: Job, rendezvous: Rendezvous) -> None:
 def _create(job: Job) -> None:
     """Make the run folder, with what is predicted of the steps where these are to be recorded."""
     create(job)
+    publish(job)
     if job.config.log.trace and (prediction := predicted(job)) is not None:
         put_step(job.folder, prediction)
 

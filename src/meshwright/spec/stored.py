@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -17,6 +17,7 @@ from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.hf_shapes import planned_from_hf
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import DataFormat
+from meshwright.store import Place, StorePath, place
 
 SPEC: Final = "model.json"
 CONFIG: Final = "config.toml"
@@ -27,34 +28,48 @@ PLAN: Final = "plan.json"
 BEST: Final = "best"  # the pointer to the step with the lowest held-out loss
 _STEP: Final = re.compile(r"step-(\d{8,})")
 
+P = TypeVar("P", bound=Place)
+
 
 def find_step(folder: Path) -> Path | None:
     """Return the step folder that `folder` is, or the newest one of a run or a folder of steps.
 
-    `best` in a run or a folder of steps is its step with the lowest held-out loss.
+    `best` in a run or a folder of steps is its step with the lowest held-out loss. Raises
+    `CheckpointError` for a run whose steps are in an object store.
     """
     if (folder / SPEC).is_file():
         return folder
     if folder.name == BEST and not folder.is_dir():
-        roots = (steps_folder(folder.parent), folder.parent)
+        roots = (_local_steps(folder.parent), folder.parent)
         return next(filter(None, map(best_step, roots)), None)
-    for root in (steps_folder(folder), folder):
+    for root in (_local_steps(folder), folder):
         steps = [p for p in root.glob("step-*") if _STEP.fullmatch(p.name) and p.is_dir()]
         if steps:
             return max(steps, key=lambda path: int(path.name.removeprefix("step-")))
     return None
 
 
-def best_step(root: Path) -> Path | None:
+def _local_steps(run: Path) -> Path:
+    root = steps_folder(run)
+    if isinstance(root, StorePath):
+        raise CheckpointError(
+            f"the steps of {run} are in {root}, and this reads a folder: bring one here with "
+            f"`meshwright checkpoint fetch {root} OUT`, and give OUT"
+        )
+    return root
+
+
+def best_step(root: P) -> P | None:
     """Return the step that a folder of steps has kept as the best, if it still exists."""
     try:
         name = read_text(root / BEST).strip()
     except (OSError, ValueError):
         return None
-    return root / name if _STEP.fullmatch(name) and (root / name).is_dir() else None
+    is_kept = _STEP.fullmatch(name) and (root / name).is_dir()
+    return cast(P, root / name) if is_kept else None
 
 
-def steps_folder(run: Path) -> Path:
+def steps_folder(run: Path) -> Place:
     """Return where a run saves its steps: its config's `checkpoint.dir`, or its own folder.
 
     Ignores a config that cannot be read.
@@ -65,7 +80,7 @@ def steps_folder(run: Path) -> Path:
         section = parse_toml(text).get("checkpoint")
     folder = section.get("dir") if isinstance(section, Mapping) else None
     is_path = isinstance(folder, str) and folder and "\0" not in folder
-    return Path(str(folder)) if is_path else run / "checkpoints"
+    return place(str(folder)) if is_path else run / "checkpoints"
 
 
 def stored_spec(folder: Path, *, plans: bool = False) -> tuple[ModelSpec, Path]:

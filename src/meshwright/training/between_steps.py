@@ -107,7 +107,7 @@ def open_run(
     """
     config, started = job.config, time.perf_counter()
     good = _found(job, world, dataset, emit) if resume else None
-    if world.rank == 0:
+    if world.rank == 0 and isinstance(job.checkpoints, Path):  # a store at the first save
         clean(job.checkpoints)
     packed = config.data.packing == "documents"
     target = target_of(config.train, world.device, packed=packed)

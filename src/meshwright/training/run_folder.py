@@ -22,6 +22,7 @@ from meshwright.spec.dump import portable, to_toml
 from meshwright.spec.loading import PROVENANCE, Config, load_config
 from meshwright.spec.stored import StoredTokenizer, find_step, stored_spec, stored_tokenizer
 from meshwright.spec.training import MOST_RANKS
+from meshwright.store import Place, place
 from meshwright.training.events import note
 
 
@@ -56,10 +57,10 @@ class RunFolder:
         """Folder of `step-00000100` folders."""
         return self.path / "checkpoints"
 
-    def steps_of(self, config: Config) -> Path:
+    def steps_of(self, config: Config) -> Place:
         """The folder of the steps of a run with this config: its own, or `checkpoint.dir`."""
         directory = config.checkpoint.dir
-        return self.checkpoints if directory is None else Path(directory)
+        return self.checkpoints if directory is None else place(directory)
 
     @property
     def lock(self) -> Path:
@@ -119,7 +120,7 @@ class Job:
     run: str = ""
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Place:
         """The folder of the run's steps."""
         return self.folder.steps_of(self.config)
 
@@ -133,10 +134,10 @@ def choose_folder(config: Config, started: datetime.datetime) -> RunFolder:
     name = config.log.name
     if name is not None and (Path(name).name != name or name in ("", ".", "..")):
         raise ConfigError(f"log.name = {name!r} must be a plain folder name; log.dir sets where")
-    path = root / (name or _unused(root, started.strftime("run-%Y%m%d-%H%M%S")))
+    path = root / (name or unused_name(root, started.strftime("run-%Y%m%d-%H%M%S")))
     check_links(path)
     if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
-        legal = [f"log.name = {_unused(root, path.name)}"]
+        legal = [f"log.name = {unused_name(root, path.name)}"]
         hint = f"To continue that run: meshwright train --resume {shlex.quote(str(path))}"
         rule = f"run folder {path} already holds a run"
         raise ConfigError(refusal(rule, legal=legal, hint=hint))
@@ -170,10 +171,11 @@ def other_name(config: Config) -> str | None:
     root, name = Path(config.log.dir), config.log.name
     if name is None or not (root / name).exists():
         return None
-    return _unused(root, name)
+    return unused_name(root, name)
 
 
-def _unused(root: Path, name: str) -> str:
+def unused_name(root: Path, name: str) -> str:
+    """Return a name like the given one that no run in a folder has."""
     # A name has 255 bytes at most; what is cut is no part of a character.
     base = name.encode()[: 255 - len("-999")].decode(errors="ignore")
     candidates = [name, *(f"{base}-{n}" for n in range(2, 1000))]

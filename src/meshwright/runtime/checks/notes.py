@@ -18,23 +18,26 @@ from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import stored_tokenizer
 from meshwright.spec.words import beyond_context, unnamed_inputs, vocabulary_padding
+from meshwright.store import Place, StorePath
 from meshwright.training.run_folder import Job
 from meshwright.units import format_bytes
 
 
-def check_room(config: Config, root: Path, *, for_all: bool = False) -> str:
+def check_room(config: Config, root: Place, *, for_all: bool = False) -> str:
     """Return what the steps of a run take of the disk of `root`, and what is free there.
+
+    A store has no limit that is known.
 
     Raises `ConfigError` if a single step does not fit, and `for_all` if all that are kept don't.
     """
     step = saved_bytes(config.model, config.optimizer)
     # The newest is there before the oldest goes.
     count = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    text = f"{count} steps of {format_bytes(step)} need {format_bytes(step * count)}"
+    if isinstance(root, StorePath):
+        return f"{text} in {root}"
     free = shutil.disk_usage(nearest_folder(root)).free
-    text = (
-        f"{count} steps of {format_bytes(step)} need {format_bytes(step * count)}; "
-        f"{format_bytes(free)} are free"
-    )
+    text = f"{text}; {format_bytes(free)} are free"
     if free < (step * count if for_all else step):
         hint = "checkpoint.dir or log.dir sets where"
         raise ConfigError(refusal(f"{root} has no room for the run's steps: {text}", hint=hint))

@@ -13,6 +13,7 @@ import yaml
 from meshwright.comm.secret import VARIABLE
 from meshwright.errors import ConfigError, refusal
 from meshwright.runtime.jobs.job import PORT, Expression, JobSpec, environment, shell
+from meshwright.store import is_url
 
 # Where a pod has the volume that keeps data and runs, and the files of its command.
 _VOLUME: Final = "/work"
@@ -56,8 +57,12 @@ def _run_or_resume(job: JobSpec, command: Sequence[str], node: str) -> str:
 
     The command replaces the shell (`exec`), so that the stop signal reaches it. The folder of an
     attempt that saved no step cannot be resumed, and is renamed: only by the first node, which the
-    environment variable `node` tells, as the others may start later.
+    environment variable `node` tells, as the others may start later. Raises `ConfigError` for steps
+    in an object store.
     """
+    if is_url(job.checkpoints):
+        rule = f"checkpoint.dir = {job.checkpoints}: this job looks for steps in a folder"
+        raise ConfigError(refusal(rule, hint="Leave it out, or use launch slurm, ray or torchrun"))
     run = Expression('"$RUN"')
     begin = [*command, f"log.name={job.name}"]
     return "\n".join(

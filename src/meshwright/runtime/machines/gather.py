@@ -25,6 +25,7 @@ from meshwright.checkpoint.commit import LOCK
 from meshwright.comm.flight_recorder_file import SIZE
 from meshwright.errors import ConfigError, refusal
 from meshwright.files import open_own, write_atomic
+from meshwright.store import StorePath
 from meshwright.training.run_folder import Job, RunFolder
 
 if TYPE_CHECKING:  # a supervisor never needs torch
@@ -52,14 +53,14 @@ class KeyValueStore(Protocol):
 
 def hand_over(job: Job) -> str:
     """Return what rank 0 tells the other ranks about the run, whose locks it holds."""
-    seen = {
-        str(path): path.read_text(encoding="utf-8")
-        for path in (job.folder.lock, job.checkpoints / LOCK)
-    }
+    # A store needs no look: whoever can't reach it says so at the start of a save.
+    locks = [job.folder.lock, job.checkpoints / LOCK]
+    seen = {str(path): path.read_text(encoding="utf-8") for path in locks if isinstance(path, Path)}
     texts = {
         path.name: path.read_text(encoding="utf-8") for path in (job.folder.config, job.folder.plan)
     }
-    return json.dumps({"folder": str(job.folder.path), "seen": seen, "texts": texts})
+    announcement = {"folder": str(job.folder.path), "seen": seen, "texts": texts}
+    return json.dumps({**announcement, "in_store": isinstance(job.checkpoints, StorePath)})
 
 
 def sight(announcement: Mapping[str, Any]) -> list[bool]:
@@ -68,7 +69,8 @@ def sight(announcement: Mapping[str, Any]) -> list[bool]:
     while True:
         visible = [_reads(Path(path), text) for path, text in announcement["seen"].items()]
         if all(visible) or time.monotonic() > until:
-            return [visible[0], visible[-1]]  # one file where steps are saved into the run folder
+            # One file where steps are saved into the run folder, or a store.
+            return [visible[0], visible[-1] or bool(announcement.get("in_store"))]
         time.sleep(0.1)
 
 

@@ -26,6 +26,7 @@ from meshwright.report.figure import finite
 from meshwright.runtime.supervise.explain import raised, read_failure
 from meshwright.runtime.supervise.supervisor import RanksFailed, StopSignals
 from meshwright.spec.loading import Config
+from meshwright.store import Place
 from meshwright.training.events import append_event
 from meshwright.training.run_folder import Job, read_job
 
@@ -83,7 +84,7 @@ def committed(job: Job) -> int:
     return max((step_of(path) for path in steps(job.checkpoints)), default=0)
 
 
-def step_of(path: Path) -> int:
+def step_of(path: Place) -> int:
     """Return the step of a step folder."""
     return int(path.name.removeprefix("step-"))
 

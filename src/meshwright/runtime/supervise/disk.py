@@ -55,8 +55,10 @@ def runs_of(root: Path) -> list[DiskEntry]:
 def _run(folder: RunFolder) -> DiskEntry:
     checkpoints = steps_folder(folder.path)
     stay = "" if checkpoints == folder.checkpoints else f"; steps in {checkpoints} stay"
-    count = len(steps(checkpoints))
-    about = f"{counted(count, 'step')} saved{stay}"
+    if isinstance(checkpoints, Path):
+        about = f"{counted(len(steps(checkpoints)), 'step')} saved{stay}"
+    else:  # not asked: a list of folders needs no network
+        about = f"steps in {checkpoints} stay"
     last = folder.events if folder.events.is_file() else folder.plan
     return DiskEntry(folder.path, size_of(folder.path), last.stat().st_mtime, about, _user(folder))
 

@@ -1,0 +1,273 @@
+"""`StorePath`: a folder or an object of an object store, through fsspec.
+
+It has what steps need of `pathlib.Path`. Object stores have no rename and no folders, but an object
+appears whole or not at all, and can be created on condition that there is none of its name.
+Credentials come from the environment that the store's own library reads, and from nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from meshwright.errors import CheckpointError, ConfigError, refusal
+from meshwright.units import MIB
+
+# The scheme of a URL, and what brings its file system; `file` and `memory` are fsspec's own.
+PACKAGES: Final = {
+    "s3": ("s3fs", 'pip install "meshwright[s3]"'),
+    "gs": ("gcsfs", 'pip install "meshwright[gs]"'),
+    "abfs": ("adlfs", 'pip install "meshwright[abfs]"'),
+    "hf": ("huggingface_hub", 'pip install "meshwright[hf]"'),
+    "file": ("fsspec", "pip install fsspec"),
+    "memory": ("fsspec", "pip install fsspec"),
+}
+# Of a multipart upload, whose parts the library sends: S3 takes 10,000, which makes 640 GB.
+PART: Final = 64 * MIB
+# Read at once, in so many requests beside each other.
+_PIECE: Final = 8 * MIB
+_REQUESTS: Final = 8
+# Seconds before each further attempt, about, after those that the library makes itself.
+PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+# What another attempt cannot mend.
+_FINAL: Final = (PermissionError, ImportError, TypeError, ValueError, LookupError)
+
+T = TypeVar("T")
+
+
+class StoreError(CheckpointError, OSError):
+    """A store that does not answer, or refuses: nothing is known of what it holds."""
+
+
+class Stat(NamedTuple):
+    """The size of an object in bytes, as `os.stat` names it."""
+
+    st_size: int
+
+
+@dataclass(frozen=True, order=True)
+class StorePath:
+    """A URL without a slash at its end, as a path; `key` is all behind `scheme://`."""
+
+    scheme: str
+    key: str
+
+    @classmethod
+    def parse(cls, url: str) -> StorePath:
+        """Return the path of a URL.
+
+        Raises `ConfigError` if it has credentials in it, which the error does not repeat, or is of
+        no known store.
+        """
+        scheme, _, rest = url.partition("://")
+        if scheme not in PACKAGES:
+            legal = [f"{known}://" for known in PACKAGES if known not in ("file", "memory")]
+            raise ConfigError(refusal(f"{scheme}:// is no object store that is known", legal=legal))
+        user, at, _ = rest.partition("/")[0].rpartition("@")
+        if (at and (":" in user or scheme in ("s3", "gs"))) or "?" in rest:
+            raise ConfigError(
+                f"a {scheme}:// URL with credentials in it is refused, since it would be written "
+                "into the run: give them in the environment that the store's library reads, such "
+                "as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+        key = rest.rstrip("/")
+        if not key or ".." in key.split("/"):
+            raise ConfigError(f"{scheme}://{rest} names no folder: {scheme}://BUCKET/RUN does")
+        return cls(scheme, key)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.key}"
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(self.scheme, f"{self.key}/{name}") if name else self
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> StorePath:
+        """All but the last part."""
+        return StorePath(self.scheme, self.key.rpartition("/")[0])
+
+    def resolve(self) -> StorePath:
+        """Return the path itself: stores have no links."""
+        return self
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        """Do nothing: a folder is there with the first object in it."""
+
+    def files(self) -> dict[str, int]:
+        """Return the objects in a folder and its folders: names relative to it, and bytes."""
+
+        def listed() -> dict[str, int]:
+            found = self._system.find(self.key, detail=True)
+            names = {str(name): int(entry["size"] or 0) for name, entry in found.items()}
+            start = f"{self._system._strip_protocol(str(self))}/"
+            return {
+                name[len(start) :]: size for name, size in names.items() if name.startswith(start)
+            }
+
+        return self._attempt(listed)
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """Yield the objects and folders in a folder."""
+        for name in dict.fromkeys(name.partition("/")[0] for name in self.files()):
+            yield self / name
+
+    def exists(self) -> bool:
+        """Whether there is an object of this name, or one in this folder."""
+        return self.is_file() or self.is_dir()
+
+    def is_dir(self) -> bool:
+        """Whether there is an object in this folder."""
+        return bool(self.files())
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        try:
+            return bool(self._attempt(lambda: self._system.info(self.key))["type"] == "file")
+        except FileNotFoundError:
+            return False
+
+    def is_symlink(self) -> bool:
+        """Return False: stores have no links."""
+        return False
+
+    def stat(self) -> Stat:
+        """Return the size of an object."""
+        return Stat(int(self._attempt(lambda: self._system.info(self.key))["size"]))
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes of an object, or a range of them."""
+        if stop is not None and stop <= start:
+            return b""
+        data = self._attempt(lambda: self._system.cat_file(self.key, start=start, end=stop))
+        return bytes(data)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes of an object in order, some pieces at a time read beside each other."""
+        size = self.stat().st_size
+        for first in range(0, size, _PIECE * _REQUESTS):
+            last = min(size, first + _PIECE * _REQUESTS)
+            starts = range(first, last, _PIECE)
+            yield from self._ranges(list(starts), [min(last, start + _PIECE) for start in starts])
+
+    def _ranges(self, starts: list[int], stops: list[int]) -> list[bytes]:
+        keys = [self.key] * len(starts)
+        # Raised, since else a failed range is returned in place of its bytes.
+        return self._attempt(
+            lambda: list(self._system.cat_ranges(keys, starts, stops, on_error="raise"))
+        )
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write an object, in place of one of the same name."""
+        self._attempt(lambda: self._system.pipe_file(self.key, data))
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        """Write an object, in place of one of the same name."""
+        self.write_bytes(text.encode(encoding))
+
+    def create(self, data: bytes) -> None:
+        """Write an object; raises `FileExistsError` if there is one of its name.
+
+        Of several writers one succeeds, where the store knows conditional writes (S3's, Google's
+        and Azure's do). A repeated attempt whose first has succeeded unheard is no second writer.
+        """
+        try:
+            self._attempt(lambda: self._system.pipe_file(self.key, data, mode="create"))
+        except FileExistsError:
+            if self.read() != data:
+                raise
+
+    def upload(self, write: Callable[[Any], T]) -> T:
+        """Write an object by calling `write` with a file, again after a fault that may pass.
+
+        The library sends its parts while it is written. An upload that fails leaves no object.
+        """
+
+        def once() -> T:
+            file = self._system.open(self.key, "wb", block_size=PART)
+            try:
+                written = write(file)
+                file.close()
+            except BaseException:
+                _discard(file)
+                raise
+            return written
+
+        return self._attempt(once)
+
+    def remove(self) -> None:
+        """Remove an object, or a folder with all objects in it; nothing if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._attempt(lambda: self._system.rm(self.key, recursive=True))
+
+    @property
+    def _system(self) -> Any:
+        """The file system, which fsspec keeps; raises `ConfigError` if its package is missing."""
+        package, install = PACKAGES[self.scheme]
+        try:
+            import fsspec
+
+            # No listing is kept: other ranks write as well.
+            options = {"auto_mkdir": True} if self.scheme == "file" else {}
+            return fsspec.filesystem(self.scheme, use_listings_cache=False, **options)
+        except ImportError:
+            raise ConfigError(f"{self} needs {package}, not installed here: {install}") from None
+
+    def _attempt(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns, after further attempts where a fault may pass.
+
+        Raises `StoreError` without the library's own error, which may hold signed URLs.
+        """
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return action()
+            except (FileNotFoundError, FileExistsError, ConfigError):
+                raise
+            except Exception as error:
+                is_final = isinstance(error, _FINAL) or "Credentials" in type(error).__name__
+                if pause_s is None or is_final:
+                    raise StoreError(f"{self}: {_words(error)}") from None
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _discard(file: Any) -> None:
+    """Give an upload up, so that closing the file does not complete it."""
+    from fsspec.spec import AbstractBufferedFile
+
+    with contextlib.suppress(Exception):  # what is left of it is no object, and cleaned up later
+        if isinstance(file, AbstractBufferedFile):
+            file.closed = True
+            file.discard()
+        else:
+            file.close()
+
+
+def _words(error: BaseException) -> str:
+    """Return an error of a library in one line, without the signatures of URLs."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r"(\w+://[^\s?]+)\?\S*", r"\1", text)[:500]
+
+
+def is_url(text: object) -> bool:
+    """Whether a folder is named by a URL."""
+    return isinstance(text, str) and re.match(r"[a-z][a-z0-9+.-]*://", text) is not None
+
+
+# A folder or a file of a disk, or of a store.
+Place = Path | StorePath
+
+
+def place(text: str | Path) -> Place:
+    """Return a path, or that of a URL; raises `ConfigError` as `StorePath.parse`."""
+    return StorePath.parse(text) if isinstance(text, str) and is_url(text) else Path(text)
