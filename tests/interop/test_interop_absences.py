@@ -53,7 +53,7 @@ ABSENT = {
     r"updates are not split": ["optimizer.*delay*", "layout.*zenflow*"],
     r"the batch does not follow": ["train.*elastic*", "layout.*elastic*", "cluster.*elastic*"],
     # precision
-    r"master weights are fp32|fp32 weights": ["train.*master*", "optimizer.*master*"],
+    r"fp16 weights have masters|fp32 weights": ["train.master=*fp16*", "optimizer.*master*"],
     r"gradients add up in fp32": ["train.*accum*"],
     r"gradients are summed in fp32": ["train.reduce_dtype=[!fs]*"],
     r"travel in train\.": ["train.*quant*", "layout.*quant*", "train.*gather*dtype*"],
