@@ -42,8 +42,8 @@ Tensors = Mapping[str, Tensor]
 
 # Rate and decay: each part of an update moves weights by far more than their rounding.
 _RATE: Final = 2e-3
-# Half a step of bf16 between 1 and 2, so that norms move without masters.
-_RATE_IN_BF16: Final = 8e-3
+# Above half a step of bf16 between 1 and 2: norms without masters move, rounded to nearest.
+_RATE_TO_NEAREST: Final = 8e-3
 _DECAY: Final = 1.0
 # Limits of a group's factor of the rate; its decay is the latter times that of the others.
 _LEAST, _MOST = 0.25, 4.0
@@ -198,7 +198,8 @@ class _Computed(NamedTuple):
         eps = norm / 2 / math.sqrt(sum(gradient.numel() for gradient in first.values()))
         size = eps if case.optimizer.name == "sgd" else 1.0  # SGD does not divide by it
         decay = _DECAY * size if case.optimizer.weight_decay else 0.0
-        rate = _RATE if case.train.master == "fp32" else _RATE_IN_BF16
+        is_lost = case.train.master == "none" and case.optimizer.rounding == "nearest"
+        rate = _RATE_TO_NEAREST if is_lost else _RATE
         scaled = {"lr": rate / size, "eps": eps, "weight_decay": decay}
         groups = tuple(_visible(group, _DECAY * size) for group in case.optimizer.groups)
         optimizer = case.optimizer.model_copy(update={**scaled, "groups": groups})
