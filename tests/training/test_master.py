@@ -9,6 +9,7 @@ from torch import nn
 
 import saved_steps
 from conformance_cases import make
+from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
@@ -17,6 +18,8 @@ from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.program.lower import lower
 from meshwright.program.optimizer import saved_bytes
+from meshwright.prove.case import Case
+from meshwright.prove.compare import program_of
 from meshwright.prove.suite import Suite
 from meshwright.runtime.machines.machine import detect
 from meshwright.simulate.dry_run import dry_run
@@ -155,7 +158,7 @@ def test_layouts_update_as_one_device_does(label, model, spec, fields):
 @pytest.mark.often(1)
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("label", ["shard2 zero3 mb1", "tp2 sp mb1", "pp2 1f1b mb1"])
-def test_a_step_is_read_bit_for_bit_by_any_layout(label, name, tmp_path, monkeypatch):
+def test_a_step_is_read_bit_for_bit_by_any_layout(label, name, tmp_path):
     spec = spec_of(name, "stochastic")
     rounded = {"rtol": 0.25, "atol": 0.03}  # of what is rounded to the other side, and after it
     others = ("mb1", "shard2 zero2 mb1")
@@ -165,7 +168,7 @@ def test_a_step_is_read_bit_for_bit_by_any_layout(label, name, tmp_path, monkeyp
     assert all(is_in_bf16(array) for array in weights)
     files = sum(file.stat().st_size for file in tmp_path.glob("*/weights-*.safetensors"))
     numbers = sum(part.numel for part in parts(saved_steps.MODEL))
-    assert files == pytest.approx(2 * numbers, rel=0.1)
+    assert 2 * numbers <= files < 3 * numbers  # with the names of tensors
 
 
 def test_a_step_is_read_with_masters_too(tmp_path):
@@ -186,7 +189,7 @@ def is_in_bf16(array):
     return not (np.ascontiguousarray(array, np.float32).view(np.uint32) & 0xFFFF).any()
 
 
-MODEL = model_spec(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=300)
+MODEL = model_spec(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=300)
 MEMORY = [
     "mb1",
     "dp2 mb1",
@@ -207,11 +210,11 @@ MEMORY = [
 @pytest.mark.parametrize("label", MEMORY)
 def test_memory_by_category_is_that_of_a_dry_run(label, train, fsdp2):
     layout = Layout.parse(label)
-    train = train.model_copy(update={"batch": 4 * layout.dp})
+    train = train.model_copy(update={"batch": 2 * layout.dp})
     spec = spec_of("adamw", "stochastic", state_dtype="bf16")
     program = lower(MODEL, train, spec, layout)
     program = replace(program, target=program.target._replace(fsdp2=fsdp2))
-    for rank in range(layout.world):
+    for rank in (0, layout.world - 1):
         walk, run = timeline(program, rank), dry_run(program, rank)
         last = run.phases[-1].end
         for category in ("weights", "optimizer"):
@@ -230,14 +233,48 @@ def test_weights_take_half_and_so_do_saved_steps():
         last = timeline(lower(MODEL, train, spec, Layout()), 0).moments[-1].held
         held.append(last["weights"] + last.get("gathered", 0))
     assert held == [6 * count, 2 * count]
-    assert (saved_bytes(MODEL, wide, spec), saved_bytes(MODEL, PURE, spec)) == (
-        8 * count,
-        6 * count,
-    )
+    saved = [saved_bytes(MODEL, train, spec) for train in (wide, PURE)]
+    assert saved == [8 * count, 6 * count]
+
+
+LARGE = model_spec(dim=192, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=512, vocab_size=512)
+MEASURED = [
+    ("mb1", "fp32", {}),
+    ("shard2 zero1 mb1", "fp32", {}),
+    ("shard2 zero2 mb1", "same", {}),
+    ("shard2 zero3 mb1", "fp32", {"fsdp2": True}),
+    ("shard2 zero3 mb1", "same", {"fsdp2": True}),
+    ("tp2 sp mb1", "fp32", {}),
+    ("pp2 1f1b mb1", "fp32", {}),
+    ("shard4 zero3 mb1", "fp32", {}),
+    ("shard4 zero2 mb1", "fp32", {"fsdp2": True}),
+]
+
+
+def held_at_most(world, case):
+    """The predicted and the measured bytes of this rank at its peak, and of what lasts."""
+    measured = measure(world, case)
+    moments = timeline(program_of(case, world), world.rank)
+    kept = [moments.moments[-1].held.get(key, 0) for key in ("weights", "optimizer")]
+    lasting = [measured.start.parameters, measured.start.optimizer]
+    return [moments.peak.total, *kept], [measured.peak.total, *lasting]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("label", "reduced", "fields"), MEASURED, ids=str)
+def test_memory_is_what_is_measured(label, reduced, fields):
+    layout = Layout.parse(label)
+    train = SAME if reduced == "same" else PURE
+    train = train.model_copy(update={"batch": 2 * layout.dp, "seq_len": 32})
+    spec = spec_of("adamw", "stochastic", state_dtype="bf16")
+    case = Case(LARGE, train, layout, optimizer=spec, **fields)
+    for predicted, measured in on_ranks(layout.world, held_at_most, case=case):
+        assert predicted[1:] == measured[1:]
+        assert measured[0] == pytest.approx(predicted[0], rel=0.06)
 
 
 def dtypes_of(world, train, layout):
-    """The dtypes of this rank's weights, gradients and states before and after a step."""
+    """The dtypes of the weights that this rank trains."""
     program = lower(MODEL, train, OptimizerSpec(), layout)
     parallel = build(program, open_groups(layout, world), world.device, seeded(MODEL, 0))
     leaves = Shards(parallel.trained, on_host=False).leaves
