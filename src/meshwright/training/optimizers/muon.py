@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
-from meshwright.training.optimizers import adamw
+from meshwright.training.optimizers.adamw import of_groups
 from meshwright.training.optimizers.base import (
     ParameterGroup,
     Scaling,
@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         other_groups = [group for rule_group, group in pairs if not rule_group.rule.needs_matrix]
         self._adamw: torch.optim.Optimizer | None = None
         if other_groups:
-            self._adamw = adamw.of_groups(other_groups, spec, matrices)
+            self._adamw = of_groups(other_groups, spec, matrices)
             self._adamw.state = self.state
 
     @torch.no_grad()
