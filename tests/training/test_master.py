@@ -205,15 +205,13 @@ MEMORY = [
 
 
 @pytest.mark.often(4)
-@pytest.mark.parametrize("fsdp2", [False, True], ids=["own", "fsdp2"])
 @pytest.mark.parametrize("train", [PURE, SAME], ids=lambda train: train.reduce_dtype)
 @pytest.mark.parametrize("label", MEMORY)
-def test_memory_by_category_is_that_of_a_dry_run(label, train, fsdp2):
+def test_memory_by_category_is_that_of_a_dry_run(label, train):
     layout = Layout.parse(label)
     train = train.model_copy(update={"batch": 2 * layout.dp})
     spec = spec_of("adamw", "stochastic", state_dtype="bf16")
     program = lower(MODEL, train, spec, layout)
-    program = replace(program, target=program.target._replace(fsdp2=fsdp2))
     for rank in (0, layout.world - 1):
         walk, run = timeline(program, rank), dry_run(program, rank)
         last = run.phases[-1].end

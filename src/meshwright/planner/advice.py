@@ -139,9 +139,9 @@ def _host(prediction: Prediction, setting: CostInputs) -> str | None:
         )
     # Experts, too: `ep` and their own sharding divide them by as much.
     spec, trained = setting.optimizer, [part for part in parts(setting.model) if part.trained]
-    beside = setting.weight_bytes + setting.gradient_bytes
+    element_bytes = setting.weight_bytes + setting.gradient_bytes
     total_bytes = sum(
-        part.numel * (beside + rule_of(spec, part).element_bytes(spec)) for part in trained
+        part.numel * (element_bytes + rule_of(spec, part).element_bytes(spec)) for part in trained
     )
     on_node = min(setting.cluster.per_node, layout.world)
     byte_count = total_bytes / layout.tp / layout.pp / layout.shard_ranks * on_node

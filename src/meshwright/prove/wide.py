@@ -125,8 +125,8 @@ def rounded_shares(parallel: Parallel, case: Case, world: World) -> tuple[float,
         shard = param.shard[param.shard != 0]
         if shard.numel() >= 16:  # fewer may be so by chance
             shares.append((shard == shard.to(half)).double().mean().item())
-    every = [share for of_rank in everyones(shares, world) for share in of_rank]
-    return min(every, default=0.0), max(every, default=0.0)
+    all_shares = [share for rank_shares in everyones(shares, world) for share in rank_shares]
+    return min(all_shares, default=0.0), max(all_shares, default=0.0)
 
 
 def wide_verdicts(
@@ -141,9 +141,11 @@ def wide_verdicts(
     error = abs(reported - gathered) / gathered if gathered else math.inf
     passed = error <= _SUM
     yield Verdict("norm of these gradients", layout, [gathered], [reported], _SUM, passed)
-    least, share = shares
+    lowest_share, share = shares
     if case.train.master == "none":
-        yield Verdict("weights in bf16, without masters", layout, 1.0, least, None, least == 1)
+        yield Verdict(
+            "weights in bf16, without masters", layout, 1.0, lowest_share, None, lowest_share == 1
+        )
         return
     passed = share <= _MOST_ROUNDED
     yield Verdict("masters in fp32", layout, 0.0, share, _MOST_ROUNDED, passed)

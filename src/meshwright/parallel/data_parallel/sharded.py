@@ -52,9 +52,9 @@ def narrow_weights(model: nn.Module, train: TrainSpec) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             is_trained, dtype = parameter.requires_grad, parameter.dtype
-            kept = trained if is_trained else used
-            if dtype != kept:
-                narrow = parameter.detach().to(kept)
+            target = trained if is_trained else used
+            if dtype != target:
+                narrow = parameter.detach().to(target)
                 setattr(module, name, nn.Parameter(narrow, requires_grad=is_trained))
 
 
@@ -253,8 +253,8 @@ def replicate_in_place(
         return dict(model.named_parameters())
     # Not the group's own word for it: rehearsals have groups that don't know.
     rank = data_rank(layout, groups.at)
-    used, summed, kept = train.precision, train.reduced_dtype, train.gradient_dtype
-    dtypes = DTYPES[used], DTYPES[summed], DTYPES[kept]
+    used, summed, gradient = train.precision, train.reduced_dtype, train.gradient_dtype
+    dtypes = DTYPES[used], DTYPES[summed], DTYPES[gradient]
     replicas = Replicas(model, groups, rank, layout.zero, dtypes)
     object.__setattr__(model, "replicas", replicas)
     return {name: weight.master for name, weight in replicas.weights.items()}

@@ -64,21 +64,21 @@ def update_in_pieces(
     updated: Mapping[str, Tensor],
     place: ShardPlace | None = None,
     step: Tensor | None = None,
-    beside: Sequence[Tensor] = (),
+    unwidened: Sequence[Tensor] = (),
 ) -> None:
     """Call `update` with the same rows of a gradient and of what it changes, in fp32, in turn.
 
     A piece of bounded size at a time. What is kept in bf16 comes as a copy, which is rounded after
     the call: to nearest, or if `place` says where the shard lies, stochastically, by the name in
-    `updated` and the number `step` of updates, `[]`. Rows of what is `beside` come as they are.
+    `updated` and the number `step` of updates, `[]`. Rows of `unwidened` come as they are.
     """
     rows = rows_of_piece(gradient[:1].numel())
-    pieces = (torch.split(tensor, rows) for tensor in (gradient, *updated.values(), *beside))
-    for change, *others in zip(*pieces, strict=True):
-        kept, rest = others[: len(updated)], others[len(updated) :]
-        wide = [piece.float() for piece in kept]
-        update(change.float(), *wide, *rest)
-        for key, piece, copy in zip(updated, kept, wide, strict=True):
+    pieces = (torch.split(tensor, rows) for tensor in (gradient, *updated.values(), *unwidened))
+    for change, *row_pieces in zip(*pieces, strict=True):
+        narrow = row_pieces[: len(updated)]
+        wide = [piece.float() for piece in narrow]
+        update(change.float(), *wide, *row_pieces[len(updated) :])
+        for key, piece, copy in zip(updated, narrow, wide, strict=True):
             if copy is piece:
                 continue
             if place is not None and step is not None:

@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
         direction = torch.empty_like(weight, dtype=_DTYPES[spec.ns_precision])
         average = partial(_average_piece, scaling, spec)
         averaged = {"momentum_buffer": state["momentum_buffer"]}
-        update_in_pieces(average, gradient, averaged, beside=[direction])
+        update_in_pieces(average, gradient, averaged, unwidened=[direction])
         update, shape = self._orthogonal(weight, direction)
         place = place_to_round(weight, spec, self._matrices)
         factors = lr * weight_decay * scaling.moves, lr * scale_of(spec, shape) * scaling.moves
