@@ -283,6 +283,7 @@ def test_a_row_with_names_knows_all_of_ours():
         "activation_offloading": {"params", "optimizer", "none"},
         "scheduler.type": {"linear"},
         "bf16.bf16_optimizer_states": {"fp32"},
+        "bf16.bf16_master_weights_and_grads": {"fp32"},
         "optimizer.implementation": {"fp32"},
     }
     for name in TABLES:
