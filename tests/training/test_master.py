@@ -9,7 +9,6 @@ from torch import nn
 
 import saved_steps
 from conformance_cases import make
-from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
 from meshwright.cost.timeline import timeline
 from meshwright.errors import ConfigError
@@ -18,8 +17,6 @@ from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.program.lower import lower
 from meshwright.program.optimizer import saved_bytes
-from meshwright.prove.case import Case
-from meshwright.prove.compare import program_of
 from meshwright.prove.suite import Suite
 from meshwright.runtime.machines.machine import detect
 from meshwright.simulate.dry_run import dry_run
@@ -233,42 +230,6 @@ def test_weights_take_half_and_so_do_saved_steps():
     assert held == [6 * count, 2 * count]
     saved = [saved_bytes(MODEL, train, spec) for train in (wide, PURE)]
     assert saved == [8 * count, 6 * count]
-
-
-LARGE = model_spec(dim=192, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=512, vocab_size=512)
-MEASURED = [
-    ("mb1", "fp32", {}),
-    ("shard2 zero1 mb1", "fp32", {}),
-    ("shard2 zero2 mb1", "same", {}),
-    ("shard2 zero3 mb1", "fp32", {"fsdp2": True}),
-    ("shard2 zero3 mb1", "same", {"fsdp2": True}),
-    ("tp2 sp mb1", "fp32", {}),
-    ("pp2 1f1b mb1", "fp32", {}),
-    ("shard4 zero3 mb1", "fp32", {}),
-    ("shard4 zero2 mb1", "fp32", {"fsdp2": True}),
-]
-
-
-def held_at_most(world, case):
-    """The predicted and the measured bytes of this rank at its peak, and of what lasts."""
-    measured = measure(world, case)
-    moments = timeline(program_of(case, world), world.rank)
-    kept = [moments.moments[-1].held.get(key, 0) for key in ("weights", "optimizer")]
-    lasting = [measured.start.parameters, measured.start.optimizer]
-    return [moments.peak.total, *kept], [measured.peak.total, *lasting]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("label", "reduced", "fields"), MEASURED, ids=str)
-def test_memory_is_what_is_measured(label, reduced, fields):
-    layout = Layout.parse(label)
-    train = SAME if reduced == "same" else PURE
-    train = train.model_copy(update={"batch": 2 * layout.dp, "seq_len": 32})
-    spec = spec_of("adamw", "stochastic", state_dtype="bf16")
-    case = Case(LARGE, train, layout, optimizer=spec, **fields)
-    for predicted, measured in on_ranks(layout.world, held_at_most, case=case):
-        assert predicted[1:] == measured[1:]
-        assert measured[0] == pytest.approx(predicted[0], rel=0.06)
 
 
 def dtypes_of(world, train, layout):
