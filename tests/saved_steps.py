@@ -28,8 +28,8 @@ MODEL = model_spec(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=70, f
 TRAIN = TrainSpec(batch=12, seq_len=16, seed=3)
 
 
-def open_layout(world, layout, spec, source):
-    program = lower(MODEL, TRAIN, spec, layout)
+def open_layout(world, layout, spec, source, train):
+    program = lower(MODEL, train, spec, layout)
     parallel = build(program, open_groups(layout, world), world.device, source)
     shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
     matrices = shards.matrices(parallel.groups, parallel.device, layout)
@@ -38,7 +38,7 @@ def open_layout(world, layout, spec, source):
 
 def take_step(world, trained, step):
     parallel, shards, optimizer = trained
-    case = Case(MODEL, TRAIN, parallel.program.layout)
+    case = Case(MODEL, parallel.program.train, parallel.program.layout)
     batch = mine(make_batch(case, step), parallel.program, world)
     update(parallel, batch, world, shards, optimizer, LossScale(), 1.0)
 
@@ -56,9 +56,9 @@ def whole_states(trained):
     return states
 
 
-def write(world, label, spec, root):
+def write(world, label, spec, root, train=TRAIN):
     """Take two steps, save, take a third; return the third's weights and states."""
-    trained = open_layout(world, Layout.parse(label), spec, seeded(MODEL, TRAIN.seed))
+    trained = open_layout(world, Layout.parse(label), spec, seeded(MODEL, TRAIN.seed), train)
     for step in (1, 2):
         take_step(world, trained, step)
     saver = Saver(Path(root), world, 1, lambda saved: None)
@@ -68,10 +68,10 @@ def write(world, label, spec, root):
     return saved, whole_states(trained)
 
 
-def go_on(world, label, spec, root):
+def go_on(world, label, spec, root, train=TRAIN):
     """Resume from the saved step; return its weights and states, and those after the third."""
     good = newest_good(Path(root), world, pytest.fail)
-    trained = open_layout(world, Layout.parse(label), spec, StoredSource(good.folder))
+    trained = open_layout(world, Layout.parse(label), spec, StoredSource(good.folder), train)
     restore(trained, good)
     loaded = whole_states(trained)
     take_step(world, trained, 3)
@@ -82,17 +82,18 @@ def merged(results, at):
     return {name: tensor for result in results for name, tensor in result[at].items()}
 
 
-def check_read_by(others, label, spec, root, *, rtol, atol):
+def check_read_by(others, label, spec, root, *, rtol, atol, train=TRAIN):
     """Check that other layouts read a step of this one bit for bit, and continue as it does.
 
     The same layout continues bit for bit, others within the tolerance of sums in another order.
     Returns the saved weights and states.
     """
-    written = on_ranks(Layout.parse(label).world, write, label=label, spec=spec, root=root)
+    given = {"spec": spec, "root": root, "train": train}
+    written = on_ranks(Layout.parse(label).world, write, label=label, **given)
     saved, third = merged(written, 0), merged(written, 1)
     for other in (label, *others):
         ranks = Layout.parse(other).world
-        resumed = on_ranks(ranks, go_on, label=other, spec=spec, root=root)
+        resumed = on_ranks(ranks, go_on, label=other, **given)
         loaded, after = merged(resumed, 0), merged(resumed, 1)
         assert loaded.keys() == saved.keys()
         assert all(np.array_equal(loaded[name], saved[name]) for name in saved)

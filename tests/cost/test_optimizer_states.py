@@ -173,8 +173,8 @@ def test_sgd_without_momentum_keeps_and_saves_nothing():
     )
     assert closed_form(case, 0) == 0
     weights = sum(part.numel for part in parts(MODEL))
-    assert saved_bytes(MODEL, case.optimizer) == 4 * weights
-    assert saved_bytes(MODEL, OptimizerSpec()) == 12 * weights
+    assert saved_bytes(MODEL, case.train, case.optimizer) == 4 * weights
+    assert saved_bytes(MODEL, case.train, OptimizerSpec()) == 12 * weights
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ ABSENT = {
     r"updates are not split": ["optimizer.*delay*", "layout.*zenflow*"],
     r"the batch does not follow": ["train.*elastic*", "layout.*elastic*", "cluster.*elastic*"],
     # precision
-    r"master weights are fp32|fp32 weights": ["train.*master*", "optimizer.*master*"],
+    r"fp16 weights have masters|fp32 weights": ["train.master=*fp16*", "optimizer.*master*"],
     r"gradients add up in fp32": ["train.*accum*"],
     r"gradients are summed in fp32": ["train.reduce_dtype=[!fs]*"],
     r"travel in train\.": ["train.*quant*", "layout.*quant*", "train.*gather*dtype*"],
@@ -283,6 +283,7 @@ def test_a_row_with_names_knows_all_of_ours():
         "activation_offloading": {"params", "optimizer", "none"},
         "scheduler.type": {"linear"},
         "bf16.bf16_optimizer_states": {"fp32"},
+        "bf16.bf16_master_weights_and_grads": {"fp32"},
         "optimizer.implementation": {"fp32"},
     }
     for name in TABLES:

@@ -12,10 +12,11 @@ from meshwright.cli import eval as evaluation
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import WEIGHTS, load_hf, save_hf
 from meshwright.models.hf_names import hf_name
-from meshwright.parallel.data_parallel.sharded import round_frozen
+from meshwright.parallel.data_parallel.sharded import narrow_weights
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parts import buffers, kept_in_fp32
 from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
 
 SPEC = model_spec(
     family="deepseek_v3",
@@ -123,7 +124,7 @@ def test_frozen_weights_are_rounded_without_them(model):
     wanted = corrections(model)
     for parameter in model.parameters():
         parameter.requires_grad = False
-    round_frozen(model, torch.bfloat16)
+    narrow_weights(model, TrainSpec(precision="bf16"))
     assert_kept(model, wanted)
 
 

@@ -213,6 +213,7 @@ CHANGES = {
     "train.fp8": (("train.precision=bf16",), ("train.precision=bf16", "train.fp8=true")),
     "train.async_tp": ((*TP, "layout.sp=true"), (*TP, "layout.sp=true", "train.async_tp=true")),
     "train.reduce_dtype": ((), ("train.reduce_dtype=same",)),
+    "train.master": (("train.precision=bf16",), ("train.precision=bf16", "train.master=none")),
     "train.seed": ((), ("train.seed=1",)),
     "train.clip_norm": ((), ("train.clip_norm=0",)),
     "train.compile": ((), ("train.compile=true",)),

@@ -22,6 +22,7 @@ from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.program.optimizer import rule_of
 from meshwright.program.shards import Region, Sharding, data_rank, whole
+from meshwright.spec.optimizers import State
 
 # What the names of the files of a step begin with: parameters, and the state of the optimizer.
 WEIGHTS: Final = "weights"
@@ -117,12 +118,19 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
     for leaf, part in zip(_leaves(trained), parts, strict=True):
         states = rule_of(spec, part).states(spec)
         values: Kept = {
-            state.key: scalars[state.key] if state.is_number else None for state in states
+            state.key: _number_of(state, scalars) if state.is_number else None for state in states
         }
         fill_state(leaf, trained.optimizer, stored, values, leaf.tensor.device)
         for state in states:  # a run may have saved them in another dtype
             restored = trained.optimizer.state[leaf.tensor]
             restored[state.key] = restored[state.key].to(DTYPES[state.dtype])
+
+
+def _number_of(state: State, scalars: Mapping[str, float]) -> float:
+    """Return what a saved step keeps once for each parameter."""
+    if state.if_absent is None:
+        return scalars[state.key]
+    return scalars.get(state.key, state.if_absent)
 
 
 def fill_state(

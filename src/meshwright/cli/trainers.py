@@ -42,7 +42,7 @@ _PLANNED_KEYS: Final = frozenset(
     {
         *("train.batch", "train.seq_len", "train.precision", "train.fp8", "train.compile"),
         *("train.reduce_dtype", "train.async_tp", "train.expert_capacity", "optimizer.name"),
-        "optimizer.state_dtype",
+        *("optimizer.state_dtype", "train.master"),
     }
 )
 _OUR_KEY: Final = re.compile(rf"\b(?:{'|'.join(KEYS)})\.[a-z_]+")

@@ -49,6 +49,17 @@ class CostInputs:
         return ELEMENT_BYTES[self.train.precision]
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of the weights that the optimizer trains."""
+        return ELEMENT_BYTES[self.train.weight_dtype]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of accumulated gradients."""
+        is_pure = self.train.master == "none" and self.system.keeps == "shards"
+        return ELEMENT_BYTES[self.train.gradient_dtype] if is_pure else self.system.gradient_bytes
+
+    @property
     def reduced_bytes(self) -> int:
         """Bytes of an element of gradients during a reduction."""
         return self.system.reduced_bytes or reduced_bytes(self.train)

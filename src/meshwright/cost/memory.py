@@ -64,8 +64,8 @@ def model_states(setting: CostInputs, layout: Layout, held_layers: RankLayers) -
 
     ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer states over the
     sharding ranks, stage 2 also gradients, stage 3 also weights. In a system that keeps shards, the
-    fp32 weights are the master weights, so stage 1 shards them and gathers a compute copy. On CPUs
-    in fp32, they stay whole, see `Target.uses_fsdp2`.
+    weights that are trained are sharded: stage 1 shards them, too, and gathers a compute copy. On
+    CPUs, they stay whole if products take them as they are, see `Target.uses_fsdp2`.
     """
     model, system, element = setting.model, setting.system, setting.element
     ranks, zero = layout.shard_ranks, layout.zero
@@ -86,16 +86,16 @@ def model_states(setting: CostInputs, layout: Layout, held_layers: RankLayers) -
             template = "{:,} blocks of 64 elements x {} B: frozen in four bits"
             terms.append(Term("weights", blocks * size, template, (blocks, size)))
     in_place = system.keeps == "shards" and not setting.target.uses_fsdp2(layout)
-    if system.keeps != "shards" and zero < 3:
+    takes_as_kept = in_place and element == setting.weight_bytes
+    if zero < 3 and (system.keeps != "shards" or takes_as_kept):
         add("weights", whole_elements, element, "whole")
-    elif in_place and zero < 3 and element == _FP32:
-        add("weights", whole_elements, _FP32, "whole")
     else:
-        shards = system.keeps == "shards"
-        add("weights", part, _FP32 if shards else element, "fp32 shards" if shards else "shards")
+        size = setting.weight_bytes if system.keeps == "shards" else element
+        label = "fp32 shards" if system.keeps == "shards" and size == _FP32 else "shards"
+        add("weights", part, size, label)
         if zero == 3:
             terms.append(_gathered(setting, layout, held_layers, in_place=in_place))
-        elif ranks > 1 or element != _FP32:
+        elif ranks > 1 or element != setting.weight_bytes:
             copy = gathered_elements(setting, layout, held_layers, is_padded=False).total
             add("gathered", copy, element, "compute copy, kept through the step")
     terms += _gradients(setting, layout, held_layers, whole_elements, part)
@@ -115,7 +115,7 @@ def _optimizer_states(
     A system that keeps whole weights in half precision has the fp32 master weights there, too.
     """
     keeps_shards = setting.system.keeps == "shards"
-    has_masters = not keeps_shards and setting.element != _FP32
+    has_masters = not keeps_shards and setting.element != setting.weight_bytes
     total, templates, numbers = 0, [], list[object]()
     for share in updates(setting, layout, held_layers):
         states = share.rule.element_bytes(setting.optimizer)
@@ -156,14 +156,15 @@ def _gradients(
     """Return the gradients of a rank that trains `part` of `whole_elements`."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
     if layout.zero < 2:
-        return [_counted("gradients", whole_elements, system.gradient_bytes, "accumulated whole")]
+        gradient = setting.gradient_bytes
+        return [_counted("gradients", whole_elements, gradient, "accumulated whole")]
     unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, which="trained")
     label = "of the unit at work, and being reduced"
     terms = [_counted("gradients", 2 * unit.largest(held_layers), reduced, label)]
     is_split = SCHEDULES[layout.schedule].splits_backward  # then each is reduced by itself
     microbatches = 1 if is_split else layout.microbatches(setting.train.batch)
     if layout.offload != "params":
-        terms.insert(0, _counted("gradients", part, system.gradient_bytes, "sums, in shards"))
+        terms.insert(0, _counted("gradients", part, setting.gradient_bytes, "sums, in shards"))
     elif system.keeps == "shards" and min(layout.dp_replicate, microbatches) > 1:
         # FSDP2 keeps a shard group's sums on the device until its replicas meet, for the last.
         terms.append(_counted("gradients", part, reduced, "sums of a shard group"))

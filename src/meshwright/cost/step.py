@@ -25,7 +25,9 @@ from meshwright.cost.sums import GradientSums, sums_of
 from meshwright.cost.work import LayoutWork, RankLayers
 from meshwright.layout import Layout
 from meshwright.layout.schedules import microbatch_rule
+from meshwright.program.optimizer import moved_bytes
 from meshwright.program.profile import CAUSES
+from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 from meshwright.spec.model import ModelSpec
 
@@ -268,7 +270,7 @@ def optimizer_seconds(
     Beside them come products and messages, if the optimizer needs whole matrices.
     """
     moved_by_update = sum(
-        update.elements * update.rule.moved(setting.optimizer)
+        update.elements * moved_bytes(update.rule, setting.optimizer, setting.train)
         for update in updates(setting, layout, held_layers)
     )
     whole_matrices = matrix_seconds(setting, kernels, layout, held_layers)
@@ -276,9 +278,11 @@ def optimizer_seconds(
         return moved_by_update / kernels.optimizer_bandwidth + whole_matrices
     elements = elements_of(setting.model, layout, held_layers, which="trained").share(layout)
     host = setting.cluster.host.bandwidth
-    moved = elements * 2 * 4  # gradients down, weights up, in fp32
+    weight = ELEMENT_BYTES[setting.train.weight_dtype]
+    # Gradients go down, weights up.
+    moved = elements * (ELEMENT_BYTES[setting.train.gradient_dtype] + weight)
     if layout.offload == "params":
         count = layout.microbatches(setting.train.batch)
         frozen = elements_of(setting.model, layout, held_layers).share(layout) - elements
-        moved += (elements * 4 + frozen * setting.element) * 2 * count  # up for each pass
+        moved += (elements * weight + frozen * setting.element) * 2 * count  # up for each pass
     return moved / host + moved_by_update / kernels.host_bandwidth + whole_matrices

@@ -18,7 +18,6 @@ from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 from meshwright.program.zero_collectives import unit_in
 
-_FP32: Final = 4
 WEIGHTS: Final = "weights"
 GATHERED: Final = "gathered"
 GRADIENTS: Final = "gradients"
@@ -39,7 +38,10 @@ class Units:
         layout, train = program.layout, program.train
         self.layout, self.bytes_held = layout, bytes_held
         self.element = ELEMENT_BYTES[train.precision]
-        self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
+        self.reduced = ELEMENT_BYTES[train.reduced_dtype]
+        # Of what the optimizer trains and reads.
+        self.weight = ELEMENT_BYTES[train.weight_dtype]
+        self.gradient = ELEMENT_BYTES[train.gradient_dtype]
         self.in_place = not program.target.uses_fsdp2(layout)
         # An exchange is completed by the next one; sums end while the rank goes on.
         self.waits = self.in_place and layout.shard_ranks > 1
@@ -101,12 +103,12 @@ class Units:
             weights = unit.shard
             if self._reshards(unit):
                 weights = unit.own
-            elif self.in_place and self.element == _FP32:
+            elif self.in_place and self.element == self.weight:
                 weights = unit.whole
             elif self.in_place:  # beside the copy that products use
                 self.bytes_held.add(GATHERED, unit.whole * self.element)
                 weights = unit.own
-            size = weights * _FP32 + unit.lasting(self.in_place, self.element)
+            size = weights * self.weight + unit.lasting(self.in_place, self.element)
             self.bytes_held.add(WEIGHTS, size * (self.offload != "params"))
             self.bytes_held.add(OPTIMIZER, unit.state_bytes * (not self.layout.states_on_host))
 
@@ -299,7 +301,7 @@ class Units:
     def _begin_gather(self, unit: UnitSizes) -> None:
         self._ahead[id(unit)] = flat = unit.gathered(self.in_place, self.element)
         self.bytes_held.add(BUFFERS, flat)
-        narrow = unit.sent(self.element) * (self.element < _FP32)
+        narrow = unit.sent(self.element) * (self.element < self.weight)
         with self.bytes_held.spike(BUFFERS, flat * (self.copies - 1) + narrow):
             self.bytes_held.note("gather")
 
@@ -352,8 +354,8 @@ class Units:
         """Send the rows of others, and receive its own from each of them."""
         bytes_held = self.bytes_held
         self._settle((unit.whole + (unit.ranks - 2) * unit.own) * self.reduced)
-        bytes_held.add(GRADIENTS, unit.own * _FP32 - unit.summed)
-        unit.summed = unit.own * _FP32
+        bytes_held.add(GRADIENTS, unit.own * self.gradient - unit.summed)
+        unit.summed = unit.own * self.gradient
         bytes_held.note("reduce")
         self._drop_grown(unit)
 
@@ -387,10 +389,10 @@ class Units:
         with bytes_held.spike(BUFFERS, out), bytes_held.spike(GRADIENTS, last):
             with bytes_held.spike(BUFFERS, size):
                 bytes_held.note("reduce")
-            if self.reduced < _FP32:
-                with bytes_held.spike(BUFFERS, unit.shard * _FP32):
+            if self.reduced < self.gradient:
+                with bytes_held.spike(BUFFERS, unit.shard * self.gradient):
                     bytes_held.note("reduce")
         # Until replicas meet, FSDP2 keeps the sum of a shard group on the device, in any case.
-        size = _FP32 * (self.offload != "params") if self.meets else self.reduced
+        size = self.gradient * (self.offload != "params") if self.meets else self.reduced
         bytes_held.add(GRADIENTS, unit.shard * size - unit.summed)
         unit.summed = unit.shard * size

@@ -86,6 +86,13 @@ def read_precision(source: ImportSource, keys: Mapping[str, str], default: str |
         source.fill("train.precision", default, "the trainer's default")
 
 
+def read_without_masters(source: ImportSource, key: str, value: object) -> None:
+    """Take a key that has weights, and what is kept for each of them, in bf16 at one value."""
+    if key in source.values and source.values[key] == value:
+        to = {"train.precision": "bf16", "train.master": "none", "optimizer.state_dtype": "bf16"}
+        source.translate(key, to, "gradients are summed and kept in train.reduce_dtype")
+
+
 class LocalBatch(NamedTuple):
     """What a trainer calls the sequences of a rank's microbatch, and its default of them.
 

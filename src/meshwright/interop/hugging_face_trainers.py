@@ -24,6 +24,7 @@ from meshwright.interop.degrees import (
     read_local_batch,
     read_precision,
     read_recompute,
+    read_without_masters,
 )
 from meshwright.interop.names import need_model, read_hub_name
 from meshwright.interop.plan_source import PlanSource
@@ -275,6 +276,7 @@ def read_axolotl(source: ImportSource) -> None:
     """Give every key of axolotl's YAML its verdict."""
     need_model(source, "base_model")
     read_hub_name(source, "base_model")
+    read_without_masters(source, "bfloat16", True)
     precisions = {"bf16": "bf16", "fp16": "fp16"}
     read_precision(source, precisions, "bf16" if "bf16" not in source.values else "fp32")
     if source.values.get("bf16") == "auto":

@@ -11,6 +11,7 @@ from meshwright.interop.degrees import (
     imply_sharding,
     read_degrees,
     read_local_batch,
+    read_without_masters,
 )
 from meshwright.interop.names import need_model, read_hub_name
 from meshwright.interop.source import ImportSource
@@ -37,6 +38,7 @@ def read_prime_rl(source: ImportSource) -> None:
     imply_sharding(source, reshards=source.get(key, True) is True, reason=f"{key}, by default true")
     source.translate(key, {"layout.zero": source.target("layout.zero")})
     source.fill("train.precision", "bf16", "prime-rl computes in bf16 with fp32 weights")
+    read_without_masters(source, "model.optimization_dtype", "bfloat16")
     _read_memory(source)
     _read_lengths(source)
     read_local_batch(source, LocalBatch("data.micro_batch_size", 1, total="data.batch_size"))

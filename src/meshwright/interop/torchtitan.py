@@ -18,6 +18,7 @@ from meshwright.interop.degrees import (
     imply_sharding,
     read_degrees,
     read_local_batch,
+    read_without_masters,
 )
 from meshwright.interop.names import model_names
 from meshwright.interop.plan_source import PlanSource
@@ -56,6 +57,7 @@ def read_torchtitan(source: ImportSource) -> None:
     _read_experts(source)
     _read_pipeline(source)
     _read_recompute(source)
+    read_without_masters(source, "training.dtype", "bfloat16")
     _read_batch(source)
     _read_schedule(source)
     source.finish()
@@ -314,7 +316,12 @@ def _optimizer(source: PlanSource) -> dict[str, Any]:
         keys["optimizer.beta1"], keys["optimizer.beta2"] = optimizer.betas
     if optimizer.name != "adamw":
         raise ConfigError(f"torchtitan has no optimizer.name = {optimizer.name!r}; nearest: adamw")
-    if optimizer.state_dtype == "bf16":
+    if train.master == "none":
+        if optimizer.state_dtype == "fp32":
+            rule = "torchtitan has optimizer.state_dtype = bf16 beside train.master = none"
+            raise ConfigError(f"{rule}; nearest: optimizer.state_dtype = bf16")
+        keys["training.dtype"] = "bfloat16"
+    elif optimizer.state_dtype == "bf16":
         keys["optimizer.implementation"] = "fused_opt_states_bf16"
     if train.reduce_dtype != "fp32":
         raise ConfigError("torchtitan sums gradients in fp32; nearest: train.reduce_dtype = fp32")

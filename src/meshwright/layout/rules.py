@@ -20,7 +20,7 @@ from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.kinds import LARGEST
 from meshwright.spec.lora import NF4_BLOCK, Base
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
+from meshwright.spec.training import ContextKind, Master, Offload, Schedule, TrainSpec, Zero
 
 
 @lru_cache(maxsize=256)
@@ -102,8 +102,9 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "layout.offload": get_args(Offload),
     "layout.sp": (False, True),
     **dict.fromkeys(("train.fp8", "train.async_tp"), (False, True)),
+    "train.master": get_args(Master),
     "lora.base": get_args(Base),
-    "train.precision": ("bf16",),  # which fp8 needs
+    "train.precision": ("bf16",),  # which fp8 needs, and weights without masters
     "train.router_aux_loss": (0.0,),
     "train.router_z_loss": (0.0,),
     "train.router_bias_rate": (0.0,),
@@ -404,6 +405,20 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return None
 
 
+def _master(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """Weights without fp32 masters are bf16, which has the range of fp32."""
+    if train.master == "fp32":
+        return None
+    if train.precision != "bf16":
+        return f"train.master = none requires train.precision = bf16, but it is {train.precision}"
+    if model.lora is not None:
+        rank = model.lora.rank
+        return f"train.master = none is for all weights, but adapters are few: lora.rank = {rank}"
+    if train.fp8:
+        return "train.master = none has bf16 weights, of which train.fp8 = true gathers no float8"
+    return None
+
+
 def _async_tp(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     """Async TP computes in pieces beside the collectives of sequence parallelism, so needs it."""
     if not train.async_tp or (layout.tp > 1 and layout.sp):
@@ -439,6 +454,7 @@ RULES = (
     Rule(
         _fp8, ("train.precision", "layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")
     ),
+    Rule(_master, ("train.precision", "train.fp8", "train.master")),
     Rule(_nf4, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
     Rule(_async_tp, ("layout.sp", "train.async_tp")),
     Rule(router_rule, tuple(f"train.{key}" for key in ROUTERS)),

@@ -29,9 +29,10 @@ from meshwright.parallel.data_parallel.gradients import GatheredParameter
 from meshwright.parallel.data_parallel.sharded import (
     DTYPES,
     distribute_data,
+    narrow_weights,
     ready_parameters,
     replicate_in_place,
-    round_frozen,
+    sum_apart_from_weights,
 )
 from meshwright.parallel.expert_parallel.dispatch import send_to_experts
 from meshwright.parallel.expert_parallel.experts import cut_experts
@@ -113,7 +114,7 @@ def describe(
         if layout.tp > 1 or layout.ep > 1:
             _make_sharded(model, program, groups)
         cut_over_cp(model, program, groups)
-        round_frozen(model, DTYPES[program.train.precision])
+        narrow_weights(model, program.train)
         keep_in_nf4(model, program)
         if program.train.fp8:
             take_float8(model.blocks, program.target)
@@ -180,6 +181,8 @@ def materialise(
         trained = dict(model.named_parameters())
         if not program.target.uses_fsdp2(layout):  # only now: the parameters are new ones
             trained = replicate_in_place(model, layout, train, groups)
+        elif train.weight_dtype != train.gradient_dtype:
+            sum_apart_from_weights(model, DTYPES[train.gradient_dtype])
         params += _held(program, index, trained)
     stages: dict[int, nn.Module] = dict(modules)
     sizes = Sizes.of(program)

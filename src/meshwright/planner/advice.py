@@ -16,8 +16,6 @@ from meshwright.units import format_bytes
 
 # Shares of the memory and of the step that are worth a word.
 _LARGE, _WASTED = 0.35, 0.2
-# What offload keeps on the host beside the optimizer's states: weight and gradient in fp32.
-_HOST_BYTES = 8
 # Of what makes a layout slower, parts of this share of the largest are named.
 _NAMED = 0.2
 
@@ -131,7 +129,7 @@ def _messages(prediction: Prediction, setting: CostInputs) -> str | None:
 def _host(prediction: Prediction, setting: CostInputs) -> str | None:
     """Return what offload asks of the host: weights, gradients and the optimizer's states.
 
-    Those of weights, gradients and moments in fp32, of moments alone, or of activations.
+    Those of weights, gradients and moments, of moments alone, or of activations.
     """
     layout = prediction.layout
     if layout.offload == "none":
@@ -144,8 +142,9 @@ def _host(prediction: Prediction, setting: CostInputs) -> str | None:
         )
     # Experts, too: `ep` and their own sharding divide them by as much.
     spec, trained = setting.optimizer, [part for part in parts(setting.model) if part.trained]
+    element_bytes = setting.weight_bytes + setting.gradient_bytes
     total_bytes = sum(
-        part.numel * (_HOST_BYTES + rule_of(spec, part).element_bytes(spec)) for part in trained
+        part.numel * (element_bytes + rule_of(spec, part).element_bytes(spec)) for part in trained
     )
     on_node = min(setting.cluster.per_node, layout.world)
     byte_count = total_bytes / layout.tp / layout.pp / layout.shard_ranks * on_node

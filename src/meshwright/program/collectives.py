@@ -18,7 +18,7 @@ from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Overlaps, Phase, Purpose
 from meshwright.program.shards import data_rank
-from meshwright.program.sizes import Sizes, loss_rows
+from meshwright.program.sizes import ELEMENT_BYTES, Sizes, loss_rows
 from meshwright.program.stages import Stage
 from meshwright.program.tp_collectives import tp_collectives
 from meshwright.program.zero_collectives import gathers, reductions
@@ -236,8 +236,10 @@ def _completion(
 ) -> Iterator[Collective]:
     """Yield the sums that data parallelism does not form, each in one message."""
 
+    element = ELEMENT_BYTES[program.train.gradient_dtype]
+
     def shard(name: str) -> int:
-        return _FP32 * math.prod(program.shardings[name].shape(tp_rank, data_rank))
+        return element * math.prod(program.shardings[name].shape(tp_rank, data_rank))
 
     for gradient_sum in gradient_sums(program, stages):
         if gradient_sum.axis is not None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from meshwright.spec.groups import group_of
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.optimizers import OPTIMIZERS, UpdateRule
+from meshwright.spec.optimizers import DTYPE_BYTES, OPTIMIZERS, UpdateRule
+from meshwright.spec.optimizers.base import HASH_WORKSPACE, HASHED_BYTES
 from meshwright.spec.parts import Part, parts
-from meshwright.spec.training import OptimizerSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 
-_FP32 = 4
+_WIDE: Final = DTYPE_BYTES["fp32"]
 
 
 def rule_of(spec: OptimizerSpec, part: Part) -> UpdateRule:
@@ -43,12 +44,33 @@ def needs_matrices(spec: OptimizerSpec) -> bool:
     return any(rule.needs_matrix for rule in OPTIMIZERS[spec.name].rules)
 
 
-def saved_bytes(model: ModelSpec, spec: OptimizerSpec) -> int:
-    """Return the bytes of a saved step: all weights in fp32, and the states of those trained.
+def moved_bytes(rule: UpdateRule, spec: OptimizerSpec, train: TrainSpec) -> int:
+    """Return the bytes that an update reads and writes for each element of a shard.
 
-    What is kept once for each parameter goes into the manifest.
+    Weights and gradients in bf16 are widened for it, and the weights narrowed again.
     """
-    weights = sum(part.numel for part in parts(model)) * _FP32
+    widened = (train.weight_dtype != "fp32") * 2 + (train.gradient_dtype != "fp32")
+    hashed = (train.weight_dtype != "fp32") * (spec.rounding == "stochastic")
+    cast = DTYPE_BYTES["bf16"] + _WIDE
+    return rule.moved(spec) + cast * widened + HASHED_BYTES * hashed
+
+
+def workspace_bytes(rule: UpdateRule, spec: OptimizerSpec, train: TrainSpec) -> int:
+    """Return the bytes that an update takes for each element of a piece, beside what is kept."""
+    # One of matrices is done with the gradient before it widens weights.
+    has_wide_gradient = train.gradient_dtype != "fp32" and not rule.needs_matrix
+    widened = (train.weight_dtype != "fp32") + has_wide_gradient
+    hash_bytes = HASH_WORKSPACE * (spec.rounding == "stochastic")
+    return rule.workspace(spec) + _WIDE * widened + hash_bytes
+
+
+def saved_bytes(model: ModelSpec, train: TrainSpec, spec: OptimizerSpec) -> int:
+    """Return the bytes of a saved step: all weights, and the states of those trained.
+
+    Weights are in fp32, unless they have no masters. What is kept once for each parameter goes into
+    the manifest.
+    """
+    weights = sum(part.numel for part in parts(model)) * DTYPE_BYTES[train.weight_dtype]
     states = (
         part.numel * rule_of(spec, part).element_bytes(spec)
         for part in parts(model)

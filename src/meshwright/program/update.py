@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective
+from meshwright.program.optimizer import workspace_bytes
 from meshwright.program.shards import Sharding, data_rank
 from meshwright.spec.optimizers import DTYPE_BYTES, UpdateRule, rows_of_piece
 
@@ -28,14 +29,16 @@ class MatrixUpdate(NamedTuple):
         """Rows and columns of one matrix."""
         return self.sharding.part.shape[-2], self.sharding.part.shape[-1]
 
-    def workspace(self, element: int) -> int:
+    def workspace(self, element: int, of_pieces: int) -> int:
         """Return the bytes that orthogonalizing takes: two of the matrix, two of its short side.
 
         A step of Newton-Schulz makes a new matrix of the last one, of its Gram matrix and of that
-        one's polynomial.
+        one's polynomial. The rank's shard is updated with the last matrix in `of_pieces` more.
         """
         rows, columns = self.sides
-        return 2 * self.matrices * (rows * columns + min(rows, columns) ** 2) * element
+        matrix = self.matrices * rows * columns
+        orthogonalized = 2 * (matrix + self.matrices * min(rows, columns) ** 2)
+        return max(orthogonalized * element, matrix * element + of_pieces)
 
 
 def whole_matrices(program: Program, coordinates: Mapping[str, int]) -> Iterator[MatrixUpdate]:
@@ -86,19 +89,29 @@ def update_workspace(program: Program, coordinates: Mapping[str, int]) -> int:
     With offload, the host has those of updates by shards.
     """
     element = DTYPE_BYTES[program.optimizer.ns_precision]
-    of_matrices = (matrix.workspace(element) for matrix in whole_matrices(program, coordinates))
-    of_shards = () if program.layout.states_on_host else _shard_workspaces(program, coordinates)
+    is_here = not program.layout.states_on_host
+    of_matrices = (
+        matrix.workspace(element, _of_pieces(program, matrix.sharding, coordinates) * is_here)
+        for matrix in whole_matrices(program, coordinates)
+    )
+    of_shards = _shard_workspaces(program, coordinates) if is_here else ()
     return max(chain(of_matrices, of_shards), default=0)
 
 
 def _shard_workspaces(program: Program, coordinates: Mapping[str, int]) -> Iterator[int]:
     """Yield the bytes of updates that need a parameter's shard alone."""
-    place = data_rank(program.layout, coordinates)
     for stage in program.held(coordinates["pp"]):
         for name in program.parameters(stage):
             sharding = program.shardings[name]
-            if sharding.part.trained:
-                rows, *row_shape = sharding.shape(coordinates["tp"], place)
-                row = math.prod(row_shape)
-                elements = min(rows, rows_of_piece(row)) * row
-                yield elements * program.update_rule(name).workspace(program.optimizer)
+            if sharding.part.trained and not program.update_rule(name).needs_matrix:
+                yield _of_pieces(program, sharding, coordinates)
+
+
+def _of_pieces(program: Program, sharding: Sharding, coordinates: Mapping[str, int]) -> int:
+    """Return the bytes that updating a piece of a parameter's shard takes."""
+    place = data_rank(program.layout, coordinates)
+    rows, *row_shape = sharding.shape(coordinates["tp"], place)
+    row = math.prod(row_shape)
+    rule = program.update_rule(sharding.part.name)
+    elements = min(rows, rows_of_piece(row)) * row
+    return elements * workspace_bytes(rule, program.optimizer, program.train)

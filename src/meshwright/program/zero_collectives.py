@@ -28,7 +28,6 @@ from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 from meshwright.spec.training import TrainSpec
 
-_FP32: Final = 4  # bytes
 # A gradient of an embedding is a sum by the ids of tokens alone; the loss is made in the backward.
 _UNUSED: Final = ((EMBED, "backward"), (HEAD, "forward"))
 _OF_REPLICAS: Final = "replicas: sum gradients"
@@ -254,8 +253,7 @@ def _summed_in(each_microbatch: bool) -> Phase:
 
 def reduced_bytes(train: TrainSpec) -> int:
     """Return the bytes per element of gradients in a reduction."""
-    widens = train.reduce_dtype == "fp32"
-    return _FP32 if widens else ELEMENT_BYTES[train.precision]
+    return ELEMENT_BYTES[train.reduced_dtype]
 
 
 def _exchanges(
@@ -268,6 +266,7 @@ def _exchanges(
     place, tp_rank = data_rank(program.layout, coordinates), coordinates["tp"]
     each_microbatch = program.layout.zero >= 2
     phase, element = _summed_in(each_microbatch), reduced_bytes(program.train)
+    gradient = ELEMENT_BYTES[program.train.gradient_dtype]
 
     def own(sharding: Sharding) -> int:
         return element * math.prod(sharding.shape(tp_rank, place))
@@ -276,7 +275,7 @@ def _exchanges(
         return element * math.prod(sharding.tp_shape)
 
     def summed(sharding: Sharding) -> int:
-        return _FP32 * math.prod(sharding.shape(tp_rank, place))
+        return gradient * math.prod(sharding.shape(tp_rank, place))
 
     for stage in stages:
         units, shards = (_units(program, stage, size, _is_trained) for size in (whole, own))

@@ -114,6 +114,8 @@ class Case:
             yield self.train.precision
         if self.train.fp8:
             yield "fp8"
+        if self.train.master == "none":
+            yield "no masters"
 
     def as_json(self) -> str:
         """Return it as one JSON object, without default values."""

@@ -30,17 +30,22 @@ VANISHING: Final = 36.0
 # samples differed by a factor of 8.
 FEW: Final = 64
 FEW_MARGIN: Final = 3 * MARGIN
+# How far apart numbers are, relative to themselves: of fp32 half of it, one rounding; of bf16 all,
+# which is how far a weight may be off if it is rounded to the other side.
+SPACINGS: Final = {"fp32": 2.0**-24, "bf16": 2.0**-7}
 
 
 class Expected(NamedTuple):
     """Whole tensors by name: exact ones, and samples of one device with rounding.
 
-    If the tensors are updates, `added_to` has the fp32 weights that they are added to.
+    If the tensors are updates, `added_to` has the weights that they are added to, whose numbers are
+    `spacing` apart, relative to themselves.
     """
 
     exact: Mapping[str, Tensor]
     rounded: Sequence[Mapping[str, Tensor]]
     added_to: Mapping[str, Tensor] | None = None
+    spacing: float = SPACINGS["fp32"]
 
     def difference(
         self, name: str, tensor: Tensor | None, part: Callable[[Tensor], Tensor] = lambda x: x
@@ -58,7 +63,11 @@ class Expected(NamedTuple):
             margin = VANISHING
         bound = max(margin * noise, LEAST * 2.0**-24 * size, 1e-300)
         if self.added_to is not None:  # an update that vanishes may be one rounding of a weight
-            bound = max(bound, 2.0**-24 * part(self.added_to[name]).double().norm().item())
+            weights = part(self.added_to[name]).double()
+            jump = weights.norm().item()
+            if self.spacing > SPACINGS["fp32"]:  # one jump, which no sample may have made
+                jump = weights.abs().max().item() if weights.numel() else 0.0
+            bound = max(bound, self.spacing * jump)
         has_rows = tensor is not None and 0 < exact.dim() == tensor.dim()
         if has_rows and tensor is not None and not tensor[len(exact) :].any():
             tensor = tensor[: len(exact)]

@@ -42,7 +42,7 @@ from meshwright.prove.compare import (
     mine,
     program_of,
 )
-from meshwright.prove.expected import Expected
+from meshwright.prove.expected import SPACINGS, Expected
 from meshwright.prove.nf4_reference import in_nf4
 from meshwright.prove.reference import (
     run_gradients,
@@ -284,7 +284,10 @@ def _wrong_step(search: _Search) -> Divergence | None:
         wrong, norms = list[Difference](), list[Difference]()
         look = partial(_look, search, trial, gradients_of, wrong, norms)
         trial.step(step, look)
-        updates = Expected(exact.updates, [sample.updates for sample in rounded], reference.start)
+        spacing = SPACINGS[search.case.train.weight_dtype]
+        updates = Expected(
+            exact.updates, [sample.updates for sample in rounded], reference.start, spacing
+        )
         added = _wrong(search, trial.parallel, trial.added, updates)
         is_exact = search.case.train.precision == "fp32"
         miscorrected = trial.miscorrected(exact.corrections) if is_exact else []

@@ -20,14 +20,21 @@ class Updates:
     """AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum, Muon or Lion; with AdamW's decay.
 
     Norms, sinks, convolutions and biases do not decay, also those of experts, unless a group says
-    so. Lion's signs jump at zero, and states in bf16 between two numbers. A layout may be on either
-    side: `tilt` is a share of a direction's root mean square, or of a state, by which this one is
-    on one side.
+    so. Lion's signs jump at zero, and what is kept in bf16 between two numbers: states, and weights
+    that are `narrow`. A layout may be on either side: `tilt` is a share of a direction's root mean
+    square, of a state, or of a weight's update, by which this one is on one side.
     """
 
     def __init__(
-        self, masters: dict[str, Tensor], spec: OptimizerSpec, steps: int, *, tilt: float = 0.0
+        self,
+        masters: dict[str, Tensor],
+        spec: OptimizerSpec,
+        steps: int,
+        *,
+        tilt: float = 0.0,
+        narrow: bool = False,
     ) -> None:
+        self._is_narrow = narrow
         self._masters, self._spec, self._steps, self._tilt = masters, spec, steps, tilt
         self._first = {name: torch.zeros_like(master) for name, master in masters.items()}
         self._second = {name: torch.zeros_like(master) for name, master in masters.items()}
@@ -62,6 +69,7 @@ class Updates:
             gradient, kind = gradients[name], self._kinds[name]
             scale, decay = self._settings(name, master)
             rate = base_rate * scale
+            before = master.clone() if self._is_narrow else master
             master.mul_(1 - rate * decay)
             if kind == "sgd":
                 self._first[name] = spec.momentum * self._first[name] + gradient
@@ -72,6 +80,9 @@ class Updates:
                 master.sub_(rate * self._sign(name, gradient))
             else:
                 master.sub_(rate * self._adaptive(name, gradient, step + 1))
+            if self._is_narrow:
+                tilted = master + self._tilt * (master - before)
+                master.copy_(self._in_bf16(tilted, name, "weight", step + 1))
 
     def _settings(self, name: str, weight: Tensor) -> tuple[float, float]:
         """Return a parameter's factor of the rate and its decay, as `docs/config.md` defines it."""
@@ -98,17 +109,17 @@ class Updates:
         mean = self._first[name] / (1 - beta1**number)
         size = (self._second[name] / (1 - beta2**number)).sqrt()
         if self._spec.state_dtype == "bf16":
-            self._first[name] = self._in_bf16(self._first[name], name, "exp_avg", number)
-            self._second[name] = self._in_bf16(self._second[name], name, "exp_avg_sq", number)
+            for key, moments in (("exp_avg", self._first), ("exp_avg_sq", self._second)):
+                tilted = moments[name] * (1 + self._tilt)
+                moments[name] = self._in_bf16(tilted, name, key, number)
         return mean / (size + self._spec.eps)
 
-    def _in_bf16(self, state: Tensor, name: str, key: str, number: int) -> Tensor:
-        tilted = state * (1 + self._tilt)
+    def _in_bf16(self, wide: Tensor, name: str, key: str, number: int) -> Tensor:
         if self._spec.rounding == "nearest":
-            return tilted.bfloat16().to(state)
-        place = ShardPlace(name, tuple(state.shape), (0,) * state.dim())
-        step = torch.tensor(number, device=state.device)
-        return round_by_place(tilted.float(), place, key, step).to(state)
+            return wide.bfloat16().to(wide)
+        place = ShardPlace(name, tuple(wide.shape), (0,) * wide.dim())
+        step = torch.tensor(number, device=wide.device)
+        return round_by_place(wide.float(), place, key, step).to(wide)
 
     def _orthogonal(self, name: str, gradient: Tensor) -> Tensor:
         """Return Muon's direction: Keller Jordan's, with the factors of arXiv:2502.16982."""

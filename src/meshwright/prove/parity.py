@@ -27,12 +27,12 @@ from meshwright.prove.compare import (
     loss_tolerance,
     norm_tolerance,
 )
-from meshwright.prove.expected import MARGIN, Expected
+from meshwright.prove.expected import MARGIN, SPACINGS, Expected
 from meshwright.prove.locate import locate
 from meshwright.prove.reference import Reference, shared_reference
 from meshwright.prove.trial import StepNumbers, Trial
 from meshwright.prove.verdict import Divergence, Quantity, Verdict, relative_error
-from meshwright.prove.wide import gathered_norm, prove_sums, rounded_share, wide_verdicts
+from meshwright.prove.wide import gathered_norm, prove_sums, rounded_shares, wide_verdicts
 from meshwright.spec.optimizers import OPTIMIZERS
 
 # A verdict names so many weights.
@@ -101,10 +101,13 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
 
     for step in range(case.steps):
         numbers.append(trial.step(step, look))
-    updates = Expected(exact.updates, [sample.updates for sample in rounded], reference.start)
+    spacing = SPACINGS[case.train.weight_dtype]
+    updates = Expected(
+        exact.updates, [sample.updates for sample in rounded], reference.start, spacing
+    )
     added = compare(trial.parallel, trial.added, updates, world, names)
     state = _optimizer_state(trial, reference, names, world)
-    share = rounded_share(trial.parallel, case, world) if is_half else 0.0
+    shares = rounded_shares(trial.parallel, case, world) if is_half else (0.0, 0.0)
     evaluation = trial.evaluation()
     batch = make_batch(case, 0)
     bound = loss_tolerance(case.train, case.model, batch, exact.losses[0])
@@ -127,7 +130,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _numbers(case, "evaluation", [exact.evaluation], [evaluation], bound)
     yield from _bitwise(case, trial, world, exact.corrections)
     if is_half:
-        yield from wide_verdicts(case, (norms[0], gathered[0]), share)
+        yield from wide_verdicts(case, (norms[0], gathered[0]), shares)
 
 
 def _bitwise(

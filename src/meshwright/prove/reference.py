@@ -42,6 +42,8 @@ Tensors = Mapping[str, Tensor]
 
 # Rate and decay: each part of an update moves weights by far more than their rounding.
 _RATE: Final = 2e-3
+# Above half a step of bf16 between 1 and 2: norms without masters move, rounded to nearest.
+_RATE_TO_NEAREST: Final = 8e-3
 _DECAY: Final = 1.0
 # Limits of a group's factor of the rate; its decay is the latter times that of the others.
 _LEAST, _MOST = 0.25, 4.0
@@ -196,7 +198,9 @@ class _Computed(NamedTuple):
         eps = norm / 2 / math.sqrt(sum(gradient.numel() for gradient in first.values()))
         size = eps if case.optimizer.name == "sgd" else 1.0  # SGD does not divide by it
         decay = _DECAY * size if case.optimizer.weight_decay else 0.0
-        scaled = {"lr": _RATE / size, "eps": eps, "weight_decay": decay}
+        is_lost = case.train.master == "none" and case.optimizer.rounding == "nearest"
+        rate = _RATE_TO_NEAREST if is_lost else _RATE
+        scaled = {"lr": rate / size, "eps": eps, "weight_decay": decay}
         groups = tuple(_visible(group, _DECAY * size) for group in case.optimizer.groups)
         optimizer = case.optimizer.model_copy(update={**scaled, "groups": groups})
         return cls(case, optimizer, norm / 2 if case.train.clip_norm else 0.0)
@@ -212,7 +216,7 @@ class _Computed(NamedTuple):
         noises = tuple(map(max, zip(*(_noises(sample, exact) for sample in rounded), strict=True)))
         if not keeps:
             exact, *rounded = (replace(steps, moments=()) for steps in (exact, *rounded))
-        start = whole_weights(self.case.model, self.case.train.seed)
+        start = _start_of(self.case)
         return Reference(start, self.optimizer, self.clip_norm, tuple(rounded), exact, noises)
 
 
@@ -261,7 +265,8 @@ def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
 def _run(device: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
     case = device.case
     trained = {name: device.masters[name] for name in device.trained}
-    step_of = Updates(trained, optimizer, case.steps, tilt=device.tilt)
+    is_narrow = case.train.master == "none"
+    step_of = Updates(trained, optimizer, case.steps, tilt=device.tilt, narrow=is_narrow)
     losses, norms, moments = [], [], []
     first: Tensors = {}
     for step in range(case.steps):
@@ -299,7 +304,7 @@ class _OneDevice:
         self.case, self._is_exact = case, exact
         self._model = _limited(case.model, sample)
         self._half = DTYPES[case.train.precision]
-        start = whole_weights(case.model, case.train.seed)
+        start = _start_of(case)
         self.tilt = _tilt(case, sample)
         self._start = kept_in_nf4(case.model, start, self._half)
         self.beside = whole_buffers(case.model, case.train.seed)
@@ -399,6 +404,13 @@ class _OneDevice:
         return {
             name: (self.masters[name].double() - self._start[name]).float() for name in self.trained
         }
+
+
+def _start_of(case: Case) -> dict[str, Tensor]:
+    """Return the initial weights, as the optimizer trains them."""
+    dtype = DTYPES[case.train.weight_dtype]
+    start = whole_weights(case.model, case.train.seed)
+    return {name: weight.to(dtype).float() for name, weight in start.items()}
 
 
 def _limited(model: ModelSpec, sample: int) -> ModelSpec:

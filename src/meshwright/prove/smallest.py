@@ -31,6 +31,7 @@ _PLAIN_TRAIN: Final = {
     **_NO_ROUTER,
     "precision": "fp32",
     "reduce_dtype": "fp32",
+    "master": "fp32",
     "matmul": "torch",
     "clip_norm": 1.0,
     "seed": 0,

@@ -88,7 +88,8 @@ class Trial:
     @torch.no_grad()
     def added(self, param: GatheredParameter) -> Tensor:
         """Return the sum of all updates to a weight since the start."""
-        return _like(param.parameter, param.shard - self._starts[self._place(param)])
+        start = self._starts[self._place(param)]
+        return _like(param.parameter, param.shard.float() - start.float())
 
     def state(self, key: str) -> Callable[[GatheredParameter], Tensor | None]:
         """Return a function of a key that gives a weight's optimizer state, or None.

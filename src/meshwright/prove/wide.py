@@ -115,25 +115,37 @@ def gathered_norm(
     return math.sqrt(sum(all_squares.values()))
 
 
-def rounded_share(parallel: Parallel, case: Case, world: World) -> float:
-    """Return the largest share of a shard's weights that half precision can represent.
+def rounded_shares(parallel: Parallel, case: Case, world: World) -> tuple[float, float]:
+    """Return the least and largest share of a shard's weights that half precision can represent.
 
     Zeros do not count: biases of an expert that got no token are as they began.
     """
-    half, shares = DTYPES[case.train.precision], [0.0]
+    half, shares = DTYPES[case.train.precision], list[float]()
     for param in parallel.trained:
         shard = param.shard[param.shard != 0]
         if shard.numel() >= 16:  # fewer may be so by chance
             shares.append((shard == shard.to(half)).double().mean().item())
-    return max(everyones(max(shares), world))
+    all_shares = [share for rank_shares in everyones(shares, world) for share in rank_shares]
+    return min(all_shares, default=0.0), max(all_shares, default=0.0)
 
 
-def wide_verdicts(case: Case, norms: tuple[float, float], share: float) -> Iterator[Verdict]:
-    """Yield the verdicts on the norm, as reported and as gathered, and on the masters."""
+def wide_verdicts(
+    case: Case, norms: tuple[float, float], shares: tuple[float, float]
+) -> Iterator[Verdict]:
+    """Yield the verdicts on the norm, as reported and as gathered, and on the masters, if any.
+
+    `shares` are the least and the largest one of weights that half precision can represent.
+    """
     layout = case.layout.model_dump(mode="json")
     reported, gathered = norms
     error = abs(reported - gathered) / gathered if gathered else math.inf
     passed = error <= _SUM
     yield Verdict("norm of these gradients", layout, [gathered], [reported], _SUM, passed)
+    lowest_share, share = shares
+    if case.train.master == "none":
+        yield Verdict(
+            "weights in bf16, without masters", layout, 1.0, lowest_share, None, lowest_share == 1
+        )
+        return
     passed = share <= _MOST_ROUNDED
     yield Verdict("masters in fp32", layout, 0.0, share, _MOST_ROUNDED, passed)

@@ -12,11 +12,11 @@ from meshwright.layout import Layout
 from meshwright.layout.layout import AXES
 from meshwright.program.lower import Program
 from meshwright.program.shards import Sharding, data_rank
+from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.report.figure import BLACK, PAPER, PLACES, SOFT, Figure, axis, blend, figure, note
 from meshwright.report.page import Page, prose, table
 from meshwright.units import format_bytes, format_count
 
-_FP32: Final = 4
 # Columns and rows of the picture: what can be read on a screen.
 MOST_COLUMNS: Final = 32
 MOST_ROWS: Final = 32
@@ -308,16 +308,19 @@ def placement_table(program: Program) -> str:
     groups: dict[str, list[Sharding]] = {}
     for name, sharding in program.shardings.items():
         groups.setdefault(re.sub(r"^layers\.\d+\.", "layers.*.", name), []).append(sharding)
-    rows = [_placed(name, shardings, layout) for name, shardings in groups.items()]
+    element = ELEMENT_BYTES[program.train.weight_dtype]
+    rows = [_placed(name, shardings, layout, element) for name, shardings in groups.items()]
     headers = ("parameter", "shape", "times", "cut over tp", "cut over data", "on", "a rank holds")
     copies = layout.world // layout.pp
     return prose(
-        "What is trained: weights in fp32 as the optimizer sees them. ",
+        f"What is trained: weights in {program.train.weight_dtype} as the optimizer sees them. ",
         f"A stage lies on {copies} ranks." if copies > 1 else "Each stage lies on one rank.",
     ) + table(headers, rows, caption="Placement of the parameters, by module")
 
 
-def _placed(name: str, shardings: Sequence[Sharding], layout: Layout) -> tuple[Any, ...]:
+def _placed(
+    name: str, shardings: Sequence[Sharding], layout: Layout, element: int
+) -> tuple[Any, ...]:
     sharding = shardings[0]
     shape = " × ".join(f"{size:,}" for size in sharding.part.shape)
     tp = (
@@ -326,7 +329,7 @@ def _placed(name: str, shardings: Sequence[Sharding], layout: Layout) -> tuple[A
         else "–"
     )
     data = f"dim 0 in {sharding.shard_ranks}" if sharding.shard_ranks > 1 else "–"
-    rank_bytes = math.prod(sharding.shape(0, 0)) * _FP32
+    rank_bytes = math.prod(sharding.shape(0, 0)) * element
     copies = layout.world // layout.pp // sharding.distinct
     copies_text = f"{copies} cop{'y' if copies == 1 else 'ies'}"
     return name, shape, len(shardings), tp, data, copies_text, format_bytes(rank_bytes)

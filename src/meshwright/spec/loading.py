@@ -262,6 +262,7 @@ def build_config(stated: dict[str, Values], *, plans: bool = False) -> Config:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
     config = Config.model_validate({**sections, "origins": origins})
     _check_groups(config)
+    _check_rounding(config)
     if not plans and config.model.planned is not None:
         raise ConfigError(_planned_only(config))
     return config
@@ -275,6 +276,17 @@ def _check_groups(config: Config) -> None:
     reason = empty_group(config.optimizer.groups, names, config.origins["optimizer.groups"])
     if reason is not None:
         raise ConfigError(reason)
+
+
+def _check_rounding(config: Config) -> None:
+    """Refuse stochastic rounding where an update rounds nothing."""
+    if config.optimizer.rounding != "stochastic" or config.train.master == "none":
+        return
+    if config.optimizer.state_dtype == "fp32":
+        rule = "states in fp32 are not rounded, nor are master weights"
+        rule = f"optimizer.rounding = stochastic: {rule}"
+        legal = ["optimizer.state_dtype = bf16", "train.master = none"]
+        raise ConfigError(refusal(rule, legal=[*legal, "optimizer.rounding = nearest"]))
 
 
 def _planned_only(config: Config) -> str:

@@ -55,6 +55,7 @@ Memory = Annotated[
 MOST_SEQUENCES: Final = 2**20
 MOST_RANKS: Final = 2**20
 Precision = Literal["fp32", "bf16", "fp16"]
+Master = Literal["fp32", "none"]
 OnError = Literal["stop", "skip"]
 DataFormat = Literal["text", "chat"]
 Zero = Literal[0, 1, 2, 3]
@@ -174,7 +175,9 @@ class TrainSpec(Spec):
     0: never.
     `loss_scale` is what fp16 multiplies the loss with; left out, it starts at 65536 and adapts.
     `reduce_dtype` is the dtype in which gradients are summed over ranks: fp32, or the same as the
-    compute's. `nonfinite` says what a step does whose gradient is not finite, outside of fp16:
+    compute's. `master` "fp32" has the optimizer train fp32 weights beside the copy that products
+    use; "none" trains the bf16 weights themselves, each update of which is computed in fp32 and
+    rounded. `nonfinite` says what a step does whose gradient is not finite, outside of fp16:
     "stop" ends the run, "skip" leaves the weights as they are and goes on. `check_every` = n
     compares the weights that ranks hold copies of, every n steps; 0 never does. `matmul` is what
     computes fp32 products on a CPU: torch's own library, oneDNN, or the one of them that was found
@@ -203,6 +206,7 @@ class TrainSpec(Spec):
     async_tp: bool = False
     loss_scale: float | None = Field(default=None, gt=0)
     reduce_dtype: Literal["fp32", "same"] = "fp32"
+    master: Master = "fp32"
     seed: int = Field(default=0, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
     log_every: int = Field(default=1, gt=0, le=LARGEST)
@@ -225,6 +229,21 @@ class TrainSpec(Spec):
     def is_compiled(self) -> bool:
         """Whether blocks are compiled; "auto" has no effect until it is resolved."""
         return self.compile is True
+
+    @property
+    def weight_dtype(self) -> Precision:
+        """The dtype of the weights that the optimizer trains, whatever products compute in."""
+        return "bf16" if self.master == "none" else "fp32"
+
+    @property
+    def reduced_dtype(self) -> Precision:
+        """The dtype in which gradients are summed over ranks."""
+        return "fp32" if self.reduce_dtype == "fp32" else self.precision
+
+    @property
+    def gradient_dtype(self) -> Precision:
+        """The dtype of the summed gradients that the optimizer reads."""
+        return self.reduced_dtype if self.master == "none" else "fp32"
 
 
 # More iterations of Newton-Schulz bring nothing: torch.optim.Muon refuses them, too.
@@ -253,9 +272,10 @@ class OptimizerSpec(Spec):
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
     differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
     to matrices only: not to norms, biases (also those of experts) and sinks. AdamW keeps its
-    moments in `state_dtype`, and updates them in fp32. With stochastic `rounding`, a moment between
-    two numbers of bf16 is rounded up as often as it is near the upper one. `groups` change the rate
-    and the decay of parameters by their names; of several that match, the first one counts.
+    moments in `state_dtype`, and updates them in fp32. With stochastic `rounding`, a moment in
+    bf16, or a weight without `train.master`, that lies between two numbers of bf16 is rounded up as
+    often as it is near the upper one. `groups` change the rate and the decay of parameters by their
+    names; of several that match, the first one counts.
 
     Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
     `ns_precision`. `scale` multiplies its rate: "original" by the root of rows over columns, if
@@ -299,10 +319,6 @@ class OptimizerSpec(Spec):
             able = [name for name, other in OPTIMIZERS.items() if "state_dtype" in other.keys]
             rule = f"optimizer.state_dtype = {self.state_dtype}: the states of {self.name} are fp32"
             legal = ["optimizer.state_dtype = fp32", *(f"optimizer.name = {name}" for name in able)]
-            raise ValueError(refusal(rule, legal=legal))
-        if self.rounding == "stochastic" and self.state_dtype == "fp32":
-            rule = "optimizer.rounding = stochastic: states in fp32 are not rounded"
-            legal = ["optimizer.state_dtype = bf16", "optimizer.rounding = nearest"]
             raise ValueError(refusal(rule, legal=legal))
         return self
 

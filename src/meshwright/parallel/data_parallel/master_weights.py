@@ -1,8 +1,8 @@
 """Weights in the form that matmuls use, and the rows of them that this rank's optimizer trains.
 
 Mixed precision, arXiv:1710.03740, section 3.1: products use a copy in half precision, updates
-change the fp32 weights. ZeRO-1, arXiv:1910.02054, section 5.1: a rank has only the rows of these
-that it updates.
+change the fp32 weights; without masters, both are the same bf16 weights. ZeRO-1,
+arXiv:1910.02054, section 5.1: a rank has only the rows of these that it updates.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from meshwright.parallel.data_parallel.gradients import local_shard
 class Weight:
     """A parameter of a module: `used` by its matmuls, `master` trained by the optimizer.
 
-    `used` has the dtype of products and is sharded by tp only; `master` has this rank's rows in
-    fp32. They share memory if rows and dtype allow it. A gradient arrives in `used.grad`; `hand_on`
-    or `add` moves it to `master.grad`. `rows` are those of each rank.
+    `used` has the dtype of products and is sharded by tp only; `master` has this rank's rows in the
+    dtype of the parameter. They share memory if rows and dtype allow it. A gradient arrives in
+    `used.grad`; `hand_on` or `add` moves it to `master.grad`. `rows` are those of each rank.
     """
 
     def __init__(
         self,
         parameter: nn.Parameter,
         dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
         mesh: DeviceMesh,
         rank: int,
         *,
         reshards: bool = False,
         cut: bool = True,
     ) -> None:
-        """Take over a parameter, in fp32 if it is trained; a frozen one has the dtype of products.
+        """Take over a parameter; a frozen one has the dtype of products, `dtype`.
 
+        The gradient of the master is in `gradient_dtype`.
         `mesh` has the axes `shard`, which cuts rows, and `tp`; `rank` is this one's along `shard`.
         One that `reshards` has memory for what is gathered only between `allocate_storage` and
         `reshard`.
@@ -58,11 +60,13 @@ class Weight:
             self._memory = torch.empty_like(local, dtype=dtype)
             self.used = nn.Parameter(_like(parameter, self._memory), self.is_trained)
         self.reshards, self.is_copy = reshards, reshards or dtype != local.dtype
-        self.master = parameter
+        self.master, self._gradient_dtype = parameter, gradient_dtype
         if self._ranks > 1:
             rows = local_shard(self.used.detach())[self._rows]
             rows = torch.empty_like(rows, dtype=local.dtype) if self.is_copy else rows
             self.master = nn.Parameter(self._cut(rows), self.is_trained)
+        if self.is_trained:  # sums may be wider than weights
+            self.used.grad_dtype = self.master.grad_dtype = None
         # Unknown to autograd, for which a weight that is gathered again is the one it has saved.
         self._memory = self._memory.data
         self._size = self._memory.untyped_storage().nbytes()
@@ -140,7 +144,7 @@ class Weight:
         """Add to the gradient of the master, if it has only this rank's rows."""
         gradient = self.shard_gradient
         if gradient is None:
-            self.master.grad = self._cut(rows.to(self.master.dtype, copy=True))
+            self.master.grad = self._cut(rows.to(self._gradient_dtype, copy=True))
         else:
             gradient.add_(rows)
 
@@ -152,10 +156,10 @@ class Weight:
     def hand_on(self) -> None:
         """Move the gradient of all rows to the master, if it has all rows."""
         gradient = self.gradient
-        if gradient is None or self.used is self.master:
+        if gradient is None or (self.used is self.master and not self.is_summing):
             return
-        self.master.grad = _like(self.used, gradient.to(self.master.dtype))
         self.clear()
+        self.master.grad = _like(self.used, gradient.to(self._gradient_dtype))
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

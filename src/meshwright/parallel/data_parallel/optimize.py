@@ -24,6 +24,8 @@ class Shards:
     def __init__(self, params: list[GatheredParameter], *, on_host: bool) -> None:
         self.held, self.on_host = params, on_host
         self.leaves = [nn.Parameter(self._copy(h.shard)) for h in params]
+        for leaf in self.leaves:
+            leaf.grad_dtype = None  # bf16 weights may have sums in fp32
 
     @property
     def parts(self) -> list[Part]:

@@ -101,15 +101,15 @@ class Replicas:
         groups: Groups,
         rank: int,
         zero: int,
-        dtypes: tuple[torch.dtype, torch.dtype],
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     ) -> None:
-        """Take over the parameters of a model, in fp32.
+        """Take over the parameters of a model, in the dtype in which they are trained.
 
-        `rank` is this one's place among the layout's `alike_ranks`. `dtypes` are those of products
-        and of sums.
+        `rank` is this one's place among the layout's `alike_ranks`; `dtypes` are those of
+        products, of sums, and of the gradients that the optimizer reads.
         """
         self._recorder = groups.recorder
-        used, self._summed = dtypes
+        used, self._summed, gradient_dtype = dtypes
         self._zero = zero if groups.shard.size > 1 else 0
         self._due = self._is_last = False
         # The last exchange: of which unit, and whether it completes its sums.
@@ -124,7 +124,8 @@ class Replicas:
             mesh, rank, cuts = peers(name).mesh, peers(name).rank, peers(name).cuts
             cut = parameter.requires_grad or self._zero == 3  # see `shards.cuts_frozen`
             dtype = used if parameter.is_floating_point() else parameter.dtype  # in four bits
-            return Weight(parameter, dtype, mesh, rank, reshards=self._zero == 3 and cuts, cut=cut)
+            reshards = self._zero == 3 and cuts
+            return Weight(parameter, dtype, gradient_dtype, mesh, rank, reshards=reshards, cut=cut)
 
         self.weights = take_over(model, make)
         ep = 1 if groups.experts is None else groups.experts.ep.size
@@ -144,7 +145,7 @@ class Replicas:
                 hook = self._hook(unit, position)
                 weight.used.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._turns = list(turns.values())
-        if not self._zero and used == torch.float32:
+        if not self._zero and not any(weight.is_copy for weight in self.weights.values()):
             return
         # The module that a turn is needed by first.
         first = {"embed": "", "rest": "norm"}

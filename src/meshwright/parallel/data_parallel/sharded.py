@@ -38,25 +38,44 @@ _FP32: Final = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inp
 
 
 def mixed_precision(train: TrainSpec) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy: fp32 master weights and optimizer, products as configured."""
-    if train.precision == "fp32":
+    """Return FSDP2's policy: products and sums as configured, whatever the weights' dtype is."""
+    if train.precision == train.weight_dtype == "fp32":
         return MixedPrecisionPolicy()
-    dtype = DTYPES[train.precision]
-    reduced = torch.float32 if train.reduce_dtype == "fp32" else dtype
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[train.precision], reduce_dtype=DTYPES[train.reduced_dtype]
+    )
 
 
-def round_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep untrained weights only in the dtype of products, without master weights."""
+def narrow_weights(model: nn.Module, train: TrainSpec) -> None:
+    """Keep untrained weights in the dtype of products, and trained ones in that of `train`."""
+    used, trained = DTYPES[train.precision], DTYPES[train.weight_dtype]
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.requires_grad and parameter.dtype != dtype:
-                setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+            is_trained, dtype = parameter.requires_grad, parameter.dtype
+            target = trained if is_trained else used
+            if dtype != target:
+                narrow = parameter.detach().to(target)
+                setattr(module, name, nn.Parameter(narrow, requires_grad=is_trained))
+
+
+def sum_apart_from_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have FSDP2 keep the shards of gradients in a dtype of their own.
+
+    By itself, it rounds each microbatch's sum to the dtype of the weights.
+    """
+    for module in wrapped(model):
+        for group in _param_groups(_state(module)):
+            group.lazy_init()
+            group._orig_dtype = dtype
+            group._init_mp_dtypes = lambda: None  # the first forward would set it again
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.grad_dtype = None
 
 
 def needs_wrapping(layout: Layout, train: TrainSpec) -> bool:
     """Whether weights or gradients are communicated, or products need another dtype."""
-    return layout.dp * layout.cp > 1 or layout.zero > 0 or train.precision != "fp32"
+    is_fp32 = train.precision == train.weight_dtype == "fp32"
+    return layout.dp * layout.cp > 1 or layout.zero > 0 or not is_fp32
 
 
 def distribute_data(
@@ -232,11 +251,11 @@ def replicate_in_place(
     """
     if not needs_wrapping(layout, train):
         return dict(model.named_parameters())
-    used = DTYPES[train.precision]
-    summed = torch.float32 if train.reduce_dtype == "fp32" else used
     # Not the group's own word for it: rehearsals have groups that don't know.
     rank = data_rank(layout, groups.at)
-    replicas = Replicas(model, groups, rank, layout.zero, (used, summed))
+    used, summed, gradient = train.precision, train.reduced_dtype, train.gradient_dtype
+    dtypes = DTYPES[used], DTYPES[summed], DTYPES[gradient]
+    replicas = Replicas(model, groups, rank, layout.zero, dtypes)
     object.__setattr__(model, "replicas", replicas)
     return {name: weight.master for name, weight in replicas.weights.items()}
 

@@ -71,6 +71,10 @@ def parallelize(
     if layout.offload == "activations":
         rule = "layout.offload = activations knows the blocks of Meshwright's models alone"
         raise ConfigError(refusal(rule, legal=["layout.recompute = full", "layout.offload = none"]))
+    if train is not None and train.master == "none":
+        rule = "train.master = none: the optimizer trains weights in the dtype that a model has"
+        legal = ["model.to(torch.bfloat16) beside train.master = fp32"]
+        raise ConfigError(refusal(rule, legal=legal))
     _check(layout, mesh)
     _refuse_adapters(model, layout)
     blocks = find_blocks(model)

@@ -30,7 +30,7 @@ def check_room(config: Config, root: Place, *, for_all: bool = False) -> str:
 
     Raises `ConfigError` if a single step does not fit, and `for_all` if all that are kept don't.
     """
-    step = saved_bytes(config.model, config.optimizer)
+    step = saved_bytes(config.model, config.train, config.optimizer)
     # The newest is there before the oldest goes.
     count = config.checkpoint.keep + config.checkpoint.keep_best + 1
     text = f"{count} steps of {format_bytes(step)} need {format_bytes(step * count)}"
@@ -56,7 +56,7 @@ _OF_STEPS = {
         *("betas", "eps", "weight_decay", "groups", "momentum", "state_dtype", "rounding"),
         *("nesterov", "ns_steps", "ns_precision", "scale"),
     ),
-    "train": ("precision", "fp8", "loss_scale", "reduce_dtype", "clip_norm", "nonfinite"),
+    "train": ("precision", "fp8", "loss_scale", "reduce_dtype", "master", "clip_norm", "nonfinite"),
 }
 
 

@@ -33,6 +33,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
             "adamw" if needs_matrices(config.optimizer) else config.optimizer.name,
         ),
         "optimizer.state_dtype": (config.optimizer.state_dtype, "fp32"),
+        "train.master": (train.master, "fp32"),
         "train.async_tp": (train.async_tp, False),
         "lora.rank": (config.lora.rank, 0),
         "train.check_every": (train.check_every, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
+from meshwright.spec.optimizers.base import HASHED_BYTES, Optimizer, State, UpdateRule
 
 if TYPE_CHECKING:
     from meshwright.spec.training import OptimizerSpec
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 _FUSED = 28
 # What widening both moments to fp32 and narrowing them again reads and writes beside it.
 _WIDENED = 24
-# Passes over int32 tensors of both moments that read or write one: for each, the hash takes 20, its
-# upper bits 4, adding them and clearing the lower ones 5.
-_HASHED = 4 * 2 * 29
 
 
 def _states(spec: OptimizerSpec) -> tuple[State, ...]:
@@ -33,9 +30,11 @@ ADAMW_RULE = UpdateRule(
     "Adam's moments",
     states=_states,
     moved=lambda spec: (
-        _FUSED + _WIDENED * _is_narrow(spec) + _HASHED * (spec.rounding == "stochastic")
+        _FUSED
+        + _WIDENED * _is_narrow(spec)
+        + 2 * HASHED_BYTES * (_is_narrow(spec) and spec.rounding == "stochastic")
     ),
-    workspace=lambda spec: 8 * _is_narrow(spec) + 8 * (spec.rounding == "stochastic"),
+    workspace=lambda spec: 8 * _is_narrow(spec),
 )
 ADAMW = Optimizer(
     "adamw",

@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # `spec.training` looks up names here
 StateDtype = Literal["fp32", "bf16"]
 # Elements of a piece: an update that makes copies of what it updates does so for one at a time.
 _PIECE: Final = 2**22
+# What stochastic rounding of an element reads and writes, in passes over int32 tensors: the hash
+# takes 20, its upper bits 4, adding them and clearing the lower ones 5; and its workspace.
+HASHED_BYTES: Final = 4 * 29
+HASH_WORKSPACE: Final = 8
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,14 @@ class State:
     """A tensor that an optimizer keeps of each parameter, by its key in `Optimizer.state`.
 
     It has an element of `dtype` for each one of a rank's shard. With `is_number`, it is one number
-    for the whole parameter instead, which every rank keeps.
+    for the whole parameter instead, which every rank keeps. `if_absent` is what a number begins
+    with where a saved step has none.
     """
 
     key: str
     dtype: StateDtype = "fp32"
     is_number: bool = False
+    if_absent: float | None = None
 
     @property
     def element_bytes(self) -> int:
@@ -44,8 +50,9 @@ class UpdateRule:
     `states` are what it keeps under a config's [optimizer], `called` what a table calls them.
     `moved` are the bytes that an update reads and writes for each element of a shard, each pass
     counted, `workspace` those that it takes for each element of a piece (`rows_of_piece`), beside
-    shards and states. With `needs_matrix`, it needs whole matrices where a rank has shards of them,
-    and `flops` are those of one matrix of so many rows and columns.
+    shards and states; both of weights and gradients in fp32. With `needs_matrix`, it needs whole
+    matrices where a rank has shards of them, and `flops` are those of one matrix of so many rows
+    and columns.
     """
 
     name: str
@@ -94,6 +101,12 @@ class Optimizer:
     def rule_of(self, part: Part) -> UpdateRule:
         """Return the rule that updates a parameter."""
         return self.rules[self.rule_number(part)]
+
+
+def counted_if_rounded(spec: OptimizerSpec) -> tuple[State, ...]:
+    """Return the number of updates, which stochastic rounding of weights hashes."""
+    is_rounded = spec.rounding == "stochastic"
+    return (State("step", is_number=True, if_absent=0.0),) if is_rounded else ()
 
 
 def rows_of_piece(row: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule, counted_if_rounded
 
 _STATES = (State("exp_avg"),)
 # Passes over fp32 tensors that read or write one: dividing gradients by the loss scale, clearing
@@ -17,12 +17,12 @@ LION = Optimizer(
         UpdateRule(
             "lion",
             "Lion's momentum",
-            states=lambda spec: _STATES,
+            states=lambda spec: (*_STATES, *counted_if_rounded(spec)),
             moved=lambda spec: 4 * _PASSES,
             workspace=lambda spec: 4,
         ),
     ),
-    keys=frozenset({"betas"}),
+    keys=frozenset({"betas", "rounding"}),
     defaults={"betas": (0.9, 0.99)},
     names={"deepspeed": ("Lion",), "hf": ("lion_32bit", "paged_lion_32bit")},
 )

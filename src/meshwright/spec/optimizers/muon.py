@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from meshwright.spec.optimizers.adamw import ADAMW_RULE
-from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule, counted_if_rounded
 
 if TYPE_CHECKING:
     from meshwright.spec.parts import Part
@@ -52,15 +52,22 @@ MUON = Optimizer(
         UpdateRule(
             "muon",
             "Muon's momentum",
-            states=lambda spec: _MOMENTUM,
+            states=lambda spec: (*_MOMENTUM, *counted_if_rounded(spec)),
             moved=_moved,
+            # The update that is added, in fp32.
+            workspace=lambda spec: 4 * (spec.ns_precision == "bf16"),
             needs_matrix=True,
             flops=_flops,
         ),
         ADAMW_RULE,
     ),
     rule_number=_rule_number,
-    keys=frozenset({"momentum", "nesterov", "ns_steps", "ns_precision", "scale", "betas", "eps"}),
+    keys=frozenset(
+        {
+            *("momentum", "nesterov", "ns_steps", "ns_precision", "scale"),
+            *("betas", "eps", "rounding"),
+        }
+    ),
     defaults={"momentum": 0.95},
     names={"deepspeed": ("Muon",)},
 )

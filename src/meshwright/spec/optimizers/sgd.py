@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule
+from meshwright.spec.optimizers.base import Optimizer, State, UpdateRule, counted_if_rounded
 
 if TYPE_CHECKING:
     from meshwright.spec.training import OptimizerSpec
@@ -15,6 +15,10 @@ _MOMENTUM = (State("momentum_buffer"),)
 _PASSES = 9
 # Scaling the momentum 2, and adding the gradient 3.
 _MOMENTUM_PASSES = 5
+
+
+def _states(spec: OptimizerSpec) -> tuple[State, ...]:
+    return (*(_MOMENTUM if spec.momentum else ()), *counted_if_rounded(spec))
 
 
 def _moved(spec: OptimizerSpec) -> int:
@@ -28,10 +32,10 @@ SGD = Optimizer(
         UpdateRule(
             "sgd",
             "SGD's momentum",
-            states=lambda spec: _MOMENTUM if spec.momentum else (),
+            states=_states,
             moved=_moved,
         ),
     ),
-    keys=frozenset({"momentum"}),
+    keys=frozenset({"momentum", "rounding"}),
     names={"deepspeed": ("SGD",), "megatron": ("sgd",), "hf": ("sgd",), "prime_rl": ("sgd",)},
 )

@@ -1,37 +1,46 @@
-"""AdamW as torch has it, fused, or with moments in half of the bytes."""
+"""AdamW as torch has it, fused, or with moments or weights in half of the bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from meshwright.parallel.data_parallel.matrices import ShardPlace, WholeMatrices
+from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
-from meshwright.training.optimizers.base import ParameterGroup, in_pieces
-from meshwright.training.optimizers.rounding import round_by_place
+from meshwright.training.optimizers.base import ParameterGroup, place_to_round, update_in_pieces
+
+_DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build(
     groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW, or one that keeps its moments in `state_dtype`."""
-    as_torch = [group.as_torch() for group in groups]
+    """Return torch's fused AdamW, or one that keeps moments or weights in bf16."""
+    return of_groups([group.as_torch() for group in groups], spec, matrices)
+
+
+def of_groups(
+    groups: list[dict[str, Any]], spec: OptimizerSpec, matrices: WholeMatrices
+) -> torch.optim.Optimizer:
+    """Return AdamW for groups as torch's optimizers take them, which it keeps."""
     settings: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps}
-    if spec.state_dtype == "fp32":
-        return torch.optim.AdamW(as_torch, **settings, fused=True)
-    return NarrowAdamW(as_torch, settings, matrices if spec.rounding == "stochastic" else None)
+    weights = (weight for group in groups for weight in group["params"])
+    if spec.state_dtype == "fp32" and all(weight.dtype == torch.float32 for weight in weights):
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    return NarrowAdamW(groups, settings, spec, matrices)
 
 
 class NarrowAdamW(torch.optim.Optimizer):
-    """AdamW whose moments are kept in bf16, and updated and used in fp32.
+    """AdamW whose moments or weights are kept in bf16, and updated in fp32.
 
     torch's fused kernel updates fp32 copies of them, a piece of a weight at a time, which are then
-    rounded: to nearest, or stochastically if `places` says where shards lie. It takes `grad_scale`
-    and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
+    rounded. It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that
+    nobody reads.
     """
 
     grad_scale: Tensor | None = None
@@ -41,10 +50,11 @@ class NarrowAdamW(torch.optim.Optimizer):
         self,
         groups: list[dict[str, Any]],
         settings: dict[str, Any],
-        places: WholeMatrices | None = None,
+        spec: OptimizerSpec,
+        matrices: WholeMatrices,
     ) -> None:
         super().__init__(groups, settings)
-        self._places = places
+        self._spec, self._matrices = spec, matrices
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -57,33 +67,27 @@ class NarrowAdamW(torch.optim.Optimizer):
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
         if "step" not in state:
+            dtype = _DTYPES[self._spec.state_dtype]
             state["step"] = torch.zeros((), device=weight.device)
-            state["exp_avg"] = torch.zeros_like(weight, dtype=torch.bfloat16)
-            state["exp_avg_sq"] = torch.zeros_like(weight, dtype=torch.bfloat16)
-        before = state["step"].clone()
-        place = None if self._places is None else self._places.place(weight)
-        pieces = in_pieces(weight, gradient, state["exp_avg"], state["exp_avg_sq"])
-        for piece in pieces:
-            state["step"].copy_(before)  # each piece counts the update
-            self._update_piece(piece, state["step"], group, place)
-            if place is not None:
-                place = place.after_rows(len(piece[0]))
+            state["exp_avg"] = torch.zeros_like(weight, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(weight, dtype=dtype)
+        step, before = state["step"], state["step"].clone()
+        updated = {"weight": weight, **{key: state[key] for key in ("exp_avg", "exp_avg_sq")}}
+        place = place_to_round(weight, self._spec, self._matrices)
+        update = partial(self._update_piece, step, before, group)
+        update_in_pieces(update, gradient, updated, place, step)
 
     def _update_piece(
-        self,
-        piece: tuple[Tensor, ...],
-        step: Tensor,
-        group: dict[str, Any],
-        place: ShardPlace | None,
+        self, step: Tensor, before: Tensor, group: dict[str, Any], *piece: Tensor
     ) -> None:
-        """Update some rows of a weight; they are rounded to nearest without a place."""
-        rows, change, mean, square = piece
-        wide_mean, wide_square = mean.float(), square.float()
+        """Update some rows of a weight and of its moments, all fp32."""
+        change, rows, mean, square = piece
+        step.copy_(before)  # each piece counts the update
         adamw(
             [rows],
             [change],
-            [wide_mean],
-            [wide_square],
+            [mean],
+            [square],
             [],
             [step],
             fused=True,
@@ -97,8 +101,3 @@ class NarrowAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        if place is not None:
-            round_by_place(wide_mean, place, "exp_avg", step)
-            round_by_place(wide_square, place, "exp_avg_sq", step)
-        mean.copy_(wide_mean)
-        square.copy_(wide_square)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.data_parallel.matrices import WholeMatrices
+from meshwright.parallel.data_parallel.matrices import ShardPlace, WholeMatrices
 from meshwright.program.optimizer import Settings
 from meshwright.spec.optimizers import UpdateRule, rows_of_piece
 from meshwright.spec.training import OptimizerSpec
+from meshwright.training.optimizers.rounding import round_by_place
 
 
 class ParameterGroup(NamedTuple):
@@ -33,27 +34,73 @@ Its `step` reads `grad_scale` and `found_inf` as torch's fused ones do.
 """
 
 
-def unscaled_gradients(
-    weights: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
-    """Return gradients divided by `grad_scale`, in place, and whether the step moves weights.
+class Scaling(NamedTuple):
+    """What a step divides its gradients by, and whether it `moves` weights: 1, or 0 if not.
 
-    The latter is fp64 `[]`, so that factors round as numbers of Python do: 0 where `found_inf` is
-    1, else 1. Gradients of a step that moves nothing are zeros, as are those of weights without.
+    `moves` is fp64 `[]`, so that factors round as numbers of Python do. Nobody reads either.
     """
-    device = weights[0].device
-    skips = torch.zeros((), device=device) if found_inf is None else found_inf
-    gradients = [
-        torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
-    ]
-    if grad_scale is not None:
-        torch._foreach_div_(gradients, grad_scale)
-    for gradient in gradients:
-        gradient.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
-    return gradients, 1 - skips.double()
+
+    divisor: Tensor | None
+    moves: Tensor
+
+    @classmethod
+    def of(cls, optimizer: Any, device: torch.device) -> Scaling:
+        """Return that of an optimizer's `grad_scale` and `found_inf`."""
+        found_inf: Tensor | None = optimizer.found_inf
+        skips = torch.zeros((), device=device) if found_inf is None else found_inf
+        return cls(optimizer.grad_scale, 1 - skips.double())
+
+    def unscale(self, gradient: Tensor) -> Tensor:
+        """Divide a gradient in place; that of a step that moves nothing becomes zeros."""
+        if self.divisor is not None:
+            gradient.div_(self.divisor)
+        # What is not finite stays so times zero.
+        return gradient.masked_fill_(self.moves == 0, 0)
 
 
-def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of tensors of one shape, as views, a piece of bounded size at a time."""
-    rows = rows_of_piece(tensors[0][:1].numel())
-    yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
+def update_in_pieces(
+    update: Callable[..., object],
+    gradient: Tensor,
+    updated: Mapping[str, Tensor],
+    place: ShardPlace | None = None,
+    step: Tensor | None = None,
+    unwidened: Sequence[Tensor] = (),
+) -> None:
+    """Call `update` with the same rows of a gradient and of what it changes, in fp32, in turn.
+
+    A piece of bounded size at a time. What is kept in bf16 comes as a copy, which is rounded after
+    the call: to nearest, or if `place` says where the shard lies, stochastically, by the name in
+    `updated` and the number `step` of updates, `[]`. Rows of `unwidened` come as they are.
+    """
+    rows = rows_of_piece(gradient[:1].numel())
+    pieces = (torch.split(tensor, rows) for tensor in (gradient, *updated.values(), *unwidened))
+    for change, *row_pieces in zip(*pieces, strict=True):
+        narrow = row_pieces[: len(updated)]
+        wide = [piece.float() for piece in narrow]
+        update(change.float(), *wide, *row_pieces[len(updated) :])
+        for key, piece, copy in zip(updated, narrow, wide, strict=True):
+            if copy is piece:
+                continue
+            if place is not None and step is not None:
+                round_by_place(copy, place, key, step)
+            piece.copy_(copy)
+        del wide, copy  # the next piece's would lie beside them
+        if place is not None:
+            place = place.after_rows(len(change))
+
+
+def place_to_round(
+    weight: Tensor, spec: OptimizerSpec, matrices: WholeMatrices
+) -> ShardPlace | None:
+    """Return where a shard lies, if what is kept of it in bf16 is rounded stochastically."""
+    return matrices.place(weight) if spec.rounding == "stochastic" else None
+
+
+def count_update(
+    state: dict[str, Any], spec: OptimizerSpec, moves: Tensor, device: torch.device
+) -> Tensor | None:
+    """Return the number of updates of a weight with this one, if its rounding depends on it."""
+    if spec.rounding != "stochastic":
+        return None
+    step: Tensor = state.setdefault("step", torch.zeros((), device=device))
+    return step.add_(moves)

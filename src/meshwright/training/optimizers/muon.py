@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,14 @@ from torch import Tensor
 
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
 from meshwright.spec.training import OptimizerSpec
-from meshwright.training.optimizers.base import ParameterGroup, unscaled_gradients
+from meshwright.training.optimizers.adamw import of_groups
+from meshwright.training.optimizers.base import (
+    ParameterGroup,
+    Scaling,
+    count_update,
+    place_to_round,
+    update_in_pieces,
+)
 
 # Keller Jordan's quintic polynomial, as torch.optim.Muon has it.
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
@@ -27,7 +35,7 @@ def build(
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on whole matrices, of which this rank may hold shards, beside torch's fused AdamW.
+    """Muon on whole matrices, of which this rank may hold shards, beside AdamW.
 
     Both keep their states in `state` and their settings in `param_groups`. It takes `grad_scale`
     and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
@@ -44,11 +52,9 @@ class Muon(torch.optim.Optimizer):
         pairs = list(zip(groups, self.param_groups, strict=True))
         self._own = [group for rule_group, group in pairs if rule_group.rule.needs_matrix]
         other_groups = [group for rule_group, group in pairs if not rule_group.rule.needs_matrix]
-        self._adamw: torch.optim.AdamW | None = None
+        self._adamw: torch.optim.Optimizer | None = None
         if other_groups:
-            self._adamw = torch.optim.AdamW(
-                other_groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
-            )
+            self._adamw = of_groups(other_groups, spec, matrices)
             self._adamw.state = self.state
 
     @torch.no_grad()
@@ -59,31 +65,47 @@ class Muon(torch.optim.Optimizer):
             scaled.grad_scale, scaled.found_inf = self.grad_scale, self.found_inf
             self._adamw.step()
         for group in self._own:
-            if group["params"]:
-                self._update(group["params"], group["lr"], group["weight_decay"])
+            for weight in group["params"]:
+                self._update(weight, group["lr"], group["weight_decay"])
 
-    def _update(self, weights: list[Tensor], lr: float, weight_decay: float) -> None:
-        """Update weights by their orthogonalized momentum; nothing where gradients overflowed."""
-        gradients, moves = unscaled_gradients(weights, self.grad_scale, self.found_inf)
-        momentum = self._spec.momentum
-        for weight, gradient in zip(weights, gradients, strict=True):
-            state = self.state[weight]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(weight)
-            buffer = state["momentum_buffer"]
-            buffer.lerp_(gradient, ((1 - momentum) * moves).to(buffer.dtype))
-            direction = gradient.lerp_(buffer, momentum) if self._spec.nesterov else buffer
-            update, shape = self._orthogonal(weight, direction)
-            weight.mul_(1 - lr * weight_decay * moves)
-            weight.add_(update.float().mul_(-lr * scale_of(self._spec, shape) * moves))
+    def _update(self, weight: Tensor, lr: float, weight_decay: float) -> None:
+        """Update a weight by its orthogonalized momentum; not if gradients overflowed."""
+        spec, state = self._spec, self.state[weight]
+        scaling = Scaling.of(self, weight.device)
+        # All ranks gather: one without a gradient has zeros.
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
+        step = count_update(state, spec, scaling.moves, weight.device)
+        direction = torch.empty_like(weight, dtype=_DTYPES[spec.ns_precision])
+        average = partial(_average_piece, scaling, spec)
+        averaged = {"momentum_buffer": state["momentum_buffer"]}
+        update_in_pieces(average, gradient, averaged, unwidened=[direction])
+        update, shape = self._orthogonal(weight, direction)
+        place = place_to_round(weight, spec, self._matrices)
+        factors = lr * weight_decay * scaling.moves, lr * scale_of(spec, shape) * scaling.moves
+        update_in_pieces(partial(_move_piece, *factors), update, {"weight": weight}, place, step)
 
     def _orthogonal(self, weight: Tensor, direction: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Return this rank's shard of an orthogonalized matrix, and the matrix's shape."""
-        direction = direction.to(_DTYPES[self._spec.ns_precision], copy=True)
         matrix = self._matrices.whole(weight, direction)
         orthogonal = orthogonalize(matrix, self._spec.ns_steps)
         shape = matrix.shape[-2], matrix.shape[-1]
         return self._matrices.shard(weight, orthogonal).to(weight.device), shape
+
+
+def _average_piece(
+    scaling: Scaling, spec: OptimizerSpec, change: Tensor, average: Tensor, direction: Tensor
+) -> None:
+    """Update some rows of a momentum, and write the `direction` that they give."""
+    average.lerp_(scaling.unscale(change), ((1 - spec.momentum) * scaling.moves).to(average.dtype))
+    direction.copy_(change.lerp_(average, spec.momentum) if spec.nesterov else average)
+
+
+def _move_piece(decay: Tensor, rate: Tensor, update: Tensor, rows: Tensor) -> None:
+    """Shrink some rows of a weight, and take off their share of an `update`; all fp32."""
+    rows.mul_(1 - decay)
+    rows.sub_(update.mul_(rate))
 
 
 def scale_of(spec: OptimizerSpec, shape: tuple[int, int]) -> float:
