@@ -2,7 +2,7 @@
 
 Run as `python -m benchmarks.other_trainers --page docs/others.md` with transformers, accelerate and
 DeepSpeed installed; `--only TEXT` for the systems or families whose name has a text, `--out FILE`
-for the rows as JSON lines. A file with rows is continued.
+for the rows as JSON lines. A file with rows is continued; a page keeps the lines that have no row.
 """
 
 from __future__ import annotations
@@ -90,16 +90,31 @@ def outcome(row: dict[str, Any]) -> str:
     return "wrong: " + "; ".join(f"{f['kind']}: {f['sentence']}" for f in verdict["faults"][:2])
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table."""
-    lines = [HEAD, "| system | model | layout | microbatches | outcome |", "|---|---|---|---|---|"]
-    for row in rows:
-        system = row["system"]
-        number = version("meshwright" if system == "meshwright" else system)
-        layout = ", ".join(f"{key}={value}" for key, value in row["layout"].items())
-        cells = (f"{system} {number}", row["family"], layout, row["microbatches"], outcome(row))
-        lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+def page(rows: Sequence[dict[str, Any]], before: str = "") -> str:
+    """Return the page of all cases that have a row, or a line in the page `before`."""
+    lines = {_key(line): line for line in before.splitlines() if line.startswith("| ")}
+    lines |= {_key(line): line for line in map(_line, rows)}
+    order = [(case["system"], *_cells(case)) for case in cases()]
+    head = [HEAD, "| system | model | layout | microbatches | outcome |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(lines[key] for key in order if key in lines)]) + "\n"
+
+
+def _cells(case: dict[str, Any]) -> tuple[str, str, str]:
+    """Return what a case is about: its model, layout and microbatches."""
+    layout = ", ".join(f"{key}={value}" for key, value in case["layout"].items())
+    return case["family"], layout, str(case["microbatches"])
+
+
+def _line(row: dict[str, Any]) -> str:
+    system = f"{row['system']} {version(row['system'])}"
+    cells = (system, *_cells(row), outcome(row))
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def _key(line: str) -> tuple[str, ...]:
+    """Return what a line is about: its system without the version, model, layout, microbatches."""
+    system, *cells, _ = line.removeprefix("| ").split(" | ", 4)
+    return (system.split()[0], *cells)
 
 
 def main() -> None:
@@ -123,10 +138,8 @@ def main() -> None:
         for case in alone:
             run_cases([case], ranks, args.out)
     if args.page is not None:
-        order = [{key: case[key] for key in keys} for case in cases()]
-        rows = [row for row in read(args.out) if {key: row[key] for key in keys} in order]
-        rows.sort(key=lambda row: order.index({key: row[key] for key in keys}))
-        args.page.write_text(page(rows))
+        before = args.page.read_text() if args.page.is_file() else ""
+        args.page.write_text(page(read(args.out), before))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,14 @@ ACCELERATE = (
     {"fsdp_version": 2, "dp_shard_size": 2, "reshard_after_forward": True},
     {"fsdp_version": 2, "dp_shard_size": 2, "reshard_after_forward": False},
     {"fsdp_version": 2, "dp_shard_size": 4, "reshard_after_forward": True},
+    {"fsdp_version": 2, "dp_shard_size": 4, "reshard_after_forward": False},
     {"fsdp_version": 2, "dp_replicate_size": 2, "dp_shard_size": 2},
+    {
+        "fsdp_version": 2,
+        "dp_replicate_size": 2,
+        "dp_shard_size": 2,
+        "reshard_after_forward": False,
+    },
 )
 
 
@@ -51,7 +58,7 @@ def cases() -> list[dict[str, Any]]:
         for microbatches in (1, 2):
             found.append(case("deepspeed", "llama", {"stage": stage}, microbatches))
     for stage in (1, 2, 3):
-        found.append(case("deepspeed", "llama", {"stage": stage}, ranks=4))
+        found.append(case("deepspeed", "llama", {"stage": stage, "ranks": 4}, ranks=4))
     for stage in (0, 1):
         layout = {"stage": stage, "autotp_size": 2}
         found.append(case("deepspeed", "llama", layout, 1, ranks=4))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks import other_trainers
 from benchmarks.other_trainers import page, read, run_cases
-from benchmarks.other_trainers_cases import case
+from benchmarks.other_trainers_cases import case, cases
 
 from meshwright.cli import main
 
@@ -37,6 +37,26 @@ def test_right_layouts_of_transformers_agree(tmp_path):
     for row in rows:
         assert row["verdict"]["passed"], row
     assert page(rows).count("| right (") == len(rows)
+
+
+def test_each_case_has_a_line_of_its_own():
+    """Else, a line could be another case's: what tells two apart is in the cells."""
+    keys = [json.dumps({**one, "ranks": None}, sort_keys=True) for one in cases()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_page_keeps_the_lines_that_are_not_run_again():
+    """Whatever version wrote them, in the order of the cases; the table has no system twice."""
+    passed = {"passed": True, "refused": None, "faults": []}
+    new = {**case("accelerate", "llama", {"ddp": 2}, 1), "verdict": {**passed, "compared": 7}}
+    kept = "| deepspeed 0.1 | llama | stage=1 | 2 | right (5 numbers) |"
+    old = "| accelerate 0.1 | llama | ddp=2 | 1 | raises: KeyError |"
+    gone = "| accelerate 0.1 | llama | ddp=3 | 1 | right (5 numbers) |"
+    lines = page([new], "\n".join(["# Other systems", gone, old, kept])).splitlines()
+    assert lines[-2] == kept
+    assert lines[-1].startswith("| accelerate ")
+    assert lines[-1].endswith("| right (7 numbers) |")
+    assert lines[-3].startswith("|---")
 
 
 def test_a_norm_of_heads_is_summed_again_under_tp_with_two_microbatches(tmp_path):
