@@ -119,6 +119,7 @@ PP = ("layout.pp=2", "train.batch=16")
 MIXTURE = ("model.preset=mixtral-8x7b",)
 LATENT = ("model.preset=deepseek-v3",)
 RECURRENT = ("model.preset=qwen3-next-80b-a3b",)
+STATE_SPACE = ("model.preset=granite-4.0-h-tiny",)
 GPT_OSS = ("model.preset=gpt-oss-20b",)
 LORA = ("lora.rank=4",)
 WSD = ("optimizer.schedule=wsd",)
@@ -199,6 +200,10 @@ CHANGES = {
     "model.delta_heads": (RECURRENT, (*RECURRENT, "model.delta_heads=16")),
     "model.delta_key_heads": (RECURRENT, (*RECURRENT, "model.delta_key_heads=1")),
     "model.delta_kernel": (RECURRENT, (*RECURRENT, "model.delta_kernel=2")),
+    "model.mamba_heads": (STATE_SPACE, (*STATE_SPACE, "model.mamba_heads=1")),
+    "model.mamba_groups": (STATE_SPACE, (*STATE_SPACE, "model.mamba_groups=2")),
+    "model.mamba_kernel": (STATE_SPACE, (*STATE_SPACE, "model.mamba_kernel=2")),
+    "model.mamba_dt_limit": (STATE_SPACE, (*STATE_SPACE, "model.mamba_dt_limit=[0.1,1.0]")),
     "model.dropout": ((), ("model.dropout=0.1",)),
     "model.init_std": ((), ("model.init_std=0.01",)),
     "data.packing": ((), ("data.packing=documents",)),

@@ -77,17 +77,17 @@ class GatedDeltaNet(nn.Module):
         qkvz, ba = self.project(x, (self.qkvz, self.ba), context)
         strength, decay = gates(ba, self.local(self.a_log), self.local(self.dt_bias), self.shared)
         del ba
-        segments, kept = context.documents, kept_by(context.cache, self.layer, 4)
+        segments, states = context.documents, kept_by(context.cache, self.layer, 4)
         *inputs, z = self._heads(qkvz)
         del qkvz
         weights = (self.local(weight) for weight in (self.q_conv, self.k_conv, self.v_conv))
-        taken = list(zip(inputs, weights, kept[:3], strict=True))
+        taken = list(zip(inputs, weights, states[:3], strict=True))
         dims = self.key_dim, self.key_dim, self.value_dim
         q, k, v = (
             torch.unflatten(short_conv(x, weight, segments, before), 2, (-1, dim))
             for (x, weight, before), dim in zip(taken, dims, strict=True)
         )
-        read, _, last = delta_rule(q, k, v, decay, strength, segments, kept[3])
+        read, _, last = delta_rule(q, k, v, decay, strength, segments, states[3])
         del q, k, v
         if context.cache is not None:
             count = self.q_conv.shape[-1] - 1

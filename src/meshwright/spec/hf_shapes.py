@@ -78,7 +78,6 @@ KNOWN: Final[Mapping[str, Traits]] = {
     "glm4": Traits("gemma2", {"norm_placement": "both", "output_bias": False}),
     "exaone4": Traits("olmo3", {"qk_norm": "head", "norm_placement": "after"}),
     "arcee": Traits("llama", absent={"hidden_act": "relu2"}),
-    "granitemoehybrid": Traits("granite"),
 }
 # Tables of a text model in a config of a model with images or sound.
 _TEXT: Final = ("text_config", "llm_config", "language_config")
