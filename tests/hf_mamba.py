@@ -59,7 +59,47 @@ GRANITE_HYBRIDS = {
         "residual_multiplier": 0.5,
     },
 }
+BAMBAS = {
+    "one group, biases": {
+        **NO_TOKENS,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 6,
+        "mamba_d_state": 7,
+        "mamba_d_conv": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 0.01,
+    },
+    "two groups, tied, limits, attention first": {
+        **NO_TOKENS,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "attn_layer_indices": [0, 3],
+        "mamba_n_heads": 12,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "tie_word_embeddings": True,
+        "time_step_limit": [0.3, 1.1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "a group for each head, eps": {
+        **NO_TOKENS,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 3,
+        "mamba_n_groups": 3,
+        "mamba_d_state": 9,
+        "mamba_d_conv": 2,
+        "mamba_expand": 3,
+        "rms_norm_eps": 0.1,
+    },
+}
 MAMBAS = {
+    "bamba": (transformers.BambaForCausalLM, transformers.BambaConfig, BAMBAS),
     "granitemoehybrid": (
         transformers.GraniteMoeHybridForCausalLM,
         transformers.GraniteMoeHybridConfig,

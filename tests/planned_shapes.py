@@ -171,7 +171,6 @@ SHAPES = {
         },
         362_584,
     ),
-    "bamba": ("bamba", {**_NARROW, **_MAMBA, "attn_layer_indices": [2]}, 223_496),
     "glm4": ("glm4", {**_PLAIN, "attention_bias": True, "pad_token_id": 0}, 206_912),
     "exaone4": (
         "exaone4",

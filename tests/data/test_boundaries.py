@@ -196,6 +196,7 @@ def test_an_export_begins_texts_as_its_run_did(tmp_path, begins):
 
 
 FAMILIES = (
+    "bamba",
     *("deepseek_v3", "dots1", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "granite"),
     "granitemoehybrid",
     *("llama", "minimax_m2", "mistral", "mixtral", "neox", "olmo2", "olmo3", "olmoe", "phi3"),
@@ -212,7 +213,7 @@ FAMILIES = (
 )
 
 
-RECURRENT = {"qwen3_next", "granitemoehybrid"}
+RECURRENT = {"qwen3_next", "granitemoehybrid", "bamba"}
 
 
 def test_all_families_are_generated_with():

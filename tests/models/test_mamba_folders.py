@@ -19,6 +19,7 @@ PRESETS = {
     "granite-4.0-h-micro": 3_191_396_096,
     "granite-4.0-h-tiny": 6_939_037_248,
     "granite-4.0-h-small": 32_207_337_984,
+    "bamba-9b": 9_780_235_392,
 }
 
 

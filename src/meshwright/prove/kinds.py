@@ -181,14 +181,18 @@ _RECURRENT: Final = {
 # One group of heads, which ranks of tp share, or several that they have whole; small steps.
 _STATE_SPACE: Final = {
     "norm_eps": 1e-3,
-    **_MULTIPLIED,
-    "layer_pattern": [{"mamba": True}, {"rotary": False}, {"mamba": True}],
+    "layer_pattern": [{"mamba": True}, {}, {"mamba": True}],
     "mamba_heads": 8,
     "mamba_head_dim": 16,
     "mamba_groups": 1,
     "mamba_state": 5,
     "mamba_kernel": 3,
     "mamba_dt_limit": [0.05, 2.0],
+}
+_GRANITE_HYBRID: Final = {
+    **_STATE_SPACE,
+    **_MULTIPLIED,
+    "layer_pattern": [{"mamba": True}, {"rotary": False}, {"mamba": True}],
 }
 # Each in every axis, apart from the kinds above, whose turns stay as they are.
 NEWER_KINDS: Final = (
@@ -207,12 +211,12 @@ NEWER_KINDS: Final = (
     Kind(
         "granitemoehybrid",
         packed=True,
-        flags={**_STATE_SPACE, "experts": 0, "tie_embeddings": True},
+        flags={**_GRANITE_HYBRID, "experts": 0, "tie_embeddings": True},
     ),
     Kind(
         "granitemoehybrid",
         flags={
-            **_STATE_SPACE,
+            **_GRANITE_HYBRID,
             "mamba_groups": 4,
             "experts": 6,
             "top_k": 2,
@@ -221,6 +225,7 @@ NEWER_KINDS: Final = (
         },
         asked=_EVEN,
     ),
+    Kind("bamba", packed=True, flags={**_STATE_SPACE, **_BIASED, "mamba_groups": 2}),
 )
 # Inputs of which tp cuts whole blocks.
 _BLOCKS: Final = {"head_dim": 32, "ffn_dim": 256}

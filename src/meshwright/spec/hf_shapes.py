@@ -69,7 +69,6 @@ KNOWN: Final[Mapping[str, Traits]] = {
     ),
     "ernie4_5": Traits("llama", absent=_TIED),
     "ernie4_5_moe": Traits("deepseek_v3", corrects=True, absent=_TIED),
-    "bamba": Traits("llama"),
     "falcon_h1": Traits("llama", beside=True),
     "nemotron_h": Traits(
         "llama", {"router_scores": "sigmoid"}, single=True, absent={"mlp_hidden_act": "relu2"}

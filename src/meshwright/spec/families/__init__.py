@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from meshwright.spec.families.bamba import BAMBA
 from meshwright.spec.families.base import Family
 from meshwright.spec.families.deepseek_v3 import DEEPSEEK_V3
 from meshwright.spec.families.dots1 import DOTS1
@@ -40,6 +41,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GPT_OSS),
         *(SEED_OSS, GEMMA, STARCODER2, GLM4_MOE, DOTS1, MINIMAX_M2),
-        *(QWEN3_NEXT, GRANITEMOEHYBRID),
+        *(QWEN3_NEXT, GRANITEMOEHYBRID, BAMBA),
     )
 }

@@ -50,6 +50,8 @@ class LayerKeys:
     With a `recurrence`, layers that `layer_types` calls by the first of `names` have it, the others
     attention. Where a file has no such list, each `interval`-th layer attends, the default of
     `full_attention_interval`; 0: none does. `rotates_by` is a key that is "rope" if these rotate.
+    In place of `layer_types`, a family may have a key `attending` with the numbers of the layers
+    that attend.
     """
 
     window: int | None = None
@@ -61,6 +63,7 @@ class LayerKeys:
     interval: int = 0
     names: tuple[str, str] = (LINEAR, FULL)
     rotates_by: str = ""
+    attending: str = ""
 
     def read(self, config: Mapping[str, Any], count: int) -> tuple[StoredLayer, ...]:
         """Return for each of `count` layers its window, whether it rotates, whether it has one MLP.
@@ -122,7 +125,9 @@ class LayerKeys:
             which = "or none" if self.rotates_by else "of its layers with attention"
             raise ConfigError(f"{rule} all {which} rotate")
         position = {self.rotates_by: "nope" if False in rotations else "rope"}
-        return {"layer_types": kinds} | (position if self.rotates_by else {})
+        numbers = [index for index, layer in enumerate(layers) if not layer.recurrence]
+        listed = {self.attending: numbers} if self.attending else {"layer_types": kinds}
+        return listed | (position if self.rotates_by else {})
 
     def _sparse(self, layers: Sequence[StoredLayer], rule: str) -> dict[str, Any]:
         """Return the keys that say which layers have experts."""
@@ -140,11 +145,7 @@ class LayerKeys:
         period = 1 if period is None else period
         if isinstance(period, bool) or not isinstance(period, int) or period < 1:
             raise ConfigError(f"{_STEP} = {period!r} must be a whole number of at least 1")
-        dense_layers = [] if dense_layers is None else dense_layers
-        if not isinstance(dense_layers, list) or not all(
-            type(layer) is int for layer in dense_layers
-        ):
-            raise ConfigError(f"{_DENSE} = {dense_layers!r} must be a list of numbers of layers")
+        dense_layers = _numbers(dense_layers, _DENSE)
         return [layer in dense_layers or (layer + 1) % period != 0 for layer in range(count)]
 
     def _window(self, config: Mapping[str, Any]) -> int | None:
@@ -180,6 +181,9 @@ class LayerKeys:
 
     def _linear(self, config: Mapping[str, Any], layer_types: object, count: int) -> Sequence[str]:
         """Return the kinds of layers, of which some have linear attention."""
+        if self.attending:
+            numbers = _numbers(config.get(self.attending), self.attending)
+            return [FULL if layer in numbers else LINEAR for layer in range(count)]
         if layer_types is not None:
             kinds = _listed(layer_types, (FULL, LINEAR, *_OLD_NAMES), count)
             return [_OLD_NAMES.get(kind, kind) for kind in kinds]
@@ -238,6 +242,14 @@ def _listed(layer_types: object, legal: Sequence[str], count: int) -> Sequence[s
     if unknown := sorted({str(kind) for kind in kinds} - set(legal)):
         raise ConfigError(refusal(f"layer_types has {unknown}: not supported", legal=legal))
     return [str(kind) for kind in kinds]
+
+
+def _numbers(listed: object, key: str) -> Sequence[int]:
+    """Return the numbers of layers that a file lists, none where it has no such key."""
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise ConfigError(f"{key} = {listed!r} must be a list of numbers of layers")
+    return listed
 
 
 def _of_length(listed: object, key: str, count: int) -> Sequence[Any]:
