@@ -43,13 +43,19 @@ def test_each_preset_keeps_what_can_be_wrong_about_it(preset):
         for seq_len in (64, 512, 2048, 8192):
             train = TrainSpec(batch=64, seq_len=seq_len)
             layout = Layout.parse(label)
-            assert broken(model, train, layout) is None
+            rule = broken(model, train, layout)
+            if model.recurs and layout.cp > 1:
+                assert rule is not None
+                continue
+            assert rule is None
             assert lost(model, train, layout, OptimizerSpec(warmup_steps=20)) == set()
 
 
 def random_case(random, presets):
     """A random preset, layout, batch and optimizer, or None where they do not go together."""
     model = preset_model(random.choice(presets))
+    if model.has_mamba:  # published ones have one group of heads
+        model = model.model_copy(update={"mamba_groups": random.choice((1, 2, 8))})
 
     def degree():
         return random.choice((1, 1, 1, 2, 4, 8))

@@ -216,14 +216,15 @@ NEWER_KINDS: Final = (
     Kind(
         "granitemoehybrid",
         flags={
-            **_GRANITE_HYBRID,
+            **_STATE_SPACE,
             "mamba_groups": 4,
-            "experts": 6,
+            "residual_scale": 0.7,
+            "attention_scale": 0.3,
+            "experts": 4,
             "top_k": 2,
             "expert_ffn_dim": 24,
-            "shared_ffn_dim": 20,
+            "shared_ffn_dim": 48,
         },
-        asked=_EVEN,
     ),
     Kind("bamba", packed=True, flags={**_STATE_SPACE, **_BIASED, "mamba_groups": 2}),
 )
