@@ -2,6 +2,8 @@
 
 import transformers
 
+from hf_mamba import MAMBAS
+
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 WINDOWED = ["sliding_attention", "full_attention"]
 HALF_YARN = {
@@ -231,6 +233,7 @@ QWEN3_NEXTS = {
     },
 }
 NEWER = {
+    **MAMBAS,
     "qwen3_next": (
         transformers.Qwen3NextForCausalLM,
         transformers.Qwen3NextConfig,

@@ -171,31 +171,6 @@ SHAPES = {
         },
         362_584,
     ),
-    "bamba": ("bamba", {**_NARROW, **_MAMBA, "attn_layer_indices": [2]}, 223_496),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        {
-            **_NARROW,
-            **_MAMBA,
-            "intermediate_size": 48,
-            "shared_intermediate_size": 80,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        },
-        508_168,
-    ),
-    "granitemoehybrid without experts": (
-        "granitemoehybrid",
-        {
-            **_NARROW,
-            **_MAMBA,
-            "shared_intermediate_size": 80,
-            "num_local_experts": 0,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        },
-        211_208,
-    ),
     "glm4": ("glm4", {**_PLAIN, "attention_bias": True, "pad_token_id": 0}, 206_912),
     "exaone4": (
         "exaone4",

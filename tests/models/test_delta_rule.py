@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from meshwright.models.delta_net import _GatedNorm, gates, short_conv
+from meshwright.models.delta_net import _GatedNorm, gates
 from meshwright.models.delta_rule import delta_rule
+from meshwright.models.short_conv import short_conv
 
 EPS = 1e-6
 # rows, heads of keys, heads, key dim, value dim

@@ -89,6 +89,9 @@ UNPUBLISHED = {"demo", "gpt3-175b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}
 UNPUBLISHED |= {"qwen2-57b-a14b"}  # its card has "57B" and "14B"
 UNPUBLISHED |= {"moonlight-16b-a3b", "kimi-k2", "glm-4.5", "glm-4.5-air", "glm-4.6"}
 UNPUBLISHED |= {"qwen3-next-80b-a3b"}  # counted in test_shapes
+# Counted in test_mamba_folders.
+UNPUBLISHED |= {f"granite-4.0-h-{size}" for size in ("micro", "tiny", "small")}
+UNPUBLISHED |= {"bamba-9b"}
 UNPUBLISHED |= {"dots.llm1", "minimax-m2", "seed-oss-36b"}
 # Their papers leave out embedding and head.
 WITHOUT_VOCABULARY = {"moonlight-16b-a3b", "glm-4.5", "glm-4.5-air", "minimax-m2"}

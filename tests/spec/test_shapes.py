@@ -207,7 +207,7 @@ def test_an_unknown_type_is_read_as_llama_and_says_so():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": None}, "'bamba': its shapes cannot be read without hidden_size"),
+        ({"hidden_size": None}, "'falcon_h1': its shapes cannot be read without hidden_size"),
         ({"layer_types": ["wave"] * 4}, "layer_types has 'wave', whose shapes are not known"),
         ({"layer_types": ["attention"]}, "layer_types has 1 layers, but num_hidden_layers = 4"),
         ({"mamba_d_state": None}, "cannot be read without mamba_d_state"),
@@ -215,7 +215,7 @@ def test_an_unknown_type_is_read_as_llama_and_says_so():
     ],
 )
 def test_what_cannot_be_read_is_refused_by_its_key(change, message):
-    config = {**config_of("bamba")[0], **change}
+    config = {**config_of("falcon_h1")[0], **change}
     with pytest.raises(ConfigError, match=message):
         planned_from_hf(config)
 

@@ -8,7 +8,7 @@ operation inside of another one's kernel, they see the outer one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 from meshwright.program.ring import causal_pieces
 from meshwright.program.update import matrix_gathers
-from meshwright.spec.recurrences import chunk_flops
+from meshwright.spec.recurrences import chunk_flops, state_space_flops
 
 # Axes in the order in which a group's name is looked for.
 _AXES: Final = (
@@ -207,7 +207,11 @@ _ATTENTION: Final = "aten::_scaled_dot_product_"
 _CAPPED: Final = f"{blockwise.SPACE}::capped_attention"  # all pairs, as the products it is made of
 _BLOCKS: Final = f"{blockwise.SPACE}::attention"
 _DOCUMENTS: Final = f"{blockwise.SPACE}::attend_varlen"
-_RECURRENCE: Final = f"{blockwise.SPACE}::delta_rule"
+# The FLOPs of a token of recurrences, by the beginning of their names.
+_RECURRENCES: Final[Mapping[str, Callable[[int, int, int, int], float]]] = {
+    f"{blockwise.SPACE}::delta_rule": chunk_flops,
+    f"{blockwise.SPACE}::state_space": state_space_flops,
+}
 # Products of the forward and of the backward for each pair of query and key.
 _FORWARD, _BACKWARD = 2, 5
 
@@ -241,8 +245,9 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.attention += _product(name, args, _BATCHED[name])
         elif name.startswith((_ATTENTION, _CAPPED, _BLOCKS, _DOCUMENTS)):
             self.attention += _attention(name, _bound(func, args, kwargs or {}))
-        elif name.startswith(_RECURRENCE):
-            self.attention += _recurrence(name, _bound(func, args, kwargs or {}))
+        elif (rule := name.removesuffix("_backward")) in _RECURRENCES:
+            flops = _RECURRENCES[rule]
+            self.attention += _recurrence(flops, name, _bound(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -252,13 +257,15 @@ def _product(name: str, args: tuple[Any, ...], index: int) -> float:
     return 2.0 * int(left.numel()) * outer
 
 
-def _recurrence(name: str, values: Mapping[str, Any]) -> float:
-    """Return the FLOPs of the gated delta rule, whose backward is to it as that of attention."""
+def _recurrence(
+    flops: Callable[[int, int, int, int], float], name: str, values: Mapping[str, Any]
+) -> float:
+    """Return the FLOPs of a recurrence, whose backward is to it as that of attention."""
     key, value = values["key"], values["value"]
     batch, length, key_heads, key_dim = map(int, key.shape)
     heads, value_dim = map(int, value.shape[2:])
     times = _BACKWARD / _FORWARD if name.endswith("_backward") else 1
-    return batch * length * chunk_flops(heads, key_heads, key_dim, value_dim) * times
+    return batch * length * flops(heads, key_heads, key_dim, value_dim) * times
 
 
 def _attention(name: str, values: Mapping[str, Any]) -> float:

@@ -50,6 +50,7 @@ _LATER = (
     "meshwright::capped_attention",
     "meshwright::delta_rule",
     "meshwright::flex_block_attention",
+    "meshwright::state_space",
     "torch_attn::_varlen_attn",
     f"{shared.SPACE}::all_reduce",
     f"{shared.SPACE}::reduce_scatter_tensor",

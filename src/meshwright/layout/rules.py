@@ -40,6 +40,8 @@ def _mixer_heads(model: ModelSpec) -> Iterator[int]:
     """Yield the heads of recurrent layers, and of what those of a planned model have."""
     if model.has_delta:
         yield model.delta_key_heads
+    if model.has_mamba:
+        yield model.mamba_heads
     if model.planned is not None:
         mixers = (kind.mixer for kind in model.layer_kinds)
         yield from (mixer.heads for mixer in mixers if mixer is not None and mixer.matrices)
@@ -235,7 +237,7 @@ def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     """Tensor parallelism cuts mixers by whole heads; ranks do not share a recurrence's sequence."""
     if model.planned is None:
-        return _recurrence(model, layout) if model.delta_heads else None
+        return _recurrence(model, layout) if model.delta_heads or model.mamba_heads else None
     for heads in _mixer_heads(model):
         if heads % layout.tp:
             name = f"the heads of {model.planned.model_type}'s mixers"
@@ -247,16 +249,26 @@ def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _recurrence(model: ModelSpec, layout: Layout) -> str | None:
-    """Return the rule of Gated DeltaNet that a layout breaks, or None."""
-    heads = model.delta_key_heads
-    if not model.has_delta:
+    """Return the rule of recurrent layers that a layout breaks, or None."""
+    if not model.recurs:
         return None
-    if heads % layout.tp:
-        return _divides("layout.tp", layout.tp, "model.delta_key_heads", heads)
+    if model.has_delta and model.delta_key_heads % layout.tp:
+        return _divides("layout.tp", layout.tp, "model.delta_key_heads", model.delta_key_heads)
+    if model.has_mamba and model.mamba_heads % layout.tp:
+        return _divides("layout.tp", layout.tp, "model.mamba_heads", model.mamba_heads)
+    if model.has_mamba and model.mamba_groups % layout.tp and layout.tp % model.mamba_groups:
+        rule = f"layout.tp = {layout.tp} gives ranks parts of several groups of heads: it must "
+        rule += f"divide model.mamba_groups = {model.mamba_groups}, or be a multiple"
+        return rule
     if layout.cp > 1:
-        rule = f"layout.cp = {layout.cp} shares a sequence, but the states of Gated DeltaNet pass "
-        return f"{rule}from token to token, and are not sent from rank to rank"
+        rule = f"layout.cp = {layout.cp} shares a sequence, but the states of {_recurrent(model)} "
+        return f"{rule}pass from token to token, and are not sent from rank to rank"
     return None
+
+
+def _recurrent(model: ModelSpec) -> str:
+    """Return the name of a model's recurrent layers."""
+    return "Gated DeltaNet" if model.has_delta else "Mamba-2"
 
 
 def _stages(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
@@ -386,10 +398,10 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         return f"train.fp8 = true has no adapters, but lora.rank = {model.lora.rank}"
     if model.experts:
         return f"train.fp8 = true has no expert matmuls, but model.experts = {model.experts}"
-    if model.has_delta:
-        return (
-            f"train.fp8 = true has no Gated DeltaNet, but model.delta_heads = {model.delta_heads}"
-        )
+    if model.recurs:
+        key = "model.delta_heads" if model.has_delta else "model.mamba_heads"
+        heads = model.delta_heads if model.has_delta else model.mamba_heads
+        return f"train.fp8 = true has no {_recurrent(model)}, but {key} = {heads}"
     if layout.tp > 1:
         return f"layout.tp = {layout.tp} cuts linear layers, which train.fp8 = true needs whole"
     if layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:

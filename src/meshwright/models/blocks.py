@@ -11,16 +11,21 @@ from meshwright.models.delta_net import GatedDeltaNet
 from meshwright.models.dropout import Dropout
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
+from meshwright.models.mamba import Mamba2
 from meshwright.models.mlp import MLP
 from meshwright.models.norms import norm
 from meshwright.models.rope import Rope
 from meshwright.spec.model import LayerSpec, ModelSpec
 
+Recurrence = GatedDeltaNet | Mamba2
+"""The first sublayer of a layer with a recurrence in place of attention."""
 
-def mixing(spec: ModelSpec, rope: Rope, layer: str) -> Attention | LatentAttention | GatedDeltaNet:
+
+def mixing(spec: ModelSpec, rope: Rope, layer: str) -> Attention | LatentAttention | Recurrence:
     """Return the first sublayer of a layer: attention, or a recurrence."""
-    if spec.layer(int(layer)).delta:
-        return GatedDeltaNet(spec, layer)
+    kind = spec.layer(int(layer))
+    if kind.recurs:
+        return (GatedDeltaNet if kind.delta else Mamba2)(spec, layer)
     return (LatentAttention if spec.is_latent else Attention)(spec, rope, layer)
 
 

@@ -53,3 +53,8 @@ class KVCache:
 
     def _room(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:2], self.capacity, x.shape[3])
+
+
+def kept_by(cache: KVCache | None, layer: str, count: int) -> tuple[Tensor | None, ...]:
+    """Return the `count` tensors that a recurrent layer stored in a cache; None: none yet."""
+    return (None,) * count if cache is None else cache.kept(layer) or (None,) * count

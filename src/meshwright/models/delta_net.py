@@ -16,11 +16,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.models.attention import Project, each
-from meshwright.models.cache import KVCache
+from meshwright.models.cache import kept_by
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.delta_rule import delta_rule
 from meshwright.models.lora import add_linears
 from meshwright.models.ops import returned, widened
+from meshwright.models.short_conv import last_tokens, short_conv
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import delta_linears
 
@@ -76,21 +77,21 @@ class GatedDeltaNet(nn.Module):
         qkvz, ba = self.project(x, (self.qkvz, self.ba), context)
         strength, decay = gates(ba, self.local(self.a_log), self.local(self.dt_bias), self.shared)
         del ba
-        segments, past = context.documents, self._past(context.cache)
+        segments, states = context.documents, kept_by(context.cache, self.layer, 4)
         *inputs, z = self._heads(qkvz)
         del qkvz
         weights = (self.local(weight) for weight in (self.q_conv, self.k_conv, self.v_conv))
-        taken = list(zip(inputs, weights, past[:3], strict=True))
+        taken = list(zip(inputs, weights, states[:3], strict=True))
         dims = self.key_dim, self.key_dim, self.value_dim
         q, k, v = (
             torch.unflatten(short_conv(x, weight, segments, before), 2, (-1, dim))
             for (x, weight, before), dim in zip(taken, dims, strict=True)
         )
-        read, _, last = delta_rule(q, k, v, decay, strength, segments, past[3])
+        read, _, last = delta_rule(q, k, v, decay, strength, segments, states[3])
         del q, k, v
         if context.cache is not None:
             count = self.q_conv.shape[-1] - 1
-            tails = [_tail(x, before, count) for x, _, before in taken]
+            tails = [last_tokens(x, before, count) for x, _, before in taken]
             context.cache.keep(self.layer, (*tails, last))
         del inputs, taken
         z = torch.unflatten(z, 2, (-1, self.value_dim))
@@ -103,73 +104,6 @@ class GatedDeltaNet(nn.Module):
         widths = [self.key_dim, self.key_dim, values, values]
         by_head = torch.split(torch.unflatten(x, 2, (-1, sum(widths))), widths, -1)
         return (part.flatten(2) for part in by_head)
-
-    def _past(self, cache: KVCache | None) -> tuple[Tensor | None, ...]:
-        return (None,) * 4 if cache is None else cache.kept(self.layer) or (None,) * 4
-
-
-def _tail(x: Tensor, before: Tensor | None, count: int) -> Tensor:
-    """Return the last tokens `[batch, count, channels]`: zeros before the first."""
-    x = x if before is None else torch.cat((before, x), 1)
-    return F.pad(x, (0, 0, max(count - x.shape[1], 0), 0))[:, -count:] if count else x[:, :0]
-
-
-def short_conv(
-    x: Tensor, weight: Tensor, segments: Tensor | None = None, before: Tensor | None = None
-) -> Tensor:
-    """Return the SiLU of a causal convolution of each channel, in fp32 at least; as x.
-
-    x `[batch, seq, channels]`, weight `[channels, 1, kernel]`, of which the last column is that of
-    the token itself. A token sees those of its own segment, int `[batch, seq]`. `before` are the
-    last tokens before x; None: zeros.
-    """
-    if before is None:
-        return _conv(x, weight, segments)
-    return _conv(torch.cat((before, x), 1), weight, segments)[:, before.shape[1] :]
-
-
-def _conv(x: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:
-    out: Tensor = _ShortConv.apply(x, weight, segments)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _ShortConv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, segments)
-        return returned(F.silu(_convolved(x, weight, segments)).to(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, segments = ctx.saved_tensors
-        mixed = _convolved(x, weight, segments)
-        torch.ops.aten.silu_backward.grad_input(widened(grad), mixed, grad_input=mixed)
-        wide, columns = widened(x), widened(weight)[:, 0].unbind(1)
-        to_x = mixed * columns[-1]
-        to_weight = [(mixed * wide).sum((0, 1))]
-        for back, column in enumerate(reversed(columns[:-1]), 1):
-            later = _of_same(mixed[:, back:], segments, back)
-            to_x[:, : later.shape[1]].addcmul_(later, column)
-            to_weight.append((later * wide[:, : later.shape[1]]).sum((0, 1)))
-        to_taps = torch.stack(to_weight[::-1], 1)[:, None].to(weight.dtype)
-        return to_x.to(x.dtype), to_taps, None
-
-
-def _convolved(x: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:
-    """Return the convolution of x in fp32 at least."""
-    wide, columns = widened(x), widened(weight)[:, 0].unbind(1)
-    mixed = wide * columns[-1]
-    for back, column in enumerate(reversed(columns[:-1]), 1):
-        mixed[:, back:] += _of_same(wide[:, : max(x.shape[1] - back, 0)], segments, back) * column
-    return mixed
-
-
-def _of_same(x: Tensor, segments: Tensor | None, back: int) -> Tensor:
-    """Return x `[batch, seq - back, channels]`, zero where a token's segment starts in between."""
-    if segments is None:
-        return x
-    return x * (segments[:, back:] == segments[:, : segments.shape[1] - back])[..., None]
 
 
 def gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, shared: int) -> tuple[Tensor, Tensor]:

@@ -3,21 +3,32 @@
 Each head has a state, a matrix `[key_dim, value_dim]`. A token with key k, value v, decay g <= 0
 and strength b makes of a state S `exp(g) S + k (b (v - exp(g) S' k))'`, and reads it with its
 query. What the tokens of a chunk write is the solution of a triangular system; only states pass
-from chunk to chunk. Heads of values that share a head of keys share its products. Kept for the
-backward are the arguments and each chunk's first state; the rest is computed again, chunk by chunk,
-so that temporary memory does not grow with the sequence.
+from chunk to chunk, by `models.chunks`. Kept for the backward are the arguments and each chunk's
+first state; the rest is computed again, chunk by chunk, so that temporary memory does not grow with
+the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshwright.models.chunks import (
+    Decays,
+    Reads,
+    back,
+    by_key_head,
+    by_token,
+    chunks,
+    outer,
+    pairs,
+    slices,
+    state_shape,
+    through,
+)
 from meshwright.models.ops import widened
-from meshwright.spec.recurrences import DELTA_CHUNK
 
 # Added to the squares of queries and keys before they are divided by their length.
 _EPS: Final = 1e-6
@@ -46,19 +57,17 @@ def delta_rule(
     heads]`. Where `segments` int `[batch, seq]` change, the state is zero again. `state`
     `[batch, key_heads, key_dim, heads / key_heads, value_dim]` is the first one; None: zero.
     """
-    shape = _state_shape(key, value)
+    shape = state_shape(key, value)
     wide = torch.promote_types(value.dtype, torch.float32)
     last = value.new_zeros(shape, dtype=wide) if state is None else state.to(wide, copy=True)
-    states = value.new_empty((_chunks(key), *shape), dtype=wide)
+    states = value.new_empty((chunks(key), *shape), dtype=wide)
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    for index, tokens in enumerate(_slices(key)):
+    for index, tokens in enumerate(slices(key)):
         states[index] = last
         chunk = _Chunk.of(query, key, value, decay, strength, segments, tokens)
         written = chunk.written(last)[0]
-        read = chunk.decays.enters * _through(chunk.query, last)
-        read += _mixed(chunk.scores(), written)
-        out[:, tokens] = read.transpose(1, 2).flatten(2, 3)
-        last = last * chunk.decays.passes + _outer(chunk.key, chunk.decays.leaves * written)
+        out[:, tokens] = chunk.reads.read(last, written)
+        last = chunk.reads.next(last, written)
     return out, states, last
 
 
@@ -88,62 +97,26 @@ def delta_rule_backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
     to_state = torch.zeros_like(states[0]) if to_last is None else to_last.to(states.dtype)
     grad = torch.zeros_like(value) if grad is None else grad
-    for index, tokens in reversed(list(enumerate(_slices(key)))):
+    for index, tokens in reversed(list(enumerate(slices(key)))):
         chunk = _Chunk.of(*given, segments, tokens)
-        to_out = _by_key_head(grad[:, tokens], key.shape[2])
+        to_out = by_key_head(grad[:, tokens], key.shape[2])
         *chunk_grads, to_state = chunk.backward(to_out, states[index], to_state)
         for total, chunk_grad in zip(grads, chunk_grads, strict=True):
             total[:, tokens] = chunk_grad
     return *grads, to_state  # type: ignore[return-value]
 
 
-class _Decays(NamedTuple):
-    """How much is left: `within` `[batch, key_heads, shared, i, j]` at i of what j wrote, and by
-    token `[batch, key_heads, seq, shared, 1]` of the first state at a token (`enters`) and of a
-    token at the end (`leaves`); `passes` is that of the first state at the end.
-    """
-
-    within: Tensor
-    enters: Tensor
-    leaves: Tensor
-    passes: Tensor
-
-    @classmethod
-    def of(
-        cls, decay: Tensor, key_heads: int, segments: Tensor | None, before: Tensor | None
-    ) -> _Decays:
-        """Return those of decays `[batch, seq, heads]`; `before` is the segment before them."""
-        sums = torch.unflatten(widened(decay).cumsum(1), 2, (key_heads, -1)).permute(0, 2, 3, 1)
-        seen = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device)
-        seen = seen.tril_()
-        if segments is not None:
-            together = segments[:, :, None] == segments[:, None, :]
-            seen = (seen & together)[:, None, None]
-        # Masked before the exponential, which would overflow where a later token is ahead.
-        within = (sums[..., None] - sums[..., None, :]).masked_fill_(~seen, -torch.inf).exp_()
-        by_token = sums.transpose(2, 3)[..., None]
-        end = by_token[:, :, -1:]
-        enters, leaves, passes = by_token.exp(), (end - by_token).exp_(), end.exp()
-        if segments is not None and before is not None:
-            last = segments[:, -1:]
-            leaves *= _mask(segments == last)
-            enters *= _mask(segments == before[:, None])
-            passes *= _mask(last == before[:, None])
-        return cls(within, enters, leaves, passes)
-
-
 class _Chunk(NamedTuple):
     """The tokens of a chunk, in fp32 at least.
 
-    query and key `[batch, key_heads, seq, key_dim]` are normalized, and `lengths` are their
-    divisors' inverses; value `[batch, key_heads, seq, shared, value_dim]`, strength alike with 1.
+    query and key `[batch, key_heads, seq, key_dim]` in `reads` are normalized, and `lengths` are
+    their divisors' inverses; value `[batch, key_heads, seq, shared, value_dim]`, strength alike
+    with 1.
     """
 
-    query: Tensor
-    key: Tensor
+    reads: Reads
     value: Tensor
     strength: Tensor
-    decays: _Decays
     lengths: tuple[Tensor, Tensor]
 
     @classmethod
@@ -158,33 +131,27 @@ class _Chunk(NamedTuple):
         tokens: slice,
     ) -> _Chunk:
         """Return the chunk of some tokens of a call."""
-        heads, before = key.shape[2], None
-        if segments is not None:  # the first state is of the first token's segment
-            before = segments[:, max(tokens.start - 1, 0)]
-            segments = segments[:, tokens]
-        decays = _Decays.of(decay[:, tokens], heads, segments, before)
+        heads = key.shape[2]
+        decays = Decays.of(decay, heads, segments, tokens)
         q, q_inverse = _unit(query[:, tokens])
         k, k_inverse = _unit(key[:, tokens])
-        strengths = _by_key_head(strength[:, tokens, :, None], heads)
-        q = q * query.shape[-1] ** -0.5
-        value = _by_key_head(value[:, tokens], heads)
-        return cls(q, k, value, strengths, decays, (q_inverse, k_inverse))
-
-    def scores(self) -> Tensor:
-        """Return the decayed products of queries and keys `[batch, key_heads, shared, i, j]`."""
-        return (self.query @ self.key.mT)[:, :, None] * self.decays.within
+        strengths = by_key_head(strength[:, tokens, :, None], heads)
+        reads = Reads(q * query.shape[-1] ** -0.5, k, decays)
+        value = by_key_head(value[:, tokens], heads)
+        return cls(reads, value, strengths, (q_inverse, k_inverse))
 
     def system(self) -> Tensor:
         """Return the products of keys `[batch, key_heads, shared, i, j]`, decayed, for j < i."""
-        return ((self.key @ self.key.mT)[:, :, None] * self.decays.within).tril_(-1)
+        key = self.reads.key
+        return ((key @ key.mT)[:, :, None] * self.reads.decays.within).tril_(-1)
 
     def written(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what tokens write after a state, what is left to write, and the system by row.
 
         Also what their keys read of the state.
         """
-        read = _through(self.key, state)
-        missing = self.value - self.decays.enters * read
+        read = through(self.reads.key, state)
+        missing = self.value - self.reads.decays.enters * read
         system = self.system()
         weighed = system * self.strength.transpose(2, 3)
         written = _solved(weighed, self.strength * missing, upper=False)
@@ -195,56 +162,32 @@ class _Chunk(NamedTuple):
 
         `grad` is that of the result, `to_next` that of the state after the chunk.
         """
-        q, k, strength, decays = self.query, self.key, self.strength, self.decays
+        (q, k, decays), strength = self.reads, self.strength
         written, missing, system, read = self.written(state)
-        scores = self.scores()
-        by_row = strength.transpose(2, 3)
-        from_next = _through(k, to_next)
-        to_written = _mixed(scores.mT, grad).add_(decays.leaves * from_next)
+        by_row, from_next = strength.transpose(2, 3), through(k, to_next)
+        scores = self.reads.scores()
+        to_written = self.reads.to_written(scores, grad, from_next)
         right = _solved((system * by_row).mT, to_written, upper=True)
-        to_scores = _pairs(grad, written)
-        to_system = _pairs(right, written).neg_().tril_(-1)
-        # Through the decays: of what was decayed, row sums minus column sums.
+        grads = self.reads.backward(grad, state, to_next, written, scores, from_next)
+        # Through the system: each right side has what it is solved for, times minus the solution.
+        to_system = pairs(right, written).neg_().tril_(-1)
         to_row = to_system * system
-        moved = to_scores * scores + to_row * by_row
-        entering = (grad * _through(q, state)).sum(-1, keepdim=True)
-        entering = decays.enters * entering.sub_(strength * (right * read).sum(-1, keepdim=True))
-        leaving = decays.leaves * (written * from_next).sum(-1, keepdim=True)
-        to_sums = (moved.sum(-1) - moved.sum(-2)).transpose(2, 3)[..., None] + entering - leaving
-        passing = decays.passes * (state * to_next).sum((2, 4), keepdim=True)
-        to_sums[:, :, -1:] += leaving.sum(2, keepdim=True) + passing
-        to_decay = to_sums.flip(2).cumsum(2).flip(2)
+        seen = decays.enters * strength * (right * read).sum(-1, keepdim=True)
+        grads.decayed.pairs.add_(to_row * by_row)
+        grads.decayed.entering.sub_(seen)
         to_strength = (right * missing).sum(-1, keepdim=True)
         to_strength += to_row.sum(-1).transpose(2, 3)[..., None]
-        # Of the products of queries and keys, over the heads that share them.
-        across = (to_scores * decays.within).sum(2)
         among = (to_system.mul_(decays.within).mul_(by_row)).sum(2)
-        read_grad, missing_grad = decays.enters * grad, strength * decays.enters * right
-        to_q = across @ k + _back(read_grad, state)
-        to_k = across.mT @ q + (among + among.mT) @ k
-        to_k += _back(decays.leaves * written, to_next) - _back(missing_grad, state)
-        to_state = decays.passes * to_next + _outer(q, read_grad) - _outer(k, missing_grad)
+        missing_grad = strength * decays.enters * right
+        to_k = grads.key + (among + among.mT) @ k - back(missing_grad, state)
+        to_state = grads.state - outer(k, missing_grad)
         scale = q.shape[-1] ** -0.5
-        to_q = _through_unit(to_q * scale, q / scale, self.lengths[0])
+        to_q = _through_unit(grads.query * scale, q / scale, self.lengths[0])
         to_k = _through_unit(to_k, k, self.lengths[1])
-        by_head = (strength * right, to_decay, to_strength)
-        to_v, to_decay, to_strength = (x.transpose(1, 2).flatten(2, 3) for x in by_head)
-        return to_q, to_k, to_v, to_decay[..., 0], to_strength[..., 0], to_state
-
-
-def _slices(x: Tensor) -> Iterator[slice]:
-    """Yield the tokens of each chunk of x `[batch, seq, ...]`; the last may have fewer."""
-    for start in range(0, x.shape[1], DELTA_CHUNK):
-        yield slice(start, min(start + DELTA_CHUNK, x.shape[1]))
-
-
-def _chunks(x: Tensor) -> int:
-    return -(-x.shape[1] // DELTA_CHUNK)
-
-
-def _state_shape(key: Tensor, value: Tensor) -> tuple[int, ...]:
-    heads = key.shape[2]
-    return key.shape[0], heads, key.shape[3], value.shape[2] // heads, value.shape[3]
+        to_v, to_decays, to_strength = map(
+            by_token, (strength * right, grads.decayed.to_decay(), to_strength)
+        )
+        return to_q, to_k, to_v, to_decays[..., 0], to_strength[..., 0], to_state
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,41 +201,6 @@ def _through_unit(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
     """Return the gradient of heads `[batch, seq, heads, dim]` from that of `_unit`'s result."""
     along = (grad * unit).sum(-1, keepdim=True)
     return (grad - unit * along).mul_(inverse).transpose(1, 2)
-
-
-def _by_key_head(x: Tensor, key_heads: int) -> Tensor:
-    """Return x `[batch, seq, heads, dim]` as `[batch, key_heads, seq, shared, dim]`."""
-    return torch.unflatten(widened(x), 2, (key_heads, -1)).transpose(1, 2)
-
-
-def _mask(tokens: Tensor) -> Tensor:
-    """Return a mask `[batch, seq]` as `[batch, 1, seq, 1, 1]`."""
-    return tokens[:, None, :, None, None]
-
-
-def _through(x: Tensor, state: Tensor) -> Tensor:
-    """Return what queries or keys `[..., seq, key_dim]` read of a state."""
-    return torch.unflatten(x @ state.flatten(-2), -1, state.shape[-2:])
-
-
-def _outer(x: Tensor, values: Tensor) -> Tensor:
-    """Return the state that keys `[..., seq, key_dim]` write with values."""
-    return torch.unflatten(x.mT @ values.flatten(-2), -1, values.shape[-2:])
-
-
-def _back(values: Tensor, state: Tensor) -> Tensor:
-    """Return the gradient of queries or keys from that of what they read of a state."""
-    return values.flatten(-2) @ state.flatten(-2).mT
-
-
-def _mixed(matrix: Tensor, values: Tensor) -> Tensor:
-    """Return a matrix `[..., shared, i, j]` times values `[..., seq, shared, value_dim]`."""
-    return (matrix @ values.transpose(2, 3)).transpose(2, 3)
-
-
-def _pairs(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products `[..., shared, i, j]` of values with values."""
-    return a.transpose(2, 3) @ b.transpose(2, 3).mT
 
 
 def _solved(system: Tensor, values: Tensor, *, upper: bool) -> Tensor:
@@ -312,9 +220,9 @@ def _(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = _state_shape(key, value)
+    shape = state_shape(key, value)
     wide = torch.promote_types(value.dtype, torch.float32)
-    states = value.new_empty((_chunks(key), *shape), dtype=wide)
+    states = value.new_empty((chunks(key), *shape), dtype=wide)
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     return out, states, value.new_empty(shape, dtype=wide)
 

@@ -19,6 +19,7 @@ from meshwright.models import fp8_blocks, fused, images, mxfp4
 from meshwright.models.files import open_safetensors
 from meshwright.models.hf_names import (
     AllExperts,
+    ExpertsInTurn,
     HFTensor,
     each_from_hf,
     head_names,
@@ -137,8 +138,8 @@ class HFWeights:
     ) -> Tensor:
         if shape != item.parameter_shape:
             raise CheckpointError(f"{name} is {list(item.parameter_shape)}, not {list(shape)}")
-        stored = self.read(item.name, item.stored_region(region))
-        return item.split(stored)[item.parts.index(name)]
+        stored = self.read(item.name, item.stored_region(name, region))
+        return item.of_region(name, stored)
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return one stored tensor, or a region of it."""
@@ -177,7 +178,7 @@ class HFWeights:
         return {
             item.name: item
             for item in self.tensors
-            if isinstance(item, AllExperts)
+            if isinstance(item, ExpertsInTurn)
             and item.name not in self._files
             and {item.name + mxfp4.BLOCKS, item.name + mxfp4.SCALES} <= self._files.keys()
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -83,6 +83,53 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class AllExperts(HFTensor):
+    """A stored tensor of all experts of a layer, with one or more of their parameters."""
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """The shape of each parameter in it."""
+        raise NotImplementedError
+
+    def stored_region(self, name: str, region: Region) -> Region:
+        """Return the region of the stored tensor that has one of a parameter."""
+        raise NotImplementedError
+
+    def of_region(self, name: str, stored: Tensor) -> Tensor:
+        """Return the region of a parameter out of that of the stored tensor."""
+        return self.split(stored)[self.parts.index(name)]
+
+
+@dataclass(frozen=True)
+class StackedExperts(AllExperts):
+    """A stored tensor `[experts, out, in]`: of each expert, its parameters' rows in their order."""
+
+    def split(self, stored: Tensor) -> tuple[Tensor, ...]:
+        """Return the parameters of a stored tensor, each contiguous."""
+        return tuple(part.contiguous() for part in stored.chunk(len(self.parts), 1))
+
+    def join(self, ours: Sequence[Tensor]) -> Tensor:
+        """Return the stored tensor of these parameters, contiguous."""
+        return torch.cat(list(ours), 1)
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """The shape of each parameter in it."""
+        count, out, *inner = self.shape
+        return count, out // len(self.parts), *inner
+
+    def stored_region(self, name: str, region: Region) -> Region:
+        """Return the region of the stored tensor that has one of a parameter."""
+        experts, (start, stop), *inner = region
+        before = self.parts.index(name) * self.parameter_shape[1]
+        return experts, (before + start, before + stop), *inner
+
+    def of_region(self, name: str, stored: Tensor) -> Tensor:
+        """Return the region of a parameter out of that of the stored tensor: all of it."""
+        return stored
+
+
+@dataclass(frozen=True)
+class ExpertsInTurn(AllExperts):
     """A stored tensor of all experts: `[experts, in, out]`, of biases `[experts, out]`.
 
     The outputs of the parameters in it come in turn.
@@ -105,7 +152,7 @@ class AllExperts(HFTensor):
         count, *inner, out = self.shape
         return count, out // len(self.parts), *inner
 
-    def stored_region(self, region: Region) -> Region:
+    def stored_region(self, name: str, region: Region) -> Region:
         """Return the region of the stored tensor that has one of a parameter."""
         experts, (start, stop), *inner = region
         count = len(self.parts)
@@ -134,7 +181,7 @@ def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
             name = hf_name(spec.family, part.name, expert or 0)
             contents.setdefault(name, []).append((part, expert))
     return tuple(
-        _of_all_experts(name, [part for part, _ in ours])
+        _of_all_experts(name, [part for part, _ in ours], family.fused_experts)
         if family.fused_experts and ours[0][0].is_of_experts
         else _stored(name, [part for part, _ in ours], ours[0][1], _heads(spec, ours[0][0]))
         for name, ours in contents.items()
@@ -148,11 +195,14 @@ def _heads(spec: ModelSpec, part: Part) -> int | None:
     return spec.n_heads if module in FAMILIES[spec.family].by_head else None
 
 
-def _of_all_experts(name: str, ours: Sequence[Part]) -> AllExperts:
+def _of_all_experts(
+    name: str, ours: Sequence[Part], order: Literal["in turn", "stacked"]
+) -> AllExperts:
     count, out, *inner = ours[0].shape
-    shape = (count, *inner, out * len(ours))
     names, rows = tuple(part.name for part in ours), tuple(part.shape[0] for part in ours)
-    return AllExperts(name, shape, names, rows, None)
+    if order == "stacked":
+        return StackedExperts(name, (count, out * len(ours), *inner), names, rows, None)
+    return ExpertsInTurn(name, (count, *inner, out * len(ours)), names, rows, None)
 
 
 def _stored(name: str, ours: Sequence[Part], expert: int | None, heads: int | None) -> HFTensor:

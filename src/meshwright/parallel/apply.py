@@ -122,7 +122,7 @@ class Parallel:
             places=self.places,
             unpadded=self._unpadded(batch),
             lengths=self._lengths(batch),
-            documents=batch.segments if self.program.model.has_delta else None,
+            documents=batch.segments if self.program.model.recurs else None,
             **ends,
         )
         return out

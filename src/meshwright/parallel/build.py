@@ -19,9 +19,10 @@ from meshwright.kernels.varlen import attend_varlen
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.models.attention import Attention
-from meshwright.models.delta_net import GatedDeltaNet
+from meshwright.models.blocks import Recurrence
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
+from meshwright.models.mamba import Mamba2
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
 from meshwright.parallel.data_parallel.float8_gather import Float8Gathers
@@ -46,6 +47,7 @@ from meshwright.parallel.tensor_parallel.tensor import (
     ColumnLinear,
     RowLinear,
     VocabEmbedding,
+    cut_groups,
     cut_latent,
     over_all_heads,
     together,
@@ -231,8 +233,10 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
     for block in model.blocks:
         if isinstance(block.attn, Attention):
             block.attn.norm_pair = over_all_heads(groups.tp)
-        if isinstance(block.attn, Attention | GatedDeltaNet):
+        if isinstance(block.attn, Attention | Recurrence):
             block.attn.local = local
+        if isinstance(block.attn, Mamba2):
+            cut_groups(block.attn, groups.tp)
     if model.embed is not None:
         VocabEmbedding.take_over(model.embed, tp_region)
 
@@ -289,7 +293,7 @@ def attend_by_varlen(model: Transformer) -> None:
     """Make attention use `Parallel`'s document bounds instead of a mask."""
     model.mask_of = lambda x, documents, cache: documents
     for block in model.blocks:
-        if not isinstance(block.attn, GatedDeltaNet):
+        if not isinstance(block.attn, Recurrence):
             block.attn.core = attend_varlen
 
 
@@ -300,7 +304,7 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
     group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
     core = Ring(group, recorder=groups.recorder) if is_ring else Ulysses(group, attend_varlen)
     for block in model.blocks:
-        if not isinstance(block.attn, GatedDeltaNet):
+        if not isinstance(block.attn, Recurrence):
             block.attn.core = core
 
 

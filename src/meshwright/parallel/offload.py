@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _VersionWrapper
 
-from meshwright.models.blocks import Block
+from meshwright.models.blocks import Block, Recurrence
 from meshwright.models.context import PLAIN, Context
-from meshwright.models.delta_net import GatedDeltaNet
 from meshwright.models.experts import ExpertMLP
 
 Place = Literal["device", "leaving", "host", "coming"]
@@ -277,7 +276,7 @@ def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
     """Yield tensors that others hold as well: weights, tables, the context, an input leaf."""
     yield from map(_local, block.parameters())
     yield from block.buffers()
-    if not isinstance(block.attn, GatedDeltaNet):
+    if not isinstance(block.attn, Recurrence):
         yield from block.attn.rope.held()
     yield from (tensor for tensor in context if isinstance(tensor, Tensor))
     if x.is_leaf:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from meshwright.program.actions import Kind, Table
 from meshwright.program.gradient_sums import gradient_sums
-from meshwright.program.layers import attention, moe
+from meshwright.program.layers import attention, mamba, moe
 from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Overlaps, Phase, Purpose
@@ -110,6 +110,8 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
         passes = len(stage.layers) * count
         yield from _layers_cross(program, whole_bytes, Regions.of(program, stage))
         yield from attention.norm_messages(program, sizes, passes)
+        recurrent = sum(program.model.layer(layer).mamba for layer in stage.layers)
+        yield from mamba.norm_messages(program, sizes, recurrent * count)
         if stage.is_first:
             yield from _embedding(program, whole_bytes, count)
         if stage.is_last:

@@ -6,8 +6,8 @@ from typing import Final
 
 from meshwright.program.attention import causal_scores
 from meshwright.spec.model import LayerSpec, ModelSpec
-from meshwright.spec.parts import delta_shape, parts
-from meshwright.spec.recurrences import chunk_flops
+from meshwright.spec.parts import delta_shape, mamba_shape, parts
+from meshwright.spec.recurrences import chunk_flops, state_space_flops
 
 # A forward, and a backward of twice its size.
 _PASSES: Final = 3
@@ -29,6 +29,7 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
     for kind in costs:
         costs[kind] += 0 if kind.mixer is None else kind.mixer.flops
         costs[kind] += chunk_flops(*delta_shape(spec)) if kind.delta else 0
+        costs[kind] += state_space_flops(*mamba_shape(spec)) if kind.mamba else 0
     return tuple(costs[spec.layer(layer)] for layer in range(spec.n_layers))
 
 

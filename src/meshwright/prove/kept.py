@@ -120,6 +120,18 @@ PROPERTIES: Final[Mapping[str, Property]] = {
     "several heads of a recurrence's keys on each rank": (
         lambda c: c.model.has_delta and c.model.delta_key_heads > c.layout.tp
     ),
+    "heads that share a recurrence's group": (
+        lambda c: c.model.has_mamba and c.model.mamba_heads > c.model.mamba_groups
+    ),
+    "several groups of a recurrence's heads": (
+        lambda c: c.model.has_mamba and c.model.mamba_groups > 1
+    ),
+    "a group of heads on several ranks": (
+        lambda c: c.model.has_mamba and c.model.mamba_groups % c.layout.tp != 0
+    ),
+    "several heads of a recurrence on each rank": (
+        lambda c: c.model.has_mamba and c.model.mamba_heads > c.layout.tp
+    ),
     "heads that rotate in part": lambda c: 0 < c.model.rotary_dim < c.model.head_dim,
     "rotated dims of another number than the others": (
         lambda c: c.model.is_latent and c.model.qk_rope_head_dim != c.model.qk_nope_head_dim
@@ -208,6 +220,7 @@ NOT_PROVEN: Final[Mapping[str, str]] = {
     "model.ffn_dim": _SIZES,
     "model.expert_ffn_dim": _SIZES,
     **dict.fromkeys(("model.delta_key_dim", "model.delta_value_dim"), _SIZES),
+    **dict.fromkeys(("model.mamba_head_dim", "model.mamba_state"), _SIZES),
     "model.context": "no step of training depends on it",
     "model.init_from": "weights of a proof are random",
     "model.planned": "a model that is planned only is not trained",

@@ -178,6 +178,22 @@ _RECURRENT: Final = {
     "delta_kernel": 3,
     "rotary_pct": 0.5,
 }
+# One group of heads, which ranks of tp share, or several that they have whole; small steps.
+_STATE_SPACE: Final = {
+    "norm_eps": 1e-3,
+    "layer_pattern": [{"mamba": True}, {}, {"mamba": True}],
+    "mamba_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_groups": 1,
+    "mamba_state": 5,
+    "mamba_kernel": 3,
+    "mamba_dt_limit": [0.05, 2.0],
+}
+_GRANITE_HYBRID: Final = {
+    **_STATE_SPACE,
+    **_MULTIPLIED,
+    "layer_pattern": [{"mamba": True}, {"rotary": False}, {"mamba": True}],
+}
 # Each in every axis, apart from the kinds above, whose turns stay as they are.
 NEWER_KINDS: Final = (
     Kind("seed_oss", packed=True, flags={**_ODD, "output_bias": True}),
@@ -192,6 +208,25 @@ NEWER_KINDS: Final = (
         flags={**_RECURRENT, "experts": 6, "top_k": 2, "expert_ffn_dim": 24, "shared_ffn_dim": 20},
         asked=_EVEN,
     ),
+    Kind(
+        "granitemoehybrid",
+        packed=True,
+        flags={**_GRANITE_HYBRID, "experts": 0, "tie_embeddings": True},
+    ),
+    Kind(
+        "granitemoehybrid",
+        flags={
+            **_STATE_SPACE,
+            "mamba_groups": 4,
+            "residual_scale": 0.7,
+            "attention_scale": 0.3,
+            "experts": 4,
+            "top_k": 2,
+            "expert_ffn_dim": 24,
+            "shared_ffn_dim": 48,
+        },
+    ),
+    Kind("bamba", packed=True, flags={**_STATE_SPACE, **_BIASED, "mamba_groups": 2}),
 )
 # Inputs of which tp cuts whole blocks.
 _BLOCKS: Final = {"head_dim": 32, "ffn_dim": 256}

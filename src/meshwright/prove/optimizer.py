@@ -154,7 +154,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 
 
 def _is_matrix(name: str, weight: Tensor) -> bool:
-    return weight.dim() > 1 and not name.endswith((".bias", "_conv"))
+    return weight.dim() > 1 and not name.endswith((".bias", "_conv", "_conv.weight"))
 
 
 def is_hidden_matrix(name: str, weight: Tensor) -> bool:

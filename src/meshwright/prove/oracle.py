@@ -121,7 +121,8 @@ class _Model:
             is_normed = f"{prefix}.{name}.weight" in weights
             return _norm(spec, weights, f"{prefix}.{name}", x) if is_normed else x
 
-        mix = self.recurrence if spec.layer(layer).delta else self.attention
+        kind = spec.layer(layer)
+        mix = self.delta if kind.delta else self.mamba if kind.mamba else self.attention
         attended = normed("attn_post_norm", mix(layer, normed("attn_norm", x)))
         scale = spec.residual_scale
         mixed = x.add(self.dropped(attended, keys, site=1), alpha=scale)
@@ -149,7 +150,7 @@ class _Model:
             mixed = mixed * self.project(f"{prefix}.attn.gate", x).sigmoid()
         return self.project(f"{prefix}.attn.o", mixed)
 
-    def recurrence(self, layer: int, x: Tensor) -> Tensor:
+    def delta(self, layer: int, x: Tensor) -> Tensor:
         """Return Gated DeltaNet, one token after the other. arXiv:2412.06464, equation 10."""
         spec, prefix, weights = self.spec, f"layers.{layer}.attn", self.weights
         shared = spec.delta_heads // spec.delta_key_heads
@@ -187,14 +188,53 @@ class _Model:
         normed = read / size * _wide(weights[f"{prefix}.gated_norm.weight"])
         return self.project(f"{prefix}.out", (normed * F.silu(_wide(gate))).to(x.dtype).flatten(2))
 
-    def convolved(self, x: Tensor, taps: Tensor) -> Tensor:
+    def mamba(self, layer: int, x: Tensor) -> Tensor:
+        """Return Mamba-2, one token after the other. arXiv:2405.21060, section 2.1."""
+        spec, prefix = self.spec, f"layers.{layer}.attn"
+        weights = {
+            name: _wide(self.weights[f"{prefix}.{name}"]) for name in ("a_log", "dt_bias", "skip")
+        }
+        z, v, kq, dt = (self.project(f"{prefix}.{name}", x) for name in ("z", "x", "bc", "dt"))
+        v, kq = (
+            self.convolved(
+                part,
+                self.weights[f"{prefix}.{name}_conv.weight"],
+                self.weights[f"{prefix}.{name}_conv.bias"],
+            )
+            for name, part in (("x", v), ("bc", kq))
+        )
+        shape, shared = (*x.shape[:2], spec.mamba_groups), spec.mamba_heads // spec.mamba_groups
+        k, q = (
+            _wide(part).reshape(*shape, -1).repeat_interleave(shared, 2) for part in kq.chunk(2, -1)
+        )
+        v = _wide(v).view(*x.shape[:2], spec.mamba_heads, -1)
+        step = F.softplus(_wide(dt) + weights["dt_bias"])
+        if spec.mamba_dt_limit is not None:
+            step = step.clamp(*spec.mamba_dt_limit)
+        decay = (-step * weights["a_log"].exp()).exp()
+        memory, reads = v.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[-1]), []
+        for token in range(x.shape[1]):
+            if token:
+                goes_on = self.together[:, token, token - 1]
+                memory = memory * (decay[:, token] * goes_on[:, None])[..., None, None]
+            written = v[:, token] * step[:, token, :, None]
+            memory = memory + torch.einsum("bhk,bhv->bhkv", k[:, token], written)
+            read = torch.einsum("bhk,bhkv->bhv", q[:, token], memory)
+            reads.append(read + weights["skip"][:, None] * v[:, token])
+        gated = _wide(torch.stack(reads, 1).to(x.dtype)).flatten(2) * F.silu(_wide(z))
+        by_group = gated.view(*shape, -1)
+        size = (by_group.pow(2).mean(-1, keepdim=True) + spec.norm_eps).sqrt()
+        normed = (by_group / size).flatten(2) * _wide(self.weights[f"{prefix}.gated_norm.weight"])
+        return self.project(f"{prefix}.out", normed.to(x.dtype))
+
+    def convolved(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the SiLU of a causal convolution of each channel, within documents."""
         total = torch.zeros_like(_wide(x))
         for back in range(taps.shape[-1]):
             earlier = _wide(F.pad(x, (0, 0, back, 0))[:, : x.shape[1]])
             same = F.pad(self.together.diagonal(-back, 1, 2), (min(back, x.shape[1]), 0))
             total = total + earlier * _wide(taps[:, 0, -1 - back]) * same[..., None]
-        return F.silu(total).to(x.dtype)
+        return F.silu(total if bias is None else total + _wide(bias)).to(x.dtype)
 
     def plain_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values `[batch, seq, heads, dims]`, projected one by one."""

@@ -247,6 +247,7 @@ def _small_model(
         **_small_experts(model, layout),
         **_small_latent(model),
         **_small_delta(model, layout),
+        **_small_mamba(model, layout),
         **FAMILIES[model.family].of_width(dim),
     }
     if model.attention_scale is not None:  # scores as large as they were
@@ -338,6 +339,26 @@ def _small_delta(model: ModelSpec, layout: Layout) -> dict[str, Any]:
         "delta_key_dim": 7,
         "delta_value_dim": 9,
         "delta_kernel": min(model.delta_kernel, 4),
+    }
+
+
+def _small_mamba(model: ModelSpec, layout: Layout) -> dict[str, Any]:
+    """Return the sizes of few small heads of Mamba-2, where there are any, of odd dims."""
+    if not model.has_mamba:
+        return {}
+    groups = math.gcd(model.mamba_groups, 2 * layout.tp)
+    if groups % layout.tp and layout.tp % groups:
+        groups = math.gcd(model.mamba_groups, layout.tp)
+    shared = min(model.mamba_heads // model.mamba_groups, 2)
+    heads = math.lcm(shared * groups, layout.tp)
+    if model.mamba_heads > layout.tp:
+        heads = max(heads, 2 * layout.tp)  # several on each rank, as there were
+    return {
+        "mamba_heads": heads,
+        "mamba_head_dim": 9,
+        "mamba_groups": groups,
+        "mamba_state": 7,
+        "mamba_kernel": min(model.mamba_kernel, 4),
     }
 
 

@@ -10,6 +10,7 @@ are read, and must agree if both are there; both are written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -78,6 +79,22 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{key} = {value!r} must be true or false")
     return value
+
+
+# How JSON has infinity: by Python's own extension, and by transformers 5.
+_INFINITE: Final = (math.inf, "Infinity", {"__float__": "Infinity"})
+
+
+def limits(config: Mapping[str, Any], key: str, default: None) -> tuple[float, float] | None:
+    """Return the least and the largest value, or None for any that is not negative."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ConfigError(f"{key} = {value!r} must be a list of 2 numbers")
+    if as_number(key, value[0]) == 0 and value[1] in _INFINITE:
+        return None
+    return as_number(key, value[0]), as_number(key, value[1])
 
 
 def at(source: Mapping[str, Any], key: str, inside: str = "") -> Found:
@@ -494,9 +511,10 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
                 rotary=rotary,
                 rope_theta=None if window is None else base,
                 dense=dense,
-                delta=delta,
+                delta=recurrence == "delta",
+                mamba=recurrence == "mamba",
             )
-            for window, rotary, dense, delta in family.layers.read(config, fields["n_layers"])
+            for window, rotary, dense, recurrence in family.layers.read(config, fields["n_layers"])
         ]
         pattern = shortest_pattern(layers)
         fields["layer_pattern"] = () if pattern == (PLAIN_LAYER,) else pattern
@@ -544,7 +562,8 @@ def hf_config(
         **{
             key.hf_key: _written(key, fields[key.ours], spec)
             for key in family.keys
-            if spec.experts or key.ours not in OF_EXPERTS
+            if (spec.experts or key.ours not in OF_EXPERTS)
+            and not (key.kind == "limits" and fields[key.ours] is None)
         },
         **family.written,
     }
@@ -555,7 +574,7 @@ def hf_config(
                 layer.window,
                 layer.rotary,
                 layer.dense and index >= spec.dense_layers,
-                layer.delta,
+                "delta" if layer.delta else "mamba" if layer.mamba else None,
             )
             for index, layer in enumerate(map(spec.layer, range(spec.n_layers)))
         ]
@@ -579,6 +598,15 @@ def _written(key: Key, value: Any, spec: ModelSpec) -> Any:
         return value or None
     if key.kind == "norm of heads":
         return value == "head"
+    if key.kind == "limits":
+        return list(value)
+    if key.kind == "expansion":
+        inner = spec.mamba_heads * value
+        if inner % spec.dim:
+            rule = f"model.mamba_heads = {spec.mamba_heads} x model.mamba_head_dim = {value} cannot"
+            rule += f" be written as {key.hf_key}, a multiple of model.dim = {spec.dim}"
+            raise ConfigError(rule)
+        return inner // spec.dim
     if key.kind == "experts":
         width = spec.expert_width
         if value == 0 or value % width:
@@ -617,6 +645,11 @@ def _own_fields(
         "optional size": optional_size,
         "experts": lambda *args: size(*args) * fields["expert_ffn_dim"],
         "norm of heads": lambda *args: "head" if flag(*args) else "none",
+        "expansion": lambda *args: size(*args) * sizes["dim"] // fields["mamba_heads"],
+        "head of expansion": lambda config, key, _: _head_of_expansion(
+            config, key, fields["mamba_head_dim"]
+        ),
+        "limits": limits,
     }
     fields = {
         "n_kv_heads": heads,
@@ -635,6 +668,17 @@ def _own_fields(
     if family.head_dim_parts:
         fields["head_dim"] = sum(fields[part] for part in family.head_dim_parts)
     return {"family": family.name, **fields}
+
+
+def _head_of_expansion(config: Mapping[str, Any], key: str, expanded: int) -> int:
+    """Return the size of a head of Mamba-2; "auto": that of the width of all."""
+    if config.get(key) in (None, "auto"):
+        return expanded
+    head_dim = size(config, key, expanded)
+    if head_dim != expanded:
+        rule = f"{key} = {head_dim} must be mamba_expand x hidden_size / mamba_n_heads"
+        raise ConfigError(refusal(rule, legal=[expanded]))
+    return head_dim
 
 
 def _divides_heads(config: Mapping[str, Any], family: Family) -> bool:

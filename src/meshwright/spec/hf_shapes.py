@@ -69,7 +69,6 @@ KNOWN: Final[Mapping[str, Traits]] = {
     ),
     "ernie4_5": Traits("llama", absent=_TIED),
     "ernie4_5_moe": Traits("deepseek_v3", corrects=True, absent=_TIED),
-    "bamba": Traits("llama"),
     "falcon_h1": Traits("llama", beside=True),
     "nemotron_h": Traits(
         "llama", {"router_scores": "sigmoid"}, single=True, absent={"mlp_hidden_act": "relu2"}
@@ -78,7 +77,6 @@ KNOWN: Final[Mapping[str, Traits]] = {
     "glm4": Traits("gemma2", {"norm_placement": "both", "output_bias": False}),
     "exaone4": Traits("olmo3", {"qk_norm": "head", "norm_placement": "after"}),
     "arcee": Traits("llama", absent={"hidden_act": "relu2"}),
-    "granitemoehybrid": Traits("granite"),
 }
 # Tables of a text model in a config of a model with images or sound.
 _TEXT: Final = ("text_config", "llm_config", "language_config")

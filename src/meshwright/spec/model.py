@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
@@ -31,7 +31,7 @@ MOST_EXPERTS: Final = 4096
 # Rows of the embedding and the head are added up to a multiple of this, which kernels take faster.
 VOCAB_MULTIPLE: Final = 64
 # Fields of a layer that dumps leave out where they are not set.
-_RARE: Final = ("dense", "mixer", "delta")
+_RARE: Final = ("dense", "mixer", "delta", "mamba")
 # What checkpoints, exports and the identity of a run leave out.
 OF_PADDING: Final = "pad_vocab_to_multiple_of"
 
@@ -52,7 +52,8 @@ class LayerSpec(Spec):
     A query sees its own position and the `window - 1` before it; None: all. `rope_theta` is a
     separate base, to which `ModelSpec.rope_scaling` doesn't apply; None: the model's base and
     scaling. Without `rotary`, nothing is rotated. A `dense` layer has an MLP where others have
-    experts. A `delta` layer has Gated DeltaNet in place of attention, without window or rotation.
+    experts. A `delta` layer has Gated DeltaNet in place of attention, without window or rotation; a
+    `mamba` layer has Mamba-2 there.
     A `mixer` is what it has beside, or in place of, attention and MLP: it is planned only.
     """
 
@@ -61,12 +62,18 @@ class LayerSpec(Spec):
     rotary: bool = True
     dense: bool = False
     delta: bool = False
+    mamba: bool = False
     mixer: Mixer | None = None
+
+    @property
+    def recurs(self) -> bool:
+        """Whether it has a recurrence in place of attention."""
+        return self.delta or self.mamba
 
     @property
     def attends(self) -> bool:
         """Whether it has the model's attention."""
-        return not self.delta and (self.mixer is None or self.mixer.attends)
+        return not self.recurs and (self.mixer is None or self.mixer.attends)
 
     @property
     def mixes(self) -> bool:
@@ -146,7 +153,10 @@ class ModelSpec(Spec):
     input, before its last projection. Layers that are `delta` in the pattern are Gated DeltaNet
     (arXiv:2412.06464): `delta_heads` heads with values of `delta_value_dim`, of which several share
     the queries and keys of one of `delta_key_heads`, of `delta_key_dim`, after a causal convolution
-    of `delta_kernel` tokens.
+    of `delta_kernel` tokens. Those that are `mamba` are Mamba-2 (arXiv:2405.21060): `mamba_heads`
+    heads of `mamba_head_dim`, with states of that times `mamba_state`, whose keys and queries the
+    heads of each of `mamba_groups` share, after a causal convolution of `mamba_kernel` tokens; the
+    steps of tokens stay in `mamba_dt_limit`.
 
     With `pad_vocab_to_multiple_of`, the embedding and the head have rows after the vocabulary's, up
     to a multiple of it. These rows are zero and stay zero, and have no logits. None: only where
@@ -219,6 +229,15 @@ class ModelSpec(Spec):
     delta_key_dim: int = Field(default=0, ge=0, le=LARGEST)
     delta_value_dim: int = Field(default=0, ge=0, le=LARGEST)
     delta_kernel: int = Field(default=0, ge=0, le=LARGEST)
+    mamba_heads: int = Field(default=0, ge=0, le=LARGEST)
+    mamba_head_dim: int = Field(default=0, ge=0, le=LARGEST)
+    mamba_groups: int = Field(default=0, ge=0, le=LARGEST)
+    mamba_state: int = Field(default=0, ge=0, le=LARGEST)
+    mamba_kernel: int = Field(default=0, ge=0, le=LARGEST)
+    mamba_dt_limit: Annotated[
+        tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None,
+        BeforeValidator(as_tuple),
+    ] = None
     dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
     init_from: str | None = None
@@ -264,6 +283,16 @@ class ModelSpec(Spec):
         return self.delta_heads > 0 and any(kind.delta for kind in self.layer_kinds)
 
     @property
+    def has_mamba(self) -> bool:
+        """Whether a layer has Mamba-2."""
+        return self.mamba_heads > 0 and any(kind.mamba for kind in self.layer_kinds)
+
+    @property
+    def recurs(self) -> bool:
+        """Whether a layer has a recurrence in place of attention."""
+        return self.has_delta or self.has_mamba
+
+    @property
     def value_dim(self) -> int:
         """Dimensions of a head's values."""
         return self.v_head_dim or self.head_dim
@@ -307,7 +336,7 @@ class ModelSpec(Spec):
 
     def rotary_base(self, layer: LayerSpec) -> RotaryBase | None:
         """Return the rotary base of a layer; None if it rotates nothing."""
-        if not layer.rotary or layer.delta or self.rotary_dim == 0:
+        if not layer.rotary or layer.recurs or self.rotary_dim == 0:
             return None
         if layer.rope_theta is not None:
             return RotaryBase(layer.rope_theta, scaled=False)
@@ -394,10 +423,12 @@ class ModelSpec(Spec):
         if self.planned is None:
             FAMILIES[self.family].refuse_others(dict(self))
         self._check_experts()
+        self._check_gates()  # first: of these layers no linear layer can be a target
         check_targets(self.lora, self.blocks)
         self._check_router()
         self._check_latent()
         self._check_delta()
+        self._check_mamba()
         return self
 
     @model_serializer(mode="wrap")
@@ -459,25 +490,51 @@ class ModelSpec(Spec):
             )
             raise ValueError(refusal(rule, legal=[min(max(top, fewest), groups)]))
 
-    def _check_delta(self) -> None:
-        """Raise `ValueError` for sizes of Gated DeltaNet that do not fit, and adapters of it."""
+    def _check_gates(self) -> None:
+        """Raise `ValueError` for adapters of recurrences and gates, and gates of latent vectors."""
         gated = self.planned is None and self.attention_gate
-        if self.lora is not None and (gated or self.has_delta):
-            rule = f"lora.rank = {self.lora.rank}: adapters of Gated DeltaNet and gated attention"
+        if self.lora is not None and (gated or self.recurs):
+            layers = "Mamba-2" if self.has_mamba else "Gated DeltaNet and gated attention"
+            rule = f"lora.rank = {self.lora.rank}: adapters of {layers}"
             raise ValueError(refusal(f"{rule} are not supported", legal=["lora.rank = 0"]))
         if gated and self.is_latent:
             rule = "model.attention_gate = true is not supported for latent attention"
             raise ValueError(refusal(rule, legal=["model.kv_lora_rank = 0"]))
+
+    def _need_sizes(self, kind: Literal["delta", "mamba"], keys: Iterable[str]) -> None:
+        """Raise `ValueError` for a size of a kind of recurrence that is not set."""
+        for key in keys:
+            if not getattr(self, f"{kind}_{key}"):
+                rule = f"layers with {kind} = true need model.{kind}_{key} of at least 1"
+                raise ValueError(rule)
+
+    def _check_delta(self) -> None:
+        """Raise `ValueError` for sizes of Gated DeltaNet that do not fit."""
         if not any(kind.delta for kind in self.layer_kinds):
             return
-        for key in ("heads", "key_heads", "key_dim", "value_dim", "kernel"):
-            if not getattr(self, f"delta_{key}"):
-                raise ValueError(f"layers with delta = true need model.delta_{key} of at least 1")
+        self._need_sizes("delta", ("heads", "key_heads", "key_dim", "value_dim", "kernel"))
         if self.delta_heads % self.delta_key_heads:
             rule = f"model.delta_key_heads = {self.delta_key_heads} must divide "
             rule += f"model.delta_heads = {self.delta_heads}"
             legal = nearest_divisors(self.delta_heads, self.delta_key_heads)
             raise ValueError(refusal(rule, legal=legal))
+
+    def _check_mamba(self) -> None:
+        """Raise `ValueError` for sizes of Mamba-2 that do not fit."""
+        if not any(kind.mamba for kind in self.layer_kinds):
+            return
+        if any(kind.mamba and kind.delta for kind in self.layer_kinds):
+            raise ValueError("a layer has one recurrence: delta or mamba, not both")
+        self._need_sizes("mamba", ("heads", "head_dim", "groups", "state", "kernel"))
+        if self.mamba_heads % self.mamba_groups:
+            rule = f"model.mamba_groups = {self.mamba_groups} must divide "
+            rule += f"model.mamba_heads = {self.mamba_heads}"
+            legal = nearest_divisors(self.mamba_heads, self.mamba_groups)
+            raise ValueError(refusal(rule, legal=legal))
+        if self.mamba_dt_limit is not None and self.mamba_dt_limit[0] > self.mamba_dt_limit[1]:
+            first, second = self.mamba_dt_limit
+            rule = f"model.mamba_dt_limit = [{first}, {second}]: the least step is the first"
+            raise ValueError(refusal(rule, legal=[f"[{second}, {first}]"]))
 
     def _check_latent(self) -> None:
         """Raise `ValueError` for sizes of latent attention that do not fit each other."""

@@ -130,6 +130,8 @@ def _block(spec: ModelSpec, kind: LayerSpec, path: str) -> Iterator[Part]:
         yield from _norm(spec, f"{path}.attn_norm")
     if kind.delta:
         yield from _delta(spec, path)
+    if kind.mamba:
+        yield from _mamba(spec, path)
     if kind.attends:
         yield from _attention(spec, path)
     if kind.mixer is not None:
@@ -229,6 +231,41 @@ def delta_linears(spec: ModelSpec) -> tuple[Linear, ...]:
     columns = {"attn.qkvz": qkvz, "attn.ba": ba}
     first = (Linear(name, (size, "heads"), stream, False) for name, size in columns.items())
     return (*first, Linear("attn.out", stream, (values, "heads"), False))
+
+
+def mamba_shape(spec: ModelSpec, tp: int = 1) -> tuple[int, int, int, int]:
+    """Return heads, groups, dims of the state and of a head of a rank's Mamba-2.
+
+    A group that several ranks have heads of counts on each of them.
+    """
+    groups = max(spec.mamba_groups // tp, 1)
+    return spec.mamba_heads // tp, groups, spec.mamba_state, spec.mamba_head_dim
+
+
+def _mamba(spec: ModelSpec, path: str) -> Iterator[Part]:
+    """Yield the parameters of Mamba-2."""
+    values = spec.mamba_heads * spec.mamba_head_dim, "heads"
+    for name in ("a_log", "dt_bias", "skip"):
+        yield Part(f"{path}.attn.{name}", (spec.mamba_heads,), ("heads",))
+    yield from _linears(spec, path, mamba_linears(spec))
+    of_groups = 2 * spec.mamba_groups * spec.mamba_state, "latent"
+    for name, (channels, axis) in (("x", values), ("bc", of_groups)):
+        conv = f"{path}.attn.{name}_conv"
+        yield Part(f"{conv}.weight", (channels, 1, spec.mamba_kernel), (axis, "taps", "taps"))
+        yield Part(f"{conv}.bias", (channels,), (axis,))
+    yield Part(f"{path}.attn.gated_norm.weight", values[:1], values[1:])
+
+
+def mamba_linears(spec: ModelSpec) -> tuple[Linear, ...]:
+    """Return the linear layers of Mamba-2, `out` last.
+
+    A rank of tp has heads of all but `bc`, the keys and queries of groups, which it has whole.
+    """
+    stream, values = (spec.dim, "dim"), (spec.mamba_heads * spec.mamba_head_dim, "heads")
+    of_groups = 2 * spec.mamba_groups * spec.mamba_state, "latent"
+    columns = {"z": values, "x": values, "bc": of_groups, "dt": (spec.mamba_heads, "heads")}
+    first = (Linear(f"attn.{name}", side, stream, False) for name, side in columns.items())
+    return (*first, Linear("attn.out", stream, values, False))
 
 
 def attention_linears(spec: ModelSpec) -> tuple[Linear, ...]:

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from meshwright.spec.mixers import Matrix, Mixer, PairScores
 
-# Tokens of a chunk of the delta rule's kernels.
-DELTA_CHUNK: Final = 64
+# Tokens of a chunk of the recurrences that are computed here, as of the delta rule's kernels.
+CHUNK: Final = 64
 
 
 def _delta_flops(heads: int, keys: int, values: int) -> int:
@@ -22,7 +22,7 @@ def _delta_flops(heads: int, keys: int, values: int) -> int:
     Within: keys with keys, queries with keys, and the triangular system applied to keys and to
     values, then scores with values. With the state: for keys, for queries, and its update.
     """
-    within = DELTA_CHUNK * (6 * keys + 4 * values)
+    within = CHUNK * (6 * keys + 4 * values)
     return heads * (within + 6 * keys * values)
 
 
@@ -32,8 +32,18 @@ def chunk_flops(heads: int, key_heads: int, key_dim: int, value_dim: int) -> flo
     Products of queries and keys with the keys of a chunk, which heads share; of each head a
     triangular system, the product of scores with what it gives, and three products with the state.
     """
-    by_head = 6 * key_dim * value_dim + 3 * DELTA_CHUNK * value_dim
-    return float(heads * by_head + key_heads * 4 * DELTA_CHUNK * key_dim)
+    by_head = 6 * key_dim * value_dim + 3 * CHUNK * value_dim
+    return float(heads * by_head + key_heads * 4 * CHUNK * key_dim)
+
+
+def state_space_flops(heads: int, groups: int, key_dim: int, value_dim: int) -> float:
+    """Return those of Mamba-2's recurrence as `models.state_space` computes it.
+
+    Products of queries and keys of a chunk, which the heads of a group share; of each head their
+    product with what tokens write, and two products with the state.
+    """
+    by_head = 4 * key_dim * value_dim + 2 * CHUNK * value_dim
+    return float(heads * by_head + groups * 2 * CHUNK * key_dim)
 
 
 def _states(heads: int, keys: int, values: int, chunk: int) -> int:
@@ -67,9 +77,7 @@ class Delta(NamedTuple):
             vectors=2 * heads + through * self.kernel + self.value_dim,
             flops=flops + 2 * through * self.kernel,
             # What the convolution takes and makes, the gate, the recurrence's result.
-            saved=2 * through
-            + 2 * values
-            + _states(heads, self.key_dim, self.value_dim, DELTA_CHUNK),
+            saved=2 * through + 2 * values + _states(heads, self.key_dim, self.value_dim, CHUNK),
         )
 
 
@@ -103,7 +111,7 @@ class KimiDelta(NamedTuple):
             matrices=(*columns, *gates, beta, out),
             vectors=3 * width * self.kernel + width + self.heads + low,
             flops=flops + 2 * 3 * width * self.kernel,
-            saved=6 * width + 3 * width + _states(self.heads, low, low, DELTA_CHUNK),
+            saved=6 * width + 3 * width + _states(self.heads, low, low, CHUNK),
         )
 
 

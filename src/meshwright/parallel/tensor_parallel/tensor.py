@@ -20,6 +20,7 @@ from meshwright.models.attention import NormPair, Project
 from meshwright.models.context import Context
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
+from meshwright.models.mamba import Mamba2
 from meshwright.models.norms import RMSNorm
 from meshwright.models.ops import factor, returned, widened
 from meshwright.parallel.tensor_parallel.deferred import ALONE, Deferral, linear, linears, local
@@ -113,6 +114,24 @@ def cut_latent(attention: LatentAttention, deferral: Deferral) -> None:
     inner = [attention.kv_b, *([] if attention.q_a is None else [attention.q_b])]
     for module in inner:
         ColumnLinear.take_over(module, ALONE, deferral)
+
+
+def cut_groups(mamba: Mamba2, link: Link) -> None:
+    """Let Mamba-2 compute this rank's heads, from the keys and queries of their groups.
+
+    Ranks that share a group sum over it in one message with those of other groups.
+    """
+    _, groups = mamba.groups
+    index = link.rank * groups // link.size
+    mamba.groups = index, max(groups // link.size, 1)
+    if groups % link.size == 0:
+        return
+
+    def sums(part: Tensor) -> Tensor:
+        spread = F.pad(part, (index, groups - 1 - index))
+        return all_reduce(spread, link)[..., index : index + 1]
+
+    mamba.gated_norm.sums = sums
 
 
 class _NormOverRanks(torch.autograd.Function):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from types import ModuleType
 
-from meshwright.program.layers import attention, delta, mixers, mlp, moe
+from meshwright.program.layers import attention, delta, mamba, mixers, mlp, moe
 from meshwright.program.layers.norms import with_norm_workspaces, with_norms
 from meshwright.program.layers.workspace import Workspace, mask_bytes
 from meshwright.program.lower import Program
@@ -18,7 +19,7 @@ def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
     """Yield the operations of a kind of layer on a rank."""
     if kind.mixes:
         attends = attention.operations(program, sizes, kind, cp_rank) if kind.attends else ()
-        recurs = delta.operations(program, sizes) if kind.delta else ()
+        recurs = _recurrence(kind).operations(program, sizes) if kind.recurs else ()
         mixer = () if kind.mixer is None else mixers.operations(program, sizes, kind.mixer)
         yield from with_norms(program, sizes, "attn", chain(recurs, attends, mixer))
     if kind.feeds:
@@ -26,6 +27,11 @@ def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
         shares = program.model.parallel_residual
         ops = feeding.operations(program, sizes)
         yield from with_norms(program, sizes, "mlp", ops, shares_input=shares)
+
+
+def _recurrence(kind: LayerSpec) -> ModuleType:
+    """Return the table of a layer's recurrence."""
+    return delta if kind.delta else mamba
 
 
 def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspace]:
@@ -43,7 +49,7 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
         yield from with_norm_workspaces(program, sizes, "mlp", needs)
     if kind.mixes:
         mixer = () if kind.mixer is None else mixers.backward_workspaces(program, sizes, kind.mixer)
-        recurs = delta.backward_workspaces(program, sizes) if kind.delta else ()
+        recurs = _recurrence(kind).backward_workspaces(program, sizes) if kind.recurs else ()
         attends = attention.backward_workspaces(program, sizes, kind) if kind.attends else ()
         needs = chain(mixer, recurs, attends)
         yield from with_norm_workspaces(program, sizes, "attn", needs)

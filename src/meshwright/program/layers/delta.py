@@ -20,7 +20,7 @@ from meshwright.program.lower import Program
 from meshwright.program.saved import Op
 from meshwright.program.sizes import Sizes
 from meshwright.spec.parts import DeltaWidths, delta_linears, delta_shape
-from meshwright.spec.recurrences import DELTA_CHUNK, chunk_flops
+from meshwright.spec.recurrences import CHUNK, chunk_flops
 
 _WIDE: Final = 4
 # Tensors of a chunk that the backward of the rule has at once, in fp32: of the size of values, of
@@ -61,7 +61,7 @@ def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
 def state_bytes(program: Program, sizes: Sizes, chunks: int | None = None) -> int:
     """Return the bytes of the states before a sequence's chunks, or of so many."""
     model = program.model
-    count = -(-program.sequence // DELTA_CHUNK) if chunks is None else chunks
+    count = -(-program.sequence // CHUNK) if chunks is None else chunks
     state = model.delta_heads // program.layout.tp * model.delta_key_dim * model.delta_value_dim
     return sizes.rows * count * state * _WIDE
 
@@ -97,7 +97,7 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
 def _chunk_bytes(program: Program, sizes: Sizes) -> int:
     """Return the temporary bytes of a chunk's backward."""
     widths = DeltaWidths.of(program.model, program.layout.tp)
-    length = min(DELTA_CHUNK, program.sequence)
+    length = min(CHUNK, program.sequence)
     numbers = _OF_VALUES * widths.values + _OF_KEYS * widths.keys
     numbers += _OF_PAIRS * length * (widths.ba // 2)
     of_tokens = sizes.rows * length * numbers * _WIDE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from meshwright.spec.families.bamba import BAMBA
 from meshwright.spec.families.base import Family
 from meshwright.spec.families.deepseek_v3 import DEEPSEEK_V3
 from meshwright.spec.families.dots1 import DOTS1
@@ -14,6 +15,7 @@ from meshwright.spec.families.gemma3 import GEMMA3
 from meshwright.spec.families.glm4_moe import GLM4_MOE
 from meshwright.spec.families.gpt_oss import GPT_OSS
 from meshwright.spec.families.granite import GRANITE
+from meshwright.spec.families.granitemoehybrid import GRANITEMOEHYBRID
 from meshwright.spec.families.llama import LLAMA
 from meshwright.spec.families.minimax_m2 import MINIMAX_M2
 from meshwright.spec.families.mistral import MISTRAL
@@ -39,6 +41,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GPT_OSS),
         *(SEED_OSS, GEMMA, STARCODER2, GLM4_MOE, DOTS1, MINIMAX_M2),
-        QWEN3_NEXT,
+        *(QWEN3_NEXT, GRANITEMOEHYBRID, BAMBA),
     )
 }

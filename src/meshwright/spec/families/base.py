@@ -59,6 +59,12 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
         "delta_key_dim": 0,
         "delta_value_dim": 0,
         "delta_kernel": 0,
+        "mamba_heads": 0,
+        "mamba_head_dim": 0,
+        "mamba_groups": 0,
+        "mamba_state": 0,
+        "mamba_kernel": 0,
+        "mamba_dt_limit": None,
     }
 )
 
@@ -84,6 +90,8 @@ NEWEST: Final = frozenset(
         *("swiglu_limit", "swiglu_alpha"),
         *("attention_gate", "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim"),
         "delta_kernel",
+        *("mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state", "mamba_kernel"),
+        "mamba_dt_limit",
     }
 )
 
@@ -94,7 +102,9 @@ class Key(NamedTuple):
     Where `default` is the name of a field, absence means the value of that one. An `optional`
     number may be null, an `inverse root` is a whole number n for `n ** -0.5`. A `count` may be 0,
     an `optional size` is null for 0, `experts` are so many times an expert's width, a key before. A
-    `norm of heads` is a flag for a norm over each head.
+    `norm of heads` is a flag for a norm over each head. An `expansion` is how many widths all heads
+    of Mamba-2 have, a key after their number; a `head of expansion` is the size of one, or "auto".
+    `limits` are two numbers, the second of which may be infinite if the first is 0.
     """
 
     ours: str
@@ -109,6 +119,9 @@ class Key(NamedTuple):
         "inverse root",
         "experts",
         "norm of heads",
+        "expansion",
+        "head of expansion",
+        "limits",
     ]
     default: Any
 
@@ -124,8 +137,9 @@ class Family:
     `written` what is only written, `inert` the values under which a key changes nothing. `modules`
     has the stored name of each of our modules, `{}` for the layer, or of a parameter; several with
     one name are stored together, one below the other, or those in `by_head` head by head. With
-    `fused_experts` a layer's experts are one tensor, transposed, the outputs of gate and up
-    in turn. `buffers` are stored names that are no parameters.
+    `fused_experts` a layer's experts are one tensor: "stacked", of each the rows of gate above
+    those of up, or transposed, the outputs of gate and up "in turn". `buffers` are stored names
+    that are no parameters.
     """
 
     name: str
@@ -153,7 +167,7 @@ class Family:
     # Fields that add up to `head_dim`.
     head_dim_parts: tuple[str, ...] = ()
     by_head: frozenset[str] = frozenset()
-    fused_experts: bool = False
+    fused_experts: Literal["in turn", "stacked"] | None = None
     buffers: re.Pattern[str] = re.compile(r"(?!)")
     heads: tuple[str, ...] = ("lm_head.weight",)
     # Defaults of the rotated share and the base, and further keys that spell them.

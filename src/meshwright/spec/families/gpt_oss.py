@@ -65,7 +65,7 @@ GPT_OSS: Final = Family(
         "mlp.experts.down.weight": f"{_EXPERTS}.down_proj",
         "mlp.experts.down.bias": f"{_EXPERTS}.down_proj_bias",
     },
-    fused_experts=True,
+    fused_experts="in turn",
     sizes=sizes_of(201088, 2880, 2880, 36, 64, 131072),
     keys=(
         *llama_keys(kv_heads=8, head_dim=64, eps=1e-5),

@@ -31,6 +31,13 @@ def _granite(dim: int, heads: int, ffn: int, attention: float, logits: float) ->
     )
 
 
+MULTIPLIERS: Final = (
+    Key("embedding_scale", "embedding_multiplier", "number", 1.0),
+    Key("residual_scale", "residual_multiplier", "number", 1.0),
+    Key("attention_scale", "attention_multiplier", "number", 1.0),
+    Key("logits_divisor", "logits_scaling", "number", 1.0),
+)
+
 GRANITE: Final = Family(
     name="granite",
     model_type="granite",
@@ -40,21 +47,9 @@ GRANITE: Final = Family(
     keys=(
         *llama_keys(),
         *BIASES,
-        Key("embedding_scale", "embedding_multiplier", "number", 1.0),
-        Key("residual_scale", "residual_multiplier", "number", 1.0),
-        Key("attention_scale", "attention_multiplier", "number", 1.0),
-        Key("logits_divisor", "logits_scaling", "number", 1.0),
+        *MULTIPLIERS,
     ),
-    free=frozenset(
-        {
-            "attention_bias",
-            "mlp_bias",
-            "embedding_scale",
-            "residual_scale",
-            "attention_scale",
-            "logits_divisor",
-        }
-    ),
+    free=frozenset({"attention_bias", "mlp_bias", *(key.ours for key in MULTIPLIERS)}),
     defaults={"attention_scale": 1.0},
     inert={"sliding_window": (), "hidden_dropout": (0.0,)},
     # HF configs of ibm-granite/granite-3.3-2b-instruct and -8b-instruct.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from meshwright.errors import ConfigError, refusal
 
@@ -12,6 +12,8 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 LINEAR: Final = "linear_attention"
 _KINDS: Final = (FULL, SLIDING)
+# What transformers called kinds of layers before.
+_OLD_NAMES: Final = {"mamba": LINEAR, "attention": FULL}
 _ROTATES: Final = "no_rope_layers"
 _STEP: Final = "decoder_sparse_step"
 _DENSE: Final = "mlp_only_layers"
@@ -19,15 +21,19 @@ _DENSE: Final = "mlp_only_layers"
 T = TypeVar("T", bound=Hashable)
 
 
+Recurrence = Literal["delta", "mamba"]
+"""What a layer has in place of attention: Gated DeltaNet, or Mamba-2."""
+
+
 class StoredLayer(NamedTuple):
-    """A layer's window in tokens (None: it sees all), and whether it rotates queries and keys, has
-    one MLP where other layers have experts, and has Gated DeltaNet in place of attention.
+    """A layer's window in tokens (None: it sees all), whether it rotates queries and keys and has
+    one MLP where other layers have experts, and what it has in place of attention.
     """
 
     window: int | None = None
     rotary: bool = True
     dense: bool = False
-    delta: bool = False
+    recurrence: Recurrence | None = None
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,13 @@ class LayerKeys:
     layers share the window. `switch` names a key that must be true for any layer to have a window.
     With `rotates`, the family has the key `no_rope_layers`, a list with 1 for each layer that
     rotates and 0 for the others. With `sparse`, it has `decoder_sparse_step` (every how many layers
-    one has experts) and `mlp_only_layers` (the layers without experts). With an `interval`, the
-    default of `full_attention_interval`, layers have linear attention, but each so many-th.
+    one has experts) and `mlp_only_layers` (the layers without experts).
+
+    With a `recurrence`, layers that `layer_types` calls by the first of `names` have it, the others
+    attention. Where a file has no such list, each `interval`-th layer attends, the default of
+    `full_attention_interval`; 0: none does. `rotates_by` is a key that is "rope" if these rotate.
+    In place of `layer_types`, a family may have a key `attending` with the numbers of the layers
+    that attend.
     """
 
     window: int | None = None
@@ -48,7 +59,11 @@ class LayerKeys:
     switch: str = ""
     rotates: bool = False
     sparse: bool = False
+    recurrence: Recurrence | None = None
     interval: int = 0
+    names: tuple[str, str] = (LINEAR, FULL)
+    rotates_by: str = ""
+    attending: str = ""
 
     def read(self, config: Mapping[str, Any], count: int) -> tuple[StoredLayer, ...]:
         """Return for each of `count` layers its window, whether it rotates, whether it has one MLP.
@@ -62,7 +77,12 @@ class LayerKeys:
             raise ConfigError(refusal(rule, legal=[FULL]))
         layers = zip(kinds, self._rotates(config, count), self._dense(config, count), strict=True)
         return tuple(
-            StoredLayer(window if kind == SLIDING else None, rotary, dense, kind == LINEAR)
+            StoredLayer(
+                window if kind == SLIDING else None,
+                rotary or kind == LINEAR,
+                dense,
+                self.recurrence if kind == LINEAR else None,
+            )
             for kind, rotary, dense in layers
         )
 
@@ -73,14 +93,12 @@ class LayerKeys:
         rule = f"model.layer_pattern cannot be written as {family}:"
         if len(sizes) > 1:
             raise ConfigError(f"{rule} its windows have one size, but these have {sizes}")
-        if not self.rotates and not all(layer.rotary for layer in layers):
-            raise ConfigError(f"{rule} all of its layers rotate")
-        if self.interval:
+        if self.recurrence:
             if sizes:
                 raise ConfigError(f"{rule} none of its layers has a window")
-            return self._sparse([*layers], rule) | {
-                "layer_types": [LINEAR if layer.delta else FULL for layer in layers]
-            }
+            return self._sparse([*layers], rule) | self._recurrent(layers, rule)
+        if not self.rotates and not all(layer.rotary for layer in layers):
+            raise ConfigError(f"{rule} all of its layers rotate")
         # Without a switch, transformers asks for a window even if no layer has it.
         unused = None if self.switch or self.is_windowed is None else self.window
         keys: dict[str, Any] = {"sliding_window": sizes[0] if sizes else unused}
@@ -98,6 +116,19 @@ class LayerKeys:
             keys[_ROTATES] = [int(layer.rotary) for layer in layers]
         return keys | self._sparse(layers, rule)
 
+    def _recurrent(self, layers: Sequence[StoredLayer], rule: str) -> dict[str, Any]:
+        """Return the keys that say which layers have a recurrence, and whether others rotate."""
+        recurrent, attending = self.names
+        kinds = [recurrent if layer.recurrence else attending for layer in layers]
+        rotations = {layer.rotary for layer in layers if not layer.recurrence}
+        if rotations == {True, False} or (False in rotations and not self.rotates_by):
+            which = "or none" if self.rotates_by else "of its layers with attention"
+            raise ConfigError(f"{rule} all {which} rotate")
+        position = {self.rotates_by: "nope" if False in rotations else "rope"}
+        numbers = [index for index, layer in enumerate(layers) if not layer.recurrence]
+        listed = {self.attending: numbers} if self.attending else {"layer_types": kinds}
+        return listed | (position if self.rotates_by else {})
+
     def _sparse(self, layers: Sequence[StoredLayer], rule: str) -> dict[str, Any]:
         """Return the keys that say which layers have experts."""
         if self.sparse:
@@ -114,11 +145,7 @@ class LayerKeys:
         period = 1 if period is None else period
         if isinstance(period, bool) or not isinstance(period, int) or period < 1:
             raise ConfigError(f"{_STEP} = {period!r} must be a whole number of at least 1")
-        dense_layers = [] if dense_layers is None else dense_layers
-        if not isinstance(dense_layers, list) or not all(
-            type(layer) is int for layer in dense_layers
-        ):
-            raise ConfigError(f"{_DENSE} = {dense_layers!r} must be a list of numbers of layers")
+        dense_layers = _numbers(dense_layers, _DENSE)
         return [layer in dense_layers or (layer + 1) % period != 0 for layer in range(count)]
 
     def _window(self, config: Mapping[str, Any]) -> int | None:
@@ -133,7 +160,7 @@ class LayerKeys:
 
     def _kinds(self, config: Mapping[str, Any], count: int, window: int | None) -> Sequence[str]:
         layer_types = config.get("layer_types")
-        if self.interval:
+        if self.recurrence:
             return self._linear(config, layer_types, count)
         if self.is_windowed is None:
             kind = FULL if window is None else SLIDING
@@ -154,8 +181,14 @@ class LayerKeys:
 
     def _linear(self, config: Mapping[str, Any], layer_types: object, count: int) -> Sequence[str]:
         """Return the kinds of layers, of which some have linear attention."""
+        if self.attending:
+            numbers = _numbers(config.get(self.attending), self.attending)
+            return [FULL if layer in numbers else LINEAR for layer in range(count)]
         if layer_types is not None:
-            return _listed(layer_types, (FULL, LINEAR), count)
+            kinds = _listed(layer_types, (FULL, LINEAR, *_OLD_NAMES), count)
+            return [_OLD_NAMES.get(kind, kind) for kind in kinds]
+        if not self.interval:
+            return [LINEAR] * count
         interval = config.get("full_attention_interval")
         interval = self.interval if interval is None else interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
@@ -163,6 +196,8 @@ class LayerKeys:
         return [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
 
     def _rotates(self, config: Mapping[str, Any], count: int) -> Sequence[bool]:
+        if self.rotates_by:
+            return [config.get(self.rotates_by) == "rope"] * count
         if not self.rotates:
             return [True] * count
         listed = config.get(_ROTATES)
@@ -207,6 +242,14 @@ def _listed(layer_types: object, legal: Sequence[str], count: int) -> Sequence[s
     if unknown := sorted({str(kind) for kind in kinds} - set(legal)):
         raise ConfigError(refusal(f"layer_types has {unknown}: not supported", legal=legal))
     return [str(kind) for kind in kinds]
+
+
+def _numbers(listed: object, key: str) -> Sequence[int]:
+    """Return the numbers of layers that a file lists, none where it has no such key."""
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise ConfigError(f"{key} = {listed!r} must be a list of numbers of layers")
+    return listed
 
 
 def _of_length(listed: object, key: str, count: int) -> Sequence[Any]:

@@ -95,7 +95,7 @@ QWEN3_NEXT: Final = Family(
         **_SIZES,
         **_EXPERTS,
     },
-    layers=LayerKeys(sparse=True, interval=_INTERVAL),
+    layers=LayerKeys(sparse=True, recurrence="delta", interval=_INTERVAL),
     by_head=frozenset({"attn.q", "attn.gate"}),
     inert={"hidden_dropout": (0.0,)},
     renamed={"num_experts": "num_local_experts"},

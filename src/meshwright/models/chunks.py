@@ -1,0 +1,196 @@
+"""Chunks of tokens of a recurrence whose state each token decays, writes to and reads.
+
+Each head has a state, a matrix `[key_dim, value_dim]`. A token with decay g <= 0 makes of a state S
+`exp(g) S + k w'`, where k is its key and w what it writes, and reads it with its query. Heads of
+values that share a head of keys share its products. `models.delta_rule` and `models.state_space`
+differ in what a token writes: the rest, forward and backward, is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.models.ops import widened
+from meshwright.spec.recurrences import CHUNK
+
+
+class Decays(NamedTuple):
+    """How much is left: `within` `[batch, key_heads, shared, i, j]` at i of what j wrote, and by
+    token `[batch, key_heads, seq, shared, 1]` of the first state at a token (`enters`) and of a
+    token at the end (`leaves`); `passes` is that of the first state at the end.
+    """
+
+    within: Tensor
+    enters: Tensor
+    leaves: Tensor
+    passes: Tensor
+
+    @classmethod
+    def of(cls, decay: Tensor, key_heads: int, segments: Tensor | None, tokens: slice) -> Decays:
+        """Return those of some tokens of decays `[batch, seq, heads]`, segments `[batch, seq]`."""
+        steps = torch.unflatten(widened(decay[:, tokens]), 2, (key_heads, -1)).permute(0, 2, 3, 1)
+        size = steps.shape[-1]
+        seen = torch.ones(size, size, dtype=torch.bool, device=steps.device).tril_()
+        before = None
+        if segments is not None:  # the first state is of the segment of the token before
+            before = segments[:, max(tokens.start - 1, 0)]
+            segments = segments[:, tokens]
+            together = segments[:, :, None] == segments[:, None, :]
+            seen = (seen & together)[:, None, None]
+        # Sums from j to i by themselves: as differences of two sums from the start, those of few
+        # tokens would lose the digits that the decays of many tokens before them take up.
+        within = steps[..., None].expand(*steps.shape, size).tril(-1).cumsum_(-2)
+        within = within.masked_fill_(~seen, -torch.inf).exp_()
+        leaves = within[..., -1, :].transpose(2, 3)[..., None]
+        enters = steps.cumsum(-1).exp_().transpose(2, 3)[..., None]
+        passes = enters[:, :, -1:].clone()
+        if segments is not None and before is not None:
+            enters *= _mask(segments == before[:, None])
+            passes *= _mask(segments[:, -1:] == before[:, None])
+        return cls(within, enters, leaves, passes)
+
+
+class Decayed(NamedTuple):
+    """Gradients times what was decayed, by where: `pairs` of tokens `[batch, key_heads, shared, i,
+    j]`, and the others as in `Decays`.
+
+    A decay applies to all that passes its token. What passes it is added up without differences of
+    sums, in which the small gradients of strong decays would be lost.
+    """
+
+    pairs: Tensor
+    entering: Tensor
+    leaving: Tensor
+    passing: Tensor
+
+    def to_decay(self) -> Tensor:
+        """Return the gradient of decays `[batch, key_heads, seq, shared, 1]`."""
+        after = self.pairs.flip(-2).cumsum(-2).flip(-2)
+        passing_by = after.tril_(-1).sum(-1).transpose(2, 3)[..., None]
+        passing_by += self.entering.flip(2).cumsum(2).flip(2) + self.passing
+        passing_by[:, :, 1:] += self.leaving[:, :, :-1].cumsum(2)
+        return passing_by
+
+
+class Gradients(NamedTuple):
+    """The gradients of a chunk: of query and key `[batch, key_heads, seq, key_dim]`, and of the
+    first state.
+    """
+
+    query: Tensor
+    key: Tensor
+    state: Tensor
+    decayed: Decayed
+
+
+class Reads(NamedTuple):
+    """The queries and keys of a chunk's tokens `[batch, key_heads, seq, key_dim]`, and its decays.
+
+    What tokens write and read is `[batch, key_heads, seq, shared, value_dim]`.
+    """
+
+    query: Tensor
+    key: Tensor
+    decays: Decays
+
+    def scores(self) -> Tensor:
+        """Return the decayed products of queries and keys `[batch, key_heads, shared, i, j]`."""
+        return (self.query @ self.key.mT)[:, :, None] * self.decays.within
+
+    def read(self, state: Tensor, written: Tensor) -> Tensor:
+        """Return what tokens read, `[batch, seq, heads, value_dim]`."""
+        read = self.decays.enters * through(self.query, state)
+        read += mixed(self.scores(), written)
+        return by_token(read)
+
+    def next(self, state: Tensor, written: Tensor) -> Tensor:
+        """Return the state after the chunk."""
+        return state * self.decays.passes + outer(self.key, self.decays.leaves * written)
+
+    def to_written(self, scores: Tensor, grad: Tensor, from_next: Tensor) -> Tensor:
+        """Return the gradient of what tokens write; `from_next` is `through(key, to_next)`."""
+        return mixed(scores.mT, grad).add_(self.decays.leaves * from_next)
+
+    def backward(
+        self,
+        grad: Tensor,
+        state: Tensor,
+        to_next: Tensor,
+        written: Tensor,
+        scores: Tensor,
+        from_next: Tensor,
+    ) -> Gradients:
+        """Return the gradients for what is written; `grad` is that of what tokens read."""
+        q, k, decays = self.query, self.key, self.decays
+        to_scores = pairs(grad, written)
+        entering = decays.enters * (grad * through(q, state)).sum(-1, keepdim=True)
+        leaving = decays.leaves * (written * from_next).sum(-1, keepdim=True)
+        passing = decays.passes * (state * to_next).sum((2, 4), keepdim=True)
+        decayed = Decayed(to_scores * scores, entering, leaving, passing)
+        # Of the products of queries and keys, over the heads that share them.
+        across = to_scores.mul_(decays.within).sum(2)
+        read_grad = decays.enters * grad
+        to_q = across @ k + back(read_grad, state)
+        to_k = across.mT @ q + back(decays.leaves * written, to_next)
+        return Gradients(to_q, to_k, decays.passes * to_next + outer(q, read_grad), decayed)
+
+
+def by_token(x: Tensor) -> Tensor:
+    """Return x `[batch, key_heads, seq, shared, dim]` as `[batch, seq, heads, dim]`."""
+    return x.transpose(1, 2).flatten(2, 3)
+
+
+def slices(x: Tensor) -> Iterator[slice]:
+    """Yield the tokens of each chunk of x `[batch, seq, ...]`; the last may have fewer."""
+    for start in range(0, x.shape[1], CHUNK):
+        yield slice(start, min(start + CHUNK, x.shape[1]))
+
+
+def chunks(x: Tensor) -> int:
+    """Return the number of chunks of x `[batch, seq, ...]`."""
+    return -(-x.shape[1] // CHUNK)
+
+
+def state_shape(key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """Return the shape of the states that keys `[batch, seq, key_heads, key_dim]` write."""
+    heads = key.shape[2]
+    return key.shape[0], heads, key.shape[3], value.shape[2] // heads, value.shape[3]
+
+
+def by_key_head(x: Tensor, key_heads: int) -> Tensor:
+    """Return x `[batch, seq, heads, dim]` as `[batch, key_heads, seq, shared, dim]`."""
+    return torch.unflatten(widened(x), 2, (key_heads, -1)).transpose(1, 2)
+
+
+def _mask(tokens: Tensor) -> Tensor:
+    """Return a mask `[batch, seq]` as `[batch, 1, seq, 1, 1]`."""
+    return tokens[:, None, :, None, None]
+
+
+def through(x: Tensor, state: Tensor) -> Tensor:
+    """Return what queries or keys `[..., seq, key_dim]` read of a state."""
+    return torch.unflatten(x @ state.flatten(-2), -1, state.shape[-2:])
+
+
+def outer(x: Tensor, values: Tensor) -> Tensor:
+    """Return the state that keys `[..., seq, key_dim]` write with values."""
+    return torch.unflatten(x.mT @ values.flatten(-2), -1, values.shape[-2:])
+
+
+def back(values: Tensor, state: Tensor) -> Tensor:
+    """Return the gradient of queries or keys from that of what they read of a state."""
+    return values.flatten(-2) @ state.flatten(-2).mT
+
+
+def mixed(matrix: Tensor, values: Tensor) -> Tensor:
+    """Return a matrix `[..., shared, i, j]` times values `[..., seq, shared, value_dim]`."""
+    return (matrix @ values.transpose(2, 3)).transpose(2, 3)
+
+
+def pairs(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products `[..., shared, i, j]` of values with values."""
+    return a.transpose(2, 3) @ b.transpose(2, 3).mT

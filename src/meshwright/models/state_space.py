@@ -1,0 +1,204 @@
+"""The state-space recurrence of Mamba-2 by chunks, forward and backward: arXiv:2405.21060.
+
+Each head has a state, a matrix `[key_dim, value_dim]`. A token with key k (B), value v (x), decay
+g <= 0 and step d makes of a state S `exp(g) S + k (d v)'`, reads it with its query (C), and adds
+its own value times a skip of the head (D). Heads of a group share queries and keys. Only states
+pass from chunk to chunk, by `models.chunks`. Kept for the backward are the arguments and each
+chunk's first state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.models.chunks import (
+    Decays,
+    Reads,
+    by_key_head,
+    by_token,
+    chunks,
+    slices,
+    state_shape,
+    through,
+)
+from meshwright.models.ops import widened
+
+
+@torch.library.custom_op(
+    "meshwright::state_space",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor step, Tensor skip,"
+    " Tensor? segments=None, Tensor? state=None) -> (Tensor, Tensor, Tensor)",
+)
+def state_space(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    step: Tensor,
+    skip: Tensor,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what queries read with skips, the state before each chunk, and the last state.
+
+    query and key `[batch, seq, groups, key_dim]`, value `[batch, seq, heads, value_dim]`, of which
+    the result has shape and dtype; all is computed in fp32 at least. decay (of the logarithm) and
+    step `[batch, seq, heads]`, skip `[heads]`. Where `segments` int `[batch, seq]` change, the
+    state is zero again. `state` `[batch, groups, key_dim, heads / groups, value_dim]` is the first
+    one; None: zero.
+    """
+    shape = state_shape(key, value)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    last = value.new_zeros(shape, dtype=wide) if state is None else state.to(wide, copy=True)
+    states = value.new_empty((chunks(key), *shape), dtype=wide)
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    skips = widened(skip)[:, None]
+    for index, tokens in enumerate(slices(key)):
+        states[index] = last
+        chunk = _Chunk.of(query, key, value, decay, step, segments, tokens)
+        written = chunk.step * chunk.value
+        read = chunk.reads.read(last, written)
+        out[:, tokens] = read.addcmul_(widened(value[:, tokens]), skips)
+        last = chunk.reads.next(last, written)
+    return out, states, last
+
+
+@torch.library.custom_op(
+    "meshwright::state_space_backward",
+    mutates_args=(),
+    schema="(Tensor? grad, Tensor? to_last, Tensor query, Tensor key, Tensor value, Tensor decay,"
+    " Tensor step, Tensor skip, Tensor? segments, Tensor states)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def state_space_backward(
+    grad: Tensor | None,
+    to_last: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    step: Tensor,
+    skip: Tensor,
+    segments: Tensor | None,
+    states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value, decay, step, skip and the first state.
+
+    `grad` and `to_last` are those of the result and the last state; None: zero.
+    """
+    given = query, key, value, decay, step
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+    to_skip = torch.zeros_like(skip, dtype=states.dtype)
+    to_state = torch.zeros_like(states[0]) if to_last is None else to_last.to(states.dtype)
+    grad = torch.zeros_like(value) if grad is None else grad
+    skips = widened(skip).view(key.shape[2], 1, -1, 1)
+    for index, tokens in reversed(list(enumerate(slices(key)))):
+        chunk = _Chunk.of(*given, segments, tokens)
+        to_out = by_key_head(grad[:, tokens], key.shape[2])
+        to_skip += (to_out * chunk.value).sum((0, 2, 4)).flatten()
+        *chunk_grads, to_state = chunk.backward(to_out, skips, states[index], to_state)
+        for total, chunk_grad in zip(grads, chunk_grads, strict=True):
+            total[:, tokens] = chunk_grad
+    return *grads, to_skip.to(skip.dtype), to_state  # type: ignore[return-value]
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a chunk, in fp32 at least.
+
+    value `[batch, groups, seq, shared, value_dim]`, step alike with 1.
+    """
+
+    reads: Reads
+    value: Tensor
+    step: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        step: Tensor,
+        segments: Tensor | None,
+        tokens: slice,
+    ) -> _Chunk:
+        """Return the chunk of some tokens of a call."""
+        groups = key.shape[2]
+        decays = Decays.of(decay, groups, segments, tokens)
+        q, k = (widened(x[:, tokens].transpose(1, 2)) for x in (query, key))
+        steps = by_key_head(step[:, tokens, :, None], groups)
+        return cls(Reads(q, k, decays), by_key_head(value[:, tokens], groups), steps)
+
+    def backward(
+        self, grad: Tensor, skip: Tensor, state: Tensor, to_next: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of a call's arguments, as `[batch, seq, ...]`, and of the state.
+
+        `grad` is that of the result, `to_next` that of the state after the chunk.
+        """
+        written, scores = self.step * self.value, self.reads.scores()
+        from_next = through(self.reads.key, to_next)
+        to_written = self.reads.to_written(scores, grad, from_next)
+        grads = self.reads.backward(grad, state, to_next, written, scores, from_next)
+        to_step = (to_written * self.value).sum(-1, keepdim=True)
+        to_value = to_written.mul_(self.step).addcmul_(grad, skip)
+        to_v, to_decays, to_steps = map(by_token, (to_value, grads.decayed.to_decay(), to_step))
+        to_q, to_k = grads.query.transpose(1, 2), grads.key.transpose(1, 2)
+        return to_q, to_k, to_v, to_decays[..., 0], to_steps[..., 0], grads.state
+
+
+@state_space.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    step: Tensor,
+    skip: Tensor,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = state_shape(key, value)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    states = value.new_empty((chunks(key), *shape), dtype=wide)
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    return out, states, value.new_empty(shape, dtype=wide)
+
+
+@state_space_backward.register_fake
+def _(
+    grad: Tensor | None,
+    to_last: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    step: Tensor,
+    skip: Tensor,
+    segments: Tensor | None,
+    states: Tensor,
+) -> tuple[Tensor, ...]:
+    given = query, key, value, decay, step, skip
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+    return *grads, torch.empty_like(states[0])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, state = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.continues = state is not None
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Any, to_last: Tensor | None) -> Any:
+    *grads, to_state = state_space_backward(grad, to_last, *ctx.saved_tensors)
+    return *grads, None, to_state if ctx.continues else None
+
+
+state_space.register_autograd(_backward, setup_context=_keep)

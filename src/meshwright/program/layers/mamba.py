@@ -1,0 +1,144 @@
+"""Mamba-2: its operations, with FLOPs and saved bytes, workspaces of its backward, and messages.
+
+`models.mamba` and `models.state_space` compute it. Under tp a rank has some of the heads, and the
+keys and queries of all groups, in one region whose messages are attention's. Where ranks share a
+group, the norm of it sums squares over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from meshwright.program.layers.linears import (
+    Inputs,
+    column_workspaces,
+    row_kept,
+    row_workspaces,
+)
+from meshwright.program.layers.workspace import Workspace
+from meshwright.program.lower import Program
+from meshwright.program.messages import Collective, Phase
+from meshwright.program.saved import Op
+from meshwright.program.sizes import Sizes
+from meshwright.spec.parts import mamba_linears, mamba_shape
+from meshwright.spec.recurrences import CHUNK, state_space_flops
+
+_WIDE: Final = 4
+# Tensors of a chunk that the backward of the recurrence has at once, in fp32: of the size of
+# values, of keys, of pairs of tokens, and of states.
+_OF_VALUES: Final = 8
+_OF_KEYS: Final = 6
+_OF_PAIRS: Final = 5
+_OF_STATES: Final = 4
+
+
+def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
+    """Yield the operations of a layer's recurrence on a rank, in the order of its forward."""
+    shape = heads, groups, *_ = mamba_shape(program.model, program.layout.tp)
+    of_values, of_groups = _channels(program, sizes)
+    inputs = Inputs.of_stream(program, sizes)
+    *columns, last = mamba_linears(program.model)
+    for linear in columns:
+        yield from inputs.operations(linear)
+    of_steps = sizes.tokens * heads * _WIDE
+    of_heads = sizes.tokens * heads * sizes.element
+    yield Op("attn.steps", "activation", saved=of_heads, io_bytes=of_heads + 2 * of_steps)
+    channels = of_values, of_groups
+    yield Op("attn.conv", "activation", saved=channels, io_bytes=2 * sum(channels))
+    states = state_bytes(program, sizes)
+    yield Op(
+        "attn.core",
+        "attention",
+        flops=sizes.tokens * state_space_flops(*shape),
+        saved=(*channels, of_steps, of_steps, states),
+        kept=(of_values, states, state_bytes(program, sizes, chunks=1)),
+    )
+    scales = sizes.tokens * groups * _WIDE
+    yield Op(
+        "attn.gated_norm",
+        "norm",
+        saved=(of_values, of_values, scales),
+        kept=_sums_bytes(program, sizes) if shares_groups(program) else 0,
+        normed=2 * of_values,
+    )
+    inside = Inputs(program, sizes, of_values)
+    yield from inside.operations(last, row_kept(program, sizes))
+
+
+def _channels(program: Program, sizes: Sizes) -> tuple[int, int]:
+    """Return the bytes of values, and of the keys and queries of a rank's groups."""
+    heads, groups, state, head_dim = mamba_shape(program.model, program.layout.tp)
+    line = sizes.tokens * sizes.element
+    return line * heads * head_dim, line * 2 * groups * state
+
+
+def state_bytes(program: Program, sizes: Sizes, chunks: int | None = None) -> int:
+    """Return the bytes of the states before a sequence's chunks, or of so many."""
+    count = -(-program.sequence // CHUNK) if chunks is None else chunks
+    heads, _, state, head_dim = mamba_shape(program.model, program.layout.tp)
+    return sizes.rows * count * heads * state * head_dim * _WIDE
+
+
+def shares_groups(program: Program) -> bool:
+    """Whether several ranks of tp have heads of one group."""
+    return program.model.mamba_groups % program.layout.tp != 0
+
+
+def _sums_bytes(program: Program, sizes: Sizes) -> int:
+    """Return the bytes of a number of each token and group."""
+    return sizes.tokens * program.model.mamba_groups * _WIDE
+
+
+def norm_messages(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
+    """Yield the sums over each group's features, where ranks of tp share groups."""
+    if not passes or not shares_groups(program):
+        return
+    size, often = _sums_bytes(program, sizes), passes * (program.layout.recompute == "full")
+    counts: tuple[tuple[Phase, int, str], ...] = (
+        ("forward", passes, "sum the squares of groups"),
+        ("recompute", often, "sum the squares of groups"),
+        ("backward", passes, "sum what the scales of groups get"),
+    )
+    for phase, count, label in counts:
+        reason = f"{phase}: {label}"
+        yield Collective("all_reduce", "tp", size, count, phase, "layer", reason)
+
+
+def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
+    """Yield the needs of the operations' backward, the last operation first.
+
+    In fp32: of the gated norm the gradient that came and four tensors, or in half precision one
+    more; of a convolution four of its own beside all gradients.
+    """
+    heads = mamba_shape(program.model, program.layout.tp)[0]
+    of_values, of_groups = _channels(program, sizes)
+    wide = _WIDE // sizes.element
+    *columns, last = mamba_linears(program.model)
+    yield from row_workspaces(program, sizes, last)
+    inside = 4 if sizes.element == _WIDE else 5
+    norm = of_values + inside * wide * of_values
+    yield Workspace("attn.gated_norm", norm, ("attn.gated_norm.weight",))
+    of_steps = 2 * sizes.tokens * heads * _WIDE
+    made_bytes = of_values + of_groups + of_steps
+    core = of_values + made_bytes + _chunk_bytes(program, sizes)
+    # Beside the gradient of the gate z.
+    yield Workspace("attn.core", of_values + core, ("attn.skip",))
+    convs = tuple(
+        f"attn.{channels}_conv.{name}" for channels in ("x", "bc") for name in ("weight", "bias")
+    )
+    largest = max(of_values, of_groups)
+    yield Workspace("attn.conv", of_values + made_bytes + 4 * wide * largest, convs)
+    of_gates = of_values + of_values + of_groups + 3 * of_steps
+    yield Workspace("attn.steps", of_gates, ("attn.a_log", "attn.dt_bias"))
+    yield from column_workspaces(program, sizes, columns)
+
+
+def _chunk_bytes(program: Program, sizes: Sizes) -> int:
+    """Return the temporary bytes of a chunk's backward."""
+    heads, groups, state, head_dim = mamba_shape(program.model, program.layout.tp)
+    length = min(CHUNK, program.sequence)
+    numbers = _OF_VALUES * heads * head_dim + _OF_KEYS * groups * state
+    numbers += _OF_PAIRS * length * heads
+    of_tokens = sizes.rows * length * numbers * _WIDE
+    return of_tokens + _OF_STATES * state_bytes(program, sizes, chunks=1)
