@@ -172,7 +172,7 @@ class Conversations:
 
 
 def check_windows(seq_len: int, stride: int, context: int) -> None:
-    """Raise `ConfigError` if `seq_len` exceeds the model's context or `stride` exceeds `seq_len`."""
+    """Raise `ConfigError` unless 1 <= `seq_len` <= `context` and 1 <= `stride` <= `seq_len`."""
     if not 1 <= seq_len <= context:
         raise ConfigError(
             refusal(
