@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-# Repetitions that are made in any case.
+# The minimum number of repetitions.
 _LEAST: Final = 3
 # Seconds of calls of one kind that a GPU gets at once: much more than waiting for it takes.
 _BURST_S: Final = 0.02

@@ -1,4 +1,4 @@
-"""`meshwright bench`: measures this machine, and layouts side by side on it."""
+"""`meshwright bench`: measures this machine, and compares layouts by running them on it."""
 
 from __future__ import annotations
 

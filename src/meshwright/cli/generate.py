@@ -102,5 +102,5 @@ def _run(args: argparse.Namespace, model: TextModel, sampling: Sampling) -> int:
 
 
 def safe(text: str) -> str:
-    """Return a text without terminal control sequences if stdout is a terminal."""
+    """Return a text with terminal control characters escaped if stdout is a terminal."""
     return printable(text) if sys.stdout.isatty() else text

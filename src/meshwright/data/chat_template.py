@@ -43,7 +43,7 @@ class TemplateMarks(NamedTuple):
     turn_end: str
 
 
-# Of the Unicode ranges that are nobody's; the second ones are for conversations with the first.
+# Private-use characters; the second set is for conversations that contain one of the first.
 MARKS: Final = (
     TemplateMarks(*"\ue0f0\ue0f1\ue0f2\ue0f3"),
     TemplateMarks(*"\uf8f0\uf8f1\uf8f2\uf8f3"),
@@ -136,7 +136,7 @@ class _Bounds:
     def begin(self, marks: TemplateMarks, messages: Sequence[Any]) -> None:
         self.marks, self._turns, self._ends = marks, 0, time.monotonic() + _MOST_SECONDS
         self._numbers = {id(message): number for number, message in enumerate(messages)}
-        self._begun: set[int] = set()  # loops that have come to a message
+        self._begun: set[int] = set()  # loops that have reached a message
 
     def turn(self, value: Any, loop: int) -> str:
         """Return the mark of a loop's iteration, or "" if its value is not a message."""
@@ -279,7 +279,7 @@ def _environment(bounds: _Bounds) -> Any:
         "counted": bounds.counted,
         "measured": bounds.measured,
     }
-    # Of a context: what has none is computed once, when the template is compiled.
+    # With a context, since filters without one are evaluated once, when a template is compiled.
     environment.filters["turn"] = pass_context(lambda _, value, loop: bounds.turn(value, loop))
     environment.filters["loop_end"] = pass_context(lambda _, loop: bounds.loop_end(loop))
     environment.globals |= {
@@ -336,7 +336,7 @@ TEMPLATE, CONFIG, SPECIAL = (
     "special_tokens_map.json",
 )
 _TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# Texts by which it is found out what a template does with a message.
+# Probe texts, to find out what a template does with a message.
 _ASKED: Final[Message] = {"role": "user", "content": "a"}
 _SAID: Final[Message] = {"role": ASSISTANT, "content": "b"}
 _PROBE: Final = "probe 5 of what a template writes"

@@ -59,7 +59,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        # As they are written: 0.1 is a tenth.
+        # Decimals as they are written: 0.1 is exactly a tenth.
         exact = [Fraction(repr(weight)) for weight in weights]
         self.shares = tuple(weight / sum(exact) for weight in exact)
         heap: list[tuple[Fraction, int, int | _Pair]] = [

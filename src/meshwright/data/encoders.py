@@ -154,7 +154,7 @@ def _end(written: str, special: re.Pattern[str]) -> int:
     return ends[-1] if ends and not written[ends[-1] :].strip() else len(written)
 
 
-# Turns by which it is found out how a template ends the assistant's: an answer, a call of a tool.
+# Probes of how a template ends the assistant's turns: an answer, and a tool call.
 _ASKED: Final = {"role": "user", "content": "a"}
 _FUNCTION: Final = {"name": "f", "arguments": {"k": "v"}}
 _CALL: Final = {"id": "call00000", "type": "function", "function": _FUNCTION}
@@ -300,7 +300,7 @@ class ChatEncoder:
         if np.isin(ids, self._special_ids).sum() > written:
             raise ValueError("it has a special token in another spelling")
         mask = _covered(np.array(encoding.offsets).reshape(-1, 2), spans, rendered.text)
-        if not mask[1:].any():  # the first token is nobody's target
+        if not mask[1:].any():  # the first token is not a target
             raise ValueError("the template marks no token of it as the assistant's")
         return ids, mask
 

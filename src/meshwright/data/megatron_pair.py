@@ -63,7 +63,7 @@ class MegatronPair:
 def megatron_prefix(path: Path) -> Path | None:
     """Return the path prefix of a pair, given it or either file; None if no index exists."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    # Not `Path.is_file`: a name that is as long as one may be has no room for a suffix.
+    # Not `Path.is_file`, which raises if the name with the suffix is too long.
     return prefix if os.path.isfile(_with(prefix, ".idx")) else None
 
 

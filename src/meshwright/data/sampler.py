@@ -257,7 +257,7 @@ def filled_row(
     for number, (document_ids, mask) in enumerate(documents):
         part = slice(filled, filled + len(document_ids))
         ids[part], trained[part], segments[part] = document_ids, mask, number
-        trained[filled] = False  # it follows nothing that it could be told from
+        trained[filled] = False  # the first token of a document is not predicted
         filled += len(document_ids)
     targets = np.where(trained[1:], ids[1:], IGNORE)
     return ids[:-1].copy(), targets, segments[:-1].copy()
@@ -272,7 +272,7 @@ def best_fit(
     `capacity` tokens.
     """
     rows: list[list[int]] = []
-    spaces: list[int] = []  # those that some row has, in order
+    spaces: list[int] = []  # the free spaces of rows, sorted
     rows_with: dict[int, list[int]] = {}
     order = documents[np.argsort(-lengths[documents], kind="stable")]
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):

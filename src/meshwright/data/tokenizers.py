@@ -29,7 +29,7 @@ from meshwright.spec.resolve import lacks_tokenizer_json
 from meshwright.units import MIB
 
 _LONGEST: Final = 10_000  # characters; those of known tokenizers have some hundred
-# What a pattern is made of: an escape, a class, the begin or end of a group, how often, or.
+# Parts of a regex: an escape or class, start and end of a group, a repetition, an alternative.
 _PART: Final = re.compile(
     r"(?P<atom>\\.|\[(?:\\.|\[:\^?\w+:\]|[^\]\\])*\])|(?P<open>\((?:\?(?:[:=!>]|<[=!]|[a-z-]+:?))?)"
     r"|(?P<close>\))|(?P<often>[*+]|\{\d*,\})(?P<keeps>\+?)|(?P<or>\|)|(?P<other>.)",
@@ -502,7 +502,7 @@ def _likely_ends(tokens: Iterable[str]) -> list[str]:
 
 
 def _how_to_add(file: Path) -> str:
-    """Return the advice and the command that add an end-of-document token to a file."""
+    """Return a hint with the command that adds an end-of-document token to a tokenizer file."""
     add = f"t.add_special_tokens(['{EOS_NAMES[0]}'])"
     code = f"t = Tokenizer.from_file('{file}'); {add}; t.save('{file}')"
     return (

@@ -42,7 +42,7 @@ _TARGETS = {
 _ROTARY = ("rope_scaling", "rope_parameters")
 _IN_ROTARY = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_pct"}
 _BY_RULE = KeyRow(by_rule=True)
-# Without them there is no model.
+# Keys that a model cannot do without.
 _NEEDED = ("model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -85,7 +85,7 @@ def _take_rotary(source: ImportSource, key: str, fields: dict[str, Any]) -> None
             source.honour(key, {"model.rope_scaling": None})
         return
     stated = ["rope_scaling"]
-    tables = {FULL: table, **table}  # what is not in the table of a kind is of all layers
+    tables = {FULL: table, **table}  # settings outside these tables apply to all layers
     for kind, settings in tables.items():
         if kind == SLIDING and isinstance(settings, dict):
             stated.append("layer_pattern")

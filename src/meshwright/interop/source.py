@@ -174,7 +174,7 @@ class ImportSource:
             )
 
     def fill(self, key: str, value: Any, reason: str) -> None:
-        """Set a Meshwright key to a default that the file implies, unless the base config has it."""
+        """Set a Meshwright key to a default that the file implies; the base config wins."""
         self.filled.append(Filled(key, value, reason))
 
     def imply(self, key: str, value: Any, reason: str) -> None:

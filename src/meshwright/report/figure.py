@@ -45,7 +45,7 @@ def joined(parts: Iterable[object], between: str = "") -> Html:
 
 INK, SOFT, GRID, SHADE, HATCH = "#1b2330", "#5a6573", "#e4e8ed", "#f1f3f6", "#b4bcc7"
 PAPER, RED = "#ffffff", "#b3261e"
-# Text on what is light in both themes.
+# Text on backgrounds that are light in both themes.
 BLACK: Final = "#10151d"
 
 _FORWARD, _BACKWARD, _INPUTS, _WEIGHTS = "#02468b", "#f09b48", "#f3de90", "#3aa273"

@@ -18,7 +18,7 @@ from meshwright.spec.parts import parameter_count, trained_parameter_count
 from meshwright.spec.words import busy
 from meshwright.units import counted, format_bytes, format_count
 
-# What is the matter, and what to do.
+# A problem, and what to do about it.
 Advice = tuple[str, str]
 
 # Shares that are worth a word: of the step idle, of it waiting for the batch or for messages, of

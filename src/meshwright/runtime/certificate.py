@@ -312,7 +312,7 @@ class _Runs:
 
 
 def _whole(run: Run) -> Run:
-    """Return a run that reached its last step; raises `StoppedOnRequest` if it was stopped."""
+    """Return the run unchanged; raises `StoppedOnRequest` if it was stopped early."""
     if run.exit_code == EXIT_STOPPED:
         raise StoppedOnRequest("stopped on request: the runs were not compared")
     return run

@@ -36,7 +36,7 @@ class Conditions:
     prices: KnownPrices = field(default_factory=KnownPrices, compare=False)
 
     def plan(self, config: Config) -> Plan:
-        """Return the plan of a config under these conditions."""
+        """Return the plan of a config under these conditions, priced by the right calibration."""
         if self.calibration is None:
             config = as_measured_here(config, self.environ)
         return plan(config, self.top, self.calibration, self.margin, prices=self.prices)

@@ -79,7 +79,7 @@ _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vo
 
 
 def plan_notes(config: Config) -> list[str]:
-    """Return notes on settings of a config that a plan should mention."""
+    """Return the notes to print with a plan: whether model sizes differ from the preset's."""
     note = preset_note(config)
     return [] if note is None else [note]
 

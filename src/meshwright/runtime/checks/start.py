@@ -209,7 +209,7 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
     """
     check_parts(resume.allowed)
     for step in reversed(steps(job.checkpoints)):
-        # A step that is corrupt is the ranks' to set aside: one before it is looked at here.
+        # Ranks set corrupt steps aside; here, the newest readable one counts.
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(step)
             break

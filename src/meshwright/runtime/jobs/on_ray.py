@@ -235,7 +235,7 @@ class _RayNodes:
             raise ConfigError(f"a node could not start its ranks: {error.cause}") from None
 
     def codes(self) -> list[int | None]:
-        """Return the exit code of every rank."""
+        """Return each rank's exit code or None; raises `NodeLost` if an actor is gone."""
         try:
             codes_by_node = self._ray.get([actor.codes.remote() for actor in self._actors])
         except self._ray.exceptions.RayActorError as error:

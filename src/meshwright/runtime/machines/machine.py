@@ -24,7 +24,7 @@ from meshwright.units import MIB
 
 ROOT: Final = Path("/")
 _INTEL: Final = "0x8086"
-# Which variable hides GPUs of whom, in the order in which torch asks.
+# The variables that hide a vendor's GPUs, in the order in which torch reads them.
 _HIDES: Final[Mapping[str, tuple[str, ...]]] = {
     "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
     "AMD": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 RANKS = 2
 SINGLE = "single"  # one rank with the threads of all
-DATA = (SINGLE, "ddp", "zero1", "zero2", "zero3", "bf16")  # each rank reads rows of its own
+DATA = (SINGLE, "ddp", "zero1", "zero2", "zero3", "bf16")  # each rank reads other rows
 CONTEXT = ("ring", "ulysses")  # each rank reads half of each row
 MODES = (SINGLE, "ddp", "zero1", "zero2", "zero3", "tp", "pp", *CONTEXT, "bf16")
 

@@ -62,7 +62,7 @@ from meshwright.units import format_bytes
 _SHOWN: Final = 3  # of the files that differ
 _DIGITS: Final = 12  # of a digest, or more where these are the same
 
-Digests = Mapping[str, str]  # by the name of what they are of
+Digests = Mapping[str, str]  # by the name of the input
 
 
 def refuse_unlike(own_digests: Digests, world: World) -> None:

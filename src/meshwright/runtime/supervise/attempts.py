@@ -251,7 +251,7 @@ def _is_own(word: Word, config: Config, rendezvous: Rendezvous) -> bool:
                 and word.agent != rendezvous.agent
                 and _began(word.parent[0]) != word.parent[1]
             ):
-                return False  # what started it is gone, and its job with it
+                return False  # its launcher is gone, and so is its job
             return word.config == _asked(config)
     return False
 
@@ -314,7 +314,7 @@ def restarted(job: Job, rendezvous: Rendezvous) -> dict[str, Any]:
     return restart_event(job, rendezvous.attempt, cause, time.time(), None)
 
 
-# In these a first step is under way, or has not begun.
+# Phases before the end of a first step.
 _BEFORE: Final = ("start", "load", "data", "forward", "backward", "reduce")
 
 
@@ -332,8 +332,8 @@ class Stopping:
     def look(self) -> None:
         """Handle stop requests since the last call.
 
-        Raises `StoppedOnRequest` to end the ranks at once if nothing is lost by it, or `RankFailed`
-        if the user insisted before they had saved.
+        To end the ranks at once, raises `StoppedOnRequest` if every finished step is saved, else
+        `RankFailed`.
         """
         signals = self._signals
         if not signals.asked or (self._is_answered and signals.repeats == self._repeats):

@@ -30,7 +30,7 @@ class RunLock:
     def __init__(self, path: Path, run: str = "", folder_kind: str = "run folder") -> None:
         self._path, self._run, self._what = path, run, folder_kind
         self.descriptor = -1
-        self.left_by: dict[str, Any] | None = None  # who held it last and did not let go of it
+        self.left_by: dict[str, Any] | None = None  # the last holder, if not released
 
     def __enter__(self) -> RunLock:
         """Take the lock; raises `ConfigError` naming its holder, or if the file is a link."""
