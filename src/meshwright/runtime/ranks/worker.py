@@ -179,7 +179,7 @@ def _raise(argument: str) -> None:
 
 
 def _spoil(argument: str) -> None:
-    """Make the next module return NaN, or `argument`, times its output."""
+    """Multiply the output of the next module by `argument`, by default NaN."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
