@@ -1,1 +1,1 @@
-"""Measures this machine's devices and links, and layouts side by side."""
+"""Measures this machine's devices and links, and compares layouts by running them."""

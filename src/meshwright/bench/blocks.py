@@ -1,6 +1,7 @@
-"""Measures a model's blocks on a device: overhead, attention, memory traffic, time by rows.
+"""Measures a model's transformer blocks on a device, as constants of the cost model.
 
-Also the gain from compiling them, and the compile time.
+These are overhead, attention, memory traffic, the time by number of sequences, and the gain from
+torch.compile with its compile time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _MOST_WEIGHTS: Final = 2**28
 
 
 class Shape(NamedTuple):
-    """A block of a model and its input: `rows` sequences of `length` tokens."""
+    """A model's block and its input: `rows` sequences of `length` tokens."""
 
     spec: ModelSpec
     length: int
@@ -54,7 +55,10 @@ _OUTLASTS: Final = 2.0
 
 
 def usual(device: torch.device, *, is_small: bool = False) -> Shape:
-    """Return a representative block for other models; a GPU's is large enough to fill it."""
+    """Return a representative block, by which other models are priced.
+
+    That of a GPU is large enough to fill it; `is_small` is for quick measurements on a CPU.
+    """
     if is_small:
         spec = model_spec(dim=256, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=512)
         return Shape(spec, 256, 1)
@@ -66,9 +70,9 @@ def usual(device: torch.device, *, is_small: bool = False) -> Shape:
 
 
 def own(device: torch.device, case: Case, most_flops: float = math.inf) -> Shape | None:
-    """Return a case's blocks with its microbatch, without dropout.
+    """Return the block of a case's model with its microbatch, without dropout.
 
-    None if a pass of one needs more FLOPs, or too long to be repeated.
+    None if a pass of one block needs more than `most_flops`, or takes too long to be repeated.
     """
     spec = case.model.model_copy(update={"dropout": 0.0})
     shape = Shape(spec, case.train.seq_len, case.layout.microbatch)
@@ -79,19 +83,19 @@ def own(device: torch.device, case: Case, most_flops: float = math.inf) -> Shape
 
 
 def weights_of(spec: ModelSpec) -> int:
-    """Return the number of a block's weights."""
+    """Return the number of weights of a block."""
     one_layer, two_layers = (spec.model_copy(update={"n_layers": count}) for count in (1, 2))
     return parameter_count(two_layers) - parameter_count(one_layer)
 
 
 def _depth(device: torch.device, shape: Shape, max_blocks: int = _DEPTH) -> int:
-    """Return how many blocks are timed together."""
+    """Return how many blocks to time together, so that their weights exceed the caches."""
     enough = -(-_UNCACHED // weights_of(shape.spec))
     return max(1, min(max_blocks, enough, int(_MOST_FLOPS[device.type] / _flops(shape))))
 
 
 def _flops(shape: Shape) -> float:
-    """Return the FLOPs of a block, forward and backward."""
+    """Return the FLOPs of a block's forward and backward."""
     products = 2.0 * PASSES * weights_of(shape.spec) * shape.rows * shape.length
     return products + attention_flops(shape)
 
@@ -99,7 +103,7 @@ def _flops(shape: Shape) -> float:
 def stack(
     device: torch.device, precision: str, spec: ModelSpec, length: int, depth: int
 ) -> nn.Sequential:
-    """Return some blocks, one after the other."""
+    """Return `depth` blocks as a sequential module."""
     rope = Rope(spec, length)
     rope.reach(length, device)
     dtype = DTYPES[precision]
@@ -108,7 +112,7 @@ def stack(
 
 
 class BlockTimes(NamedTuple):
-    """Seconds of a block's forward and backward, of its attention alone, and of a tiny block."""
+    """The seconds of a block's forward and backward, of its attention, and of a tiny block."""
 
     block: float
     attention: float
@@ -122,9 +126,10 @@ def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape)
 
 
 def outlasting(device: torch.device, precision: str, budget_s: float, shape: Shape) -> Shape:
-    """Return the shape with enough sequences that a block keeps a GPU busy longer than its host.
+    """Return the shape with enough sequences that a GPU takes longer than the host to launch it.
 
-    With fewer sequences the host's time would be measured, which is that of a tiny block.
+    With fewer sequences, the measurement would be of the host's time, which is that of a tiny
+    block.
     """
     if device.type == "cpu":
         return shape
@@ -140,7 +145,7 @@ def outlasting(device: torch.device, precision: str, budget_s: float, shape: Sha
 def seconds_of_parts(
     device: torch.device, precision: str, budget_s: float, shape: Shape, depth: int = _DEPTH
 ) -> BlockTimes:
-    """Return the time of a block and of its parts, measured alternately.
+    """Return the times of a block, its attention and a tiny block, measured alternately.
 
     Up to `depth` blocks are timed together.
     """
@@ -154,9 +159,10 @@ def seconds_of_parts(
 def _pass(
     device: torch.device, precision: str, shape: Shape, max_blocks: int = _DEPTH
 ) -> tuple[Callable[[], object], int]:
-    """Return a forward and backward of blocks, and their number.
+    """Return a function that runs a forward and backward of several blocks, and their number.
 
-    So many that caches have forgotten a block when its backward comes, but at most `max_blocks`.
+    There are so many blocks that caches no longer contain a block when its backward begins, but at
+    most `max_blocks`.
     """
     depth = _depth(device, shape, max_blocks)
     blocks = stack(device, precision, shape.spec, shape.length, depth)
@@ -171,7 +177,7 @@ def _pass(
 
 
 def _attention(device: torch.device, precision: str, shape: Shape) -> Callable[[], object]:
-    """Return a block's causal attention, forward and backward."""
+    """Return a function that runs a block's causal attention, forward and backward."""
     spec, length, sequences = shape
     dtype = DTYPES[precision]
     q, k, v = (
@@ -210,12 +216,12 @@ def seconds_per_byte(
     *,
     runs_ahead: bool,
 ) -> float:
-    """Return the seconds per byte that a block moves outside of matmuls and attention.
+    """Return the seconds per byte that a block moves outside matmuls and attention.
 
-    The rest of a block's time after its matmuls, attention and overhead, divided by the bytes that
-    `cost.work` counts; `rates` are the peak and the half of `device.saturation`. Measured in the
-    model's own size, because the work around attention doesn't scale with bytes alone. The
-    overhead is not subtracted where the host `runs_ahead` of a GPU.
+    This is the time of the block less that of its matmuls, attention and overhead, divided by the
+    bytes that `cost.work` counts. `rates` are the peak and the half of `device.saturation`. It is
+    measured at the model's own size, because this time is not proportional to bytes alone. The
+    overhead is not subtracted if the host `runs_ahead` of a GPU.
     """
     peak, half = rates
     work = _work(precision, shape)
@@ -227,16 +233,16 @@ def seconds_per_byte(
 
 
 def bytes_moved(precision: str, shape: Shape) -> float:
-    """Return the bytes that a forward and a backward of a block move besides matmuls."""
+    """Return the bytes that a block's forward and backward move outside matmuls."""
     return PASSES * forward_moved(_work(precision, shape), SYSTEMS["meshwright"])
 
 
 def by_rows(
     device: torch.device, precision: str, budget_s: float, shape: Shape, max_sequences: int
 ) -> dict[int, float]:
-    """Return the seconds of a block per token, by sequences of a microbatch, up to `max_sequences`.
+    """Return the seconds of a block per token for several numbers of sequences in a microbatch.
 
-    That of the shape is among them.
+    These are up to `max_sequences`, and include that of the shape.
     """
     flops = _flops(shape._replace(rows=1))
     able = min(max_sequences, _MOST_FLOPS[device.type] / flops)
@@ -256,12 +262,12 @@ _LEAST: Final = 5  # turns
 def compiling(
     device: torch.device, case: Case, budget_s: float, bandwidth: float
 ) -> dict[str, float]:
-    """Return constants: speedup, saved time, share of saved memory, compile seconds.
+    """Return constants of torch.compile: speedup, saved time and memory, compile seconds.
 
-    The saved time is a multiple of the time in which a copy, at the rate `bandwidth`, moves the
-    bytes of a block besides matmuls: it prices blocks of other shapes. Measured on the blocks of a
-    case, with one of its microbatches. The seconds are those of a compiler with an empty cache.
-    Empty if a pass of a block takes too long to be repeated.
+    They are measured on the blocks of a case with its microbatch, with an empty compile cache. The
+    saved time is relative to the time in which a copy, at the rate `bandwidth`, moves the bytes of
+    a block outside matmuls: it prices blocks of other shapes. The saved memory is a share. Empty if
+    a pass of a block takes too long to be repeated.
     """
     # Not at the top: the compiler is a second of imports.
     from torch._inductor.utils import fresh_cache
@@ -294,7 +300,7 @@ def compiling(
 
 
 def _seconds(stack: nn.Sequential, x: Tensor) -> float:
-    """Return the seconds of a forward and a backward."""
+    """Return the seconds of one forward and backward of some blocks."""
     stack.zero_grad()
     x.grad = None
     started = time.perf_counter()
@@ -305,10 +311,10 @@ def _seconds(stack: nn.Sequential, x: Tensor) -> float:
 
 
 def _kept(stack: nn.Sequential, x: Tensor) -> int:
-    """Return the bytes that a forward keeps for the backward beside weights and input.
+    """Return the bytes of activations that a forward saves for the backward.
 
-    The hooks store nothing in the graph: a stored result would refer back to the graph, and
-    Python's garbage collector does not free such a cycle.
+    Weights and the input do not count. The hooks store nothing in the graph: a stored result would
+    refer back to the graph, and Python's garbage collector does not free such a cycle.
     """
     given = {t.untyped_storage().data_ptr() for t in (x, *stack.parameters(), *stack.buffers())}
     saved_storages: dict[int, UntypedStorage] = {}  # alive, so that no other has its address

@@ -1,4 +1,4 @@
-"""`calibrate`: all measurements of a machine as the constants that `predict` reads."""
+"""`calibrate`: measures a machine and returns the constants that predictions use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _MORE: Final = 6
 
 
 class Overheads(NamedTuple):
-    """Seconds per step, per microbatch, and per gather and reduction of a layer, if measured."""
+    """The engine's overheads in seconds: per step, per microbatch, and per FSDP unit.
+
+    `unit` is for the gathers and the reduction of one layer, None if not measured.
+    """
 
     step: float
     microbatch: float
@@ -43,9 +46,9 @@ class Overheads(NamedTuple):
 
 
 def overheads(world: World, steps: int = _STEPS, *, has_units: bool = True) -> Overheads:
-    """Return the engine's overheads, from so many steps each; all ranks call it.
+    """Return the engine's overheads, each from `steps` steps of tiny models.
 
-    Without `has_units`, that of a unit is not measured.
+    All ranks must call this. Without `has_units`, that of an FSDP unit is not measured.
     """
 
     def seconds(layers: int, microbatches: int, zero: int = 0) -> float:
@@ -73,13 +76,13 @@ _WAYS: Final[tuple[Matmul, ...]] = ("torch", "onednn")
 
 
 class Effort(NamedTuple):
-    """How much of a device is measured.
+    """How much of a device to measure.
 
-    `budget_s` is the approximate time of each measurement. Products and blocks of more than
-    `most_flops` are left out, and so are messages of more than `most_bytes`; up to `depth` blocks
-    are timed together; a message is sent `times` times, and a tiny model makes `steps` steps. With
-    `in_full`, also measures the gains of automatic choices, every kind of collective, and their
-    overlap with products.
+    `budget_s` is the approximate time of each measurement. Matmuls and blocks with more than
+    `most_flops` are left out, as are messages of more than `most_bytes`; up to `depth` blocks are
+    timed together; a message is sent `times` times, and a tiny model trains `steps` steps.
+    `in_full` also measures the gains of automatic choices, every kind of collective, and the
+    overlap of collectives with matmuls.
     """
 
     budget_s: float = 3.0
@@ -93,9 +96,9 @@ class Effort(NamedTuple):
 
 
 def quick(precision: str) -> Effort:
-    """Return the effort of about two seconds: what CPU predictions of a precision need most.
+    """Return the effort of about two seconds, for the main constants of a precision on a CPU.
 
-    The shipped constants price the rest.
+    The shipped constants price everything else.
     """
     return Effort(0.2, (precision,), 4e9, 2**20, depth=2, times=4, steps=5, in_full=False)
 
@@ -103,12 +106,12 @@ def quick(precision: str) -> Effort:
 def calibrate(
     world: World, effort: Effort, case: Case | None = None, *, compiles: bool = False
 ) -> dict[str, Any]:
-    """Return constants by name, without the kind of the device, and the curves behind them.
+    """Return measured constants by name, without the kind of device, and the curves behind them.
 
-    `case` has blocks that are measured in addition to some usual ones, unless they take too long
-    (`is_own` says which), and `compiles` says whether to measure the gain from compiling them. All
-    ranks call it; constants are medians over them. `had_core` is the share of time in which a rank
-    had its core, for the rank with the least.
+    The blocks of `case` are measured in addition to representative ones, unless they take too long
+    (`is_own` says whether), with `compiles` also their gain from torch.compile. All ranks must call
+    this; constants are medians over them. `had_core` is the share of the time in which a rank had
+    its core, for the rank with the least.
     """
     began, own_shape = time.perf_counter(), None
     if case is not None:
@@ -143,14 +146,14 @@ def calibrate(
 
 
 def _name(device: torch.device) -> str:
-    """Return what a GPU's driver, or the system, calls a device."""
+    """Return the name of a device by the GPU's driver or the system."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
 
 
 def block_seconds(world: World, budget_s: float, case: Case) -> float:
-    """Return the seconds of a case's block with its microbatch, as the median of all ranks."""
+    """Return the seconds of a block of the case's model with its microbatch, median over ranks."""
     shape = on_blocks.own(world.device, case)
     assert shape is not None, "blocks that take too long are not asked for"
     take_route("auto", world.device)
@@ -159,7 +162,7 @@ def block_seconds(world: World, budget_s: float, case: Case) -> float:
 
 
 def _waiting(world: World, effort: Effort) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return what ranks wait for, the engine's steps and messages, and the curves behind it."""
+    """Return the constants of engine overheads and messages, and the curves behind them."""
     cost = overheads(world, effort.steps, has_units=effort.in_full)._asdict()
     constants = {f"overhead.{name}": cost[name] for name in cost if cost[name] is not None}
     if world.size == 1:
@@ -176,7 +179,10 @@ def _waiting(world: World, effort: Effort) -> tuple[dict[str, float], dict[str, 
 def _of_blocks(
     world: World, budget_s: float, case: Case, shape: on_blocks.Shape
 ) -> dict[str, float]:
-    """Return what is measured on a case's own blocks, except compiling: see `planner.choices`."""
+    """Return constants measured on the case's own blocks, for the automatic choice of a microbatch.
+
+    See `planner.choices`. Those of torch.compile are separate.
+    """
     precision = case.train.precision
     max_sequences = max(1, case.train.batch // case.layout.dp)
     seconds_by_sequences = on_blocks.by_rows(
@@ -198,7 +204,10 @@ def _of_blocks(
 def _compute(
     device: torch.device, effort: Effort, own_shape: on_blocks.Shape | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the constants of one rank's computation, and the curves behind them."""
+    """Return the constants of one rank's computation, and the curves behind them.
+
+    `own_shape` is the block of the user's model, or None.
+    """
     curves: dict[str, Any] = {}
     budget_s = effort.budget_s
     shapes = {} if own_shape is None else {"blocks.": own_shape}
@@ -249,10 +258,10 @@ def _compute(
 def _products(
     device: torch.device, precision: str, budget_s: float, shapes: Sequence[Product]
 ) -> tuple[dict[str, float], list[tuple[Product, float]]]:
-    """Return the constants of matmuls, and their seconds by shape, on the route of "auto".
+    """Return the constants of matmuls, and each shape's seconds, by the implementation of "auto".
 
-    Other routes of fp32 matmuls have constants of their own. On a GPU "auto" takes TF32, which has
-    a peak of its own: that of fp32 is that of the route "torch".
+    Other implementations of fp32 matmuls have separate constants. On a GPU, "auto" uses TF32, which
+    has its own peak; that of fp32 is measured with the implementation "torch".
     """
     auto_route = take_route("auto", device)
     timed = on_device.products(device, precision, budget_s, shapes)
@@ -281,7 +290,7 @@ def _products(
 
 
 def _in_full(device: torch.device, budget_s: float, shapes: Sequence[Product]) -> dict[str, float]:
-    """Return the constants of a GPU's matmuls in full fp32."""
+    """Return the constants of a GPU's matmuls in full fp32, without TF32."""
     take_route("torch", device)
     timed = on_device.by_device(on_device.products(device, "fp32", budget_s, shapes))
     take_route("auto", device)
@@ -295,9 +304,10 @@ def _in_full(device: torch.device, budget_s: float, shapes: Sequence[Product]) -
 
 
 def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
-    """Return rate and latency of an all-gather, and by how much other kinds take longer.
+    """Return the rate and latency of all-gather, and those of other collectives relative to it.
 
-    In the form of `cost.network`: `(n - 1) / n` of the bytes at the rate, `n - 1` turns.
+    In the form of `cost.network`: `(n - 1) / n` of the bytes at the rate, and `n - 1` latencies.
+    `sent` has (bytes, seconds) of each collective at several sizes.
     """
     small, large = _line(sent["all_gather"])
     rate = (ranks - 1) / ranks / large
@@ -319,9 +329,9 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
 
 
 def _channel(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
-    """Return latency and rate of each kind of message through shared memory.
+    """Return the latency and rate of each kind of message through shared memory.
 
-    Bytes are those of `cost.network.through_channel`.
+    Bytes are counted as in `cost.network.through_channel`.
     """
     constants: dict[str, float] = {}
     for kind, points in sent.items():
@@ -332,9 +342,9 @@ def _channel(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, 
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return latency, that of the smallest message, and the seconds per byte of the largest.
+    """Return the latency, the time of the smallest message, and the seconds per byte.
 
-    Where noise hides what bytes take, all that the largest took.
+    The latter is from the largest message less the latency, unless noise makes this negative.
     """
     (_, smallest_s), *_, (byte_count, largest_s) = points
     return smallest_s, (

@@ -1,6 +1,6 @@
-"""Measures a device: products, attention, memory, the optimizer, as calibration constants.
+"""Measures a device: matmuls, attention, memory and the optimizer, as calibration constants.
 
-All ranks of a machine measure at the same time, because they share its memory and its clocks.
+All ranks of a machine measure at the same time, because they share its memory and its clock rate.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from meshwright.parallel.loss import soften
 
 
 class BenchSizes(NamedTuple):
-    """The measured sizes for a kind of device.
+    """The sizes to measure on a kind of device.
 
-    `shapes` are tokens, inner and outer dims of products in small and large layers; `copied` bytes
-    exceed any cache; AdamW updates `elements`; the loss is of `tokens` logits of `vocab` each.
+    `shapes` are matmuls of small and large layers; `copied` bytes exceed any cache; AdamW updates
+    `elements` elements; the loss is of `tokens` rows of `vocab` logits.
     """
 
     shapes: tuple[Product, ...]
@@ -79,7 +79,7 @@ SIZES: Final[Mapping[str, BenchSizes]] = {
 def products(
     device: torch.device, precision: str, budget_s: float, shapes: Sequence[Product]
 ) -> list[tuple[Product, float]]:
-    """Return the seconds of a matmul pass by shape: a third of forward and backward."""
+    """Return the seconds of each matmul: a third of the time of its forward and backward."""
     dtype, works = DTYPES[precision], []
     for shape in shapes:
         x = torch.randn(shape.rows, shape.inner, dtype=dtype, device=device, requires_grad=True)
@@ -97,9 +97,9 @@ def products(
 
 
 def by_device(timed: Sequence[tuple[Product, float]]) -> list[tuple[Product, float]]:
-    """Return the matmuls that take the device longer than the host takes to launch them.
+    """Return the matmuls whose time is that of the device, not that of the host's launches.
 
-    The fastest of all tells the host's time: it must be too small to keep the device busy.
+    The fastest one, which must be too small to fill the device, is taken as the host's time.
     """
     fastest = min(seconds for _, seconds in timed)
     slower = [(shape, seconds) for shape, seconds in timed if seconds > _BY_HOST * fastest]
@@ -107,10 +107,10 @@ def by_device(timed: Sequence[tuple[Product, float]]) -> list[tuple[Product, flo
 
 
 def saturation(timed: Sequence[tuple[Product, float]]) -> tuple[float, float]:
-    """Return the peak rate in FLOP/s and the dim at which a matmul reaches half of it.
+    """Return the peak rate in FLOP/s, and the dim `half` at which a matmul reaches half of it.
 
-    The form of `cost.kernels`: each side d lowers the rate by `d / (d + half)`. The peak follows
-    for each half of a grid; the smallest squared error of the logarithms wins.
+    As in `cost.kernels`, each side d lowers the rate by `d / (d + half)`. For each `half` of a grid
+    the best peak is computed; the one with the least squared error of logarithms is returned.
     """
     best = (math.inf, 0.0, 0.0)
     for half in (0.0, *(2.0 ** (step / 4) for step in range(33))):
@@ -125,7 +125,7 @@ def saturation(timed: Sequence[tuple[Product, float]]) -> tuple[float, float]:
 
 
 def copy_rate(device: torch.device, budget_s: float) -> float:
-    """Return the bytes/s that a copy larger than the caches reads and writes."""
+    """Return the bytes/s read and written by a copy that exceeds the caches."""
     copied = SIZES[device.type].copied
     source = torch.ones(copied // 4, device=device)
     target = torch.empty_like(source)
@@ -133,7 +133,7 @@ def copy_rate(device: torch.device, budget_s: float) -> float:
 
 
 def optimizer_rate(device: torch.device, budget_s: float, moved: int) -> float:
-    """Return the bytes/s of a fused AdamW step that moves so many bytes per element."""
+    """Return the bytes/s of a fused AdamW step, counting `moved` bytes per element."""
     elements = SIZES[device.type].elements
     leaf = torch.nn.Parameter(torch.randn(elements, device=device))
     leaf.grad = torch.randn_like(leaf)
@@ -142,7 +142,7 @@ def optimizer_rate(device: torch.device, budget_s: float, moved: int) -> float:
 
 
 def loss_rate(device: torch.device, precision: str, budget_s: float) -> float:
-    """Return the bytes/s of cross-entropy, forward and backward, as `cost.work` counts them."""
+    """Return the bytes/s of cross-entropy, forward and backward, counted as in `cost.work`."""
     tokens, vocab = SIZES[device.type].tokens, SIZES[device.type].vocab
     logits = torch.randn(tokens, vocab, dtype=DTYPES[precision], device=device)
     targets = torch.randint(0, vocab, (tokens,), device=device)

@@ -1,4 +1,4 @@
-"""Layouts side by side on local ranks: seconds of a step, by kind of work, and each rank's peak."""
+"""Measures layouts side by side on local ranks: step time, its breakdown, and peak memory."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ REST: Final = "Python and what calls operations"
 
 
 def kinds() -> tuple[str, ...]:
-    """Return all kinds in the order in which they are reported."""
+    """Return all kinds of work in the breakdown of a step's time, in the order of reports."""
     waits = tuple(f"waiting: {cause}" for cause in _WAITS)
     return (*(kind for kind, _ in _KINDS), OTHER, *waits, REST)
 
 
 def shares(world: World, step: Callable[[], None], *, pp: int, dp: int) -> dict[str, float]:
-    """Return the seconds of a call of `step` by kind, on this rank; a collective.
+    """Profile a call of `step` and return this rank's seconds by kind of work.
 
-    On a GPU, an operation takes the time of its kernels, and the rest has the device's idle time.
-    The profiler itself adds some microseconds of Python per operation.
+    On a GPU, an operation takes the time of its kernels, and the remaining kind includes idle time.
+    The profiler adds some microseconds per operation. All ranks must call this.
     """
     is_cuda = world.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
@@ -91,7 +91,7 @@ def shares(world: World, step: Callable[[], None], *, pp: int, dp: int) -> dict[
 
 
 def _operations(seen: profile, is_cuda: bool) -> Iterator[tuple[str, float]]:
-    """Yield the kind and the own seconds of each operation of the thread that steps."""
+    """Yield the kind and the self time in seconds of each operation of the main thread."""
     events: Any = seen.events()  # type: ignore[no-untyped-call]
     threads = Counter(event.thread for event in events if event.name.startswith("aten::"))
     main = threads.most_common(1)[0][0]
@@ -108,7 +108,7 @@ def _operations(seen: profile, is_cuda: bool) -> Iterator[tuple[str, float]]:
 
 
 def _kind(event: Any) -> str | None:
-    """Return the kind of an operation, None for a message."""
+    """Return the kind of an operation from its name or its callers' names; None for a message."""
     while event is not None:
         if _MESSAGES.search(event.name):
             return None
@@ -120,13 +120,13 @@ def _kind(event: Any) -> str | None:
 
 
 class Stepper:
-    """A model under a layout with its optimizer; a call makes one step of training."""
+    """A model under a layout with its optimizer; a call runs one training step."""
 
     def __init__(self, world: World, case: Case) -> None:
-        """Build it with random weights and rows of random tokens.
+        """Build the model with random weights, and a batch of random tokens.
 
-        On a CPU the weights are those of a seed. A GPU draws its own, as good for a measurement:
-        billions of them would take a CPU's generator minutes.
+        On a CPU the weights follow from a seed. A GPU draws them itself, as a CPU's generator would
+        take minutes for billions of them.
         """
         program = program_of(case, world)
         is_cpu = world.device.type == "cpu"
@@ -141,7 +141,7 @@ class Stepper:
         self._scale = LossScale.settled(case.train)
 
     def __call__(self) -> None:
-        """Make a step."""
+        """Run one training step."""
         update(
             self._parallel,
             self._batch,
@@ -156,7 +156,7 @@ class Stepper:
 
 
 def drawn(spec: ModelSpec, device: torch.device) -> Source:
-    """Return a source of random weights, drawn on a device region by region, without a seed."""
+    """Return a source of random weights, generated on the device without a seed."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         sizes = [stop - start for start, stop in region]
@@ -170,7 +170,7 @@ def drawn(spec: ModelSpec, device: torch.device) -> Source:
 
 
 class Timed(NamedTuple):
-    """Seconds of some steps on the slowest rank; on GPUs also the peak bytes of each rank."""
+    """The seconds of some steps on the slowest rank, and on GPUs the peak bytes of each rank."""
 
     seconds: list[float]
     peak_bytes: list[int]
@@ -182,9 +182,9 @@ def timed(
     steps: int,
     after: Callable[[Stepper, Timed], object] = lambda step, result: None,
 ) -> Timed:
-    """Return the time of some training steps after a first one; frees memory on GPUs.
+    """Return the times of `steps` training steps after a first one; frees GPU memory afterwards.
 
-    `after` is called with the model and its optimizer after the measurements.
+    `after` is called with the model and the result after the measurement.
     """
     step, is_cpu = Stepper(world, case), world.device.type == "cpu"
     _seconds(world, step)  # compiles, and makes the optimizer's state
@@ -204,7 +204,7 @@ def timed(
 
 
 def release() -> None:
-    """Free a GPU's unused memory before the next model."""
+    """Return a GPU's cached memory to the device before the next model."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -221,7 +221,7 @@ def _slowest(world: World, seconds: list[float]) -> list[float]:
 
 
 def step_shares(world: World, case: Case) -> list[dict[str, float]]:
-    """Return the seconds of a step after two by kind of work, for each rank."""
+    """Return the seconds by kind of work in the third step, for each rank."""
     step = Stepper(world, case)
     for _ in range(2):
         step()
@@ -231,7 +231,7 @@ def step_shares(world: World, case: Case) -> list[dict[str, float]]:
 
 
 def peak_bytes(world: World, case: Case) -> list[int]:
-    """Return the memory peak of a step on each rank: tensors only, on CPUs by a profile."""
+    """Return the peak bytes of tensors in a step on each rank, from a profile on CPUs."""
     peak = measure(world, case).peak.total
     return [int(row[0]) for row in world.gather_on_host([peak])]
 
@@ -239,9 +239,10 @@ def peak_bytes(world: World, case: Case) -> list[int]:
 def side_by_side(
     world: World, cases: Sequence[Case], rounds: int, steps: int, asked: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield measurements as they come: the case's number, its seconds, and requested data.
+    """Yield measurements of layouts as they become available, each with the case's index.
 
-    These may be `memory`, the peaks of the ranks, and `shares`, the breakdown of their time.
+    They have its step times and, if `asked` has "memory" or "shares", the peak memory of the ranks
+    or the breakdown of their time. Layouts alternate, `rounds` times.
     """
     asks_memory, is_cpu = "memory" in asked, world.device.type == "cpu"
     if asks_memory and is_cpu:

@@ -1,4 +1,4 @@
-"""Measures links: the latency and rate of each kind of collective between local ranks."""
+"""Measures the time of each kind of collective between local ranks, at several sizes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _BESIDE: Final = {"cpu": (768, 2**21), "cuda": (4096, 2**26)}
 def collectives(
     world: World, kinds: Collection[str] = (), most_bytes: float = math.inf, times: int = _TIMES
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return the seconds of each kind of collective at several sizes; all ranks call it.
+    """Return (bytes, seconds) of each kind of collective at several sizes.
 
-    `kinds` are those to measure, by default all that the device has, each so many `times`, with
-    messages of at most `most_bytes`.
+    `kinds` selects some; empty means all that the device has. Each is sent `times` times, with at
+    most `most_bytes`. All ranks must call this.
 
-    Sizes are as the program counts them: the whole of what is gathered, reduced or exchanged.
-    Between two messages, ranks compute, as in training, so they don't arrive at the same moment, or
-    with the message in their caches. A rank's seconds include its waiting.
+    Sizes are as the program counts them: the whole of what is gathered, reduced or exchanged. Ranks
+    compute between two messages, as in training, so that they do not arrive at the same moment or
+    with the message in their caches. The seconds include waiting for other ranks.
     """
     sizes = [size for size in _SIZES[world.device.type] if size <= most_bytes]
     return {
@@ -53,7 +53,7 @@ def collectives(
 
 
 def shared(world: World, times: int = _TIMES) -> dict[str, list[tuple[int, float]]]:
-    """Return the same for messages through shared memory; empty if ranks can't have it."""
+    """Return (bytes, seconds) of messages through shared memory; empty if it is not available."""
     link = open_groups(Layout(tp=world.size), world).tp
     if not link.is_shared:
         return {}
@@ -64,9 +64,10 @@ def shared(world: World, times: int = _TIMES) -> dict[str, list[tuple[int, float
 
 
 def sums_both_ways(world: World, message_bytes: int) -> tuple[float, float] | None:
-    """Return the seconds of an all-reduce of so many bytes by gloo and by shared memory.
+    """Return the seconds of an all-reduce by gloo and through shared memory.
 
-    None if such a message doesn't use shared memory. Both alternate, with matmuls in between.
+    None if a message of this size does not use shared memory. Both alternate, with matmuls in
+    between.
     """
     link = open_groups(Layout(tp=world.size), world).tp
     if not link.is_shared or message_bytes > LARGEST_SHARED:
@@ -87,7 +88,7 @@ def _seconds(
     make: Callable[[int], Callable[[], object]],
     times: int = _TIMES,
 ) -> list[tuple[int, float]]:
-    """Return the seconds of messages of some bytes; `make` gets the number of fp32 elements."""
+    """Return (bytes, seconds) of messages; `make` returns one, given its fp32 elements."""
     factor = torch.randn(_SIDE, _SIDE, device=world.device)
     return [
         (size, seconds_between(lambda: factor @ factor, make(size // 4), times, world.device))
@@ -96,7 +97,7 @@ def _seconds(
 
 
 def overlap(world: World) -> float:
-    """Return the share of the shorter of a matmul and an all-reduce that the other one hides."""
+    """Return how much of a matmul and an all-reduce overlaps, as a share of the shorter one."""
     side, elements = _BESIDE[world.device.type]
     factor = torch.randn(side, side, device=world.device)
     message = torch.ones(elements, device=world.device)
@@ -138,7 +139,7 @@ def _all_to_all(world: World, count: int) -> Callable[[], object]:
 
 
 def _send(world: World, count: int) -> Callable[[], object]:
-    """A message from rank 0 to rank 1 and back; half of it is one way."""
+    """Return a function that sends a message from rank 0 to rank 1 and back, half each way."""
     tensor = torch.ones(count // 2, device=world.device)
 
     def there_and_back() -> None:
@@ -151,7 +152,10 @@ def _send(world: World, count: int) -> Callable[[], object]:
 
 
 def _rows(world: World, count: int) -> Callable[[], object]:
-    """A unit's weights, of which each rank has rows that all others receive, one by one."""
+    """Return a function by which all ranks exchange their rows of a layer's weights.
+
+    Each rank sends its rows of each weight to every other rank.
+    """
     weights = [
         torch.ones(world.size, max(1, count // world.size // _WEIGHTS), device=world.device)
         for _ in range(_WEIGHTS)

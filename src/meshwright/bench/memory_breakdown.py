@@ -1,4 +1,4 @@
-"""Breaks down a rank's memory at the peak of a step, layout by layout, outside of any run."""
+"""Breaks down a rank's memory at the peak of a step by what it contains, for any layout."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ STEPS: Final = 4
 
 @dataclass
 class AllocatedMemory:
-    """Bytes of a rank: the weights that it trains, or their shards; whole weights made of these;
-    gradients; optimizer state; buffers of FSDP2 and gloo for collectives; the rest: activations.
-    What is offloaded does not count.
+    """The bytes of a rank by content, without what is offloaded to the host.
+
+    `parameters` are the trained weights or their shards, `gathered` whole weights made of these,
+    `buffers` those of FSDP2 and gloo for collectives, and `rest` mostly activations.
     """
 
     parameters: float = 0
@@ -52,15 +53,15 @@ class AllocatedMemory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all bytes."""
         return float(sum(asdict(self).values()))
 
 
 @dataclass
 class Measured:
-    """A rank's memory at the peak of a step and at its start, and the pieces of the peak.
+    """A rank's memory at the peak of a step and at its start, and the allocations at the peak.
 
-    `moment` is the action, or the phase after the last of them, with the peak.
+    `moment` is the action, or the phase after the last action, in which the peak occurs.
     """
 
     peak: AllocatedMemory
@@ -70,7 +71,10 @@ class Measured:
 
 
 def measure(world: World, case: Case) -> Measured:
-    """Return the memory of this rank in one step of training after the first; a collective."""
+    """Return the memory of this rank in one training step after the first.
+
+    All ranks must call this.
+    """
     model, train, layout = case.model, case.train, case.layout
     broken_rule = broken(model, train, layout)
     assert broken_rule is None, broken_rule
@@ -96,7 +100,7 @@ def measure(world: World, case: Case) -> Measured:
 
 
 def _peaks(seen: profile) -> Iterator[Measured]:
-    """Yield what each of the measured steps held at its peak."""
+    """Yield the memory at the peak of each measured step."""
     events = events_of(seen)
     pieces = pieces_of(events)
     changes = [(piece.start, piece.size) for piece in pieces]

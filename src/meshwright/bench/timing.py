@@ -1,4 +1,4 @@
-"""Timing: how long something takes when it is repeated."""
+"""Measures the time of repeated calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-# Repetitions that are made in any case.
+# The minimum number of repetitions.
 _LEAST: Final = 3
 # Seconds of calls of one kind that a GPU gets at once: much more than waiting for it takes.
 _BURST_S: Final = 0.02
@@ -20,22 +20,21 @@ _MOST: Final = 100
 def seconds_of(
     work: Callable[[], object], budget_s: float, device: torch.device | None = None
 ) -> float:
-    """Return the seconds of a call, repeated for about `budget_s`: see `seconds_in_turns`."""
+    """Return the median seconds of a call repeated for about `budget_s`: see `seconds_in_turns`."""
     return seconds_in_turns([work], budget_s, device)[0]
 
 
 def seconds_in_turns(
     works: Sequence[Callable[[], object]], budget_s: float, device: torch.device | None = None
 ) -> list[float]:
-    """Return the median seconds of some calls that alternate for about `budget_s`.
+    """Return the median seconds of each of several calls, which alternate for about `budget_s`.
 
-    The median of each. What else a machine does comes in bursts, longer than a call: in turns they
-    hit all calls alike, and not those of one. A CPU's calls take what their thread computed, if
-    they have but one: not what other processes, or ranks beyond the cores, took of its core, for
-    which predictions have a term of their own (`runtime.pricing.planned.slower`).
-    On CUDA each turn is as
-    many calls as take some milliseconds, after which the device is waited for: the host runs ahead
-    of it, as in training. One call of each before does not count.
+    Disturbances of a machine last longer than a call, so alternating spreads them over all calls.
+    On a CPU with one thread, the time is that thread's CPU time, without what other processes or
+    ranks take of its core, which predictions account for separately
+    (`runtime.pricing.planned.slower`). On CUDA, each turn has as many calls as take some
+    milliseconds, followed by one synchronization: the host runs ahead, as in training. The first
+    call of each does not count.
     """
     is_cuda = device is not None and device.type == "cuda"
     clock = time.perf_counter if is_cuda or torch.get_num_threads() > 1 else time.thread_time
@@ -61,7 +60,7 @@ def seconds_in_turns(
 
 
 def seconds_together(work: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return the median seconds of a call that every rank makes equally often.
+    """Return the median seconds of a call that all ranks make equally often.
 
     On CUDA, measured from an idle device until the device has finished.
     """
@@ -81,7 +80,8 @@ def seconds_between(
 ) -> float:
     """Return the mean seconds of a call that every rank makes after computing.
 
-    The mean, because the ranks' waits for each other vary. On CUDA as `seconds_together`.
+    The mean is used because ranks wait for each other for varying times. On CUDA as in
+    `seconds_together`.
     """
     compute()
     work()
@@ -97,6 +97,6 @@ def seconds_between(
 
 
 def _wait(device: torch.device | None) -> None:
-    """Wait until a GPU has done all that it was given."""
+    """Synchronize with the device if it is a GPU."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)

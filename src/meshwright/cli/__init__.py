@@ -1,4 +1,4 @@
-"""The command line: a table of commands, each in a thin file of its own."""
+"""The command line: one module for each command."""
 
 from meshwright.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`meshwright bench`: measures this machine, and layouts side by side on it."""
+"""`meshwright bench`: measures this machine, and compares layouts by running them on it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `bench`."""
+    """Add the subcommands of `bench` and their arguments to the parser."""
     parser.description = "Measure the machine at hand, layouts on it side by side, and peers."
     parser.epilog = EXAMPLE
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -88,7 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Run a subcommand of `bench`, which measures and prints the results; returns the exit code."""
     return {"device": _device, "layouts": _layouts, "peers": peers.run}[args.action](args)
 
 
@@ -128,7 +128,7 @@ def _device(args: argparse.Namespace) -> int:
 
 
 def _keep(text: str, config: Config, machine: Machine, environ: Mapping[str, str]) -> None:
-    """Store a calibration for this machine, if it was measured with the default number of ranks."""
+    """Store a calibration of this machine, unless its number of ranks is not the default."""
     if config.cluster.devices_per_node is not None:
         return
     with contextlib.suppress(RuntimeError):  # no home at all
@@ -138,9 +138,10 @@ def _keep(text: str, config: Config, machine: Machine, environ: Mapping[str, str
 
 
 def _kind(config: Config, machine: Machine, name: str) -> str:
-    """Return the kind of the machine's devices, as plans look for it; `name` is a GPU's.
+    """Return the kind of the machine's devices under which the catalogue has constants.
 
-    Of a GPU that the catalogue lacks it is that of the device which the config names for it.
+    `name` is a GPU's name. For a GPU that the catalogue lacks, it is the kind of the config's
+    `cluster.preset`.
     """
     if machine.device != "cuda":
         return machine.device
@@ -151,7 +152,7 @@ def _kind(config: Config, machine: Machine, name: str) -> str:
 
 
 def _compiles(config: Config, machine: Machine) -> bool:
-    """Return whether to measure what compiling gains; says why not where it can't be."""
+    """Return whether to measure the gain of torch.compile; prints why if that is impossible."""
     if config.train.compile is False:
         return False
     lacks = lacks_compiler(machine.device, os.environ)
@@ -161,9 +162,9 @@ def _compiles(config: Config, machine: Machine) -> bool:
 
 
 def _allocator_gain(request: Mapping[str, Any], machine: Machine) -> float | None:
-    """Return how many times as fast blocks are with the allocator that ranks are started with.
+    """Return the speed-up of blocks by the allocator settings with which ranks are started.
 
-    None where ranks are started with nothing of the kind. One launch has it, and one has not.
+    None if ranks are started without them. Measured with two launches of the ranks.
     """
     if machine.device != "cpu" or not sets_allocator(os.environ):
         return None
@@ -197,7 +198,7 @@ def _print_device(constants: Mapping[str, float], source: str) -> None:
 
 @dataclass
 class LayoutRow:
-    """A layout with its prediction and its measurement."""
+    """A layout with its prediction and its measurements."""
 
     layout: Layout
     predicted: Prediction
@@ -208,11 +209,11 @@ class LayoutRow:
 
     @property
     def median(self) -> float:
-        """The median step in seconds."""
+        """The median step time in seconds."""
         return statistics.median(self.seconds)
 
     def as_dict(self, tokens: int) -> dict[str, Any]:
-        """Return the row as JSON."""
+        """Return the row as a JSON-ready dict; `tokens` is the number per step."""
         return {
             "layout": self.layout.label,
             "step_time_s": self.median,
@@ -227,7 +228,7 @@ class LayoutRow:
 
 
 def _row(setting: CostInputs, layout: Layout) -> LayoutRow:
-    """Return what is predicted of a layout."""
+    """Return a row with the predictions for a layout, without measurements."""
     program = lower(setting.model, setting.train, setting.optimizer, layout, setting.target)
     ranks = range(layout.world)
     peaks = [timeline(program, rank).peak.total for rank in ranks]
@@ -294,7 +295,7 @@ def _layouts(args: argparse.Namespace) -> int:
 
 
 def _shares(rows: Sequence[LayoutRow]) -> Table:
-    """Return a table of where the time of each layout's slowest rank goes, in percent."""
+    """Return a table of the time of each layout's slowest rank by cause, in percent."""
     table = Table("share of a step", box=None, pad_edge=False)
     slowest = [max(row.shares, key=lambda share: sum(share.values())) for row in rows]
     for row in rows:
@@ -307,7 +308,10 @@ def _shares(rows: Sequence[LayoutRow]) -> Table:
 
 
 def _refuse(config: Config, layouts: Sequence[Layout], machine: Machine) -> None:
-    """Raise `ConfigError` for layouts that cannot be run here."""
+    """Raise `ConfigError` if a layout has too many ranks for this machine, or another number.
+
+    All layouts must have the same number of ranks.
+    """
     if not layouts:
         raise ConfigError("nothing to measure: name layouts by --layout, or --top N of the plan")
     world = layouts[0].world

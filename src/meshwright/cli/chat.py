@@ -1,4 +1,4 @@
-"""`meshwright chat`: a conversation with a stored model or adapters, in a terminal."""
+"""`meshwright chat`: a conversation with a stored model, or with adapters, in a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEW: Final = "/new"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `chat`."""
+    """Add the arguments of `chat` to the parser."""
     parser.description = "Talk with a model that was trained on conversations."
     parser.epilog = EXAMPLE
     parser.add_argument("folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder of adapters")
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer line after line of stdin, with the whole conversation before each."""
+    """Answer each line of stdin, as part of one conversation, until the user ends it."""
     with loaded(args) as model:
         _converse(model, args.system, sampling_of(args))
     return EXIT_DONE
@@ -52,7 +52,7 @@ def _converse(model: TextModel, system_text: str | None, sampling: Sampling) -> 
 
 
 def _read() -> str | None:
-    """Return the next line of the user; None at the end."""
+    """Return the user's next line, or None at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
@@ -65,7 +65,10 @@ def _fitting(
     turns: list[dict[str, str]],
     sampling: Sampling,
 ) -> tuple[list[dict[str, str]], Generation]:
-    """Return the newest turns that fit into the model's context, and the answer to them."""
+    """Return the newest turns that fit into the model's context, and the answer to them.
+
+    Older turns are dropped with a note. Raises `ConfigError` if even the last does not fit.
+    """
     while True:
         try:
             return turns, model.answer([*system, *turns], sampling)
@@ -77,7 +80,7 @@ def _fitting(
 
 
 def _show(generation: Generation) -> None:
-    """Print an answer as it is generated; Ctrl-C ends it."""
+    """Print an answer as it is generated; Ctrl-C ends the answer."""
     try:
         for piece in generation:
             print(safe(piece), end="", flush=True)

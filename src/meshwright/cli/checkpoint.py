@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: lists steps, and converts models to and from Hugging Face folders."""
+"""`meshwright checkpoint`: lists saved steps, and converts to and from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ example:
 
 
 class Subcommand(NamedTuple):
-    """A subcommand: its description, an example, its arguments and its function."""
+    """A subcommand: its description, example, and functions that add its arguments and run it."""
 
     text: str
     example: str
@@ -64,7 +64,7 @@ class Subcommand(NamedTuple):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `checkpoint`."""
+    """Add the subcommands of `checkpoint` and their arguments to the parser."""
     parser.description = "Checkpoints: look at them, and exchange them with Hugging Face."
     parser.epilog = "examples:\n" + "".join(
         action.example.split("\n", 1)[1] for action in ACTIONS.values()
@@ -83,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand and return the exit code."""
+    """Run a subcommand of `checkpoint` and return the exit code."""
     return ACTIONS[args.action].run(args)
 
 

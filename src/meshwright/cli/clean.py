@@ -37,7 +37,7 @@ _SECONDS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `clean`."""
+    """Add the arguments of `clean` to the parser."""
     parser.description = (
         "Say what runs, or prepared corpora, take on the disk, and remove old ones."
     )
@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List entries and remove the selected ones; returns the exit code."""
+    """List runs or caches, and with `--delete` remove the selected ones; returns the exit code."""
     choice = DiskSelection(args.keep, args.older_than)
     if args.delete and choice == DiskSelection():
         raise ConfigError("--delete removes what --keep N or --older-than AGE chooses: give one")
@@ -120,7 +120,7 @@ def _as_json(
 
 
 def format_age(seconds: float) -> str:
-    """Return an age in its largest unit: 5m, 3h, 12d."""
+    """Return an age in its largest whole unit, such as 5m, 3h or 12d."""
     for unit in ("d", "h", "m"):
         if seconds >= _SECONDS[unit]:
             return f"{seconds // _SECONDS[unit]:.0f}{unit}"

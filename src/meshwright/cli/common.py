@@ -1,4 +1,4 @@
-"""What the commands share: config arguments and JSON on stdout."""
+"""What the commands share: config arguments, printing, tables and JSON on stdout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST_WORD = 23
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `[CONFIG.toml] [section.key=value ...]`."""
+    """Add the arguments `[CONFIG.toml] [section.key=value ...]` to a parser."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -42,9 +42,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def read_config(
     args: argparse.Namespace, default: Path | None = None, *, plans: bool = False
 ) -> Config:
-    """Return the config that the arguments name, or a default file's with the overrides.
+    """Return the config that the arguments name; `default` is the file if they name none.
 
-    Predictions for it use what was measured of this machine, if anything was; see
+    Predictions for it use a stored calibration of this machine, if there is one; see
     `runtime.pricing.measured`. `plans` as in `load_config`. Raises `ConfigError`.
     """
     file, overrides = read_words(args)
@@ -52,7 +52,10 @@ def read_config(
 
 
 def moment(text: str) -> str:
-    """Return a moment of a timeline, such as "B 0 1, loss", with its action named as in "0B1"."""
+    """Return a moment such as "B 0 1, loss" with its action in the short form, "0B1, loss".
+
+    The numbers are the stage and the microbatch.
+    """
     return re.sub(r"^([A-Z]+(?:_[FB])?) (\d+) (\d+)", r"\2\1\3", text)
 
 
@@ -66,7 +69,10 @@ def local_folder(text: str) -> Path:
 
 
 def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """Return the config file that the arguments name, if any, and the overrides."""
+    """Return the config file that the arguments name, or None, and the overrides.
+
+    A model's folder or name becomes an override. Raises `ConfigError` for other arguments.
+    """
     files = [Path(word) for word in args.words if "=" not in word]
     overrides = [word for word in args.words if "=" in word]
     for path in files:  # a model's folder, or the file of its sizes
@@ -93,7 +99,7 @@ def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
 
 
 def _refuse_two_words(word: str, arguments: Sequence[str]) -> None:
-    """Refuse a key whose value is another word, as in `layout.tp 2`."""
+    """Raise `ConfigError` if an argument is a config key without a value, as in `layout.tp 2`."""
     section, _, key = word.partition(".")
     if key not in KEYS.get(section, ()):
         return
@@ -104,23 +110,23 @@ def _refuse_two_words(word: str, arguments: Sequence[str]) -> None:
 
 
 def say(text: str, indent: str = "", out: TextIO | None = None) -> None:
-    """Print a line, wrapped to the width of the terminal, or to 80 columns without one."""
+    """Print a text, wrapped to the width of the terminal, or to 80 columns without one."""
     print(folded(indent + text, Console().width), file=out)
 
 
 def say_line(text: str, out: TextIO | None = None) -> None:
-    """Print a line that users may grep: wrapped only in a terminal, whole in a file or a pipe."""
+    """Print a line that users may grep: wrapped in a terminal, but not in a file or a pipe."""
     out = sys.stdout if out is None else out
     print(fitted(text, out), file=out, flush=True)
 
 
 def say_command(command: str, indent: str = "  ") -> None:
-    """Print a command that can be pasted into a shell, on as many lines as it needs."""
+    """Print a shell command that can be pasted, continued over as many lines as it needs."""
     print(folded(indent + command, Console().width, joint=GOES_ON))
 
 
 def table(*columns: str, wraps: Collection[str] = ("layout", "change", "why not")) -> Table:
-    """Return a table that fits the terminal: the columns `wraps` are wrapped."""
+    """Return a table with the named columns; those in `wraps` are wrapped to fit the terminal."""
     printed = Table(box=None, pad_edge=False)
     for name in columns:
         min_width = LONGEST_WORD if name == "layout" else None
@@ -129,17 +135,17 @@ def table(*columns: str, wraps: Collection[str] = ("layout", "change", "why not"
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`."""
+    """Add the option `--json` to a parser."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document."""
+    """Print a value as one JSON document."""
     print(json.dumps(value, indent=1))
 
 
 def add_accept(parser: argparse.ArgumentParser) -> None:
-    """Add `--accept KEY[,KEY]`."""
+    """Add the option `--accept KEY[,KEY]` to a parser."""
     parser.add_argument(
         "--accept",
         metavar="KEY[,KEY]",
@@ -149,9 +155,9 @@ def add_accept(parser: argparse.ArgumentParser) -> None:
 
 
 def read_rows(path: Path, needed: str) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file; `needed` is the flag that names it.
+    """Return the objects in a JSON Lines file; `needed` is the option that names the file.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if it cannot be read or a line is not a JSON object.
     """
     try:
         lines = read_text(path).splitlines()

@@ -1,4 +1,4 @@
-"""`meshwright config`: the resolved config with origins, its schema, or another system's config."""
+"""`meshwright config`: prints the resolved config or its schema, or imports another system's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `config`."""
+    """Add the subcommands of `config` and their arguments to the parser."""
     parser.description = "Show the resolved config with origins, its schema, or import another's."
     parser.epilog = EXAMPLE
     actions = parser.add_subparsers(dest="action", required=True)
@@ -72,7 +72,7 @@ def _configure_import(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the schema, or the config that the arguments name."""
+    """Run a subcommand of `config` and return the exit code."""
     if args.action == "schema":
         print_json(config_schema())
         return EXIT_DONE
@@ -103,9 +103,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    """Print the verdicts and write the TOML; the verdicts go to stderr where the TOML is printed.
+    """Import another system's config: print what became of each key, and write the TOML.
 
-    Raises `ConfigError`, after all verdicts, where keys that matter cannot be translated.
+    The TOML goes to stdout without `--out`, and the report then to stderr. Raises `ConfigError`,
+    after the report, if keys that matter cannot be translated.
     """
     # Not at the top: what they bring would slow down `show` and `--help`.
     from meshwright.cli.imports import import_config, print_report, settle

@@ -1,4 +1,4 @@
-"""`meshwright data`: prepare, inspect and verify indexed stores, and train a tokenizer."""
+"""`meshwright data`: prepares, inspects and verifies indexed stores, and trains a tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRAINED: Final = "bold green"
 
 
 def inspect_chat(store: Store, args: argparse.Namespace) -> int:
-    """Show a store and one of its conversations, trained parts in colour or [[brackets]]."""
+    """Print a store and one conversation of it, with trained text in colour or [[brackets]]."""
     pieces = _conversation(store, args.document)
     if args.json:
         parts = [{"text": text, "trained": trained} for text, trained in pieces]
@@ -56,7 +56,10 @@ def inspect_chat(store: Store, args: argparse.Namespace) -> int:
 
 
 def _conversation(store: Store, number: int) -> list[tuple[str, bool]]:
-    """Return the texts of a conversation, cut where what is trained begins and ends."""
+    """Return a conversation's text in pieces, each with whether it is trained on.
+
+    `number` counts from 1. Raises `ConfigError` if it is too large.
+    """
     tokenizer, before = store.tokenizer(), 0
     for shard in store.shards:
         if number - before <= len(shard.ends):
@@ -73,7 +76,7 @@ def _conversation(store: Store, number: int) -> list[tuple[str, bool]]:
 
 
 def _trained(store: Store) -> dict[str, str]:
-    """Return the table's row of what is trained, where not all is."""
+    """Return the table row on the number of trained tokens; empty for a store of texts."""
     if store.manifest.form == "text":
         return {}
     count = sum(shard.supervised or 0 for shard in store.manifest.shards)
@@ -81,7 +84,7 @@ def _trained(store: Store) -> dict[str, str]:
 
 
 def store_facts(store: Store) -> dict[str, Any]:
-    """Return the contents of a store as JSON values."""
+    """Return a description of a store as JSON values."""
     manifest = store.manifest
     supervised = {}
     if manifest.form == "chat":
@@ -116,7 +119,7 @@ def store_facts(store: Store) -> dict[str, Any]:
 
 
 def print_table(store: Store) -> None:
-    """Print the contents of a store."""
+    """Print a description of a store as a table."""
     manifest = store.manifest
     size = sum(record.bytes for record in manifest.files())
     name = manifest.tokenizer.name
@@ -169,7 +172,7 @@ SAMPLE_TOKENS = 48
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `data`."""
+    """Add the subcommands of `data` and their arguments to the parser."""
     parser.description = "Prepare, inspect and verify indexed stores of tokens."
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -219,7 +222,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the action and return the exit code."""
+    """Run a subcommand of `data` and return the exit code."""
     actions = {
         "prepare": _prepare,
         "inspect": _inspect,
@@ -281,7 +284,7 @@ def _sources(args: argparse.Namespace, report: Report) -> list[Source]:
 
 @contextmanager
 def _bar(description: str) -> Iterator[Report]:
-    """Show a progress bar on stderr where that is a terminal."""
+    """Yield a callback `(done, total)` that shows a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""`meshwright doctor`: the machine, a config before its start, or a run that hangs or failed."""
+"""`meshwright doctor`: checks the machine, a config before its start, or a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `doctor`."""
+    """Add the arguments of `doctor` to the parser."""
     parser.description = "Examine the machine, a config before its start, or a run."
     parser.epilog = EXAMPLE
     parser.add_argument(
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine what the arguments name; the exit code is 1 if something is wrong."""
+    """Check what the arguments name and print the findings; the exit code is 1 for a problem."""
     folders = [word for word in args.words if "=" not in word and Path(word).is_dir()]
     if folders:
         if len(args.words) > 1:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine_nodes(config: Config, rendezvous: Rendezvous, *, as_json: bool) -> int:
-    """Examine all nodes, each by its own process; the one of rank 0 prints."""
+    """Check all nodes, with one process on each; that of rank 0 prints the findings."""
     from meshwright.runtime.preflight import preflight  # only here: it needs torch
 
     node_findings = preflight(config, os.environ, rendezvous)

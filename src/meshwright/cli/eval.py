@@ -52,7 +52,7 @@ SAY_EVERY_S = 10.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval`."""
+    """Add the arguments of `eval` to the parser."""
     parser.description = "Measure a model: perplexity on text that it was not trained on, or tasks."
     parser.epilog = EXAMPLE
     parser.add_argument("folder", metavar="RUN_OR_HF_DIR")
@@ -92,7 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything, load the model, and measure."""
+    """Check the arguments, measure perplexity or run tasks, and return the exit code."""
     folder = local_folder(args.folder)
     spec = stored_spec(folder)[0]
     for name in ("limit", "batch"):
@@ -202,7 +202,10 @@ def _text(args: argparse.Namespace, folder: Path, spec: ModelSpec) -> Text:
 
 
 def _device(asked: str | None) -> str:
-    """Return the device to compute on; raises `ConfigError` for a GPU that is not there."""
+    """Return "cpu" or "cuda", by default a GPU if there is one.
+
+    Raises `ConfigError` if a GPU is asked for and there is none.
+    """
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             refusal("--device cuda, but no GPU of NVIDIA or AMD is visible", legal=["cpu"])
@@ -216,7 +219,7 @@ def _load(folder: Path, device: str, precision: str) -> Transformer:
 
 
 def _progress() -> Any:
-    """Return a callback that says on stderr now and then how far it is."""
+    """Return a callback `(done, total)` that reports on stderr at most every ten seconds."""
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""`meshwright generate`: text from a run, a checkpoint or a Hugging Face folder."""
+"""`meshwright generate`: continues a text with the model of a run or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NARROW: Final = 256
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `generate`."""
+    """Add the arguments of `generate` to the parser."""
     parser.description = "Continue a prompt with a trained model."
     parser.epilog = EXAMPLE
     parser.add_argument("folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder of adapters")
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add how tokens are drawn, and the tokenizer."""
+    """Add the options for sampling tokens, and `--tokenizer`, to a parser."""
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     parser.add_argument("--top-p", type=float, default=0.95)
@@ -52,7 +52,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def loaded(args: argparse.Namespace) -> Iterator[TextModel]:
-    """Yield the model of the arguments; until the end, a narrow one has one thread of torch."""
+    """Yield the model that the arguments name; torch uses one thread for a narrow model.
+
+    The number of threads is restored at the end of the context.
+    """
     model, threads = TextModel(local_folder(args.folder), args.tokenizer), torch.get_num_threads()
     if model.model.spec.dim <= _NARROW:
         torch.set_num_threads(1)
@@ -63,12 +66,12 @@ def loaded(args: argparse.Namespace) -> Iterator[TextModel]:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Return how the arguments of `add_sampling` have tokens drawn."""
+    """Return the sampling settings in the arguments of `add_sampling`."""
     return Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, sample, and print each piece of text as it comes."""
+    """Generate text and print it piece by piece; returns the exit code."""
     if args.system is not None and not args.chat:
         raise ConfigError("--system is what a chat template writes before the user; add --chat")
     with loaded(args) as model:
@@ -98,5 +101,5 @@ def _run(args: argparse.Namespace, model: TextModel, sampling: Sampling) -> int:
 
 
 def safe(text: str) -> str:
-    """Return a text as stdout takes it: what a model writes may be sequences of a terminal."""
+    """Return a text with terminal control characters escaped if stdout is a terminal."""
     return printable(text) if sys.stdout.isatty() else text

@@ -1,4 +1,7 @@
-"""Shared by `config import` and `train --deepspeed`: reads foreign configs, shows verdicts."""
+"""Reads other systems' configs and prints what became of each key.
+
+Shared by `config import` and `train --deepspeed`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,11 @@ def import_config(
     system: System | None = None,
     devices: int | None = None,
 ) -> Imported:
-    """Read foreign files over a base config; `devices` defaults to the machine's."""
+    """Return the import of other systems' config files over a base config.
+
+    `accept` lists unsupported keys to leave out. `devices` is the number of ranks, by default that
+    of this machine.
+    """
     if devices is not None and devices < 1:
         raise ConfigError(f"--devices {devices} must be at least 1")
     return import_files(
@@ -57,7 +64,7 @@ def import_config(
 
 
 def _devices(base: Path | None, overrides: list[str]) -> int:
-    """Return how many ranks a run would have: torchrun's, or the devices of the cluster."""
+    """Return the number of ranks: WORLD_SIZE if it is set, else the devices of the cluster."""
     given = os.environ.get("WORLD_SIZE", "")
     if given.isdigit():
         return int(given)
@@ -69,7 +76,10 @@ def _devices(base: Path | None, overrides: list[str]) -> int:
 
 
 def settle(imported: Imported, devices: int | None = None) -> Config:
-    """Return the config of an import; raises `ConfigError` if it is refused."""
+    """Return the config of an import; raises `ConfigError` if keys that matter are unsupported.
+
+    With `devices`, also checks that a layout for them exists.
+    """
     if imported.report.refused:
         raise ConfigError(refusal_text(imported.report))
     given = {section: dict(values) for section, values in imported.given.items()}
@@ -80,7 +90,7 @@ def settle(imported: Imported, devices: int | None = None) -> Config:
 
 
 def train_config(args: argparse.Namespace, default: Path | None, out: TextIO) -> Config:
-    """Return the config of `train --deepspeed`; prints the keys that are left out."""
+    """Return the config of `train --deepspeed`, after printing the keys that have no effect."""
     files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"one config file at most, but there are {len(files)}: {' '.join(files)}")
@@ -101,13 +111,13 @@ def train_config(args: argparse.Namespace, default: Path | None, out: TextIO) ->
 
 
 def summary(report: Report) -> str:
-    """Return a line of counts."""
+    """Return a line with the number of keys by verdict, such as "translated"."""
     counts = ", ".join(f"{report.count(v)} {v}" for v in VERDICTS if report.count(v))
     return f"{' + '.join(report.files)}: {report.keys} keys: {counts}"
 
 
 def print_report(report: Report, out: TextIO) -> None:
-    """Print a row for each key, then the effects of missing keys."""
+    """Print a table with a row for each key of an import, then the effects of missing keys."""
     console = Console(file=out, width=None if out.isatty() else 80, highlight=False)
     widths = (26, 12, 14, max(console.width - 26 - 12 - 14 - 3, 20))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -142,9 +152,9 @@ def _here(entry: KeyReport) -> str:
 
 
 def _folded(text: str, width: int) -> str:
-    """Return a text in lines of a width; a word that is longer is broken after `_`, `.` or `/`.
+    """Return a text in lines of a given width; longer words are broken after `_`, `.` or `/`.
 
-    What has none of these within a line's length is cut.
+    A piece without any of these is broken at the width.
     """
     lines = [""]
     for word in text.split():

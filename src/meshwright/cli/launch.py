@@ -1,4 +1,4 @@
-"""`meshwright launch`: a config as a job of torchrun, Slurm, Ray, SkyPilot or Kubernetes."""
+"""`meshwright launch`: writes a training job for torchrun, Slurm, Ray, SkyPilot or Kubernetes."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
 
 
 class JobFormat(NamedTuple):
-    """How `launch` offers a format of jobs: its help, its writer, its options and its submission.
+    """A format of jobs that `launch` writes: its help text, writer, options and submission.
 
-    `write` returns the job's text. `submit` takes this text, the job and the command line, and
-    returns an exit code; None where nothing submits jobs of this format.
+    `write` returns the job's text. `submit` takes this text, the job and the arguments, and returns
+    an exit code; it is None if jobs of this format cannot be submitted.
     """
 
     help: str
@@ -127,7 +127,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the targets of `launch`, each with its options."""
+    """Add a subcommand for each format of jobs, with its options."""
     parser.description = "Write a job that trains a config, or hand it to the scheduler."
     parser.epilog = EXAMPLE
     targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
@@ -146,7 +146,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the job; the config is checked as `train` would."""
+    """Write, print or submit the job; the config is checked as `train` would."""
     file, overrides = read_words(args)
     if args.plan is not None:
         config = load_planned(args.plan, file, overrides)
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_data(config: Config) -> None:
-    """Refuse a job whose data nobody has named: it would train on the built-in corpus."""
+    """Raise `ConfigError` if `data.source` is not set, which means the built-in corpus."""
     if is_default_corpus(config):
         rule = "nobody has named data.source, and a job trains on the built-in corpus only if asked"
         legal = ["data.source=FOLDER", "data.source=hf:NAME", "data.source=stdlib"]
@@ -177,7 +177,7 @@ def _check_data(config: Config) -> None:
 
 
 def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
-    """Return the job that trains a config with the command line's options."""
+    """Return the job that trains a config, with the options of the command line."""
     nodes = _option(args, "nodes") or config.cluster.nodes
     section = config.cluster.model_copy(update={"nodes": nodes})
     config = config.model_copy(update={"cluster": section})
@@ -221,7 +221,7 @@ _PLAIN: Final = ("restarts", "partition", "account", "image", "setup", "volume",
 
 
 def _option(args: argparse.Namespace, name: str) -> Any:
-    """Return an option of a target, None where the target has none of that name."""
+    """Return an option by name; None if the job's format does not have it."""
     return getattr(args, name, None)
 
 

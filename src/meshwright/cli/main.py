@@ -60,10 +60,10 @@ exit codes: 0 done, 1 a check failed, 2 refused before start, 3 a rank failed,
 
 
 def _instead_of_option(arguments: Sequence[str], known: Iterable[str]) -> str:
-    """Return what to write instead of an option that a command lacks; empty if nothing is near.
+    """Return a hint on what to write instead of an unknown option, or "".
 
-    `arguments`, the command line from there on, begin with it. That is the key of a config with
-    this name, here or in another framework, or else the nearest of the `known` options.
+    `arguments` begin with that option. The hint is a config key of this name, here or in another
+    framework, or else the nearest of the `known` options.
     """
     from meshwright.spec.loading import ALIASES, KEYS  # not at the top: `--help` answers at once
     from meshwright.spec.synonyms import instead_of
@@ -86,14 +86,17 @@ class Command(Protocol):
     """The interface of a command's module."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments."""
+        """Add the command's arguments to the parser."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run it and return the exit code."""
+        """Run the command and return the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code; the message of an error goes to stderr."""
+    """Run a command line and return its exit code; error messages go to stderr.
+
+    `argv` None means that of this process.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
     try:
@@ -159,7 +162,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _with_program(arguments: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Return the words of a command, and those of the program that `prove --` runs."""
+    """Return the command's arguments, and the program that follows `--` in `prove -- PROGRAM`."""
     if arguments[:1] != ["prove"] or "--" not in arguments:
         return arguments, []
     separator = arguments.index("--")
@@ -167,12 +170,12 @@ def _with_program(arguments: Sequence[str]) -> tuple[Sequence[str], list[str]]:
 
 
 def _complain(command: str, text: str) -> None:
-    """Print what went wrong to stderr, in lines that its terminal shows whole."""
+    """Print an error message to stderr, wrapped if that is a terminal."""
     print(fitted(printable(f"meshwright {command}: {text}"), sys.stderr), file=sys.stderr)
 
 
 def _too_long(error: OSError) -> str:
-    """Say which path the system refuses, and how long one may be."""
+    """Return a message on a path that is too long for the system."""
     name = str(error.filename)
     shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
     return f"{shown} is too long for a path: at most 255 bytes between two slashes, 4,095 in all"

@@ -1,4 +1,4 @@
-"""`--measured`: measurements of a cluster, which correct its predictions."""
+"""`--measured`: corrects predictions for a cluster by measurements made on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FILES: Final = (".json", ".jsonl", ".log", ".csv", ".txt")
 
 
 class Corrected(NamedTuple):
-    """A corrected calibration, its correction, and the file that stores it."""
+    """A calibration corrected by measurements, its corrections, and the file that stores them."""
 
     calibration: Calibration
     corrections: tuple[Correction, ...]
@@ -43,7 +43,7 @@ class Corrected(NamedTuple):
 
     @property
     def document(self) -> list[dict[str, Any]]:
-        """The correction as JSON."""
+        """The corrections as JSON values."""
         return [
             {
                 "of": correction.kind,
@@ -57,7 +57,7 @@ class Corrected(NamedTuple):
         ]
 
     def print(self) -> None:
-        """Print the conclusion."""
+        """Print the corrections, and where they are stored."""
         for correction in self.corrections:
             for text in correction.text:
                 say(f"measured: {text}")
@@ -66,7 +66,7 @@ class Corrected(NamedTuple):
 
 
 def add_measured(parser: argparse.ArgumentParser, metavar: str, *, keeps: bool = True) -> None:
-    """Add `--measured`, and `--no-keep` if the result is stored."""
+    """Add the option `--measured` to a parser and, with `keeps`, `--no-keep`."""
     parser.add_argument("--measured", action="append", nargs="+", default=[], metavar=metavar)
     if keeps:
         parser.add_argument(
@@ -75,9 +75,10 @@ def add_measured(parser: argparse.ArgumentParser, metavar: str, *, keeps: bool =
 
 
 def take_measured(args: argparse.Namespace) -> list[str]:
-    """Return the measurements in `--measured`; other words return to the config.
+    """Return the measurements in `--measured`; words that belong to none are config arguments.
 
-    `layout=tp8 mb1 step=13.9s` may be typed with or without quotes.
+    Those are moved to `args.words`. A measurement such as `layout=tp8 mb1 step=13.9s` may be given
+    with or without quotes.
     """
     measurements: list[str] = []
     for group in args.measured:
@@ -110,10 +111,11 @@ def measured_for(
     system: str = "meshwright",
     layout: Layout | None = None,
 ) -> Corrected | None:
-    """Return a calibration corrected by measurements of a config's cluster; None without any.
+    """Return a calibration corrected by measurements of the config's cluster.
 
-    `system` is the one that was measured, a name of `SYSTEMS`; `layout` that of logs without one.
-    Raises `ConfigError` for unreadable ones, and for those of another device or system.
+    None if `named` is empty. `system` is the trainer that was measured, a name of `SYSTEMS`;
+    `layout` is that of logs. With `keeps`, the correction is stored. Raises `ConfigError` for
+    measurements that are unreadable, or of another device or system.
     """
     if not named:
         return None
@@ -138,7 +140,10 @@ def measured_for(
 
 
 def measured_rows(named: list[str], calibration: Calibration) -> Corrected | None:
-    """Return a calibration corrected by rows and runs, for each system and device."""
+    """Return a calibration corrected by files of measurements and by runs.
+
+    There is a correction for each system and device. None if `named` is empty.
+    """
     if not named:
         return None
     base = uncorrected(calibration)
@@ -151,7 +156,7 @@ def measured_rows(named: list[str], calibration: Calibration) -> Corrected | Non
 def _read(
     text: str, setting: CostInputs | None, base: Calibration, layout: Layout | None
 ) -> Iterator[Measurement]:
-    """Yield the measurements that an argument names: a run's, rows', a log's, or typed ones."""
+    """Yield the measurements that an argument names: a run, a file of rows, a log, typed values."""
     if text.partition("=")[0] in _TYPED:
         if setting is None:
             raise ConfigError(f"--measured {text}: a layout needs a model; name rows, or a run")
@@ -194,7 +199,7 @@ def _typed(text: str, setting: CostInputs) -> Measurement:
 
 
 def _of_log(path: Path, setting: CostInputs, layout: Layout) -> Measurement:
-    """Return what a log of another trainer says of a step, and say which lines it is from."""
+    """Return the measurement in a log of another trainer, and print the lines that it is from."""
     train = setting.train
     log = read_log(path, LoggedRun(train.batch, train.seq_len, layout.world, layout.model_ranks))
     for line in log.says:

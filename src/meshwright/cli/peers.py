@@ -1,4 +1,4 @@
-"""`meshwright bench peers`: the same model and modes on all installed peers."""
+"""`meshwright bench peers`: measures the same model and modes on all installed frameworks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NATIVE = "native"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `bench peers`."""
+    """Add the arguments of `bench peers` to a parser."""
     parser.add_argument("--modes", choices=MODES, nargs="+", default=list(MODES), metavar="MODE")
     parser.add_argument(
         "--systems", choices=[OURS, *PEERS], nargs="+", default=[OURS, *PEERS], metavar="SYSTEM"
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, and print the table; the exit code is 1 if a system failed."""
+    """Compare the frameworks and print a table; the exit code is 1 if one of them failed."""
     if args.steps <= NOT_COUNTED or args.rounds < 1:
         problem = f"--steps {args.steps} --rounds {args.rounds}"
         raise ConfigError(
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 def _interpreters(
     peers_python: str | None, environ: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the version and the interpreter of each peer that can be imported."""
+    """Return the version of each framework that can be imported, and the interpreter for it."""
     peer_versions: dict[str, str] = {}
     pythons: dict[str, str] = {}
     for python in filter(None, (peers_python, sys.executable)):
@@ -117,7 +117,7 @@ def _progress(line: str) -> None:
 def _print(
     rows: Sequence[Mapping[str, Any]], entrants: Sequence[Entrant], missing: Sequence[str]
 ) -> None:
-    """Print the table, the fastest of each mode first."""
+    """Print the table of results, the fastest of each mode first."""
     table = Table(
         *(
             "mode",

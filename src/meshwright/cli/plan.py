@@ -1,4 +1,4 @@
-"""`meshwright plan`: which layout fits and is fastest, and why others are not."""
+"""`meshwright plan`: prints which layout fits and is fastest, and why others are not."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`."""
+    """Add the arguments of `plan` to the parser."""
     parser.description = "Rank the layouts of a config on its cluster, without running anything."
     parser.epilog = EXAMPLE
     add_config_arguments(parser)
@@ -135,7 +135,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; the exit code is 1 if no layout fits."""
+    """Plan and print the result; the exit code is 1 if no layout fits."""
     if args.compare:
         return compare_plans(args.compare, as_json=args.json)
     run_folder, named = _run_folder(args.after_oom), take_measured(args)
@@ -195,7 +195,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
-    """Print a plan for another trainer, or what becomes of its config; 1 if no layout fits."""
+    """Plan for another trainer (`--for`), or from its config (`--like`); prints the result.
+
+    The exit code is 1 if no layout fits.
+    """
     like = read_like(args)
     config = read_config(args, plans=True) if like is None else like.config
     trainer = trainer_of(args, like)
@@ -246,7 +249,7 @@ def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
 
 
 def _print_command(command: str | None, notes: list[str]) -> None:
-    """Print the command that trains the best layout, if any, below what it leaves unnamed."""
+    """Print the command that trains the best layout, after `notes`; nothing without a command."""
     if command is None:
         return
     print()
@@ -269,9 +272,9 @@ def _check(args: argparse.Namespace) -> None:
 def _write(
     args: argparse.Namespace, plan: Plan, document: dict[str, Any], named: list[str]
 ) -> None:
-    """Write the files that are asked for, and the document on stdout with `--json`.
+    """Write the files that options ask for, and with `--json` the document on stdout.
 
-    `named` is what was measured and is not kept.
+    `named` are measurements that apply to this plan and are not stored.
     """
     if args.save:
         write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
@@ -282,7 +285,7 @@ def _write(
 
 
 def _explain(config: Config, setting: CostInputs, args: argparse.Namespace) -> int:
-    """Print each term of a layout's peak and time."""
+    """Print each term of the predicted memory and step time of the layout in `--explain`."""
     layout = Layout.parse(args.explain)
     prediction, notes = explain(setting, layout), _notes(config, setting, layout)
     if args.json:
@@ -297,7 +300,7 @@ def _explain(config: Config, setting: CostInputs, args: argparse.Namespace) -> i
 
 
 def _notes(config: Config, setting: CostInputs, layout: Layout) -> list[str]:
-    """Return where the layout that `--explain` prices differs from the config."""
+    """Return notes on where the layout in `--explain` differs from the config."""
     notes = assumptions(setting.model)
     devices = setting.cluster.devices
     if layout.world != devices:
@@ -317,7 +320,7 @@ def _notes(config: Config, setting: CostInputs, layout: Layout) -> list[str]:
 
 
 def _run_folder(named: str | None) -> RunFolder | None:
-    """Return the run folder that `--after-oom` names, if it names one."""
+    """Return the run folder that `--after-oom` names; None for something else or nothing."""
     if named is None or not Path(named).is_dir():
         return None
     folder = RunFolder(Path(named))
@@ -327,7 +330,10 @@ def _run_folder(named: str | None) -> RunFolder | None:
 
 
 def _after_oom(setting: CostInputs, layout: Layout, args: argparse.Namespace) -> int:
-    """Print what would fit; 1 where nothing does."""
+    """Print changes with which a layout that ran out of memory would fit.
+
+    The exit code is 1 if there are none.
+    """
     check_legal(setting, layout)
     setting = on_cluster(setting, layout)
     started = time.perf_counter()
@@ -340,7 +346,7 @@ def _after_oom(setting: CostInputs, layout: Layout, args: argparse.Namespace) ->
 
 
 def _defaults(config: Config) -> list[str]:
-    """Return notes on a batch, a length and a precision that nobody has given."""
+    """Return notes on batch size, sequence length and precision if the user did not set them."""
     origins = {key: config.origins[f"train.{key}"] for key in ("batch", "seq_len", "precision")}
     notes = [
         f"train.{key} = {getattr(config.train, key)}, {where}"
@@ -354,7 +360,7 @@ def _defaults(config: Config) -> list[str]:
 
 
 def _parameters(model: ModelSpec) -> str:
-    """Return how many parameters there are, and how many of them are trained."""
+    """Return the number of parameters in words and, with adapters, how many are trained."""
     count = f"{format_count(parameter_count(model))} parameters"
     if model.lora is None:
         return count

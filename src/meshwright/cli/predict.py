@@ -1,4 +1,4 @@
-"""`meshwright predict`: prices rows of measurements, published or your own, without running."""
+"""`meshwright predict`: predicts the step time and memory of trainings in a file of rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `predict`."""
+    """Add the arguments of `predict` to the parser."""
     parser.description = "Predict memory and step time of rows: one JSON object a line."
     parser.epilog = EXAMPLE
     parser.add_argument("--rows", type=Path, required=True, metavar="IN.jsonl")
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write one prediction a row, in the rows' order."""
+    """Write a prediction for each row of the input, in order; returns the exit code."""
     calibration = read_calibration(args.calibration) if args.calibration else shipped_calibration()
     args.words = []
     measured = measured_rows(take_measured(args), calibration)

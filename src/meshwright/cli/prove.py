@@ -1,4 +1,4 @@
-"""`meshwright prove`: a layout, or the whole table, against one device."""
+"""`meshwright prove`: compares the steps of layouts with those of one device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ __all__ = ["configure", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prove, printing a line for each layout; with `--json` one document is on stdout."""
+    """Prove layouts, printing a line for each; with `--json`, stdout has one JSON document.
+
+    Returns the exit code.
+    """
     out = sys.stderr if args.json else sys.stdout
     started = time.perf_counter()
     refusals: list[Refusal] = []
@@ -97,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[Refusal]]:
-    """Return the table's cases for the arguments, and its refusals with their messages."""
+    """Return the cases of the built-in table that the arguments select.
+
+    Also returns the outcome for each layout that must be refused.
+    """
     world = 8 if args.world is None else args.world
     only = args.only or ""
     chosen = [case for case in matrix(world) if only in case.label]
@@ -112,7 +118,7 @@ def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[R
 
 
 def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
-    """Return the layouts that a seed draws, and their fields of the JSON document."""
+    """Return the random layouts that `--random` and `--seed` select, and fields for the JSON."""
     worlds = DRAWN_WORLDS if args.world is None else (args.world,)
     seed, only = args.seed or 0, args.only or ""
     cases = [case for case in draw(seed, args.random, worlds) if only in case.label]
@@ -125,7 +131,7 @@ def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
 
 
 def case_of_json(text: str) -> Case:
-    """Return the case that a failure printed; raises `ConfigError` if it is invalid."""
+    """Return the case in `--case`, as a failure printed it; raises `ConfigError` if invalid."""
     try:
         case = Case.from_json(text)
     except KeyError as error:
@@ -141,7 +147,7 @@ def case_of_json(text: str) -> Case:
 
 
 def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
-    """Return the small cases that stand for a config's layout, and fields of the JSON document."""
+    """Return the small cases that represent a config's layout, and fields for the JSON."""
     config = read_config(args)
     question = question_of(config, os.environ)
     layout = question.layout
@@ -192,7 +198,7 @@ def _certified(config: Config, cases: Sequence[Case], out: TextIO) -> list[Outco
 
 
 def _failed(outcomes: Sequence[Outcome], out: TextIO) -> list[Outcome]:
-    """Return the first failures, to be reduced, and say of all how to repeat them."""
+    """Print how to repeat each failure, and return the first `MOST_SHRUNK` of them."""
     failed = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in failed:
         say_line(f"failed: {outcome.case.label}", out)
@@ -205,7 +211,7 @@ def _command(case: Case) -> str:
 
 
 def _smallest(outcome: Outcome, args: argparse.Namespace, out: TextIO) -> dict[str, Any]:
-    """Say which is the smallest case that fails as one did, and return it for JSON."""
+    """Search for the smallest case that fails like an outcome, print it and return its JSON."""
     case = outcome.case
     say_line(f"looking for a smaller layout that fails like {case.label}", out)
     on_ranks = fails_alike(outcome, os.environ, args.device)

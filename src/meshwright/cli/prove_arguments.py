@@ -1,4 +1,4 @@
-"""The arguments of `meshwright prove`, and which of them go together."""
+"""The arguments of `meshwright prove`, and the check of which go together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _or(numbers: Sequence[int]) -> str:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `prove`."""
+    """Add the arguments of `prove` to the parser."""
     parser.description = (
         "Prove on local ranks that a layout computes what one device does: loss, every gradient, "
         "what steps of the optimizer add to the weights, its state, and an evaluation."
@@ -92,7 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_mixed(args: argparse.Namespace) -> None:
-    """Refuse arguments that do not go together, before anything is started."""
+    """Raise `ConfigError` for arguments that cannot be combined."""
     if args.program:
         flags = (args.matrix, args.random, args.case, args.minutes, args.check_order, args.resume)
         if any(flags) or args.words:

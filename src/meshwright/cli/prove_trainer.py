@@ -1,4 +1,4 @@
-"""`meshwright prove -- COMMAND`: any trainer's first steps compared with one process."""
+"""`meshwright prove -- COMMAND`: compares any trainer's first steps with one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLDER = "meshwright-watch"
 
 
 def prove_command(args: argparse.Namespace, out: TextIO) -> int:
-    """Run a command with every Python in it watched, print the verdict, return the exit code."""
+    """Run a command with its Python processes watched, and print the verdict; returns the code."""
     folder = Path(args.folder or FOLDER).absolute()
     _refuse_own_command(args.program)
     steps = 2 if args.steps is None else args.steps
@@ -67,7 +67,7 @@ def prove_command(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def _refuse_own_command(program: Sequence[str]) -> None:
-    """Refuse our own training, whose layouts have a proof that needs no recording."""
+    """Raise `ConfigError` for `meshwright train`, whose proof is `meshwright prove CONFIG`."""
     arguments = [Path(word).name for word in program]
     if "train" in arguments and "meshwright" in arguments[: arguments.index("train")]:
         raise ConfigError(
@@ -77,7 +77,7 @@ def _refuse_own_command(program: Sequence[str]) -> None:
 
 
 def _how_far(folder: Path) -> str:
-    """Return whether the command's processes were reached, as the end of a sentence."""
+    """Return a clause on whether the command started Python processes that could be watched."""
     watched = sum(1 for _ in folder.glob(f"{REACHED}*"))
     if watched:
         return f"it started {watched} Python processes with torch, which did not come so far"
@@ -90,7 +90,7 @@ def _how_far(folder: Path) -> str:
 
 
 def _environ(folder: Path, steps: int) -> dict[str, str]:
-    """Return the environment in which Python starts with the hook, and finds this package."""
+    """Return an environment in which Python runs the hook at startup and finds this package."""
     package = Path(startup.__file__).parents[2]
     paths = [str(Path(startup.__file__).parent), os.environ.get("PYTHONPATH", "")]
     if "site-packages" not in package.parts:  # a checkout

@@ -1,4 +1,4 @@
-"""The other answers of `plan`: fewest devices, largest batch, longest context, cost."""
+"""Options of `plan` for other questions: fewest devices, largest batch, longest context, cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BAR: Final = 24
 
 
 def add_scaling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the options `--tokens`, `--devices` and `--compare` to a parser."""
     parser.add_argument("--tokens", metavar="N", help="what N tokens take, such as 300B or 1T")
     parser.add_argument(
         "--devices", metavar="A..B", help="the best layout of A to B devices, doubling"
@@ -49,7 +49,7 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
 
 
 def tokens_of(text: str) -> float:
-    """Read a number of tokens; raises `ConfigError`."""
+    """Return the number of tokens in a text such as `300B`; raises `ConfigError` if invalid."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?(?:e\d{1,2})?)\s*([KMBT]?)\s*", text, re.I)
     count = float(match[1]) * _COUNT[match[2].upper()] if match else 0.0
     if not 1 <= count <= 1e18:
@@ -58,7 +58,10 @@ def tokens_of(text: str) -> float:
 
 
 def devices_of(text: str) -> list[int]:
-    """Read `8..1024`; raises `ConfigError`."""
+    """Return the numbers of devices in a range such as `8..1024`, doubling.
+
+    Raises `ConfigError` if it is invalid.
+    """
     match = re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", text)
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= _MOST_DEVICES:
@@ -69,19 +72,25 @@ def devices_of(text: str) -> list[int]:
 
 
 def asked_tokens(text: str, plan: Plan, price: float | None) -> Cost:
-    """Return the cost of `--tokens` with a plan's best layout."""
+    """Return the cost of training on `text` tokens with the plan's best layout.
+
+    `price` is that of a device hour, or None.
+    """
     return best_cost(plan, tokens_of(text), price)
 
 
 def asked_curve(text: str, tokens: str | None, plan: Plan, price: float | None) -> list[Point]:
-    """Return the points of `--devices`."""
+    """Return the best layout and its cost for each number of devices in a range such as `8..1024`.
+
+    `tokens` is the number of tokens to price, by default a million; `price` that of a device hour.
+    """
     count = _MILLION if tokens is None else tokens_of(tokens)
     pins = given(plan.config)
     return curve(plan.setting, devices_of(text), count, price, plan.margin, pins)
 
 
 def question_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the flags of a plan's questions, as the command line had them."""
+    """Yield the options that asked for answers besides the ranking, as arguments."""
     for flag, value in (("--devices", args.devices), ("--tokens", args.tokens)):
         if value is not None:
             yield from (flag, value)
@@ -93,7 +102,7 @@ def question_flags(args: argparse.Namespace) -> Iterator[str]:
 
 
 def print_cost(cost: Cost, devices: int) -> None:
-    """Print the cost of tokens."""
+    """Print the time and cost of training on some tokens."""
     money = "" if cost.money is None else f", cost {cost.money:,.0f} at your price"
     say(
         f"{format_count(cost.tokens)} tokens: {_days(cost.hours)} on {devices} devices, "
@@ -102,7 +111,7 @@ def print_cost(cost: Cost, devices: int) -> None:
 
 
 def print_curve(points: list[Point]) -> None:
-    """Print the best layout of each number of devices."""
+    """Print a table of the best layout for each number of devices."""
     rates = [point.prediction.tokens_per_s for point in points if point.prediction is not None]
     known = next((point.cost for point in points if point.cost is not None), None)
     tokens = format_count(_MILLION if known is None else known.tokens)
@@ -135,7 +144,7 @@ def _days(hours: float) -> str:
 
 
 def compare_plans(paths: list[Path], *, as_json: bool) -> int:
-    """Print the differences of two saved plans."""
+    """Print the differences of two saved plans; returns the exit code."""
     with foreign(f"--compare {paths[0]} {paths[1]}", ConfigError):
         changes = difference(*(read_plan(path, "--compare") for path in paths))
     if as_json:
@@ -177,7 +186,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as a document, and a function that prints it."""
+    """The answer to a question: a JSON document, and a function that prints it."""
 
     name: str
     document: Any
@@ -186,7 +195,7 @@ class Answer:
 
 
 def add_questions(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the questions."""
+    """Add the options for questions besides the ranking to a parser."""
     add_scaling(parser)
     parser.add_argument("--fewest", action="store_true", help="the fewest devices that fit")
     parser.add_argument(
@@ -401,7 +410,10 @@ def print_answers(answered: Sequence[Answer]) -> None:
 
 
 def ways_to_fit_json(current: Prediction, ways: list[WayToFit]) -> dict[str, Any]:
-    """Return the changes that help after an out-of-memory error as JSON."""
+    """Return the changes that help after an out-of-memory error as JSON values.
+
+    `current` is the prediction for the layout that ran out of memory.
+    """
     return {
         "ran_out": prediction_json(current),
         "fits": [
@@ -417,7 +429,7 @@ def ways_to_fit_json(current: Prediction, ways: list[WayToFit]) -> dict[str, Any
 
 
 def print_ways_to_fit(current: Prediction, ways: list[WayToFit], seconds: float) -> None:
-    """Print the changes that help after an out-of-memory error."""
+    """Print the changes that help after an out-of-memory error, and how long the search took."""
     memory = current.memory
     verdict = ": by the prediction it fits, so that is too low" if memory.fits else ""
     say(

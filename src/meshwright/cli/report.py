@@ -1,4 +1,4 @@
-"""`meshwright report`: a page of one run or of several, and a trace for Perfetto."""
+"""`meshwright report`: writes a page of one run or several, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `report`."""
+    """Add the arguments of `report` to the parser."""
     parser.description = (
         "Make one HTML page of a run, or of several side by side: it opens from disk, without a "
         "server or a network."
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and print its most important results."""
+    """Write the page, print a summary of each run, and return the exit code."""
     if args.trace and len(args.runs) > 1:
         raise ConfigError(f"--trace is of one run, and there are {len(args.runs)}")
     try:

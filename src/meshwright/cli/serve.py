@@ -1,4 +1,4 @@
-"""`plan --serve`: the plan as a local page that replans when it is changed."""
+"""`plan --serve`: a local page that plans again when its inputs change; and `plan --html`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.spec.loading import read_given
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the options `--serve` and `--port` to a parser."""
     parser.add_argument(
         "--serve", action="store_true", help="a page that plans as it is changed, on this machine"
     )
@@ -33,9 +33,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
-    """Serve the page until it is interrupted; it starts with the arguments' question.
+    """Serve the page, which starts with the plan of the arguments, until interrupted.
 
-    It uses the measurements in `named`, like a plan in the terminal.
+    `named` are measurements by which its predictions are corrected. Returns the exit code.
     """
     from meshwright.serve.app import serve  # with a web server, which no other plan needs
 
@@ -72,9 +72,9 @@ def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
 def frozen_page(
     args: argparse.Namespace, named: Sequence[str], plan: Plan, planned: Mapping[str, Any]
 ) -> str:
-    """Return the static page of a plan, with each of its ranked layouts in detail.
+    """Return the static HTML page of a plan, with the details of each ranked layout.
 
-    `named` are measurements that are not stored; `planned` is the plan's own document.
+    `named` are measurements that are not stored; `planned` is the plan's JSON document.
     """
     stated = read_given(*read_words(args))
     labels = [prediction.layout.label for prediction in plan.found.ranked]
@@ -86,7 +86,7 @@ def frozen_page(
 
 
 def _flags(args: argparse.Namespace, named: Sequence[str]) -> Iterator[str]:
-    """Yield what a command says beside its words to plan under the same conditions."""
+    """Yield the options that make a command plan under the same conditions, as arguments."""
     if args.margin != MARGIN:
         yield from ("--margin", f"{args.margin:g}")
     if args.top != TOP:

@@ -1,4 +1,4 @@
-"""`meshwright simulate`: the real program on fake ranks, next to its prediction."""
+"""`meshwright simulate`: dry-runs a step on fake ranks and compares it with its prediction."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SHOWN = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `simulate`."""
+    """Add the arguments of `simulate` to the parser."""
     parser.description = (
         "Rehearse one training step of a config on fake ranks: the code that trains, without "
         "messages and without memory, for any number of ranks, on one core."
@@ -90,7 +90,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the ranks hold, send and compute; 1 if one does not fit or differs."""
+    """Print what the simulated ranks store, send and compute; returns the exit code.
+
+    It is 1 if a rank runs out of memory or differs from the program.
+    """
     named = take_measured(args)
     config = read_config(args)
     if args.world is not None and args.world < 1:
@@ -129,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_standin(config: Config, layout: Layout, ranks: Sequence[int], *, as_document: bool) -> int:
-    """Rehearse the path of a GPU, and print what is wrong with it."""
+    """Dry-run the code path of GPUs on a stand-in device, and print the problems found."""
     case = {
         "model": config.model.model_dump_json(),
         "train": config.train.model_dump_json(),
@@ -247,7 +250,7 @@ def _print_rank(simulated_rank: Simulated) -> None:
 
 
 def _breach(simulated_rank: Simulated, device: str) -> str:
-    """Say which rank runs out of memory, doing what, and what fills it."""
+    """Return a sentence on a rank that runs out of memory: when, and what fills the memory."""
     breach = simulated_rank.breach
     assert breach is not None
     largest = breach.largest

@@ -1,4 +1,4 @@
-"""`meshwright train`."""
+"""`meshwright train`: trains a model and writes its run folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Starts the local ranks itself; under torchrun or srun it joins the ranks that ar
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `train`."""
+    """Add the arguments of `train` to the parser."""
     parser.description = "Train a model and write its run folder."
     parser.epilog = EXAMPLE
     add_config_arguments(parser)
@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; with `--json`, the outcome is a document on stdout, and the view goes to stderr."""
+    """Train and return the exit code; with `--json`, stdout has the outcome and stderr the view."""
     # Not at the top: the data and the view that it brings would slow down `--help`.
     from meshwright.runtime.checks.start import Resume
     from meshwright.runtime.session import summarise, train
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
-    """Return the config that the arguments name: of a plan, of the run to resume, or a file."""
+    """Return the config of a saved plan, of a run to resume, or of a config file."""
     default = None if resume is None else resume.run / "config.toml"
     if args.accept and args.deepspeed is None:
         raise ConfigError("--accept is about another system's config: add --deepspeed FILE")
@@ -116,7 +116,10 @@ def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
 
 
 def _resume(args: argparse.Namespace) -> tuple[Path, tuple[str, ...]] | None:
-    """Return the run to resume, and what may have changed."""
+    """Return the run folder in `--resume` and the names in `--allow-changed`.
+
+    None without `--resume`.
+    """
     allowed = tuple(args.allow_changed.split(",")) if args.allow_changed else ()
     if args.resume is None:
         if allowed:

@@ -1,4 +1,4 @@
-"""`plan --for` and `plan --like`: plans for other trainers, from and to their own configs."""
+"""`plan --for` and `plan --like`: plans for other trainers, to and from their config files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _WORTH: Final = 0.02
 
 
 class Like(NamedTuple):
-    """Another trainer's config: its verdicts, the config that it means, and its layout."""
+    """Another trainer's config file: a report on its keys, and the config and layout it means."""
 
     path: Path
     report: Report
@@ -60,7 +60,7 @@ class Like(NamedTuple):
 
 
 def add_trainers(parser: argparse.ArgumentParser) -> None:
-    """Add `--for`, `--like` and what goes with them."""
+    """Add the options `--for`, `--like`, `--save-config` and `--accept` to a parser."""
     parser.add_argument(
         "--for", dest="trainer", choices=TRAINERS, help="plan for another trainer, as its config"
     )
@@ -77,7 +77,7 @@ def add_trainers(parser: argparse.ArgumentParser) -> None:
 
 
 def check_trainers(args: argparse.Namespace) -> None:
-    """Refuse flags that do not go with a plan for another trainer."""
+    """Raise `ConfigError` for options that do not apply to a plan for another trainer."""
     if args.trainer is None and args.like is None:
         if args.save_config is not None:
             legal = [f"--for {name}" for name in TRAINERS]
@@ -92,7 +92,7 @@ def check_trainers(args: argparse.Namespace) -> None:
 
 
 def read_like(args: argparse.Namespace) -> Like | None:
-    """Return the config that `--like` names, with the overrides of the command line over it."""
+    """Return the config file in `--like`, with the command line's overrides; None without it."""
     if args.like is None:
         return None
     base, overrides = read_words(args)
@@ -122,7 +122,7 @@ def read_like(args: argparse.Namespace) -> Like | None:
 
 
 def _from_shapes(path: Path, base: Path | None, overrides: list[str]) -> Like | None:
-    """Return the config of a model that is planned from its shapes; None for any other file."""
+    """Return the config of a model that can only be planned from its shapes; else None."""
     if path.name != HF_CONFIG or not path.is_file():
         return None
     content = read_object(path)
@@ -134,7 +134,7 @@ def _from_shapes(path: Path, base: Path | None, overrides: list[str]) -> Like | 
 
 
 def check_written(config: Config, trainer: Trainer | None) -> None:
-    """Refuse to write a model as another trainer's config that is known by its shapes alone."""
+    """Raise `ConfigError` if the model is known only by its shapes, so `--for` cannot write it."""
     if trainer is not None and config.model.planned is not None:
         name = config.model.planned.model_type
         rule = f"--for {trainer.name}: {name} is planned from its shapes, and cannot be written"
@@ -146,7 +146,10 @@ def _with_refused(report: Report, refused: list[KeyReport]) -> Report:
 
 
 def _is_planned(entry: KeyReport) -> bool:
-    """Whether layout and memory may depend on a key: on the keys of ours that it sets or names."""
+    """Return whether layout or memory may depend on a key of another trainer's config.
+
+    It is decided by the Meshwright keys that it sets or that its note names.
+    """
     targets = [*entry.to, *entry.settled_by, *_OUR_KEY.findall(entry.note)]
     return not targets or any(
         target.partition(".")[0] in _PLANNED or target in _PLANNED_KEYS for target in targets
@@ -154,7 +157,7 @@ def _is_planned(entry: KeyReport) -> bool:
 
 
 def _devices(base: Path | None, overrides: list[str]) -> tuple[int, bool]:
-    """Return the devices of the cluster that was given, and whether their number was."""
+    """Return the number of devices in the cluster, and whether the user has set it."""
     cluster = [word for word in overrides if word.startswith("cluster.")]
     stated = read_given(base, cluster)
     only: dict[str, Values] = {name: {} for name in stated}
@@ -175,20 +178,23 @@ def _layout(imported: Imported, config: Config) -> Layout:
 
 
 def trainer_of(args: argparse.Namespace, like: Like | None) -> Trainer | None:
-    """Return the trainer to plan for: the one of `--for`, else that of the file, if it can be."""
+    """Return the trainer in `--for`, else that of the config in `--like`, if plans exist for it."""
     name = args.trainer or (like.report.system if like is not None else None)
     return trainer_named(name) if name in TRAINERS else None
 
 
 def source_of(planned: Plan, layout: Layout) -> PlanSource:
-    """Return what a plan's config file is made from."""
+    """Return what another trainer's config is written from: config, layout, nodes and devices."""
     cluster = planned.setting.cluster
     per_node = min(cluster.per_node, cluster.devices)
     return PlanSource(planned.config, layout, cluster.devices // per_node, per_node)
 
 
 def config_file(args: argparse.Namespace, trainer: Trainer, planned: Plan) -> Written | None:
-    """Return the best layout as the trainer's config, written where it is asked for."""
+    """Return the best layout as the trainer's config, after writing it with `--save-config`.
+
+    None if no layout fits.
+    """
     if planned.best is None:
         return None
     name = str(args.save_config or f"plan{trainer.suffix}")
@@ -199,7 +205,7 @@ def config_file(args: argparse.Namespace, trainer: Trainer, planned: Plan) -> Wr
 
 
 def file_json(trainer: Trainer, file: Written | None) -> dict[str, Any]:
-    """Return a trainer and its config file as JSON."""
+    """Return a trainer and its config file as JSON values."""
     return {
         "trainer": trainer.name,
         "version": trainer.version,
@@ -213,7 +219,7 @@ def file_json(trainer: Trainer, file: Written | None) -> dict[str, Any]:
 
 
 def print_trainer(trainer: Trainer, planned: Plan) -> None:
-    """Print whose plan follows, for which version, and as what it is priced."""
+    """Print the trainer of a plan, its version, and the system whose cost model prices it."""
     say(f"for {trainer.package} {trainer.version}: {trainer.file}")
     system = planned.setting.system.name
     reason = f": {trainer.priced_why}" if trainer.priced_why else ""
@@ -221,7 +227,7 @@ def print_trainer(trainer: Trainer, planned: Plan) -> None:
 
 
 def print_file(args: argparse.Namespace, file: Written | None) -> None:
-    """Print the config, or where it was written, and the command that starts it."""
+    """Print the trainer's config, or where it was written, and the command that uses it."""
     if file is None:
         return
     for note in file.notes:
@@ -236,7 +242,10 @@ def print_file(args: argparse.Namespace, file: Written | None) -> None:
 
 
 class LikeComparison(NamedTuple):
-    """What becomes of another trainer's layout: its price, and the changes to the best one."""
+    """Another trainer's layout compared with the best one: its price, and the keys to change.
+
+    `over` are the pipeline ranks on which it does not fit; `faster` is None if nothing is.
+    """
 
     theirs: Prediction
     over: list[RankMemory]
@@ -247,7 +256,10 @@ class LikeComparison(NamedTuple):
 def priced(
     like: Like, trainer: Trainer | None, calibration: Calibration | None
 ) -> tuple[Prediction, list[RankMemory]]:
-    """Return the price of the layout that a file gives, and the pipeline ranks it does not fit."""
+    """Return the price of the layout in another trainer's config.
+
+    Also returns the memory of the pipeline ranks on which it does not fit.
+    """
     assert like.layout is not None
     system = "meshwright" if trainer is None else priced_as(trainer, like.config)
     setting = cost_inputs_of(like.config, calibration, system=system)
@@ -263,7 +275,7 @@ def compared(
     prediction: Prediction,
     over: list[RankMemory],
 ) -> LikeComparison:
-    """Return what would be faster than a file's layout, and the keys to change, in its words."""
+    """Return what is faster than another trainer's layout, and which of its keys to change."""
     best = planned.best
     if best is None or best.layout == prediction.layout:
         return LikeComparison(prediction, over, None, [])
@@ -276,7 +288,7 @@ def compared(
 def _changes(
     like: Like, trainer: Trainer | None, planned: Plan, before: Layout, after: Layout
 ) -> list[str]:
-    """Return each changed key with both values, under the trainer's name of it."""
+    """Return each changed key with both values, under the trainer's name for it."""
     if trainer is not None and like.report.system == trainer.name:
         try:
             first = keys_of(trainer, source_of(planned, before))
@@ -309,7 +321,7 @@ def _word(value: Any) -> str:
 
 
 def print_like(like: Like) -> None:
-    """Print what was taken of each key of the file."""
+    """Print a summary of what the keys of another trainer's config mean for the plan."""
     report = like.report
     if not report.entries:  # of a model that is planned from its shapes
         return
@@ -334,7 +346,7 @@ def _is_target(key: str) -> bool:
 
 
 def print_compared(comparison: LikeComparison) -> None:
-    """Print whether a file's layout fits, on which rank it does not and why, and what is faster."""
+    """Print whether another trainer's layout fits, where it does not, and what is faster."""
     prediction = comparison.theirs
     time = format_seconds(prediction.time.total)
     label = prediction.layout.label
@@ -366,7 +378,7 @@ def print_compared(comparison: LikeComparison) -> None:
 
 
 def compared_json(like: Like, comparison: LikeComparison) -> dict[str, Any]:
-    """Return a comparison as JSON."""
+    """Return a comparison as JSON values."""
     return {
         "file": like.report.as_json(),
         "as_given": prediction_json(comparison.theirs),
@@ -377,5 +389,5 @@ def compared_json(like: Like, comparison: LikeComparison) -> dict[str, Any]:
 
 
 def free_config(like: Like) -> Config:
-    """Return the file's config with every key of the layout left to the planner."""
+    """Return the file's config with all layout keys left to the planner."""
     return freed(like.config)

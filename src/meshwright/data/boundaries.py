@@ -24,10 +24,11 @@ MODEL: Final = "config.json"
 
 
 def ends_of(tokenizer: Tokenizer, form: DataFormat = "text") -> list[int]:
-    """Return the ids that end a text of a model, the one that its config names first.
+    """Return the token ids at which generation stops, without duplicates.
 
-    These are the tokenizer's end of a document, those that files beside it state and, where `form`,
-    the format that the model was trained on, is "chat", those that end the assistant's turns.
+    For a model trained on texts: the ids that the model's own files state (see `stated_ends`) and,
+    first unless it is among them, the tokenizer's end-of-document id. With `form` "chat": the ids
+    that end the assistant's turns in the chat template come first, then the same ones.
     """
     stated = stated_ends(None if tokenizer.file is None else tokenizer.file.parent)
     if form == "text":
@@ -38,9 +39,10 @@ def ends_of(tokenizer: Tokenizer, form: DataFormat = "text") -> list[int]:
 
 
 def stated_ends(folder: Path | None) -> list[int]:
-    """Return `eos_token_id` of a folder's generation_config.json, else of its config.json.
+    """Return `eos_token_id` of a folder's generation_config.json, else config.json, as a list.
 
-    Raises DataError for a file that is no JSON object.
+    The list is empty if neither file states one, or if `folder` is None. Raises DataError for a
+    file that is not a JSON object.
     """
     for name in (GENERATION, MODEL) if folder is not None else ():
         assert folder is not None
@@ -52,7 +54,10 @@ def stated_ends(folder: Path | None) -> list[int]:
 
 
 def with_begin(content: bytes, begin: Sequence[int]) -> bytes:
-    """Return a `tokenizer.json` that puts the ids `begin` before every text, and nothing else."""
+    """Return a `tokenizer.json` changed to put exactly the ids `begin` before every text.
+
+    This replaces the file's post-processor; an empty `begin` removes it.
+    """
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(content.decode())

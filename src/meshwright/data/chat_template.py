@@ -1,4 +1,4 @@
-"""The template that renders a conversation as text: where it is read, and what it does with it."""
+"""Chat templates: loading the Jinja template of a tokenizer and rendering conversations with it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _MOST_SECONDS: Final = 10.0
 
 
 class TemplateMarks(NamedTuple):
-    """Characters that a template does not write.
+    """Private-use characters that mark positions in a rendered text and are then removed.
 
-    `begin` and `end` enclose an answer that the template marks; `turn` and `turn_end` enclose the
-    number of a loop, and of the message that the loop is at.
+    `begin` and `end` enclose each `{% generation %}` block. `turn` and `turn_end` enclose the
+    number of a loop and, at the start of an iteration, the number of the message that it processes.
     """
 
     begin: str
@@ -43,7 +43,7 @@ class TemplateMarks(NamedTuple):
     turn_end: str
 
 
-# Of the Unicode ranges that are nobody's; the second ones are for conversations with the first.
+# Private-use characters; the second set is for conversations that contain one of the first.
 MARKS: Final = (
     TemplateMarks(*"\ue0f0\ue0f1\ue0f2\ue0f3"),
     TemplateMarks(*"\uf8f0\uf8f1\uf8f2\uf8f3"),
@@ -51,11 +51,11 @@ MARKS: Final = (
 
 
 class Compiled:
-    """A compiled template that counts its loops and measures its texts.
+    """A compiled chat template whose loop iterations, run time and text lengths are limited.
 
-    `has_marks`: it encloses answers in `{% generation %}`. `names` are all names and texts in its
-    source, among them those of every field that it reads. Raises DataError with `origin` where it
-    is no template.
+    `has_marks` is whether it has a `{% generation %}` block. `names` has every variable, attribute
+    and constant of its source, so a field that is not in it is never read. Raises DataError, which
+    names `origin`, if the source is not a valid template.
     """
 
     def __init__(self, source: str, origin: str) -> None:
@@ -80,9 +80,10 @@ class Compiled:
     def run(
         self, values: Mapping[str, Any], marks: TemplateMarks, messages: Sequence[Any] | None = None
     ) -> str:
-        """Return the text; with `messages`, with marks where a loop gets to each of them.
+        """Return the text rendered from `values`, with marks around generation blocks.
 
-        Raises ValueError for any failure.
+        With `messages`, it also has a mark wherever a loop reaches one of them. Raises ValueError
+        for any failure of the template.
         """
         self._bounds.begin(marks, messages or ())
         template = self._plain if messages is None else self._located
@@ -128,17 +129,17 @@ class Compiled:
 
 
 class _Bounds:
-    """The limits of one rendering, with how much of them is used, and the marks that it writes."""
+    """The limits of one rendering, how much of them is used, and the marks to write."""
 
     marks = MARKS[0]
 
     def begin(self, marks: TemplateMarks, messages: Sequence[Any]) -> None:
         self.marks, self._turns, self._ends = marks, 0, time.monotonic() + _MOST_SECONDS
         self._numbers = {id(message): number for number, message in enumerate(messages)}
-        self._begun: set[int] = set()  # loops that have come to a message
+        self._begun: set[int] = set()  # loops that have reached a message
 
     def turn(self, value: Any, loop: int) -> str:
-        """Return the mark of a loop's turn, where it is at a message."""
+        """Return the mark of a loop's iteration, or "" if its value is not a message."""
         number = self._numbers.get(id(value))
         if number is None:
             return ""
@@ -146,7 +147,7 @@ class _Bounds:
         return f"{self.marks.turn}{loop} {number}{self.marks.turn_end}"
 
     def loop_end(self, loop: int) -> str:
-        """Return the mark after a loop over messages."""
+        """Return the mark that ends a loop, or "" if the loop did not reach any message."""
         if loop not in self._begun:
             return ""
         self._begun.remove(loop)
@@ -173,7 +174,7 @@ class _Bounds:
 
 
 def _with_turns(tree: Any) -> Any:
-    """Write a mark at each turn of a loop over messages, and one after each loop."""
+    """Return the syntax tree with a mark written at each iteration and at the end of a loop."""
     from jinja2 import nodes
 
     numbers = count()
@@ -194,7 +195,10 @@ def _with_turns(tree: Any) -> Any:
 
 
 def _measured(tree: Any) -> Any:
-    """Check the length of all joined texts: each at most doubles what was checked before."""
+    """Return the syntax tree with the length of every concatenation checked.
+
+    Without this check, nested concatenations could double a text any number of times.
+    """
     from jinja2 import nodes
 
     class Measure(_visitor()):  # type: ignore[misc]
@@ -212,7 +216,7 @@ def _visitor() -> Any:
 
 
 def _generation_tag(bounds: _Bounds) -> Any:
-    """Return the extension of `{% generation %}`, whose text becomes the answer between marks."""
+    """Return the Jinja extension for `{% generation %}`, which writes marks around its block."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
@@ -232,9 +236,9 @@ def _generation_tag(bounds: _Bounds) -> Any:
 
 
 def _environment(bounds: _Bounds) -> Any:
-    """Return the environment that transformers gives to templates, with bounds.
+    """Return the Jinja environment in which transformers runs chat templates, with limits added.
 
-    transformers/utils/chat_template_utils.py, `_compile_jinja_template`.
+    See `_compile_jinja_template` in transformers/utils/chat_template_utils.py.
     """
     from jinja2 import TemplateError, pass_context
     from jinja2.ext import loopcontrols
@@ -275,7 +279,7 @@ def _environment(bounds: _Bounds) -> Any:
         "counted": bounds.counted,
         "measured": bounds.measured,
     }
-    # Of a context: what has none is computed once, when the template is compiled.
+    # With a context, since filters without one are evaluated once, when a template is compiled.
     environment.filters["turn"] = pass_context(lambda _, value, loop: bounds.turn(value, loop))
     environment.filters["loop_end"] = pass_context(lambda _, loop: bounds.loop_end(loop))
     environment.globals |= {
@@ -310,7 +314,11 @@ def _checked(name: str, function: Any, bounds: _Bounds) -> Any:
 
 
 def _size(name: str, text: str, args: Sequence[Any]) -> int:
-    """Return a bound on how many characters a method or a filter makes of a text."""
+    """Return an upper bound, in characters, on what a string method or filter adds to a text.
+
+    `name` is the method or filter and `args` its arguments. Raises ValueError for a format with a
+    width of five digits or more, or a width given as an argument.
+    """
     texts = [arg for arg in args if isinstance(arg, str)]
     if name in ("format", "format_map") and re.search(r"\d{5}|\*", text):
         raise ValueError(f"the width in the format {text!r:.80}")
@@ -328,7 +336,7 @@ TEMPLATE, CONFIG, SPECIAL = (
     "special_tokens_map.json",
 )
 _TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# Texts by which it is found out what a template does with a message.
+# Probe texts, to find out what a template does with a message.
 _ASKED: Final[Message] = {"role": "user", "content": "a"}
 _SAID: Final[Message] = {"role": ASSISTANT, "content": "b"}
 _PROBE: Final = "probe 5 of what a template writes"
@@ -337,7 +345,7 @@ _NAMES_ONLY: Final = frozenset({"role", "content", "id", "tool_call_id", *REASON
 
 
 class TextSpan(NamedTuple):
-    """A range of characters of a rendered text, and the number of the message that wrote it."""
+    """A range of characters of a rendered text, and the number of its message, if known."""
 
     start: int
     stop: int
@@ -345,9 +353,9 @@ class TextSpan(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A rendered text, the spans marked as the assistant's, and the spans that each message wrote.
+    """A rendered conversation, its spans in `{% generation %}`, and the spans of each message.
 
-    `turns` is empty if that was not asked, or if it cannot be told.
+    `turns` is empty if it was not requested, or if the template does not allow locating messages.
     """
 
     text: str
@@ -357,10 +365,7 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's source, the special tokens that it may name, and where it was read.
-
-    `digest` is the SHA-256 of both.
-    """
+    """A chat template's source, the special tokens that it may use, and the file it came from."""
 
     source: str
     tokens: Mapping[str, str]
@@ -372,7 +377,7 @@ class ChatTemplate:
         return sha256_bytes(json.dumps([self.source, dict(self.tokens)]).encode())
 
     def files(self) -> dict[str, bytes]:
-        """Return the files next to a tokenizer.json from which `load_template` reads it."""
+        """Return the files, by name, from which `load_template` reads this template."""
         special = json.dumps(dict(self.tokens), indent=1, ensure_ascii=False)
         return {TEMPLATE: self.source.encode(), SPECIAL: special.encode()}
 
@@ -398,12 +403,15 @@ class ChatTemplate:
         prompts: bool = False,
         has_turns: bool = False,
     ) -> Rendered:
-        """Return messages as text; `prompts` appends the prompt for the assistant's answer.
+        """Return the messages rendered as text.
 
-        Messages are what transformers' `apply_chat_template` makes of them, and calls have their
-        arguments as the template reads them. `options` are further values for the template.
-        `has_turns`: also return what each message wrote. Raises ValueError if the template refuses
-        them, fails, or exceeds its limits.
+        `prompts` appends the prompt for the assistant's answer.
+
+        Before rendering, null fields are removed, reasoning is given under all names that templates
+        read, and arguments of tool calls are converted to the form (object or JSON text) that the
+        template reads. `options` are further variables of the template. `has_turns` also locates
+        the text of each message. Raises ValueError if the template rejects the messages, fails, or
+        exceeds its limits.
         """
         form = self.arguments if any("tool_calls" in message for message in messages) else "either"
         ready = [
@@ -430,7 +438,7 @@ class ChatTemplate:
 
     @cached_property
     def arguments(self) -> str:
-        """How the template reads the arguments of a call: "object", "text" of JSON, or "either"."""
+        """The form of tool-call arguments that it reads: "object", "text" (JSON) or "either"."""
         texts = [self._probed_call(value) for value in ({"k": "v"}, '{"k": "v"}')]
         if texts[0] is None:
             return "either" if texts[1] is None else "text"
@@ -447,11 +455,11 @@ class ChatTemplate:
             return None
 
     def reads(self, name: str) -> bool:
-        """Whether the source names a field or a variable at all."""
+        """Return whether the template's source mentions a field or variable of this name."""
         return name in self._compiled.names
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Raise ValueError if the template drops the calls of an answer, or a whole message."""
+        """Raise ValueError if the template would drop tool calls, or all messages of a role."""
         if any("tool_calls" in message for message in messages) and not self.reads("tool_calls"):
             raise ValueError("the chat template does not write tool_calls")
         for role in sorted({str(message["role"]) for message in messages} - {"user", ASSISTANT}):
@@ -459,7 +467,7 @@ class ChatTemplate:
                 raise ValueError(f"the chat template leaves out messages of the role {role!r}")
 
     def unread(self, messages: Sequence[Message]) -> set[str]:
-        """Return the fields of messages that the template does not read."""
+        """Return the names of message fields that the template never reads."""
         fields = {key for message in messages for key in message}
         unread = {key for key in fields - _NAMES_ONLY if not self.reads(key)}
         if fields & {*REASONING} and not any(map(self.reads, REASONING)):
@@ -471,7 +479,7 @@ class ChatTemplate:
         return {}
 
     def _writes(self, role: str) -> bool:
-        """Whether the template writes the content of a role's messages, found by a probe."""
+        """Return whether the template writes a role's messages, by rendering a probe."""
         if role not in self._written_roles:
             message = {"role": role, "content": _PROBE, "name": "f", "tool_call_id": "call00000"}
             call = {"id": "call00000", "type": "function"}
@@ -490,10 +498,11 @@ class ChatTemplate:
 
 
 def load_template(tokenizer_file: Path, template_file: str | None = None) -> ChatTemplate:
-    """Return the template beside a `tokenizer.json`, or the one in `template_file`.
+    """Return the chat template in `template_file`, or the one beside a `tokenizer.json`.
 
-    `chat_template.jinja` comes before `chat_template` of tokenizer_config.json; of several there,
-    the one named "default" is used. Raises DataError if there is no usable one.
+    Beside the tokenizer, `chat_template.jinja` takes precedence over `chat_template` in
+    tokenizer_config.json; if that is a list, the template named "default" is used. Raises DataError
+    if there is no usable template.
     """
     config = json_object(tokenizer_file.with_name(CONFIG))
     special = json_object(tokenizer_file.with_name(SPECIAL)) | config
@@ -522,7 +531,7 @@ def load_template(tokenizer_file: Path, template_file: str | None = None) -> Cha
 
 
 def _without_marks(text: str, marks: TemplateMarks) -> Rendered:
-    """Return a text without its marks, and the spans that they enclosed."""
+    """Return a rendered text with its marks removed, and the spans that the marks located."""
     parts: list[str] = []
     marked: list[TextSpan] = []
     turns: list[TextSpan] = []
@@ -555,9 +564,9 @@ def _without_marks(text: str, marks: TemplateMarks) -> Rendered:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty if there is no file.
+    """Return the JSON object in a file, or an empty one if the file does not exist.
 
-    Raises DataError for a file that is no JSON object.
+    Raises DataError for a file that is not a JSON object.
     """
     if not path.is_file():
         return {}
@@ -575,7 +584,7 @@ def _text(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _stated(value: object) -> str:
-    """Return a config's template, the one named "default" of several; empty where it has none."""
+    """Return a config's chat template, or "" if it has none; of a list, the one named "default"."""
     if isinstance(value, list):
         named = {
             entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)

@@ -1,7 +1,8 @@
-"""Conversations in rows of data: the supported formats, converted to one line of JSON each.
+"""Converts rows of conversation data sets to one common form, a `Conversation`.
 
-`messages` with roles; `prompt` and `completion`, texts or lists of messages; ShareGPT's
-`conversations` with `from` and `value`; Alpaca's `instruction`, `input`, `output` and `history`.
+Supported formats: `messages` with roles; `prompt` and `completion`, as texts or lists of messages;
+ShareGPT's `conversations` with `from` and `value`; Alpaca's `instruction`, `input`, `output` and
+`history`.
 """
 
 from __future__ import annotations
@@ -41,20 +42,23 @@ Message = dict[str, Any]
 
 @dataclass
 class Turns:
-    """The messages of a row, the numbers of those that are trained, and fields of no use."""
+    """The messages of a row as they are collected, with the numbers of those to train on.
+
+    `unused` names fields of the row that have no effect.
+    """
 
     messages: list[Message] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
 
     def add(self, message: Message, is_trained: bool) -> None:
-        """Append a message; only the assistant's are trained."""
+        """Append a message; only one of the assistant is ever trained on."""
         if is_trained and message["role"] == ASSISTANT:
             self.trained.append(len(self.messages))
         self.messages.append(message)
 
     def prepend(self, message: Message) -> None:
-        """Insert a message before all others."""
+        """Insert a message before all others and renumber the trained ones."""
         self.messages.insert(0, message)
         self.trained = [number + 1 for number in self.trained]
 
@@ -62,7 +66,8 @@ class Turns:
 def add_messages(turns: Turns, value: object, name: str, *, are_trained: bool = True) -> None:
     """Append a list of messages with `role` and `content`, or of turns with `from` and `value`.
 
-    `name` is that of the row's field. Raises ValueError for anything else.
+    `value` may also be such a list as JSON text. `name` is the row's field that it comes from, for
+    messages. Raises ValueError for anything else.
     """
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         value = parse_json(value)  # tables have texts only
@@ -84,7 +89,7 @@ def add_messages(turns: Turns, value: object, name: str, *, are_trained: bool = 
 
 
 def add_text(turns: Turns, role: str, text: str, *, is_trained: bool = True) -> None:
-    """Append a message that is a text."""
+    """Append a message whose content is `text`."""
     turns.add({"role": role, "content": text}, is_trained)
 
 
@@ -102,7 +107,7 @@ def _from_share_gpt(turns: Turns, turn: Message, number: int) -> Message:
 
 
 def _calls(text: str, number: int) -> list[Message]:
-    """Return the calls that a turn of LLaMA-Factory's `function_call` has as JSON."""
+    """Return the tool calls of a LLaMA-Factory `function_call` turn, whose text is JSON."""
     try:
         calls = parse_json(text)
     except ValueError as error:
@@ -114,7 +119,7 @@ def _calls(text: str, number: int) -> list[Message]:
 
 
 def _is_trained(turns: Turns, message: Message, number: int) -> bool:
-    """Remove the training flags of a message and return whether it is trained."""
+    """Remove the training flags of a message and return whether all of them allow training."""
     for key in _RANGES:
         if message.pop(key, None):
             raise ValueError(f"message {number} has {key}: a turn is trained as a whole or not")
@@ -133,7 +138,10 @@ def _is_trained(turns: Turns, message: Message, number: int) -> bool:
 
 
 def _checked(message: Message, number: int) -> Message:
-    """Return a message with its call as `tool_calls`; ValueError if it is empty or not text."""
+    """Return a message with a legacy `function_call` converted to `tool_calls`.
+
+    Raises ValueError if the message is empty or has content other than text.
+    """
     call = message.pop("function_call", None)
     if call is not None and "tool_calls" not in message:
         message["tool_calls"] = [{"type": "function", "function": call}]
@@ -161,7 +169,7 @@ def _checked(message: Message, number: int) -> Message:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as one text."""
+    """Return the content of a message as one string; parts of a list are concatenated."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content)
@@ -169,9 +177,9 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield every text in a value, names of fields included, and the parts of a content joined.
+    """Yield every string in a nested value, including field names and concatenated content parts.
 
-    A template can write parts one after the other, so that two of them make a token.
+    A template can write parts one after the other, so that two of them form a special token.
     """
     if isinstance(value, str):
         yield value
@@ -188,9 +196,10 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def with_arguments(message: Mapping[str, Any], form: str) -> Message:
-    """Return a message whose calls have their arguments as an "object" or as a "text" of JSON.
+    """Return a message with the arguments of its tool calls in the given form.
 
-    Raises ValueError for a text that is no JSON object.
+    `form` is "object", "text" (JSON), or "either", which changes nothing. Raises ValueError for a
+    text that is not a JSON object.
     """
     calls = message.get("tool_calls")
     if form == "either" or not isinstance(calls, list):
@@ -214,9 +223,9 @@ def _call_with_arguments(call: Message, form: str) -> Message:
 
 
 def named_once(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return messages with their reasoning under both names that templates read.
+    """Return messages with their reasoning under both `reasoning_content` and `thinking`.
 
-    As in transformers, `_alias_reasoning_fields`.
+    Templates read either name; transformers does the same in `_alias_reasoning_fields`.
     """
     renamed = []
     for message in messages:
@@ -232,16 +241,16 @@ _HINT: Final = "Store arguments as texts of JSON, or rows as jsonl, which keep n
 
 
 def without_padding(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a table without the nulls of other rows.
+    """Return a table's row without the nulls that only give all rows the same fields.
 
-    Raises ValueError for an argument that may be null on purpose.
+    Raises ValueError for a null argument of a tool call that may be intended.
     """
     schemas = _schemas(_dropped(decoded_tools(row.get("tools"))))
     return {key: _without(value, schemas) for key, value in row.items()}
 
 
 def decoded_tools(value: Any) -> Any:
-    """Return a row's tools; some data sets have them, or each of them, as a text of JSON."""
+    """Return a row's tool definitions, parsed if they, or each of them, are stored as JSON text."""
     if isinstance(value, str):
         value = parse_json(value) if value.strip() else None
     if isinstance(value, list):
@@ -262,7 +271,11 @@ def _without(value: Any, schemas: Mapping[str, Any]) -> Any:
 
 
 def _arguments(value: Any, schema: Any, name: str) -> Any:
-    """Return arguments without those that a tool does not have."""
+    """Return a tool call's arguments without nulls that the tool's JSON `schema` does not declare.
+
+    A required argument stays null. Raises ValueError for a null argument that is optional, or if
+    there is no schema.
+    """
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
         return [_arguments(part, schema.get("items"), name) for part in value]
@@ -284,7 +297,7 @@ def _arguments(value: Any, schema: Any, name: str) -> Any:
 
 
 def _schemas(tools: Any) -> dict[str, Any]:
-    """Return the parameters of each tool by its name."""
+    """Return the JSON schema of the parameters of each tool, by the tool's name."""
     schemas = {}
     for tool in tools if isinstance(tools, list) else ():
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
@@ -294,7 +307,7 @@ def _schemas(tools: Any) -> dict[str, Any]:
 
 
 def _dropped(value: Any) -> Any:
-    """Return a value without the nulls of its objects."""
+    """Return a nested value without the null fields of its objects."""
     if isinstance(value, dict):
         return {key: _dropped(part) for key, part in value.items() if part is not None}
     return [_dropped(part) for part in value] if isinstance(value, list) else value
@@ -325,10 +338,11 @@ _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the form of templates, their origin, and which of them are trained.
+    """The messages of a row in the form that chat templates read, and which of them to train on.
 
-    `trained` are the numbers of messages of the assistant. `tools`, `documents` and `options` go to
-    the template. `unused` are the row's fields that nothing reads.
+    `where` is the row's origin, for messages. `trained` are the indices of assistant messages to
+    train on. `tools`, `documents` and `options` are passed to the template. `unused` names fields
+    of the row that nothing reads.
     """
 
     where: str
@@ -345,12 +359,12 @@ class Conversation:
         return {"tools": self.tools, "documents": self.documents, "options": self.options}
 
     def to_text(self) -> str:
-        """Return it as a line of JSON, a document's text between source and store."""
+        """Return the conversation as a line of JSON, the form in which sources yield documents."""
         return json.dumps(list(vars(self).values()), ensure_ascii=False)
 
     @staticmethod
     def from_text(text: str) -> Conversation:
-        """Return the conversation that `to_text` has written."""
+        """Return the conversation that `to_text` serialized."""
         where, messages, trained, tools, documents, options, unused = json.loads(text)
         lists = tuple(messages), tuple(trained)
         return Conversation(where, *lists, tools, documents, options, tuple(unused))
@@ -358,18 +372,18 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TextRows:
-    """Reads the field `key` of rows as documents."""
+    """Reads documents from rows: the text in the field `key`."""
 
     key: str
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        """Return which of a table's columns are read; raises ValueError if one is missing."""
+        """Return the columns of a table to read, here `key` only; ValueError if it is missing."""
         if self.key not in names:
             raise ValueError(_no_field(self.key, dict.fromkeys(names)))
         return [self.key]
 
     def document(self, row: object, where: str, *, is_padded: bool = False) -> str:
-        """Return the document of a row; raises ValueError if it has none."""
+        """Return the text of a row; raises ValueError if the field is missing or not text."""
         del where, is_padded
         fields = _object(row)
         if self.key not in fields:
@@ -384,17 +398,19 @@ class TextRows:
 
 @dataclass(frozen=True)
 class ChatRows:
-    """Reads the conversations of rows, see `Conversation.to_text`."""
+    """Reads conversations from rows, as documents in the JSON form of `Conversation.to_text`."""
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        """Return which of a table's columns are read, all; raises ValueError if none fit."""
+        """Return the columns to read, here all; ValueError if they match no known format."""
         _form(dict.fromkeys(names))
         return list(names)
 
     def document(self, row: object, where: str, *, is_padded: bool = False) -> str:
-        """Return the conversation of a row as text; raises ValueError if it has none.
+        """Return the conversation of a row in the form of `Conversation.to_text`.
 
-        `is_padded`: objects in the row may have fields of other rows' objects, as nulls.
+        Raises ValueError if it has none.
+
+        `is_padded` says that objects in the row may have null fields added by the table's schema.
         """
         text = conversation_of(row, where, is_padded=is_padded).to_text()
         if not text.isascii():
@@ -406,7 +422,11 @@ RowReader = TextRows | ChatRows
 
 
 def conversation_of(row: object, where: str, *, is_padded: bool = False) -> Conversation:
-    """Return the conversation of a row; raises ValueError for an unknown format."""
+    """Return the conversation of a row, in any of the supported formats.
+
+    `where` is the row's origin, for messages; `is_padded` as for `ChatRows.document`. Raises
+    ValueError for an unknown format, and for a row without an assistant message to train on.
+    """
     values = {key: value for key, value in _object(row).items() if value is not None}
     if is_padded:
         values = without_padding(values)
@@ -439,7 +459,7 @@ def conversation_of(row: object, where: str, *, is_padded: bool = False) -> Conv
 
 
 class _Fields:
-    """The fields of a row, with a record of which were read."""
+    """The fields of a row, with a record of which have been read."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._row, self._taken = row, set(_MEDIA)
@@ -449,7 +469,7 @@ class _Fields:
         return self._row.get(name)
 
     def decoded(self, name: str) -> Any:
-        """Return a field that may be a text of JSON."""
+        """Return the value of a field, parsed as JSON if it is a string."""
         value = self.take(name)
         if isinstance(value, str):
             return parse_json(value) if value.strip() else None
@@ -462,7 +482,7 @@ class _Fields:
         return value
 
     def first_text(self, names: Sequence[str]) -> str:
-        """Return the first text among some fields that is not empty; empty without one."""
+        """Return the text of the first of the named fields that is not empty, or ""."""
         return next((self.text(name) for name in names if self._row.get(name)), "")
 
     def tools(self) -> Any:
@@ -474,7 +494,7 @@ class _Fields:
         raise ValueError("field 'tools' is no list of tools")
 
     def documents(self) -> Any:
-        """Return the row's `documents` where they are a list of objects, else None."""
+        """Return the row's `documents` if they are a list of objects, else None."""
         documents = self._row.get("documents")
         if isinstance(documents, list) and all(
             isinstance(document, dict) for document in documents
@@ -519,7 +539,7 @@ def _add_side(turns: Turns, value: Any, name: str, role: str, *, is_trained: boo
 
 
 def _is_messages(text: str) -> bool:
-    """Whether a text of a table is a list of messages as JSON."""
+    """Return whether a string is a JSON list of messages with role and content."""
     if not text.startswith("[{"):
         return False
     try:
@@ -532,7 +552,10 @@ def _is_messages(text: str) -> bool:
 
 
 def _add_system(turns: Turns, fields: _Fields) -> None:
-    """Put a row's own system text before its messages."""
+    """Insert the system prompt of a row's own field, if any, as the first message.
+
+    Raises ValueError if the messages already have a different system prompt.
+    """
     system = fields.first_text(_SYSTEMS)
     if not system:
         return
@@ -576,5 +599,8 @@ def _no_field(key: str, row: Mapping[str, Any]) -> str:
 
 
 def rows_of(form: str, text_key: str) -> RowReader:
-    """Return the reader of rows of a `data.format`."""
+    """Return the row reader for `data.format` "chat" or "text".
+
+    `text_key` is the field of a text.
+    """
     return ChatRows() if form == "chat" else TextRows(text_key)

@@ -48,10 +48,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TinyStories:
-    """The GPT-4 stories (2.2 GB, or 22 MB for the part "valid"), kept in `folder`.
+    """The GPT-4 stories of TinyStories (2.2 GB, or 22 MB for the part "valid"), stored in `folder`.
 
-    The file is downloaded if it is missing; a file put there by hand is used as it is. Its SHA-256
-    is recorded next to it and checked before it is read again.
+    The file is downloaded if it is missing; a file placed there by hand is used as it is. Its
+    SHA-256 is recorded beside it and checked before each later use.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class TinyStories:
 
     @property
     def path(self) -> Path:
-        """Where the file is or will be."""
+        """The path of the file, whether or not it has been downloaded."""
         return self.folder / FILES[self.part]
 
     @property
@@ -76,7 +76,7 @@ class TinyStories:
         return self.path.with_name(self.path.name + ".json")
 
     def fingerprint(self) -> Fingerprint:
-        """Return the recorded size and SHA-256, after a download where the file is missing."""
+        """Return the file's recorded size and SHA-256, after downloading it if it is missing."""
         with locked(self.folder):
             if not self.path.is_file():
                 self._download()
@@ -90,7 +90,7 @@ class TinyStories:
         return {"kind": "tinystories", "part": self.part, **record}
 
     def parts(self) -> list[SourcePart]:
-        """Return byte ranges of the file, after its hash has been checked."""
+        """Return byte ranges that cover the file; raises DataError if its hash has changed."""
         record = self.fingerprint()
         sha256 = hash_file(self.path).sha256
         if sha256 != record["sha256"]:
@@ -98,7 +98,7 @@ class TinyStories:
         return self._files.parts()
 
     def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
-        """Read the stories of a byte range."""
+        """Yield the stories in a byte range of the file."""
         return self._files.documents(part, skip)
 
     @property
@@ -148,7 +148,7 @@ class TinyStories:
 
 
 class _StayHere(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the hub states size and hash in its own answer."""
+    """Follows no redirect, since the hub states size and hash in its own response."""
 
     def redirect_request(
         self,
@@ -163,7 +163,7 @@ class _StayHere(urllib.request.HTTPRedirectHandler):
 
 
 def _stated_hash(url: str) -> tuple[int, str]:
-    """Ask the hub for the size and the SHA-256 of a file that it keeps in LFS."""
+    """Return the size and SHA-256 that the Hugging Face hub states for a file stored in Git LFS."""
     request = urllib.request.Request(url, method="HEAD")
     try:
         with urllib.request.build_opener(_StayHere).open(request, timeout=TIMEOUT_S) as answer:
@@ -189,9 +189,9 @@ Skip = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A piece of a source: bytes `start` to `stop` of a file, or rows of a data set.
+    """A piece of a source: bytes `start` to `stop` of a file, or such rows of a data set.
 
-    `size` is its text in bytes, exact for files and an estimate for rows.
+    `size` is the size of its text in bytes, exact for files and an estimate for rows.
     """
 
     path: str
@@ -201,28 +201,28 @@ class SourcePart:
 
 
 class Source(Protocol):
-    """A corpus of documents; must be picklable, for the processes that read it."""
+    """A corpus of documents; must be picklable, so that worker processes can read it."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return a cheap fingerprint of the corpus, as JSON values."""
+        """Return JSON values that change if the corpus does, computed without reading all of it."""
 
     def parts(self) -> list[SourcePart]:
-        """Return the parts in order; raises DataError if there is nothing to read."""
+        """Return the parts to read, in order; raises DataError if there is nothing to read."""
 
     def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
-        """Read the non-empty documents of one part in order.
+        """Yield the non-empty documents of one part in order.
 
-        `skip` is called with a line on each file or row without text; without `skip`, such a file
-        or row raises DataError.
+        `skip` is called with a line of text for each file or row that cannot be read as text;
+        without `skip`, it raises DataError.
         """
 
 
 @dataclass(frozen=True)
 class Stdlib:
-    """The Python standard library's own sources, one file per document.
+    """The source files of Python's standard library, one document per file.
 
-    It is on every machine. Tests and installed packages are left out, and so are `encodings` and
-    `pydoc_data`: generated tables with little to learn from. Files that are not UTF-8 are skipped.
+    Available on every machine. Tests and installed packages are left out, as are `encodings` and
+    `pydoc_data`, which are generated tables. Files that are not UTF-8 are skipped.
     """
 
     root: Path = Path(os.__file__).parent
@@ -241,7 +241,7 @@ class Stdlib:
         return files
 
     def fingerprint(self) -> Fingerprint:
-        """Return the interpreter's version and a hash of the names and sizes."""
+        """Return the interpreter's version and a hash of the file names and sizes."""
         listing = "".join(
             f"{path.relative_to(self.root).as_posix()} {path.stat().st_size}\n"
             for path in self._files()
@@ -255,7 +255,7 @@ class Stdlib:
         return [_whole(path) for path in self._files() if path.stat().st_size]
 
     def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
-        """Read one source file."""
+        """Yield the text of one source file, unless it is blank or not UTF-8."""
         try:
             text = _read(part).decode("utf-8")
         except UnicodeDecodeError:
@@ -266,12 +266,13 @@ class Stdlib:
 
 @dataclass(frozen=True)
 class Files:
-    """Files, and folders of them, in the given order and sorted inside a folder: `formats`.
+    """Files and folders as a source of documents, in the given order; a folder's files are sorted.
 
-    Each row of jsonl, JSON, CSV and Parquet is a document: its field `text_key`, or with `format`
-    "chat" its conversation, as in `Conversation.to_text`. A text file is one document, or is split
-    at `separator`, by default `<|endoftext|>` if its first MiB has it. A separator of two newlines
-    splits at blank lines, an empty one nowhere.
+    Each row of jsonl, JSON, CSV and Parquet is a document: the text in its field `text_key`, or
+    with `format` "chat" its conversation in the form of `Conversation.to_text`. A text file is one
+    document, or is split at `separator`, by default at `<|endoftext|>` if its first MiB contains
+    it. A separator of two newlines splits at blank lines, an empty one nowhere. `data.formats`
+    lists the file types.
     """
 
     paths: tuple[Path, ...]
@@ -299,7 +300,7 @@ class Files:
         return files
 
     def left_out(self) -> list[Path]:
-        """Return the files of folders whose names are not those of text files."""
+        """Return the files in the given folders that are not read, because of their suffix."""
         folders = [path for path in self.paths if path.is_dir()]
         return [
             path
@@ -309,14 +310,14 @@ class Files:
         ]
 
     def split_by_default(self) -> list[Path]:
-        """Return the text files that are several documents although no separator was given."""
+        """Return the text files that are split into documents although no separator was given."""
         if self.separator is not None:
             return []
         texts = [path for path in self._files() if not is_whole(path) and not is_lines(path)]
         return [path for path in texts if self._boundary(path) is not None]
 
     def fingerprint(self) -> Fingerprint:
-        """Return a hash of each file's path, size and modification time, and the options."""
+        """Return the options and a hash of each file's path, size and modification time."""
         listing = hashlib.sha256()
         for path in self._files():
             with reading(path):
@@ -332,7 +333,7 @@ class Files:
         }
 
     def parts(self) -> list[SourcePart]:
-        """Return a part per file, large ones cut between documents at about `PART_BYTES`."""
+        """Return one part per file; large files are cut between documents at about `PART_BYTES`."""
         parts = [part for path in self._files() for part in self._cut(path)]
         if not parts:
             raise DataError(f"the corpus is empty: {', '.join(map(str, self.paths))}")
@@ -357,7 +358,7 @@ class Files:
                     start = stop
 
     def _boundary(self, path: Path) -> re.Pattern[bytes] | None:
-        """Return the pattern that ends the documents of a file; None where it is one document."""
+        """Return the pattern between the documents of a file; None if it is one document."""
         if is_lines(path):
             return re.compile(rb"\n")
         if self.separator is not None:
@@ -366,7 +367,7 @@ class Files:
             return boundary(None, file.read(MIB))
 
     def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
-        """Read the documents of a file or of a range of it."""
+        """Yield the documents of a file or of a byte range of it."""
         for piece in self._pieces(part):
             if isinstance(piece, Problem):
                 if skip is None:
@@ -395,9 +396,9 @@ class Files:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A data set of the `datasets` library: its name, configuration and split.
+    """A data set read by the `datasets` library: its name, configuration and split.
 
-    The name is one of the hub's, or a local folder or file that the library can read.
+    The name is that of a data set on the hub, or a local folder or file that the library can read.
     """
 
     name: str
@@ -408,7 +409,10 @@ class HuggingFace:
 
     @staticmethod
     def parse(text: str, text_key: str, form: DataFormat = "text") -> HuggingFace:
-        """Read `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`; an empty CONFIG is the default."""
+        """Return the source that `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT` describes.
+
+        An empty CONFIG is the default configuration, an omitted SPLIT is "train".
+        """
         name, _, config_and_split = text.partition(":")
         config, _, split = config_and_split.partition(":")
         if not name or ":" in split:
@@ -416,7 +420,7 @@ class HuggingFace:
         return HuggingFace(name, config or None, split or "train", text_key, form)
 
     def load(self, *, streaming: bool) -> Any:
-        """Return the library's own data set, whole or streaming; raises DataError."""
+        """Return the library's data set, downloaded or streaming; raises DataError if it cannot."""
         try:
             import datasets
         except ImportError as error:
@@ -447,7 +451,7 @@ class HuggingFace:
         return self.load(streaming=False)
 
     def document(self, number: int, row: object) -> str:
-        """Return the document of a row; raises DataError if it has none."""
+        """Return the document of row `number`; raises DataError if it has none."""
         where = f"hf:{self.name}, row {number}"
         try:
             return self._reader.document(row, where, is_padded=True)
@@ -459,14 +463,14 @@ class HuggingFace:
         return {key: value for key, value in self.__dict__.items() if key != "_rows"}
 
     def fingerprint(self) -> Fingerprint:
-        """Return the names and the library's own fingerprint of the rows."""
+        """Return the data set's names and the library's own fingerprint of its rows."""
         names = {"kind": "hf", "name": self.name, "config": self.config, "split": self.split}
         content = {"text_key": self.text_key, "rows": len(self._rows)}
         fingerprint = {"fingerprint": str(self._rows._fingerprint)}
         return names | content | fingerprint | _stated(self.format)
 
     def parts(self) -> list[SourcePart]:
-        """Return ranges of rows."""
+        """Return ranges of `HF_PART_ROWS` rows that cover the data set."""
         count = len(self._rows)
         if count == 0:
             raise DataError(f"the corpus is empty: hf:{self.name}")
@@ -476,7 +480,7 @@ class HuggingFace:
         return [SourcePart("", a, b, (b - a) * per_row) for a, b in zip(starts, stops, strict=True)]
 
     def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
-        """Read the documents of a range of rows."""
+        """Yield the documents of a range of rows."""
         columns = self._reader.columns(self._rows.column_names)
         read = self._rows[part.start : part.stop]
         values = zip(*(read[name] for name in columns), strict=True)
@@ -493,12 +497,18 @@ class HuggingFace:
 
 
 def _stated(form: DataFormat) -> Fingerprint:
-    """Return what a fingerprint says of a format: nothing of text, the only one at first."""
+    """Return the entry for a data format in a fingerprint.
+
+    It is empty for "text", as fingerprints written before there were other formats lack it.
+    """
     return {} if form == "text" else {"format": form}
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> list[Path]:
-    """Return the files under a folder by suffix, sorted by path; hidden names are left out."""
+    """Return the files under a folder with one of the suffixes, sorted by path.
+
+    Hidden files and folders, and folders named in `left_out`, are skipped.
+    """
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in left_out and not f.startswith(".")]
@@ -526,7 +536,7 @@ def _read(part: SourcePart) -> bytes:
 
 
 def _below(problem: Problem, part: SourcePart) -> Problem:
-    """Return a problem whose line is numbered within a part, with its number in the file."""
+    """Return a problem with its line number counted from the start of the file, not of the part."""
     where, _, number = problem.where.rpartition(" ")
     above = _read(SourcePart(part.path, 0, part.start, part.start)).count(b"\n")
     return problem._replace(where=f"{where} {above + int(number)}")

@@ -1,4 +1,4 @@
-"""`open_data`: from a DataSpec to a data set that can be sampled."""
+"""Opens the data that a `DataSpec` describes, as a data set with samplers for each split."""
 
 from __future__ import annotations
 
@@ -31,31 +31,35 @@ from meshwright.units import MIB, format_bytes
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two halves of a blend, each a source's number or a pair; `share` is that of the left one."""
+    """A node of the binary tree of a blend: two children, each a source's number or another node.
+
+    `share` is the fraction of the node's samples that come from the left child.
+    """
 
     left: int | _Pair
     right: int | _Pair
     share: Fraction
 
     def before(self, sample: int) -> int:
-        """Return how many of the first samples the left half gets: its share, rounded."""
+        """Return how many of the node's first `sample` samples come from the left child."""
         a, b = self.share.numerator, self.share.denominator
         return (2 * sample * a + b) // (2 * b)
 
 
 class Blend:
-    """Draws samples from sources by weight.
+    """Assigns each sample to one of several sources, in proportion to their weights.
 
-    The sources are joined pairwise, the two lightest first (Huffman 1952), and of the samples that
-    a pair gets the left half has as many as rounding its share gives, at every moment. So the count
-    of a source after any number of samples is within 2 of its share of them (within 1/2 for two
-    sources): a half is added at each join, and the error of a pair reaches a pair inside it by at
-    most 2/3, the largest share that a pair can have of another. Unlike the greedy rule of
-    Megatron-LM (`build_blending_indices`) it needs no pass over the samples before, and no table.
+    Sources are joined in pairs into a binary tree, the two lightest first (Huffman 1952). After any
+    number of samples, the left child of a node has received its share of the node's samples,
+    rounded. So the count of a source is always within 2 of its exact share (within 1/2 for two
+    sources): each level adds a rounding error of at most 1/2, and passes an error on multiplied by
+    at most 2/3, the largest share of an inner node in its parent. Unlike the greedy rule of
+    Megatron-LM (`build_blending_indices`), this needs no pass over the earlier samples and no
+    table.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        # As they are written: 0.1 is a tenth.
+        # Decimals as they are written: 0.1 is exactly a tenth.
         exact = [Fraction(repr(weight)) for weight in weights]
         self.shares = tuple(weight / sum(exact) for weight in exact)
         heap: list[tuple[Fraction, int, int | _Pair]] = [
@@ -70,7 +74,7 @@ class Blend:
         self._root = heap[0][2]
 
     def place(self, sample: int) -> tuple[int, int]:
-        """Return the source of a sample, and the number of earlier samples from that source."""
+        """Return the source of a sample, and how many earlier samples came from that source."""
         node = self._root
         while isinstance(node, _Pair):
             before = node.before(sample)
@@ -81,7 +85,7 @@ class Blend:
         return node, sample
 
     def counts(self, samples: int) -> list[int]:
-        """Return how many of the first samples each source gives."""
+        """Return how many of the first `samples` samples come from each source."""
         counts = [0] * len(self.shares)
 
         def walk(node: int | _Pair, count: int) -> None:
@@ -97,10 +101,10 @@ class Blend:
 
 
 class BlendSampler:
-    """Global batches of which each row is a sample of one of several sources.
+    """Global batches whose rows are samples of several sources, chosen by a `Blend`.
 
     Each source is read in its own order, epoch after epoch, independently of the others. `samples`
-    is how many are read before the first source starts over.
+    is how many samples are read before the first source starts its second epoch.
     """
 
     def __init__(self, blend: Blend, samplers: Sequence[Sampler], names: Sequence[str]) -> None:
@@ -112,7 +116,7 @@ class BlendSampler:
         self.samples = max(1, min(int(sampler.samples / share) for sampler, share in pairs))
 
     def rows(self, step: int, rows: range | slice | None = None) -> Rows:
-        """Return rows of the global batch of a step; left out, all of them; see `Sampler.rows`."""
+        """Return rows of the global batch of a step, by default all; see `Sampler.rows`."""
         first = step * self.batch
         draws = [self.blend.place(first + row) for row in chosen_rows(self.batch, rows)]
         sources = np.array([source for source, _ in draws], dtype=np.int64)
@@ -127,7 +131,7 @@ class BlendSampler:
         return Rows(inputs, targets, _woven(sources, segments) if segments else None)
 
     def passes(self, samples: int) -> list[dict[str, object]]:
-        """Return for each source its share, its samples, and how often some samples read it."""
+        """Return each source's share, samples per epoch, and epochs after `samples` samples."""
         counts = self.blend.counts(samples)
         rows = zip(self.names, self.blend.shares, self.samplers, counts, strict=True)
         return [
@@ -142,7 +146,10 @@ class BlendSampler:
 
 
 def _woven(sources: NDArray[np.int64], parts: dict[int, NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return the rows of all sources in the order of the batch, int64 [rows, seq_len]."""
+    """Return the rows of all sources in the order of the batch, int64 [rows, seq_len].
+
+    `sources` has the source of each row of the batch, `parts` the rows of each source in order.
+    """
     width = next(iter(parts.values())).shape[1] if parts else 0
     out = np.empty((len(sources), width), dtype=np.int64)
     for number, part in parts.items():
@@ -158,7 +165,7 @@ SAY_EVERY_S = 1.0
 
 @dataclass(frozen=True, eq=False)
 class BlendPart:
-    """A source of a blend: its name, and its trained and held-out tokens."""
+    """A source of a blend: its name, and its training and validation tokens."""
 
     name: str
     train: TokenView
@@ -167,14 +174,14 @@ class BlendPart:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """The data of a run: two disjoint streams of tokens, or two for each source.
+    """The data of a run: a training and a validation split, for all sources together or for each.
 
-    `parts` are the sources that `data.weights` draws from; without weights, there is one, all
-    sources joined. `unigram_entropy` is that of the distribution of single tokens, in nats: the
-    loss of a model that knows only frequencies (None for a Megatron pair, which is not read
-    completely). `identity` must not change when a run is resumed. `validation` is empty for a share
-    of 0. `vocab_size` bounds every id. `folders` are the prepared stores, in order. `files` has the
-    digests of the read files, by their user-visible names.
+    `parts` are the sources that `data.weights` draws from; without weights it is one part, all
+    sources concatenated. `unigram_entropy` is the entropy of the distribution of token ids, in
+    nats: the loss of a model that knows only token frequencies (None for a Megatron pair, which is
+    not read completely). `identity` must be unchanged when a run is resumed. The validation split
+    is empty if its share is 0. `vocab_size` bounds every id. `folders` are the prepared stores, in
+    order. `files` has the digests of the files, by the names that users see.
     """
 
     spec: DataSpec
@@ -195,13 +202,13 @@ class Dataset:
         return sum(_view(part, split).documents for part in self.parts)
 
     def held_out(self, seq_len: int, batch: int, batches: int) -> Sampler | BlendSampler:
-        """Return the sampler of the held-out split, for so many batches."""
+        """Return the sampler of the validation split; only streamed data uses `batches`."""
         return self.sampler("validation", seq_len, batch)
 
     def check(self, train: TrainSpec) -> list[str]:
-        """Raise DataError if training or evaluation would have nothing to read.
+        """Check that the splits can be sampled, and return notes on truncated conversations.
 
-        Returns notes for the user, one line each.
+        Raises DataError if a split that training or evaluation reads is shorter than one sample.
         """
         splits: list[Split] = ["train", "validation"] if train.eval_every else ["train"]
         notes = []
@@ -240,7 +247,7 @@ class Dataset:
 
 
 def _told(sampler: WholeSampler, split: Split) -> str:
-    """Return a line on how many conversations of a split are cut or left out; empty if none is."""
+    """Return a line on the truncated and left-out conversations of a split, or "" if none are."""
     facts = sampler.facts()
     if not facts["cut"] and not facts["left_out"]:
         return ""
@@ -257,7 +264,10 @@ def _view(part: BlendPart, split: Split) -> TokenView:
 
 @dataclass(frozen=True, eq=False)
 class _Opened:
-    """One source, opened: its name, shards, tokenizer, digest, counts, folder and files."""
+    """One opened source: name, shards, tokenizer, digest, token counts, store folder and files.
+
+    `counts` and `folder` are None for a Megatron pair.
+    """
 
     name: str
     shards: tuple[Shard, ...]
@@ -271,12 +281,12 @@ class _Opened:
 def open_data(
     spec: DataSpec, cache: Path, vocab_size: int | None = None, progress: Say | None = None
 ) -> Dataset | StreamedDataset:
-    """Open the data of a DataSpec, preparing it under `cache` if necessary.
+    """Open the data of a DataSpec, preparing an indexed store under `cache` if necessary.
 
-    A prepared store and a Megatron pair are read in place; several sources are concatenated in the
-    given order, or drawn from by weight. `vocab_size` is the model's, which must hold the
+    A prepared store or a Megatron pair is read in place. Several sources are concatenated in the
+    given order, or drawn from by weight. `vocab_size` is the model's, which must be at least the
     tokenizer's. `progress` receives lines of text about a download or a preparation. Raises
-    DataError for anything missing, corrupt, empty, or of another tokenizer.
+    DataError for anything missing, corrupt or empty, and for sources with different tokenizers.
     """
     if spec.streaming:
         return open_stream(spec, vocab_size)
@@ -314,7 +324,7 @@ def open_data(
 
 
 def _entropy(opened: list[_Opened], spec: DataSpec) -> float | None:
-    """Return the unigram entropy of the weighted sources, None if one of them has no counts."""
+    """Return the unigram entropy in nats of the weighted sources; None if one has no counts."""
     counts = [source.counts for source in opened if source.counts is not None]
     if len(counts) < len(opened):
         return None
@@ -324,7 +334,7 @@ def _entropy(opened: list[_Opened], spec: DataSpec) -> float | None:
 
 
 def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[BlendPart]:
-    """Yield one part of all sources joined, or one per source where they are drawn by weight."""
+    """Yield all sources concatenated as one part or, if drawn by weight, one part per source."""
     divides = spec.format == "text"
     if spec.weights is None:
         shards = [shard for source in opened for shard in source.shards]
@@ -336,9 +346,10 @@ def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[B
 
 
 def refuse_changed(recorded: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Raise DataError if the data of a resumed run has changed.
+    """Raise DataError if the data of a resumed run differs from the data that it started with.
 
-    Both arguments are a data set's `identity`; the message names the differences, with both values.
+    Both arguments are the `identity` of a data set; the message names each difference with both
+    values.
     """
     changed = [key for key in recorded if recorded[key] != current.get(key)]
     if changed:
@@ -347,10 +358,10 @@ def refuse_changed(recorded: Mapping[str, str], current: Mapping[str, str]) -> N
 
 
 def check_sources(spec: DataSpec, cache: Path, vocab_size: int) -> None:
-    """Refuse what `open_data` would, as far as no document has to be read for it.
+    """Raise DataError if `open_data` would for missing files, or for the tokenizer.
 
-    Files that are missing, and a tokenizer that is missing or larger than the model's vocabulary.
-    Raises DataError.
+    This finds what can be found without reading documents: missing files, and a tokenizer that is
+    missing or larger than the model's vocabulary.
     """
     is_checked = False
     for name in spec.sources:
@@ -365,12 +376,15 @@ def check_sources(spec: DataSpec, cache: Path, vocab_size: int) -> None:
 
 
 def _pair_of(name: str) -> Path | None:
-    """Return the prefix of the Megatron pair that a source is, if it is one."""
+    """Return the path prefix of the Megatron pair that a source names, or None."""
     return None if name in ("stdlib", "tinystories") else megatron_prefix(Path(name))
 
 
 def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None = None) -> Source:
-    """Return the source of documents for a name; reads nothing yet."""
+    """Return the source that a name in `data.source` denotes, without reading it.
+
+    Names are "stdlib", "tinystories[:PART]", "hf:NAME" and paths.
+    """
     kind, _, argument = name.partition(":")
     if spec.format == "chat" and kind in ("stdlib", "tinystories"):
         raise DataError(f"data.format = 'chat': {name} is text, not conversations")
@@ -464,7 +478,10 @@ def _about(name: str, say: Say) -> Say:
 
 
 def _steps(task: str, say: Say | None) -> Progress | None:
-    """Return a callback that says a line at each tenth of the work, at most one a second."""
+    """Return a callback `(done, total)` that reports each tenth of the work, at most once a second.
+
+    None if there is no `say` to report to.
+    """
     if say is None:
         return None
     last_tenth, last_time_s = -1, time.monotonic()

@@ -1,4 +1,7 @@
-"""Encoders of documents: for texts, all tokens are trained, for conversations the answers."""
+"""Encoders of documents to token ids and loss masks.
+
+In texts all tokens are trained on, in conversations only the assistant's answers.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ def answer_spans(
     rendered: Rendered,
     special: re.Pattern[str],
 ) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of characters of the answers that are trained.
+    """Yield the ranges of characters of the answers to train on, including the end of each turn.
 
-    `special` matches special tokens. Raises ValueError where a range cannot be told exactly.
+    `special` matches special tokens. Raises ValueError if a range cannot be determined exactly.
     """
     if not rendered.turns:
         raise ValueError(
@@ -65,7 +68,11 @@ def _header(
     written: str,
     special: re.Pattern[str],
 ) -> int:
-    """Return how many characters of an answer's range are the prompt for it."""
+    """Return how many characters at the start of a rendered answer belong to its prompt.
+
+    `written` is the rendered message `number`; the header is what the template writes before the
+    assistant's own text, for example its role.
+    """
     before = conversation.messages[:number]
     with_prompt = template.render(before, **conversation.given, prompts=True).text
     plain = template.render(before, **conversation.given).text
@@ -95,7 +102,7 @@ def _header(
 
 
 def _before_content(template: ChatTemplate, conversation: Conversation, number: int) -> str:
-    """Return the text that the template puts before the content of an answer without calls."""
+    """Return the text that the template writes before the content of a plain answer."""
     messages = list(conversation.messages)
     messages[number] = {"role": ASSISTANT, "content": _CONTENT}
     rendered = template.render(messages, **conversation.given, has_turns=True)
@@ -108,7 +115,11 @@ def _before_content(template: ChatTemplate, conversation: Conversation, number: 
 def _without_prompt(
     conversation: Conversation, number: int, written: str, shared: int, special: re.Pattern[str]
 ) -> int:
-    """Return how much of an answer's range is not the answer's, for a template without a prompt."""
+    """Return the length of an answer's header, for a template that ignores add_generation_prompt.
+
+    `shared` is the length of its overlap with the end of the text before. Raises ValueError if text
+    that the template itself writes cannot be distinguished from the answer.
+    """
     if any(match.end() == shared for match in special.finditer(written)):
         return shared
     content = text_of(conversation.messages[number]).strip()
@@ -123,24 +134,27 @@ def _without_prompt(
 
 
 def _check_content(conversation: Conversation, number: int, answer_text: str) -> None:
-    """Refuse a template that drops the text of an answer that has nothing else."""
+    """Raise ValueError if an answer without tool calls is missing from its rendered text."""
     message = conversation.messages[number]
     if not message.get("tool_calls") and visible(message) not in answer_text:
         raise ValueError(f"the chat template does not write the content of turn {number + 1}")
 
 
 def visible(message: Mapping[str, Any]) -> str:
-    """Return an answer's text after its reasoning, which templates drop or write elsewhere."""
+    """Return an answer's text after its reasoning, which templates may drop or write elsewhere."""
     return text_of(message).rpartition("</think>")[2].strip()
 
 
 def _end(written: str, special: re.Pattern[str]) -> int:
-    """Return where a turn ends: after its last special token, if only white space follows that."""
+    """Return where a turn ends in its text: after a final special token, or else at the end.
+
+    White space after the special token does not belong to the turn.
+    """
     ends = [match.end() for match in special.finditer(written)]
     return ends[-1] if ends and not written[ends[-1] :].strip() else len(written)
 
 
-# Turns by which it is found out how a template ends the assistant's: an answer, a call of a tool.
+# Probes of how a template ends the assistant's turns: an answer, and a tool call.
 _ASKED: Final = {"role": "user", "content": "a"}
 _FUNCTION: Final = {"name": "f", "arguments": {"k": "v"}}
 _CALL: Final = {"id": "call00000", "type": "function", "function": _FUNCTION}
@@ -156,10 +170,10 @@ NO_END: Final = (
 
 
 class Encoded(NamedTuple):
-    """Documents one after the other: ids int64 `[tokens]` and the length of each document.
+    """Encoded documents, concatenated: ids, int64 [tokens], and the length of each document.
 
-    `mask` bool `[tokens]` says which tokens are trained, None: all. `notes` are lines on what is
-    not read or trained, and in how many documents.
+    `mask`, bool [tokens], says which tokens are trained on; None means all. `notes` maps lines on
+    content that is not read or not trained on to the number of documents with it.
     """
 
     ids: NDArray[np.int64]
@@ -170,28 +184,28 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Texts, each ended by the tokenizer's end of document."""
+    """Encodes texts, each followed by the tokenizer's end-of-document token."""
 
     tokenizer: Tokenizer
     template: None = None
 
     @property
     def digest(self) -> str:
-        """The tokenizer's."""
+        """The digest of the tokenizer."""
         return self.tokenizer.digest
 
     def encode(self, documents: Sequence[str], skip: Skip | None = None) -> Encoded:
-        """Return the ids of texts."""
+        """Return the concatenated ids of texts; all tokens are trained on."""
         del skip
         return Encoded(*self.tokenizer.pack(documents), None)
 
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Conversations rendered by a template; the assistant's text is trained.
+    """Encodes conversations by a chat template; only the assistant's text is trained on.
 
-    This is what the template marks by `{% generation %}`, and else what `answer_spans` returns.
-    Nothing is added to the template's text.
+    That text is what the template marks by `{% generation %}` or, without such marks, what
+    `answer_spans` locates. No token is added to those of the rendered text.
     """
 
     tokenizer: Tokenizer
@@ -199,12 +213,12 @@ class ChatEncoder:
 
     @property
     def digest(self) -> str:
-        """Identify the tokenizer and the template."""
+        """A digest of the tokenizer and the template, which determine the encoding."""
         return sha256_bytes(f"chat {self.tokenizer.digest} {self.template.digest}".encode())
 
     @cached_property
     def _backend(self) -> Any:
-        """Return the tokenizer that knows special tokens in a text, with exact offsets."""
+        """The `tokenizers` library's tokenizer, without steps that add tokens or shift offsets."""
         from tokenizers import Tokenizer as Backend
 
         # What comes after the model adds tokens, which templates do themselves, or moves offsets.
@@ -227,10 +241,10 @@ class ChatEncoder:
         return {"tokenizer": self.tokenizer, "template": self.template}
 
     def encode(self, documents: Sequence[str], skip: Skip | None = None) -> Encoded:
-        """Return the ids of conversations and which of them are trained.
+        """Return the concatenated ids and loss mask of conversations in JSON form.
 
-        `skip` is called with a line on each that cannot be trained; without `skip`, it raises
-        DataError.
+        `skip` is called with a line for each conversation that cannot be trained on; without
+        `skip`, the first of these raises DataError.
         """
         ids: list[NDArray[np.int64]] = []
         masks: list[NDArray[np.bool_]] = []
@@ -255,10 +269,10 @@ class ChatEncoder:
         return Encoded(np.concatenate([none, *ids]), lengths, mask, notes)
 
     def one(self, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the ids of a conversation and its mask; raises ValueError with the reason.
+        """Return the ids of one conversation, int64 [tokens], and its loss mask, bool [tokens].
 
-        Reasons: the template refuses it, the trained text cannot be located exactly, or nothing is
-        trained.
+        Raises ValueError if the template rejects it, the text to train on cannot be located
+        exactly, or there is none.
         """
         template_values = conversation.given
         self._refuse_quoted(conversation.messages, template_values)
@@ -286,18 +300,22 @@ class ChatEncoder:
         if np.isin(ids, self._special_ids).sum() > written:
             raise ValueError("it has a special token in another spelling")
         mask = _covered(np.array(encoding.offsets).reshape(-1, 2), spans, rendered.text)
-        if not mask[1:].any():  # the first token is nobody's target
+        if not mask[1:].any():  # the first token is not a target
             raise ValueError("the template marks no token of it as the assistant's")
         return ids, mask
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids that precede the assistant's answer; raises ValueError."""
+        """Return the ids of messages followed by the template's prompt for the assistant's answer.
+
+        Raises ValueError if the template rejects the messages or one of them quotes a special
+        token.
+        """
         self._refuse_quoted(messages, {})
         text = self.template.render(messages, prompts=True).text
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def turn_ends(self) -> list[int]:
-        """Return the ids of special tokens that end a turn of the assistant, in order."""
+        """Return the special tokens that end an assistant's turn, found by rendering probes."""
         ends = []
         for messages in _PROBES:
             try:
@@ -309,7 +327,7 @@ class ChatEncoder:
         return ends
 
     def _end_of(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> int | None:
-        """Return the special token at the end of the trained text; white space may follow it."""
+        """Return the special token that ends the trained text, or None if other text follows it."""
         trained = ids[mask]
         special = np.flatnonzero(np.isin(trained, self._special_ids))
         if not len(special) or self.tokenizer.decode(trained[special[-1] + 1 :]).strip():
@@ -319,7 +337,7 @@ class ChatEncoder:
     def _notes(
         self, conversation: Conversation, ids: NDArray[np.int64], mask: NDArray[np.bool_]
     ) -> Iterator[str]:
-        """Yield a note for each part of a conversation that is not read or not trained."""
+        """Yield a line for each part of a conversation that is not read or not trained on."""
         for name in conversation.unused:
             yield f"the field {name!r} is not used"
         for name in sorted(self.template.unread(conversation.messages)):
@@ -337,7 +355,7 @@ class ChatEncoder:
     def _refuse_quoted(
         self, messages: Sequence[Message], template_values: Mapping[str, Any]
     ) -> None:
-        """Refuse a text that quotes a special token, which would end a turn or begin one."""
+        """Raise ValueError if a text contains a special token, which would end or begin a turn."""
         numbered = {f"message {number}": message for number, message in enumerate(messages, 1)}
         for name, value in {**numbered, **template_values}.items():
             for text in texts_in(value):
@@ -349,7 +367,11 @@ Encoder = TextEncoder | ChatEncoder
 
 
 def worded(notes: Mapping[str, int], among: str = "") -> list[str]:
-    """Return notes as lines, each with its number of conversations `among` some, most first."""
+    """Return notes as lines with their numbers of conversations, most frequent first.
+
+    `notes` maps each note to a count. `among` describes the conversations counted. At most
+    `MOST_NOTES` are written out.
+    """
     lines = [
         f"{line} ({f'{count} {among}' if among else counted(count, 'conversation')})"
         for line, count in Counter(notes).most_common()
@@ -371,14 +393,18 @@ class Encoding:
     bos: bool | None = None
 
     def load(self) -> Encoder:
-        """Return the encoder; raises DataError if it is not available."""
+        """Return the encoder; raises DataError if its tokenizer or template is not available."""
         return encoder_of(
             load_tokenizer(self.tokenizer, self.eos, self.bos), self.form, self.template
         )
 
 
 def encoder_of(tokenizer: Tokenizer, form: DataFormat, template: str | None = None) -> Encoder:
-    """Return the encoder of a `data.format` with a loaded tokenizer."""
+    """Return the encoder for a `data.format`; `template` is the path of a chat template, if any.
+
+    Without a path, "chat" uses the template beside the tokenizer; raises DataError if there is
+    none.
+    """
     if form == "text":
         return TextEncoder(tokenizer)
     if tokenizer.file is None:
@@ -392,7 +418,11 @@ def encoder_of(tokenizer: Tokenizer, form: DataFormat, template: str | None = No
 def _covered(
     offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]], text: str
 ) -> NDArray[np.bool_]:
-    """Return which tokens lie in spans of characters; ValueError for one that is partly inside."""
+    """Return which tokens lie inside the given character spans, bool [tokens].
+
+    `offsets`, int64 [tokens, 2], has the start and end character of each token. Raises ValueError
+    for a token that is only partly inside a span.
+    """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     for first, last in spans:

@@ -1,7 +1,7 @@
-"""Readers of documents in a file, by its name: text, jsonl, JSON, CSV, Parquet, compressed.
+"""Readers of the documents in a file, by its suffix: text, jsonl, JSON, CSV, Parquet, compressed.
 
-A reader yields pieces: a text, or a `Problem` if a row or the file has none. The caller decides
-whether a problem is an error.
+A reader yields a document's text, or a `Problem` for a row or a file that has none. The caller
+decides whether a problem is an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIELD: Final = 2**31 - 1
 
 
 class Problem(NamedTuple):
-    """Why a row or a file gives no text, and where it is."""
+    """Why a row or a file has no text, and where it is."""
 
     where: str
     reason: str
@@ -59,29 +59,29 @@ Piece = str | Problem
 
 
 def kind_of(path: Path) -> tuple[str, str | None]:
-    """Return the suffix of a file's content, and that of its compression, if any."""
+    """Return the suffix of a file's content, and the suffix of its compression or None."""
     name = path.name.lower()
     packed = next((suffix for suffix in PACKED_SUFFIXES if name.endswith(suffix)), None)
     return Path(name.removesuffix(packed or "")).suffix, packed
 
 
 def is_lines(path: Path) -> bool:
-    """Whether each line of a file is a row that can be read independently."""
+    """Return whether each line of a file is a row that can be read independently (jsonl)."""
     suffix, packed = kind_of(path)
     return suffix in JSONL_SUFFIXES and packed is None
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file can only be read from its beginning to its end."""
+    """Return whether a file can only be read from beginning to end: tables and compressed files."""
     suffix, packed = kind_of(path)
     return packed is not None or suffix in TABLE_SUFFIXES
 
 
 def read_whole(path: Path, rows: RowReader, separator: str | None) -> Iterator[Piece]:
-    """Yield the documents of a file that is read from beginning to end.
+    """Yield the documents of a file that can only be read from beginning to end.
 
-    `rows` reads rows, `separator` is that of `boundary`. Raises DataError for a file that cannot be
-    read, or that needs a library which is not installed.
+    `rows` converts rows to documents; `separator` divides texts, see `boundary`. Raises DataError
+    for a file that cannot be read, or that needs a library that is not installed.
     """
     suffix, packed = kind_of(path)
     if suffix == ".parquet":
@@ -126,15 +126,15 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def no_rows(path: Path) -> Problem:
-    """Return why a text file holds no conversation."""
+    """Return the problem of a text file that was given as a source of conversations."""
     return Problem(str(path), "a text; conversations are rows of jsonl, JSON, CSV or Parquet")
 
 
 def boundary(separator: str | None, head: bytes) -> re.Pattern[bytes] | None:
-    """Return the end of a document in a text that begins with `head`; None: one document.
+    """Return the pattern between documents in a text; None if the whole text is one document.
 
-    Without a `separator` (None), it is `END_OF_TEXT` if the head has it; two newlines match any
-    blank lines.
+    With `separator` None, it is `END_OF_TEXT` if the beginning of the text, `head`, contains it. A
+    separator of two newlines matches any run of blank lines.
     """
     if separator is None:
         separator = END_OF_TEXT if END_OF_TEXT.encode() in head else ""
@@ -146,7 +146,10 @@ def boundary(separator: str | None, head: bytes) -> re.Pattern[bytes] | None:
 def texts(
     path: Path, content: bytes, pattern: re.Pattern[bytes] | None, start: int = 0
 ) -> Iterator[Piece]:
-    """Yield the documents of a text between matches of a pattern; it begins at byte `start`."""
+    """Yield the parts of a text between matches of `pattern`; None yields all of it.
+
+    `start` is the position of the text in its file, in bytes, for messages.
+    """
     position = 0
     for match in (*(pattern.finditer(content) if pattern else ()), None):
         end = match.start() if match else len(content)
@@ -167,7 +170,10 @@ def _decoded(path: Path, start: int, content: bytes, *, strips: bool) -> Piece:
 def rows_of_lines(
     path: Path, lines: Iterator[tuple[int, bytes]], rows: RowReader, start: int = 0
 ) -> Iterator[Piece]:
-    """Yield the document of each line of JSON, numbered from byte `start` of the file."""
+    """Yield the document of each numbered line of JSON; blank lines are skipped.
+
+    `start` is the byte of the file from which lines are counted, for messages.
+    """
     after = f" after byte {start}" if start else ""
     for number, line in lines:
         if not line.strip():
@@ -190,10 +196,10 @@ def _json(path: Path, content: bytes, rows: RowReader) -> Iterator[Piece]:
 
 
 def _csv(path: Path, file: IO[bytes], rows: RowReader, delimiter: str) -> Iterator[Piece]:
-    """Yield the documents of a table, each row of which must have the header's fields.
+    """Yield the documents of a CSV table; each row must have as many fields as the header.
 
-    A reader of CSV takes what follows a stray quote as part of one field, rows included. It shows
-    as a quote that never closes, as text after a closing quote, or as another number of fields.
+    A CSV reader takes what follows a stray quote as part of one field, including later rows. This
+    shows as a quote that never closes, text after a closing quote, or another number of fields.
     """
     csv.field_size_limit(_FIELD)
     with io.TextIOWrapper(file, "utf-8-sig", newline="") as text:

@@ -1,4 +1,4 @@
-"""A tokenizer as files of a Hugging Face folder, and what belongs to a tokenizer.json there."""
+"""Writes a tokenizer as the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ COMPANIONS = (CONFIG, SPECIAL, TEMPLATE, GENERATION)
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """The files of a tokenizer by name, and the ids that `config.json` states, or None.
+    """The files of a tokenizer by name, and the BOS and EOS ids to state in `config.json`.
 
-    `eos_token_id` is one id, or several; the first is the tokenizer's eos token.
+    `eos_token_id` is one id or several, of which the first is the tokenizer's EOS token. None means
+    that there is no such token.
     """
 
     files: Mapping[str, bytes]
@@ -37,14 +38,14 @@ class HFTokenizer:
 def hf_tokenizer(
     tokenizer: Tokenizer | None, context: int, form: DataFormat = "text"
 ) -> HFTokenizer:
-    """Return the files with which `AutoTokenizer` gives the same ids, and `generation_config.json`.
+    """Return files from which `AutoTokenizer` gives the same ids, and `generation_config.json`.
 
-    What stands beside a `tokenizer.json` goes with it; its eos token becomes the one that ended
-    the documents, or the turns where `form`, the training's, is "chat". `generation_config.json`
-    names all of `ends_of`, and the tokenizer begins texts as in training. Where no file names a bos
-    token it is the end of a document, as in GPT-2: that is what stands before a document in
-    training. `context` is the longest text in tokens. Without a tokenizer there is only a
-    generation config that names no ids. Raises DataError for a companion that is no JSON object.
+    Files beside a `tokenizer.json` are included. The EOS token is the one that ended documents in
+    training or, with `form` "chat", turns; `generation_config.json` names all ids of `ends_of`.
+    Texts begin as in training. If no file names a BOS token, it is the end-of-document token, as in
+    GPT-2, since in training this precedes a document. `context` is the longest text in tokens. If
+    `tokenizer` is None, the only file is a generation config without ids. Raises DataError for a
+    file beside the tokenizer that is not a JSON object.
     """
     if tokenizer is None:
         return HFTokenizer({GENERATION: _json({})}, None, None)
@@ -76,7 +77,7 @@ def hf_tokenizer(
 def copy_tokenizer(file: Path, folder: Path, template: Path | None = None) -> None:
     """Copy a `tokenizer.json` and its companion files into a folder.
 
-    A `template` takes the place of the tokenizer's own chat template.
+    `template` is a file to write in place of the tokenizer's own chat template.
     """
     with reading(file):
         contents = {TOKENIZER: read_bytes(file), **_read(file.parent)}
@@ -100,7 +101,7 @@ def _read(folder: Path) -> dict[str, bytes]:
 
 
 def _plain_config(content: bytes, context: int) -> dict[str, Any]:
-    """Return a tokenizer config under which transformers runs the tokenizer.json as it is."""
+    """Return a tokenizer config with which transformers uses a tokenizer.json unchanged."""
     cut = parse_json(content).get("pre_tokenizer") or {}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -127,7 +128,7 @@ def _object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _name(token: object) -> str | None:
-    """Return a special token that is written as a string or as an object with its content."""
+    """Return the text of a special token, given as a string or an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 

@@ -1,11 +1,11 @@
-"""Megatron's `.bin`/`.idx` pair, read in place, and written.
+"""Megatron's `.bin`/`.idx` pair of files, memory-mapped for reading, and written.
 
-The index (little endian): magic, version 1, code of the token type, number of sequences, length
-of the document index; then the sizes of the sequences (int32, tokens), where each starts (int64,
+The index (little endian): magic, version 1, code of the token type, number of sequences, length of
+the document index; then the sizes of the sequences (int32, tokens), where each starts (int64,
 bytes), and the document index (int64: the first sequence of each document, and the end).
 
-Neither file says what it ought to hold. A pair that we write has its checksums beside it, in
-PREFIX.seal.json, and is compared with them; one of others, or of before, has none.
+The format has no checksums. `write_megatron` stores them beside the pair, in PREFIX.seal.json, and
+reading verifies them; pairs from elsewhere lack this file.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronPair:
-    """A validated pair: its shard, and digests of its files by path.
+    """An opened pair: its tokens as a shard, and the digests of its files by path.
 
-    The digest of the tokens covers their number and a sample, because reading all would take too
-    long.
+    The digest of the token file covers only its size and a sample of its content, because reading
+    all would take too long.
     """
 
     shard: Shard
@@ -61,21 +61,18 @@ class MegatronPair:
 
 
 def megatron_prefix(path: Path) -> Path | None:
-    """Return the common name of a pair, from either file or that name; None if none.
-
-    Checks only names and existence.
-    """
+    """Return the path prefix of a pair, given it or either file; None if no index exists."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    # Not `Path.is_file`: a name that is as long as one may be has no room for a suffix.
+    # Not `Path.is_file`, which raises if the name with the suffix is too long.
     return prefix if os.path.isfile(_with(prefix, ".idx")) else None
 
 
 def open_megatron(prefix: Path) -> MegatronPair:
-    """Open the pair PREFIX.bin and PREFIX.idx; the tokens are not copied.
+    """Open the pair PREFIX.bin and PREFIX.idx, with the tokens memory-mapped.
 
-    Raises DataError, naming the file and both values, if a size does not fit, if sequences or
-    documents are out of order, overlap or exceed the file, or if the pair's seal is of another
-    index.
+    Raises DataError, with the file and both values, if a size does not match, if sequences or
+    documents are out of order, overlap or exceed the file, or if the checksums in PREFIX.seal.json
+    are those of another index.
     """
     seal = _read_seal(prefix)
     index_path, tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
@@ -121,9 +118,9 @@ def open_megatron(prefix: Path) -> MegatronPair:
 def write_megatron(prefix: Path, shards: Sequence[Shard], vocab_size: int) -> int:
     """Write shards as the pair PREFIX.bin and PREFIX.idx, one sequence per document.
 
-    Tokens are uint16 if the vocabulary allows, else int32, as in Megatron. The index comes last, so
-    a pair with an index is complete. Returns the number of tokens. Raises `DataError` if a file
-    already exists, or if a document is too long for an index.
+    Tokens are uint16 if the vocabulary allows, else int32, as in Megatron. The index is written
+    last, so a pair that has an index is complete. Returns the number of tokens. Raises `DataError`
+    if a file already exists, or if a document is too long for the index.
     """
     index_path, tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
     for path in (index_path, tokens_path, _with(prefix, SEAL)):
@@ -165,7 +162,7 @@ def _write_seal(prefix: Path, hashes: Mapping[str, FileHash]) -> None:
 
 
 def _read_seal(prefix: Path) -> Mapping[str, _Record] | None:
-    """Return the recorded sizes and checksums of a pair's files by suffix; None without a seal."""
+    """Return the sizes and checksums in PREFIX.seal.json by suffix; None if the file is missing."""
     path = _with(prefix, SEAL)
     if not os.path.isfile(path):
         return None
@@ -193,7 +190,7 @@ def _other(prefix: Path, path: Path) -> DataError:
 def _parse(
     path: Path, content: bytes
 ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the token type, sequence sizes, pointers and document index of an index file."""
+    """Return the token dtype, sequence sizes, start bytes and document index of an index file."""
     if len(content) < HEADER.size or not content.startswith(MAGIC):
         raise DataError(f"{path} is not a Megatron index: it starts with {content[:9]!r}")
     _, version, code, sequences, documents = HEADER.unpack_from(content)

@@ -12,12 +12,12 @@ ROUNDS = 8
 
 
 def permute(index: NDArray[np.int64], n: int, key: str) -> NDArray[np.int64]:
-    """Return the image of each index in [0, n) under the permutation that `key` selects.
+    """Return the image of each index in [0, n) under a pseudo-random permutation selected by `key`.
 
-    A Feistel network on pairs (left < a, right < b) with a * b just above n, which keyed
-    additions modulo a and b keep a bijection; a result outside [0, n) is sent through again until
-    it is inside (cycle walking), which keeps it a bijection of [0, n). At most one pass in sqrt(n)
-    is repeated. No state and no table: any index costs the same.
+    A Feistel network on pairs (left < a, right < b) with a * b just above n, with keyed additions
+    modulo a and b, is a bijection of [0, a * b). A result outside [0, n) is passed through it again
+    until it is inside (cycle walking), which makes it a bijection of [0, n). At most one pass in
+    sqrt(n) is repeated. There is no state and no table, so any index costs the same.
     """
     a = max(1, math.isqrt(n - 1) + 1) if n > 0 else 1
     b = -(-n // a)

@@ -1,8 +1,8 @@
-"""The sampler: the tokens of the rows of a global batch, as a pure function of the step.
+"""The sampler: the token ids of the rows of a global batch, as a pure function of the step.
 
-Sample k of a run is window `permute(k % n)` of epoch `k // n`, a window being `seq_len + 1`
-consecutive tokens at stride `seq_len`. It has no state, so a run resumes at any step, on any number
-of ranks, with the same global batches.
+Sample k of a run is window `permute(k % n)` of epoch `k // n`, where n windows of `seq_len + 1`
+consecutive tokens start every `seq_len` tokens. There is no state, so a run resumes at any step, on
+any number of ranks, with the same global batches.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PADDING = -1
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a global batch: int64 [rows, seq_len] each.
+    """Rows of a global batch, each field int64 [rows, seq_len].
 
-    `targets` is the next token of each input, or `IGNORE` where that belongs to another document
-    and packing is "documents". `segments` numbers the documents within each row from 0, with
-    `PADDING` where a row is filled up; it is None where packing is "stream".
+    `targets` is the next token of each input, or `IGNORE` where that token belongs to another
+    document and packing is "documents". `segments` numbers the documents within each row from 0,
+    with `PADDING` at padding tokens; it is None if packing is "stream".
     """
 
     inputs: NDArray[np.int64]
@@ -40,9 +40,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """The position of a step, for logs: that of its first sample.
+    """The position in the data of a step's first sample, for logs.
 
-    `epoch` is from 0, `sample` is within the epoch of `samples`, `tokens` were read before.
+    `epoch` counts from 0, `sample` is its number within the epoch of `samples` samples, and
+    `tokens` is how many tokens all earlier steps read.
     """
 
     epoch: int
@@ -52,11 +53,11 @@ class StepPosition:
 
 
 class Sampler:
-    """Global batches of `batch` sequences of `seq_len` tokens from a stream.
+    """Global batches of `batch` sequences of `seq_len` tokens from a `TokenView`.
 
-    `seed` and the epoch determine the order. `vocab_size` is a tighter bound of ids than the
-    stream's (for a model with a smaller vocabulary). `name` is that of the stream, for messages.
-    `samples` is the length of an epoch. Raises DataError for a stream shorter than one sample.
+    `seed` and the epoch determine the order. `vocab_size` is a bound on ids below that of the view,
+    for a model with a smaller vocabulary. `name` names the data in messages. `samples` is the
+    number of samples in an epoch. Raises DataError if there are fewer tokens than one sample has.
     """
 
     def __init__(
@@ -84,22 +85,22 @@ class Sampler:
             )
 
     def windows(self, step: int, rows: range | slice | None = None) -> NDArray[np.int64]:
-        """Return which window of the stream each row of a step is, int64 [rows]."""
+        """Return the index of the window of tokens that each row of a step is, int64 [rows]."""
         if step < 0:
             raise IndexError(f"step {step} is negative")
         first = step * self.batch
         return self._windows([first + row for row in chosen_rows(self.batch, rows)])
 
     def rows(self, step: int, rows: range | slice | None = None) -> Rows:
-        """Return rows of the global batch of a step, by default all.
+        """Return rows of the global batch of a step; None means all rows.
 
-        Raises IndexError for rows outside the batch, and DataError naming file and token for an id
-        outside the vocabulary and for rows of which every target is ignored.
+        Raises IndexError for rows outside the batch. Raises DataError, with file and token, for an
+        id outside the vocabulary, and for rows in which every target is ignored.
         """
         return self._read(self.windows(step, rows))
 
     def read(self, samples: Sequence[int]) -> Rows:
-        """Return samples by their numbers in the run; raises as `rows` does."""
+        """Return samples given by their numbers, counted over all epochs; raises as `rows` does."""
         return self._read(self._windows(samples))
 
     def _windows(self, samples: Sequence[int]) -> NDArray[np.int64]:
@@ -129,13 +130,13 @@ class Sampler:
         return Rows(inputs, targets, np.ascontiguousarray(documents[:, :-1]))
 
     def position(self, step: int) -> StepPosition:
-        """Return where the first sample of a step stands."""
+        """Return the position in the data of a step's first sample."""
         first = step * self.batch
         epoch, sample = divmod(first, self.samples)
         return StepPosition(epoch, sample, self.samples, first * self.seq_len)
 
     def _documents(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number the documents within each window from 0, int64 [rows, seq_len + 1]."""
+        """Return each token's document number in its window, int64 [rows, seq_len + 1]."""
         ends = self.view.ends
         lo = np.searchsorted(ends, starts, side="right")
         hi = np.searchsorted(ends, starts + self.seq_len, side="right")
@@ -148,7 +149,10 @@ class Sampler:
 
 
 def chosen_rows(batch: int, rows: range | slice | None) -> range:
-    """Return the selected rows of a batch; raises IndexError for rows outside of it."""
+    """Return the selected rows of a batch as a range; None selects all.
+
+    Raises IndexError for rows outside the batch.
+    """
     if rows is None:
         return range(batch)
     chosen = range(batch)[rows] if isinstance(rows, slice) else rows
@@ -158,16 +162,15 @@ def chosen_rows(batch: int, rows: range | slice | None) -> range:
 
 
 class WholeSampler(Sampler):
-    """Global batches of rows that hold whole documents, which attend to themselves only.
+    """Global batches whose rows are packed with whole documents, which attend only to themselves.
 
-    A row has room for `seq_len + 1` tokens, the last of them a target only. Documents are put into
-    rows once, the longest first, each into the fullest row that has room for it (best-fit
-    decreasing; arXiv:2404.10830, section 3); the rows come in another order in each epoch. What is
-    left of a row is padded with zeros. Targets are `IGNORE` where they are not
-    trained, by the mask of the stream, and between documents.
+    A row has `seq_len + 1` tokens, the last of which is only a target. Documents are packed once,
+    the longest first, each into the fullest row with enough space (best-fit decreasing;
+    arXiv:2404.10830, section 3); each epoch has another order of rows. The end of a row is padded
+    with zeros. Targets are `IGNORE` between documents, in padding, and where the loss mask is 0.
 
-    A document that is longer than a row is cut, see `facts`. One of which nothing that is trained
-    is left is left out where `skips`; else it raises DataError with its number.
+    A document longer than a row is truncated, see `facts`. If truncation leaves nothing to train
+    on, the document is dropped if `skips`; otherwise this raises DataError with its number.
     """
 
     def __init__(
@@ -207,9 +210,9 @@ class WholeSampler(Sampler):
         self.samples = len(self._rows)
 
     def facts(self) -> dict[str, Any]:
-        """Return how many conversations there are, were cut and were left out, and tokens cut off.
+        """Return the numbers of packed, truncated and dropped conversations and of tokens cut off.
 
-        `fill` is the share of a row that is conversations.
+        `fill` is the fraction of all rows' tokens that are not padding.
         """
         conversations = sum(map(len, self._rows))
         used = sum(int(self._lengths[row].sum()) for row in self._rows)
@@ -242,10 +245,10 @@ class WholeSampler(Sampler):
 def filled_row(
     documents: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]], seq_len: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return inputs, targets and segments of a row, int64 `[seq_len]` each.
+    """Return the inputs, targets and segments of one row of packed documents, each int64 [seq_len].
 
-    Of each document come its ids and which of them are trained; what is left of the row is zeros,
-    and `PADDING` in the segments.
+    Each document is a pair of its ids and its loss mask. Padding is 0 in the inputs, `IGNORE` in
+    the targets and `PADDING` in the segments.
     """
     ids = np.zeros(seq_len + 1, dtype=np.int64)
     trained = np.zeros(seq_len + 1, dtype=bool)
@@ -254,7 +257,7 @@ def filled_row(
     for number, (document_ids, mask) in enumerate(documents):
         part = slice(filled, filled + len(document_ids))
         ids[part], trained[part], segments[part] = document_ids, mask, number
-        trained[filled] = False  # it follows nothing that it could be told from
+        trained[filled] = False  # the first token of a document is not predicted
         filled += len(document_ids)
     targets = np.where(trained[1:], ids[1:], IGNORE)
     return ids[:-1].copy(), targets, segments[:-1].copy()
@@ -263,9 +266,13 @@ def filled_row(
 def best_fit(
     lengths: NDArray[np.int64], documents: NDArray[np.int64], capacity: int
 ) -> list[list[int]]:
-    """Return rows of documents, each of at most `capacity` tokens: best-fit decreasing."""
+    """Return the rows of documents for best-fit-decreasing bin packing.
+
+    Each row is a list of document indices, from `documents`, whose `lengths` add up to at most
+    `capacity` tokens.
+    """
     rows: list[list[int]] = []
-    spaces: list[int] = []  # those that some row has, in order
+    spaces: list[int] = []  # the free spaces of rows, sorted
     rows_with: dict[int, list[int]] = {}
     order = documents[np.argsort(-lengths[documents], kind="stable")]
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):

@@ -1,15 +1,15 @@
 """The indexed store: a folder of token shards, their document offsets, and a manifest.
 
-    manifest.json      what is in it, with the size and SHA-256 of every other file
+    manifest.json      the content, with the size and SHA-256 of every other file
     tokens-00000.bin   token ids, little endian, uint16 or uint32 by the vocabulary's size
     docs-00000.idx     where each document ends, in tokens of its shard, int64
-    mask-00000.bin     of conversations: which tokens are trained, a byte of 0 or 1 each
+    mask-00000.bin     of conversations: which tokens are trained on, a byte of 0 or 1 each
     counts.bin         how often each id occurs, int64 [vocab_size]
-    tokenizer.json     the tokenizer, where it is a file; with conversations also the chat template
+    tokenizer.json     the tokenizer, if it is a file; with conversations also the chat template
                        and the special tokens that it names, in the files that transformers reads
 
-Documents are stored each ended by the tokenizer's end-of-document id, or as the chat template ends
-them, and none crosses shards.
+Each document ends with the tokenizer's end-of-document id, or as its chat template ends it. No
+document crosses shards.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 
 class FileRecord(Spec):
-    """A file of the store: plain name, bytes, SHA-256, CRC-32 of each block of 1 MiB."""
+    """A file of the store: its name without a folder, size, SHA-256, and CRC-32 of each MiB."""
 
     file: str
     bytes: int = Field(ge=0)
@@ -53,7 +53,10 @@ class FileRecord(Spec):
 
 
 class ShardRecord(Spec):
-    """A shard: its files, its sizes and its largest id; `supervised` tokens are trained."""
+    """A shard: its files, its size in tokens and documents, and its largest token id.
+
+    `supervised` is the number of tokens that are trained on, if the shard has a loss mask.
+    """
 
     tokens_file: FileRecord
     index_file: FileRecord
@@ -64,13 +67,13 @@ class ShardRecord(Spec):
     max_id: int = Field(ge=-1)
 
     def files(self) -> list[FileRecord]:
-        """Return the records of its files."""
+        """Return the records of the shard's files."""
         records = [self.tokens_file, self.index_file, self.mask_file]
         return [file for file in records if file is not None]
 
 
 class TokenizerRecord(Spec):
-    """The tokenizer that wrote the store; `file` is the copy that the store keeps."""
+    """The tokenizer that the store was written with; `file` is its copy in the store, if any."""
 
     kind: Literal["bytes", "tiktoken", "json"]
     name: str
@@ -83,7 +86,7 @@ class TokenizerRecord(Spec):
 
 
 class Manifest(Spec):
-    """Everything about a store; `entropy` is that of the tokens' distribution, in nats."""
+    """The description of a store; `entropy` is that of the distribution of token ids, in nats."""
 
     format: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -99,11 +102,11 @@ class Manifest(Spec):
 
     @property
     def form(self) -> DataFormat:
-        """The `data.format` of its preparation."""
+        """The `data.format` that the store was prepared with."""
         return "chat" if self.template_files else "text"
 
     def files(self) -> Iterator[FileRecord]:
-        """Yield the record of every file but the manifest."""
+        """Yield the record of every file except the manifest."""
         for shard in self.shards:
             yield from shard.files()
         yield self.counts
@@ -112,7 +115,7 @@ class Manifest(Spec):
         yield from self.template_files
 
     def to_json(self) -> bytes:
-        """Return the file's content, including the digest of the rest of it."""
+        """Return the content of manifest.json, which begins with a digest of the other fields."""
         body = self.model_dump(mode="json")
         return json.dumps({"digest": _digest(body), **body}, indent=1).encode() + b"\n"
 
@@ -127,12 +130,12 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of its content: the tokens, their documents and the tokenizer."""
+        """A digest of the store's content: the tokens, their documents and the tokenizer."""
         names = [record.sha256 for record in self.manifest.files()]
         return sha256_bytes("\n".join([self.manifest.tokenizer.digest, *names]).encode())
 
     def tokenizer(self) -> Tokenizer:
-        """Load the store's own tokenizer; DataError if it is not the one that wrote it."""
+        """Return the store's tokenizer; raises DataError if its digest is not the recorded one."""
         record = self.manifest.tokenizer
         loaded: Tokenizer
         if record.kind == "bytes":
@@ -150,11 +153,17 @@ class Store:
         return loaded
 
     def encoder(self) -> Encoder:
-        """Return the encoder that wrote it; DataError as for `tokenizer`."""
+        """Return the encoder that the store was written with.
+
+        Raises DataError as `tokenizer` does.
+        """
         return encoder_of(self.tokenizer(), self.manifest.form)
 
     def counts(self) -> NDArray[np.int64]:
-        """Return how often each id occurs, int64 [vocab_size]; DataError where it was changed."""
+        """Return how often each id occurs, int64 [vocab_size].
+
+        Raises DataError if the file is damaged.
+        """
         with reading(self.folder / COUNTS):
             content = (self.folder / COUNTS).read_bytes()
         if sha256_bytes(content) != self.manifest.counts.sha256:
@@ -164,7 +173,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Verification:
-    """The files and bytes that were read, and the problems; none means an intact store."""
+    """The number of files and bytes that were read, and the problems found; empty if intact."""
 
     files: int
     bytes: int
@@ -172,16 +181,16 @@ class Verification:
 
 
 def is_store(folder: Path) -> bool:
-    """Return whether a folder claims to be an indexed store."""
+    """Return whether a folder has a manifest, so is meant to be an indexed store."""
     return (folder / MANIFEST).is_file()
 
 
 def open_store(folder: Path) -> Store:
-    """Open a store after the checks that don't read tokens.
+    """Open an indexed store after all checks that need not read the tokens.
 
-    These are: the manifest's own digest, plain names, all sizes, counts, the index of documents,
-    and the recorded largest id. Raises DataError naming the file and both values. Tokens are
-    compared with their checksums as they are read; `verify` reads all.
+    Checked are the manifest's digest, file names, all sizes and counts, the document ends and the
+    recorded largest id. Raises DataError with the file and both values. Tokens are compared with
+    their checksums as they are read; `verify` reads all of them.
     """
     manifest = _read_manifest(folder)
     problems = [problem for record in manifest.files() if (problem := _present(folder, record))]
@@ -197,10 +206,10 @@ def open_store(folder: Path) -> Store:
 
 
 def verify(folder: Path, progress: Progress | None = None) -> Verification:
-    """Read and compare every byte of a store; returns problems instead of raising them.
+    """Read every byte of a store and return the problems found, without raising them.
 
-    Locates a damaged shard's blocks, and an impossible id's token. `progress` is called with the
-    bytes read so far and in all.
+    Reports the damaged blocks of a file and the position of an id outside the vocabulary.
+    `progress` is called with the bytes read so far and the total.
     """
     try:
         manifest = _read_manifest(folder)
@@ -231,12 +240,15 @@ def entropy_of(counts: NDArray[Any]) -> float:
 
 
 def dtype_of(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Return the stored type of token ids."""
+    """Return the integer type in which token ids of this vocabulary are stored."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def problems_of(record: ShardRecord, width: int | None = None) -> list[str]:
-    """Return the contradictions in a shard's own numbers."""
+    """Return how the numbers in a shard's record contradict each other.
+
+    `width` is the bytes of a token id; None accepts 2 or 4.
+    """
     tokens, index = record.tokens_file, record.index_file
     problems = []
     if record.tokens == 0 or record.documents == 0:
@@ -302,7 +314,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _inconsistent(manifest: Manifest) -> list[str]:
-    """Return how the manifest's numbers contradict each other."""
+    """Return how the numbers in a manifest contradict each other."""
     width = np.dtype(manifest.dtype).itemsize
     problems = [problem for shard in manifest.shards for problem in problems_of(shard, width)]
     problems += [
@@ -328,7 +340,7 @@ def _inconsistent(manifest: Manifest) -> list[str]:
 
 
 def _present(folder: Path, record: FileRecord) -> str | None:
-    """Return the problem of a file that is missing or has another size; None if there is none."""
+    """Return the problem of a file that is missing, a symbolic link or of another size, or None."""
     path = folder / record.file
     if path.is_symlink():
         return f"{record.file} is a symbolic link; a store holds its files itself"
@@ -343,7 +355,7 @@ def _present(folder: Path, record: FileRecord) -> str | None:
 
 
 def _damage(folder: Path, record: FileRecord) -> str | None:
-    """Hash a file again and narrow a difference down; None where there is none."""
+    """Return which blocks of a file differ from their checksums; None if it is intact."""
     current = hash_file(folder / record.file)
     if current.sha256 == record.sha256:
         return None
@@ -373,7 +385,7 @@ def _open_shard(folder: Path, manifest: Manifest, record: ShardRecord) -> Shard:
 
 
 def _ends(shard: Shard, record: ShardRecord) -> list[str]:
-    """Check that document ends rise to the number of tokens."""
+    """Return the problem of document ends that do not increase up to the number of tokens."""
     lengths = np.diff(shard.ends, prepend=0)
     name = record.index_file.file
     if (lengths <= 0).any():
@@ -389,7 +401,7 @@ def _ends(shard: Shard, record: ShardRecord) -> list[str]:
 
 
 def _changed(shard: Shard, record: ShardRecord) -> list[str]:
-    """Check that document ends are those that were written."""
+    """Return the problem of document ends that differ from their checksums."""
     file = record.index_file
     blocks = Blocks(Path(file.file), shard.ends, file.blocks, file.sha256)
     problem = blocks.problem(0, len(shard.ends))
@@ -397,7 +409,7 @@ def _changed(shard: Shard, record: ShardRecord) -> list[str]:
 
 
 def _ids(shard: Shard, vocab_size: int) -> list[str]:
-    """Look for the first id that is outside the vocabulary."""
+    """Return a line on the first token id outside the vocabulary, if any."""
     for start in range(0, len(shard.tokens), CHUNK_TOKENS):
         outside = shard.tokens[start : start + CHUNK_TOKENS] >= vocab_size
         if outside.any():

@@ -1,4 +1,4 @@
-"""`open_stream`: a data set that is read during training."""
+"""Opens a Hugging Face data set that is read and tokenized during training, without a store."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from meshwright.units import counted
 
 @dataclass(frozen=True)
 class Place:
-    """The beginning of a block.
+    """The beginning of a shuffled block of documents in a streamed data set.
 
-    `document` numbers its first training document over all epochs, `row` is the number of earlier
-    rows of the epoch, `state` is the data set's own state there (None at its beginning), and
-    `digest` the SHA-256 of the block's texts.
+    `document` is the number of its first training document, counted over all epochs; `row` is the
+    number of earlier rows in the epoch. `state` is the data set's own state (None at the
+    beginning), and `digest` the SHA-256 of the block's texts.
     """
 
     document: int = 0
@@ -46,15 +46,15 @@ class Place:
     digest: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values, which `Place(**values)` takes back."""
+        """Return the fields as JSON values, the keyword arguments of `Place`."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a streamed data set, each `held_every`-th row (0: none) held out.
+    """The documents of a streamed data set; every `held_every`-th row is held out (0: none).
 
-    `block` documents are shuffled together, by `seed`.
+    Training documents are shuffled within blocks of `block` documents, by `seed`.
     """
 
     source: HuggingFace
@@ -70,10 +70,10 @@ class Documents:
                     yield text
 
     def blocks(self, begin: Place) -> Iterator[tuple[Place, list[str]]]:
-        """Yield blocks of training documents without end, each with its place.
+        """Yield shuffled blocks of training documents, epoch after epoch, each with its place.
 
-        Raises DataError if the stream has none, if it has changed at `begin`, or if a row has no
-        text.
+        Raises DataError if there is no training document, if the data at `begin` has changed since
+        its digest was recorded, or if a row has no text.
         """
         place = begin
         while True:
@@ -104,7 +104,7 @@ class Documents:
         return opened
 
     def _texts(self, opened: Any, first: int) -> Iterator[tuple[int, str]]:
-        """Yield the rows' numbers and texts, blank ones included."""
+        """Yield the index and text of each row, blank ones included; `first` is the first index."""
         rows = iter(opened)
         for number in count(first):
             try:
@@ -140,7 +140,7 @@ AHEAD: Final = 4  # steps that are read while others are trained on
 
 
 class Mark(NamedTuple):
-    """The beginning of a block, and the characters that each row had received there."""
+    """The beginning of a block, and the characters that each row had received by then."""
 
     place: Place
     given: tuple[int, ...]
@@ -148,17 +148,17 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The position of some rows of the batch.
+    """How far the stream has been read by some or all rows of the batch.
 
-    `rows` has for each its current document and the number of its used tokens; the first of these
-    documents comes after `mark`.
+    `rows` maps each row to its current document and the number of tokens used of it. `mark` is the
+    last block that begins no later than the earliest of these documents.
     """
 
     rows: Mapping[int, tuple[int, int]]
     mark: Mark
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the position as JSON values, for `from_json`."""
         return {
             "rows": [[row, *progress] for row, progress in sorted(self.rows.items())],
             "place": self.mark.place.to_json(),
@@ -167,13 +167,13 @@ class StreamPosition:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> StreamPosition:
-        """Return the position that `to_json` has written."""
+        """Return the position that `to_json` wrote."""
         rows = {row: (document, used) for row, document, used in values["rows"]}
         return StreamPosition(rows, Mark(Place(**values["place"]), tuple(values["given"])))
 
     @staticmethod
     def joined(positions: Iterable[StreamPosition]) -> StreamPosition:
-        """Return the position of all rows from those of the ranks."""
+        """Return the position of all rows of the batch, given the positions of each rank's rows."""
         per_rank = list(positions)
         rows = {row: progress for position in per_rank for row, progress in position.rows.items()}
         behind = min(per_rank, key=lambda position: min(position.rows.values()))
@@ -181,7 +181,7 @@ class StreamPosition:
 
 
 class StreamSampler:
-    """Global batches of `batch` sequences of `seq_len` tokens, one step after the other.
+    """Global batches of `batch` sequences of `seq_len` tokens, read from a stream step by step.
 
     A thread reads and tokenizes `AHEAD` steps ahead of training.
     """
@@ -210,9 +210,9 @@ class StreamSampler:
         self._position = self._begin
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from a position of all rows of the batch, before anything is read.
+        """Start from a saved position of all rows of the batch; call it before `rows`.
 
-        Raises DataError for one of another batch.
+        Raises DataError if the position is for another batch size.
         """
         assert self._reader is None
         begin = StreamPosition.from_json(position)
@@ -223,9 +223,11 @@ class StreamSampler:
         self._begin = self._position = begin
 
     def rows(self, step: int, rows: range | slice | None = None) -> Rows:
-        """Return rows of the global batch of a step, the same rows and the next step each time.
+        """Return rows of the global batch of a step.
 
-        Raises IndexError for other rows or steps, and DataError for what cannot be read.
+        Each call must ask for the same rows of the next step.
+
+        Raises IndexError for other rows or steps, and DataError if the stream cannot be read.
         """
         chosen = chosen_rows(self.batch, rows)
         if self._reader is None:
@@ -239,12 +241,12 @@ class StreamSampler:
         return batch_rows
 
     def position(self) -> StreamPosition:
-        """Return the position of the rows after those that `rows` returned last."""
+        """Return the position after the rows that `rows` returned last."""
         return self._position
 
 
 class _Part(NamedTuple):
-    """A document's number, ids and, of a conversation, which of them are trained."""
+    """A document's number, its token ids and, for a conversation, its loss mask."""
 
     document: int
     ids: NDArray[np.int32]
@@ -268,7 +270,10 @@ class _Row:
         self.length += len(part.ids)
 
     def window(self, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the next `length` tokens and the numbers of their documents, from 0."""
+        """Return the next `length` tokens, and the number of each one's document in this window.
+
+        Does not mark the tokens as used.
+        """
         ids, documents, used = np.empty(length, np.int64), np.empty(length, np.int64), self.at[1]
         filled = 0
         for number, part in enumerate(self.parts):
@@ -281,7 +286,7 @@ class _Row:
         return ids, documents
 
     def whole(self, length: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Return the next documents that fit into `length` tokens, and use them."""
+        """Return the next documents that fit into `length` tokens together, and remove them."""
         documents: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
         while len(self.parts[0].ids) <= length:
             part = self.parts.popleft()
@@ -293,7 +298,7 @@ class _Row:
         return documents
 
     def advance(self, length: int) -> None:
-        """Mark tokens as used; at least one more must exist."""
+        """Mark the next `length` tokens as used; at least one more must be left."""
         used = self.at[1] + length
         while used >= len(self.parts[0].ids):
             used -= len(self.parts.popleft().ids)
@@ -332,14 +337,14 @@ class _Reader:
         return rows, StreamPosition(progress, self._marks[0])
 
     def _filled(self) -> Rows:
-        """Return rows of whole conversations, as many in each as fit."""
+        """Return rows packed with as many of the next conversations as fit."""
         filled = [
             filled_row(r.whole(self._seq_len + 1), self._seq_len) for r in self._rows.values()
         ]
         return Rows(*(np.stack(parts) for parts in zip(*filled, strict=True)))
 
     def _cut(self) -> Rows:
-        """Return rows cut from the documents one after the other."""
+        """Return rows of consecutive tokens of the concatenated documents."""
         windows = [row.window(self._seq_len + 1) for row in self._rows.values()]
         ids = np.stack([window_ids for window_ids, _ in windows])
         documents = np.stack([window_documents for _, window_documents in windows])
@@ -352,7 +357,7 @@ class _Reader:
         return rows
 
     def _fill(self) -> None:
-        """Give each row the tokens that it lacks, tokenising the documents of all rows together."""
+        """Tokenize documents until each row of the batch has enough tokens for the next step."""
         # Of whole conversations one must be left over, which the position then is at.
         enough = self._seq_len + (1 if self._encoder.template is None else 2)
         while lacking := [n for n, row in self._rows.items() if row.length < enough]:
@@ -392,7 +397,10 @@ class _Reader:
             yield document_ids[:longest], mask[:longest]
 
     def _read_block(self) -> None:
-        """Hand the documents of the next block out to the rows of the batch."""
+        """Assign each document of the next block to the row with the fewest characters so far.
+
+        Only documents for this reader's rows are stored.
+        """
         received = tuple(received for received, _ in sorted(self._heap, key=lambda pair: pair[1]))
         place, texts = next(self._blocks)
         self._marks.append(Mark(place, received))
@@ -408,9 +416,9 @@ HELD_AT_ONCE: Final = 64  # documents
 
 @dataclass(frozen=True, eq=False)
 class StreamedDataset:
-    """The data of a run from a stream, like a `Dataset` from a store.
+    """The data of a run read from a stream, with the interface of `Dataset`.
 
-    A stream's size and entropy are unknown.
+    The number of tokens and the unigram entropy are unknown.
     """
 
     spec: DataSpec
@@ -425,11 +433,11 @@ class StreamedDataset:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its texts."""
+        """The tokenizer of the encoder."""
         return self.encoder.tokenizer
 
     def tokens(self, split: str) -> None:
-        """Return None: a stream does not say."""
+        """Return None, since the length of a stream is unknown."""
 
     def sampler(self, split: Literal["train"], seq_len: int, batch: int) -> StreamSampler:
         """Return the sampler of the training documents."""
@@ -439,10 +447,10 @@ class StreamedDataset:
         )
 
     def held_out(self, seq_len: int, batch: int, batches: int) -> Sampler:
-        """Return the sampler of enough held-out documents for some batches.
+        """Return a sampler of enough held-out documents for `batches` batches.
 
-        They are read from the beginning of the stream, and kept. Raises DataError if the stream has
-        not enough for one sample.
+        They are read once from the beginning of the stream and cached. Raises DataError if the
+        stream has too few for one sample.
         """
         tokens = batches * batch * seq_len + 1
         if tokens not in self._held:
@@ -462,11 +470,11 @@ class StreamedDataset:
         )
 
     def check(self, train: TrainSpec) -> list[str]:
-        """Read the first documents; DataError if training or evaluation has none.
+        """Read the first documents and return notes for the user on how their content is used.
 
-        Returns what truncation takes of the first conversations, and what of them is not read or
-        trained: of the others it does not show before they are read. Whether what is held out is
-        enough shows only when it is read, too.
+        The notes say how many of the first conversations are truncated and what is not read or
+        trained on. Raises DataError if training or evaluation has no documents; whether there are
+        enough held-out ones shows only when they are read.
         """
         _, texts = next(self.documents.blocks(Place()))
         if train.eval_every and not self.documents.held_every:
@@ -486,9 +494,9 @@ class StreamedDataset:
         ]
 
     def truncation(self, seq_len: int) -> dict[str, int]:
-        """Return how many of the first conversations were `read` and `cut`, and `tokens_cut`.
+        """Return how many of the first conversations were `read` and `cut`, and the `tokens_cut`.
 
-        Nothing where documents are not conversations.
+        Empty if documents are not conversations.
         """
         if self.spec.format != "chat":
             return {}
@@ -518,9 +526,9 @@ class StreamedDataset:
 
 
 def open_stream(spec: DataSpec, vocab_size: int | None = None) -> StreamedDataset:
-    """Open the streamed data set of a DataSpec; reads no rows yet.
+    """Open the streamed data set of a DataSpec without reading rows.
 
-    Raises DataError if the tokenizer cannot be used or does not fit into `vocab_size`.
+    Raises DataError if the tokenizer cannot be used or is larger than `vocab_size`.
     """
     source = HuggingFace.parse(spec.sources[0].removeprefix("hf:"), spec.text_key, spec.format)
     encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template, spec.bos).load()

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, GPT-2's through tiktoken, and any `tokenizer.json`; and training a BPE."""
+"""Tokenizers (bytes, GPT-2's through tiktoken, any `tokenizer.json`), and the training of a BPE."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshwright.spec.resolve import lacks_tokenizer_json
 from meshwright.units import MIB
 
 _LONGEST: Final = 10_000  # characters; those of known tokenizers have some hundred
-# What a pattern is made of: an escape, a class, the begin or end of a group, how often, or.
+# Parts of a regex: an escape or class, start and end of a group, a repetition, an alternative.
 _PART: Final = re.compile(
     r"(?P<atom>\\.|\[(?:\\.|\[:\^?\w+:\]|[^\]\\])*\])|(?P<open>\((?:\?(?:[:=!>]|<[=!]|[a-z-]+:?))?)"
     r"|(?P<close>\))|(?P<often>[*+]|\{\d*,\})(?P<keeps>\+?)|(?P<or>\|)|(?P<other>.)",
@@ -38,10 +38,10 @@ _PART: Final = re.compile(
 
 
 def check_patterns(content: bytes) -> None:
-    """Raise `ValueError` for a tokenizer.json with an exponential pattern.
+    """Raise `ValueError` if a tokenizer.json has a regular expression of exponential matching time.
 
-    Matching can take time that doubles with each character if an unbounded repetition applies to a
-    group that contains one itself, or alternatives: `(a+)+`, `(a|a)*`.
+    The time can double with each character if an unbounded repetition applies to a group that
+    contains another one, or alternatives: `(a+)+`, `(a|a)*`.
     """
     if b'"Regex"' not in content:
         return
@@ -69,7 +69,7 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def _doubling(pattern: str) -> str:
-    """Return the first group of a pattern that can take exponential time; empty if none can."""
+    """Return the first group of a regular expression that can take exponential time, or ""."""
     opened: list[tuple[int, bool]] = []  # where a group begins, and whether it can match in ways
     many, closed = False, (0, 0, False)
     for part in _PART.finditer(pattern):
@@ -90,10 +90,11 @@ def _doubling(pattern: str) -> str:
 
 
 def byte_level_json(ranks: Mapping[bytes, int], eos: str, eos_id: int) -> bytes:
-    """Return the `tokenizer.json` of a vocabulary whose ids are also its merge ranks.
+    """Return the `tokenizer.json` of a byte-level BPE, given the rank of each token.
 
-    This is the form of tiktoken's vocabularies; the 256 single bytes alone merge nothing. Text is
-    split as in GPT-2. `eos` is the special token, and `eos_id` must be the id after the last.
+    As in tiktoken's vocabularies, a token's id is also its merge rank. Texts are split as in GPT-2.
+    `eos` is the special token, whose id must be the one after the last. With single bytes only,
+    there are no merges.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -115,17 +116,17 @@ def byte_level_json(ranks: Mapping[bytes, int], eos: str, eos_id: int) -> bytes:
 
 
 def byte_characters() -> list[str]:
-    """Return the printable character that stands for each of the 256 bytes, as in GPT-2's files."""
+    """Return the printable character by which GPT-2's files write each of the 256 bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(256, 512))
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the pair that forms each token of more than one byte, in the order of the ranks.
+    """Return the pair of tokens that merges into each token of several bytes, in order of rank.
 
-    It is what merges of lower rank make of the token's bytes; ranks of a trained BPE always leave
-    two parts.
+    The pair is what merges of lower rank make of the token's bytes; in a trained BPE these always
+    leave two parts.
     """
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -161,12 +162,12 @@ PIECE_CHARS = 4 * MIB
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """Converts texts to token ids and back.
 
-    `digest` is the SHA-256 that identifies the mapping; tokenizers with the same digest give the
-    same ids. `eos_id` ends each document. `file` is the `tokenizer.json`, if there is one. Special
-    tokens are never recognized inside a text: a document that quotes `</s>` does not end there.
-    `bos_ids` begin each text, none with most tokenizers; `own_bos_ids` are those of its files.
+    Tokenizers with the same `digest`, a SHA-256, give the same ids. `eos_id` ends each document.
+    `file` is the `tokenizer.json`, if there is one. Special tokens in a text are never recognized:
+    a document that quotes `</s>` does not end there. `bos_ids` begin each text (empty for most
+    tokenizers); `own_bos_ids` are those that its files ask for.
     """
 
     kind: str
@@ -181,24 +182,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens."""
+        """Return the ids of each text, without BOS and EOS."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become replacement characters."""
+        """Return the text of ids, with replacement characters for bytes that are not UTF-8."""
 
     @abstractmethod
     def to_json(self) -> bytes:
-        """Return the `tokenizer.json` that gives the same ids; its eos is `EOS_NAMES[0]` if new."""
+        """Return the content of a `tokenizer.json` that gives the same ids.
+
+        An EOS token without a text is written as `EOS_NAMES[0]`.
+        """
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of one text, without special tokens."""
+        """Return the ids of one text, without BOS and EOS."""
         return list(itertools.chain.from_iterable(self.encode_batch(list(_pieces(text)))))
 
     def pack(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids of all texts, and the length of each.
+        """Return the concatenated ids of all texts, int64 [tokens], and the length of each text.
 
-        Each begins with `bos_ids` and ends with `eos_id`.
+        Each text begins with `bos_ids` and ends with `eos_id`.
         """
         pieces = [list(_pieces(text)) for text in texts]
         encoded = iter(self.encode_batch(list(itertools.chain.from_iterable(pieces))))
@@ -211,7 +215,7 @@ class Tokenizer(ABC):
 
 
 class BytesTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and 256 for the end of a document."""
+    """Ids 0 to 255 are the bytes of UTF-8, and 256 ends a document."""
 
     kind = "bytes"
     name = "bytes"
@@ -225,16 +229,19 @@ class BytesTokenizer(Tokenizer):
         return [list(_utf8(text)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids below 256; the end of a document prints as nothing."""
+        """Return the text of the ids below 256; other ids are ignored."""
         return bytes(i for i in map(int, ids) if 0 <= i < BYTES_EOS).decode("utf-8", "replace")
 
     def to_json(self) -> bytes:
-        """Return a byte-level BPE without merges."""
+        """Return a byte-level BPE without merges as a `tokenizer.json`."""
         alphabet = {bytes([byte]): byte for byte in range(BYTES_EOS)}
         return byte_level_json(alphabet, EOS_NAMES[0], self.eos_id)
 
     def pack(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return all bytes with an end after each text, without a Python object per byte."""
+        """Return the concatenated bytes of all texts, each followed by 256, and the length of each.
+
+        Creates no Python object per byte.
+        """
         encoded = [_utf8(text) for text in texts]
         lengths = np.array([len(text) + 1 for text in encoded], dtype=np.int64)
         joined = np.frombuffer(b"\0".join([*encoded, b""]), dtype=np.uint8).astype(np.int64)
@@ -245,10 +252,10 @@ class BytesTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, run by the `tokenizers` library.
 
-    `eos` names the token that ends a document; left out, it is read from the files beside it
-    (tokenizer_config.json, special_tokens_map.json) or from the usual names. `bos` says whether
-    texts begin with the BOS token, or with which ids; left out, they begin with what the files put
-    before every text. Raises DataError where the file cannot be used or no such token is found.
+    `eos` names the end-of-document token; None reads it from the files beside the tokenizer
+    (tokenizer_config.json, special_tokens_map.json) or looks for usual names. `bos` is whether
+    texts begin with the BOS token, or the ids that they begin with; None follows the tokenizer's
+    files. Raises DataError if the file cannot be used or no such token is found.
     """
 
     kind = "json"
@@ -293,23 +300,23 @@ class JsonTokenizer(Tokenizer):
         self.digest = sha256_bytes(content + f"\neos {self.eos_id}{begin}".encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, encoded in parallel by the library."""
+        """Return the ids of each text without BOS and EOS, encoded in parallel by the library."""
         if not texts:
             return []
         run = getattr(self._backend, "encode_batch_fast", self._backend.encode_batch)
         return [encoding.ids for encoding in run(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, special tokens included as they are written."""
+        """Return the text of ids, with special tokens written out."""
         return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def to_json(self) -> bytes:
-        """Return the file as it is."""
+        """Return the content of the tokenizer's file, unchanged."""
         return self._content
 
 
 class TiktokenTokenizer(Tokenizer):
-    """GPT-2's vocabulary through tiktoken. Raises DataError where its data cannot be had."""
+    """GPT-2's vocabulary through tiktoken; raises DataError if its data cannot be loaded."""
 
     kind = "tiktoken"
     name = "gpt2"
@@ -339,15 +346,15 @@ class TiktokenTokenizer(Tokenizer):
         return digest.hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text."""
+        """Return the ids of each text, encoded in parallel threads."""
         return self._backend.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, the end of a document as it is written."""
+        """Return the text of ids, with `<|endoftext|>` written out."""
         return self._backend.decode([int(i) for i in ids])
 
     def to_json(self) -> bytes:
-        """Return the merges that follow from the ranks."""
+        """Return the vocabulary as a `tokenizer.json`, with merges derived from the ranks."""
         tokens = self._backend.token_byte_values()
         ranks = {token: self._backend.encode_single_token(token) for token in tokens}
         return byte_level_json(ranks, self.eos_token, self.eos_id)
@@ -356,10 +363,10 @@ class TiktokenTokenizer(Tokenizer):
 def load_tokenizer(
     name: str, eos: str | None = None, bos: bool | Sequence[int] | None = None
 ) -> Tokenizer:
-    """Load "bytes", "gpt2", or the path of a `tokenizer.json` or of its folder.
+    """Return the tokenizer "bytes" or "gpt2", or that of a `tokenizer.json` or its folder.
 
-    `eos` names the token that ends a document if the files do not say; `bos` as in `JsonTokenizer`.
-    Raises DataError.
+    `eos` names the end-of-document token if the files do not; `bos` is as in `JsonTokenizer`.
+    Raises DataError if the tokenizer cannot be loaded.
     """
     if bos and name in ("bytes", "gpt2"):
         raise DataError(refusal(f"the tokenizer {name!r} has no BOS token", legal=["bos = false"]))
@@ -379,11 +386,11 @@ def load_tokenizer(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
-    """Train a byte-level BPE with `<|endoftext|>` as its end of document and write it.
+    """Train a byte-level BPE whose end-of-document token is `<|endoftext|>`, and write it.
 
-    `out` is the file, or a folder that gets a `tokenizer.json`. Returns the file. The vocabulary
-    is smaller than asked where the texts have no more pairs to merge. Raises DataError for fewer
-    than 257 entries (the bytes and the end of document) and for no text at all.
+    `out` is a .json file, or a folder for a `tokenizer.json`. Returns the file. The vocabulary is
+    smaller than `vocab_size` if no pairs are left to merge. Raises DataError if `vocab_size` is
+    below 257 (the bytes and the end of document) or there is no text.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -420,7 +427,7 @@ def _utf8(text: str) -> bytes:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a text at line ends into pieces of at most `PIECE_CHARS`, where its lines allow."""
+    """Yield pieces of a text of at most `PIECE_CHARS` characters, cut at line ends if possible."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         end = text.rfind("\n", start, start + PIECE_CHARS) + 1
@@ -433,9 +440,10 @@ def _pieces(text: str) -> Iterator[str]:
 def _find_eos(
     file: Path, vocabulary: dict[str, int], special: Sequence[str], asked: str | None
 ) -> str:
-    """Return the end-of-document token: as asked, as the files beside say, or a usual name.
+    """Return the end-of-document token: `asked`, else as the files beside state, else a usual name.
 
-    `special` are the tokens that could be one, by their ids.
+    `special` are the special tokens of the vocabulary, for the hint in the DataError if none is
+    found.
     """
     if asked is not None and asked in vocabulary:
         return asked
@@ -460,7 +468,10 @@ def _find_eos(
 def _begins(
     file: Path, backend: Any, vocabulary: dict[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that transformers puts before every text, and the BOS token that is named."""
+    """Return the ids that transformers puts before every text, and the id of the stated BOS token.
+
+    Either is empty if there is none.
+    """
     config = _config_beside(file.with_name("tokenizer_config.json"))
     special = _config_beside(file.with_name("special_tokens_map.json"))
     name = _token_in(config, "bos_token") or _token_in(special, "bos_token")
@@ -491,7 +502,7 @@ def _likely_ends(tokens: Iterable[str]) -> list[str]:
 
 
 def _how_to_add(file: Path) -> str:
-    """Return the advice and the command that add an end-of-document token to a file."""
+    """Return a hint with the command that adds an end-of-document token to a tokenizer file."""
     add = f"t.add_special_tokens(['{EOS_NAMES[0]}'])"
     code = f"t = Tokenizer.from_file('{file}'); {add}; t.save('{file}')"
     return (
@@ -501,14 +512,14 @@ def _how_to_add(file: Path) -> str:
 
 
 def _token_in(config: dict[str, Any], key: str) -> str | None:
-    """Return a token of a config, a string or an object with content."""
+    """Return a config's special token that is a string or an object with `content`, else None."""
     token = config.get(key)
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def _config_beside(config: Path) -> dict[str, Any]:
-    """Return a config beside a tokenizer; empty if there is none."""
+    """Return the JSON object of a config file; empty if the file does not exist."""
     if not config.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Shards as one token stream: memory-mapped pieces, the train and validation split, reading."""
+"""Memory-mapped token shards, their split into training and validation, and reading from them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PIECE_BYTES = 1 << 16
 
 
 class Blocks:
-    """The content of a mapped file, and the CRC-32 of each of its blocks of `BLOCK_BYTES`.
+    """The content of a mapped file with checksums: the CRC-32 of each block of `BLOCK_BYTES`.
 
-    A file without these, from an older store, is one block, compared with its SHA-256.
+    A file from an older store has none; it is one block, compared with its SHA-256.
     """
 
     def __init__(self, path: Path, items: NDArray[Any], blocks: Sequence[int], sha256: str) -> None:
@@ -36,9 +36,9 @@ class Blocks:
         self._good = bytearray(len(blocks) if is_known else 1)
 
     def problem(self, start: int, stop: int) -> str | None:
-        """Return which block of items `start` to `stop` is damaged; None if none is.
+        """Return a line on the first damaged block within items `start` to `stop`, or None.
 
-        A verified block is not read again.
+        A block is verified only once.
         """
         first, last = start * self._width // self._size, (stop * self._width - 1) // self._size
         for number in range(first, last + 1):
@@ -58,9 +58,9 @@ class Blocks:
 
 
 def sampled_digest(path: Path) -> str:
-    """Return a digest of a file's size and of 64 pieces spread over it.
+    """Return a digest of a file's size and of 64 pieces spread over its content.
 
-    It distinguishes files without reading them completely, and may miss a changed bit.
+    It distinguishes large files without reading them completely, but can miss a changed bit.
     """
     with reading(path), path.open("rb") as file:
         file_bytes = path.stat().st_size
@@ -77,7 +77,7 @@ SPLIT_KEY = "split"
 
 
 class Mask(NamedTuple):
-    """Which tokens of a shard are trained, uint8 `[tokens]` of 0 or 1, and its checksums."""
+    """The loss mask of a shard, uint8 [tokens] of 0 or 1, and the checksums of its file."""
 
     tokens: NDArray[np.uint8]
     blocks: Blocks | None
@@ -85,10 +85,10 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of token ids and the offsets, in tokens, at which its documents end.
+    """One file of token ids, and the offsets at which its documents end, in tokens.
 
-    `blocks` has the checksums of its content, where these are known; `mask` says which tokens are
-    trained, where not all are.
+    `blocks` has the checksums of its content, if known. `mask` says which tokens are trained on;
+    None means all.
     """
 
     path: Path
@@ -98,12 +98,15 @@ class Shard:
     mask: Mask | None = None
 
     def read(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Return tokens as the file has them; raises `DataError` where they are not as written."""
+        """Return tokens `start` to `stop` in the file's dtype.
+
+        Raises `DataError` if they are damaged.
+        """
         self._check(self.blocks, start, stop)
         return self.tokens[start:stop]
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return which tokens are trained; raises as `read` does."""
+        """Return the loss mask of tokens `start` to `stop`; raises `DataError` if it is damaged."""
         if self.mask is None:
             return np.ones(stop - start, dtype=np.uint8)
         self._check(self.mask.blocks, start, stop)
@@ -121,7 +124,10 @@ _Read = Callable[[Shard, int, int], NDArray[Any]]
 
 
 def map_array(path: Path, dtype: str, count: int, offset: int = 0) -> NDArray[Any]:
-    """Map `count` items of a file into memory, read-only; the size must have been checked."""
+    """Map `count` items of a file, from byte `offset`, into memory read-only.
+
+    The caller must have checked the size of the file.
+    """
     if count == 0:
         return np.empty(0, dtype=dtype)
     with reading(path), path.open("rb") as file:
@@ -130,11 +136,10 @@ def map_array(path: Path, dtype: str, count: int, offset: int = 0) -> NDArray[An
 
 
 class TokenView:
-    """A stream of tokens made of ranges of shards, read by position.
+    """A sequence of tokens made of ranges of shards, read by position.
 
-    `ranges` is [n, 3]: the shard's index and the first and past-the-last token of each range.
-    `ends` is where documents end, in positions of the stream. Every id that is read is checked
-    against `vocab_size`.
+    `ranges`, int64 [n, 3], has each range's shard index and its first and past-the-last token.
+    `ends` has the positions at which documents end. Ids that are read must be below `vocab_size`.
     """
 
     def __init__(
@@ -157,7 +162,7 @@ class TokenView:
 
     @property
     def documents(self) -> int:
-        """How many documents the stream has; one divided by the split counts on both sides."""
+        """The number of documents; one that the split divides counts on both sides."""
         return len(self.ends)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -168,10 +173,10 @@ class TokenView:
     def windows(
         self, starts: NDArray[np.int64], length: int, vocab_size: int | None = None
     ) -> NDArray[np.int64]:
-        """Return the ids of windows of `length` tokens at each start, int64 [n, length].
+        """Return the ids of a window of `length` tokens at each start, int64 [n, length].
 
-        Raises DataError naming file and token where an id is not in [0, vocabulary), and file and
-        bytes where they are not as they were written.
+        Raises DataError with file and token for an id not in [0, vocabulary), and with file and
+        bytes for damaged content.
         """
         out = self._gather(starts, length, Shard.read, np.int64)
         limit = min(self.vocab_size, vocab_size or self.vocab_size)
@@ -180,7 +185,7 @@ class TokenView:
         return out
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return which tokens at positions `start` to `stop` are trained, bool [stop - start]."""
+        """Return the loss mask of positions `start` to `stop`, bool [stop - start]."""
         starts = np.array([start], dtype=np.int64)
         mask: NDArray[np.bool_] = self._gather(starts, stop - start, Shard.read_mask, np.bool_)[0]
         return mask
@@ -188,7 +193,7 @@ class TokenView:
     def _gather(
         self, starts: NDArray[np.int64], length: int, read: _Read, dtype: type[np.generic]
     ) -> NDArray[Any]:
-        """Return windows of `length` tokens at each start, [n, length], as `read` returns them."""
+        """Return what `read` returns of a window of `length` tokens at each start, [n, length]."""
         if len(starts) and (starts.min() < 0 or starts.max() + length > self._length):
             raise IndexError(f"a window leaves the stream of {self._length} tokens")
         out = np.empty((len(starts), length), dtype=dtype)
@@ -205,7 +210,7 @@ class TokenView:
         return out
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """Return the file, and the token in it, of a position of the stream."""
+        """Return the file of a position, and the index of the token in that file."""
         piece = int(np.searchsorted(self._begins, position, side="right")) - 1
         shard, first, _ = self._ranges[piece].tolist()
         return self._shards[shard].path, first + position - int(self._begins[piece])
@@ -222,15 +227,14 @@ class TokenView:
 def split(
     shards: Sequence[Shard], share: float, vocab_size: int, *, divides: bool = True
 ) -> tuple[TokenView, TokenView]:
-    """Return the training and the validation stream; the latter is empty for a share of 0.
+    """Return the training tokens and the validation tokens; the latter are empty for a share of 0.
 
-    Which documents are held out depends on their number and the share alone, not on the run's
-    seed: a fixed pseudo-random permutation of the documents, of which the first share is held
-    out. Neither the tail (an alphabetical corpus would be tested on what it never saw) nor every
-    k-th one (which can follow a pattern in the corpus). Where the share is less than one
-    document, holding a whole one out would take far more than was asked (half of two books), so
-    the last share of the tokens is, the only case in which a document is divided; one document is
-    where it `divides` none.
+    Which documents are held out depends only on their number and the share, not on the run's seed:
+    the first ones of a fixed pseudo-random permutation. Holding out the end of the corpus would
+    fail for alphabetical order, and every k-th document for periodic patterns. If the share is less
+    than one document, a whole document could be far more than the share (half of two books), so the
+    last tokens are held out, dividing a document. If `divides` is False, one document is held out
+    instead.
     """
     if not 0 <= share < 1:
         raise DataError(f"validation = {share}: must be in [0, 1)")
@@ -252,7 +256,10 @@ def split(
 def _by_mask(
     shards: Sequence[Shard], lengths: NDArray[np.int64], mask: NDArray[np.bool_], vocab_size: int
 ) -> TokenView:
-    """Return the stream of the documents in the mask, neighbours joined into one range."""
+    """Return a view of the documents in the mask; adjacent ones are joined into one range.
+
+    `lengths` and `mask` have one element per document of all shards.
+    """
     rows = []
     position = 0
     for index, shard in enumerate(shards):
@@ -266,7 +273,7 @@ def _by_mask(
 
 
 def _by_tokens(shards: Sequence[Shard], cut: int, vocab_size: int) -> tuple[TokenView, TokenView]:
-    """Return the first `cut` tokens and the rest."""
+    """Return views of the first `cut` tokens and of the others."""
     sizes = np.array([len(shard.tokens) for shard in shards], dtype=np.int64)
     begins = np.cumsum(sizes) - sizes
     ends = np.concatenate([shard.ends + begin for shard, begin in zip(shards, begins, strict=True)])

@@ -1,4 +1,4 @@
-"""Turning text into an indexed store: in parallel, resumable, the same bytes every time."""
+"""Writes documents as an indexed store: in parallel, resumable, with the same bytes every time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def seal(
     encoder: Encoder,
     records: list[ShardRecord],
 ) -> None:
-    """Write the counts, copies of the tokenizer and its chat template and, last, the manifest.
+    """Complete a store: write the counts, the tokenizer, the chat template and, last, the manifest.
 
     Raises DataError if there is no token at all.
     """
@@ -143,7 +143,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Task:
-    """One shard to write: its number, its parts of sources, and the settings."""
+    """One shard to write: its number, the parts of sources that it contains, and the settings.
+
+    `digest` is the encoder's and `job` identifies the whole preparation. `skips` is whether
+    unreadable rows are skipped.
+    """
 
     number: int
     pieces: tuple[tuple[Source, SourcePart], ...]
@@ -189,18 +193,18 @@ def prepare(
     chat_template: str | None = None,
     bos: bool | None = None,
 ) -> Store:
-    """Tokenise sources, in order, into the store `out`, and open it.
+    """Tokenize sources, in order, into an indexed store at `out`, and open it.
 
-    With `form` "chat" the sources must give conversations, which `chat_template` or the tokenizer's
-    own template writes.
+    With `form` "chat" the sources must yield conversations, which are rendered by the template file
+    `chat_template` or else by the tokenizer's own.
 
-    The bytes written are the same for any number of workers (left out: the cores, or fewer if
-    there are fewer shards). A run that was interrupted continues: shards that are complete, of
-    the same sources and tokenizer, and intact are kept. A finished store of the same is returned
-    as it is. `progress` gets the bytes of text done and in all, `say` a line on files that are not
-    text, and with `on_error` "skip" one on files and rows without text, which the store's
-    `skipped.txt` lists. Raises DataError: unwritable folder, another corpus already there,
-    unreadable or empty source, unusable tokenizer.
+    The bytes written are the same for any number of workers (None: one per core, at most one per
+    shard). An interrupted preparation resumes: intact, complete shards of the same sources and
+    tokenizer are reused, and a complete store of the same is returned as it is. `progress` gets the
+    bytes of text done and the total; `say` gets a line on files that are not text and, with
+    `on_error` "skip", on skipped files and rows, which the store's `skipped.txt` lists. Raises
+    DataError for an unwritable folder, another corpus in `out`, an unreadable or empty source, or
+    an unusable tokenizer.
     """
     writable_folder(out)
     encoding = Encoding(tokenizer, eos, form, chat_template, bos)
@@ -233,7 +237,7 @@ def prepare(
 
 
 def _say_of_files(source: Files, say: Say) -> None:
-    """Say which files are left out, and which are split into documents by default."""
+    """Report which files are not read, and which are split into documents by default."""
     if left := source.left_out():
         say(f"left out {_some(left)}")
     if cut := source.split_by_default():
@@ -245,7 +249,7 @@ def _say_of_files(source: Files, say: Say) -> None:
 
 
 def _some(files: Sequence[Path]) -> str:
-    """Return how many files are not text, of which kinds, and the names of a few."""
+    """Return a line on files that are not text: their number, their suffixes and a few names."""
     kinds = Counter(file.suffix.lower() or "no suffix" for file in files).most_common(4)
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds)
     names = ", ".join(file.name for file in files[:3])
@@ -255,13 +259,13 @@ def _some(files: Sequence[Path]) -> str:
 
 
 def _skipped(task: _Task) -> list[str]:
-    """Return the lines on files and rows that a written shard has skipped."""
+    """Return the lines on files and rows that were skipped in writing a shard."""
     with reading(task.record_path):
         return list(parse_json(read_bytes(task.record_path)).get("skipped", ()))
 
 
 def _notes(tasks: Sequence[_Task]) -> list[str]:
-    """Return a line on each kind of content that is not read or trained, the commonest first."""
+    """Return a line on each kind of content that is not read or trained on, most frequent first."""
     counts: Counter[str] = Counter()
     for task in tasks:
         with reading(task.record_path):
@@ -270,7 +274,7 @@ def _notes(tasks: Sequence[_Task]) -> list[str]:
 
 
 def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:
-    """Write the notes of all shards into the store, and say them."""
+    """Write the notes of all shards to the store's notes.txt, and report them."""
     notes = _notes(tasks)
     if notes:
         write_atomic(out / NOTES, "".join(f"{line}\n" for line in notes).encode())
@@ -280,7 +284,7 @@ def _keep_notes(tasks: Sequence[_Task], out: Path, say: Say | None) -> None:
 
 
 def read_notes(folder: Path) -> list[str]:
-    """Return a store's lines on content of conversations that is not read or trained."""
+    """Return the lines of a store's notes.txt, on conversation content not read or trained on."""
     path = folder / NOTES
     if not path.is_file():
         return []
@@ -302,14 +306,17 @@ def _plain(value: object) -> str:
 
 
 def _job(fingerprints: tuple[dict[str, object], ...], digest: str, shard_bytes: int) -> str:
-    """Name the work, so that shards of other work are never taken for this one's."""
+    """Return a hash of the sources, tokenizer and shard size, by which to recognize its shards."""
     return sha256_bytes(_plain([FORMAT, fingerprints, digest, shard_bytes]).encode())
 
 
 def _plan(
     sources: Sequence[Source], shard_bytes: int
 ) -> Iterator[tuple[tuple[Source, SourcePart], ...]]:
-    """Group parts into shards by size alone, so that the workers' number does not matter."""
+    """Yield the source parts of each shard: consecutive ones of at most `shard_bytes` together.
+
+    The number of workers does not matter. A larger part is a shard alone.
+    """
     group: list[tuple[Source, SourcePart]] = []
     size = 0
     for source in sources:
@@ -326,7 +333,10 @@ def _plan(
 def _run(
     tasks: list[_Task], encoder: Encoder, workers: int | None, progress: Progress | None
 ) -> list[ShardRecord]:
-    """Write the shards that are not there yet; return the records of all."""
+    """Write the shards that no earlier run has completed, and return the records of all in order.
+
+    `workers` processes write them, unless there is little text.
+    """
     total = sum(task.size for task in tasks)
     records = {task.number: record for task in tasks if (record := _kept(task)) is not None}
     done = sum(task.size for task in tasks if task.number in records)
@@ -360,7 +370,7 @@ def _report_from(report: Progress, before: int, total: int, done: int) -> None:
 
 
 def _write_alone(task: _Task) -> ShardRecord:
-    """Write a shard in a process of its own."""
+    """Write a shard in a worker process, which loads the encoder itself."""
     encoder = task.encoding.load()
     if encoder.digest != task.digest:
         raise DataError(f"the tokenizer {task.encoding.tokenizer} changed while it was in use")
@@ -368,7 +378,7 @@ def _write_alone(task: _Task) -> ShardRecord:
 
 
 def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> ShardRecord:
-    """Write one shard's files, then its record, whose presence says that they are whole."""
+    """Write one shard's files, then its record, whose existence marks them as complete."""
     tokenizer = encoder.tokenizer
     dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
     lengths: list[np.ndarray] = []
@@ -411,7 +421,7 @@ def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> Shar
 
 
 def _largest(ids: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Return the largest id; raises DataError where one is not of the tokenizer's vocabulary."""
+    """Return the largest id; raises DataError if an id is outside the tokenizer's vocabulary."""
     if ids.max() >= tokenizer.vocab_size or ids.min() < 0:
         raise DataError(
             f"tokenizer {tokenizer.name} gave an id outside its vocabulary of "
@@ -421,7 +431,7 @@ def _largest(ids: np.ndarray, tokenizer: Tokenizer) -> int:
 
 
 def _batches(task: _Task, skip: Skip | None) -> Iterator[tuple[list[str], int]]:
-    """Yield documents in batches of about `BATCH_CHARS`, with the bytes of text done so far."""
+    """Yield documents in batches of about `BATCH_CHARS`, with the bytes of completed parts."""
     texts: list[str] = []
     size = done = 0
     for source, part in task.pieces:
@@ -437,7 +447,7 @@ def _batches(task: _Task, skip: Skip | None) -> Iterator[tuple[list[str], int]]:
 
 
 def _kept(task: _Task) -> ShardRecord | None:
-    """Return the record of a shard that an earlier run completed; None where it must be written."""
+    """Return the record of a shard that an earlier run completed; None if it must be written."""
     if not task.record_path.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""A model for lm-evaluation-harness, which the extra `lm-eval` brings."""
+"""The interface of a model to lm-evaluation-harness, which the extra `lm-eval` installs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
 
     Reads at most `max_length` inputs at a time, in batches of at most `batch_tokens`. A text
     without a context is preceded by the tokenizer's BOS token, or by the end-of-document token if
-    it has none. `ends` end what it writes; left out, those of the tokenizer and its files.
+    it has none. Generation stops at the ids `ends`; None means those of the tokenizer and its
+    files.
     """
 
     def __init__(
@@ -48,18 +49,18 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
 
     @property
     def eot_token_id(self) -> int:
-        """The mark that ends a document."""
+        """The id of the token that ends a document."""
         return self.tokens.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
+        """The id of the token before a text without a context."""
         return self._prefix
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the ids of a text, after those that its tokenizer puts before every text."""
+        """Return the ids of a text, after BOS ids unless `add_special_tokens` is False."""
         ids = self.tokens.encode(string)
         return ids if add_special_tokens is False else [*self.tokens.bos_ids, *ids]
 
@@ -70,7 +71,7 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
         return answer(self.model, asks, self.max_length, self.batch_tokens)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts, in nats."""
+        """Return the log-likelihood of each whole text, in nats."""
         asks = [
             rolling(self.tok_encode(request.args[0]), self._prefix, self.max_length)
             for request in requests
@@ -86,7 +87,7 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
         return [sum(next(flat)[0] for _ in text_asks) for text_asks in asks]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return continuations, one at a time."""
+        """Return the continuation of each prompt, generated one at a time."""
         return [
             continued(
                 self.model,
@@ -108,9 +109,10 @@ def run_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Run tasks, those of the library and of the YAML files under `include`; returns its report.
+    """Run tasks of lm-evaluation-harness, and return its report.
 
-    `num_fewshot` defaults to the task's own. Raises `ConfigError` for an unknown task.
+    `names` may also be tasks in YAML files under `include`. `num_fewshot` None means that of the
+    task. Raises `ConfigError` for an unknown task.
     """
     manager = TaskManager(include_path=None if include is None else str(include))
     for name in names:

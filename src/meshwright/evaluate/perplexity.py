@@ -24,9 +24,9 @@ LOGITS: Final = 16 * MIB
 
 
 class Scores(NamedTuple):
-    """A model's scores of its targets: nats fp64 `[rows, seq]`, zero where they are `IGNORE`.
+    """A model's scores of targets: nats, fp64 [rows, seq], which are 0 where targets are `IGNORE`.
 
-    `greedy` bool `[rows, seq]` says where the target is the likeliest token.
+    `greedy`, bool [rows, seq], says where the target is the likeliest token.
     """
 
     nats: Tensor
@@ -41,11 +41,12 @@ def score(
     segments: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Scores:
-    """Return the negative log-likelihood of each target in nats; on the CPU.
+    """Return the negative log-likelihood of each target in nats, on the CPU.
 
-    All int64 `[rows, seq]`. Logits become fp32 first, and only those of targets are computed.
-    `segments` as for `Transformer.forward`. `lengths` int64 `[rows]` are those of rows that are
-    padded on the right: a model may rotate long texts in another way.
+    `inputs`, `targets` and `segments` are int64 [rows, seq]; `segments` is as for
+    `Transformer.forward`. Logits are computed only for targets that are not `IGNORE`, and converted
+    to fp32. `lengths`, int64 [rows], are those of rows padded on the right, since a model may scale
+    rotary embeddings by the length of a text.
     """
     device = model.head_weight.device
     if segments is not None:
@@ -79,11 +80,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A model's loss on `tokens` targets in `rows` windows.
+    """A model's loss on `tokens` targets in `rows` rows.
 
-    `nats` is their summed negative log-likelihood, `text_nats` that without tokens that begin or
-    end a document, and `bytes` the UTF-8 text of these. `stderr` is the standard error of
-    `nats_per_token`, None for a single row.
+    `nats` is the sum of the negative log-likelihoods; `text_nats` is that without BOS and
+    end-of-document tokens, and `bytes` the UTF-8 bytes of the same text. `stderr` is the standard
+    error of `nats_per_token`, None for a single row.
     """
 
     rows: int
@@ -105,7 +106,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, which don't depend on the tokenizer."""
+        """Bits per byte of text, which do not depend on the tokenizer; None without text."""
         return self.text_nats / math.log(2) / self.bytes if self.bytes else None
 
 
@@ -117,10 +118,10 @@ def measure(
     batch: int,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Score the first `rows` windows, `batch` of them at a time.
+    """Return the perplexity of a model on the first `rows` rows, scored `batch` rows at a time.
 
-    Raises DataError if there is nothing to score, or for an id outside of the vocabulary;
-    `CheckpointError` if the model's loss is not finite, or nearly so.
+    Raises DataError if there is nothing to score, or for an id outside the vocabulary, and
+    `CheckpointError` if the loss is not finite, or nearly so.
     """
     marks = [tokenizer.eos_id, *tokenizer.bos_ids]  # which are no text
     sums, counts, text = np.zeros(rows), np.zeros(rows), 0.0
@@ -157,8 +158,9 @@ def measure(
 def standard_error(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> float | None:
     """Return the standard error of `sum(sums) / sum(counts)` over independent rows.
 
-    Tokens of a row depend on each other, so rows are what varies: the ratio estimator of
-    Cochran, Sampling Techniques, equation 6.13, without the correction for a finite population.
+    Tokens of a row depend on each other, so rows are the sampling unit: the ratio estimator of
+    Cochran, Sampling Techniques, equation 6.13, without the finite population correction. None for
+    a single row.
     """
     rows = len(sums)
     if rows < 2:

@@ -1,7 +1,7 @@
-"""What the tasks of lm-evaluation-harness ask of a model, without that library.
+"""Answers the requests of lm-evaluation-harness tasks, without importing that library.
 
-The arithmetic is that of its `HFLM`: what is cut of a request longer than the model reads, what
-stands before a text without a context, and where a continuation ends.
+The rules are those of its `HFLM`: how a request longer than the model's context is cut, what
+precedes a text without a context, and where a continuation ends.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ _KNOWN: Final = {"until", "do_sample", "temperature", "top_p", *_NEW_TOKENS_NAME
 
 
 class Ask(NamedTuple):
-    """How likely is `wanted` after `context`? Ids; the context has at least one."""
+    """A request for the log-likelihood of the ids `wanted` after the ids `context`.
+
+    The context has at least one id.
+    """
 
     context: Sequence[int]
     wanted: Sequence[int]
 
 
 class Ending(NamedTuple):
-    """How a text is continued: `stops` end it and are not part of it."""
+    """How to continue a text: with how many tokens, how to sample, and at which `stops` to end.
+
+    Stop strings are not part of the continuation. A temperature of 0 takes the likeliest token.
+    """
 
     stops: tuple[str, ...]
     new_tokens: int = NEW_TOKENS
@@ -39,7 +45,10 @@ class Ending(NamedTuple):
 
     @staticmethod
     def of(asked: Mapping[str, Any]) -> Ending:
-        """Read a task's `generation_kwargs`; raises `ConfigError` for what cannot be done here."""
+        """Return the settings in a task's `generation_kwargs`.
+
+        Raises `ConfigError` for unknown ones.
+        """
         if unknown := set(asked) - _KNOWN:
             raise ConfigError(
                 refusal(
@@ -63,9 +72,9 @@ def answer(
 ) -> list[tuple[float, bool]]:
     """Return (log-likelihood in nats, whether it is the greedy choice) for each request.
 
-    A context is cut on the left where it and the wanted ids are more than `max_length` inputs.
-    Requests of about the same length share a batch of at most `batch_tokens` inputs. Raises
-    `ConfigError` where nothing is wanted, or more than the model reads.
+    A context is truncated on the left if it and the wanted ids exceed `max_length` inputs. Requests
+    of about the same length share a batch of at most `batch_tokens` inputs. Raises `ConfigError` if
+    no ids are wanted, or more than `max_length`.
     """
     rows = [_inputs(ask, max_length) for ask in asks]
     order = sorted(range(len(asks)), key=lambda index: -len(rows[index]))
@@ -87,8 +96,11 @@ def answer(
 
 
 def rolling(ids: Sequence[int], prefix: int, max_length: int) -> list[Ask]:
-    """Return requests that want each id once: the first after `prefix`, the last one looking back
-    at `max_length` inputs even where it wants few."""
+    """Return requests that together score each id of a text once.
+
+    The first id follows `prefix`. Each request has at most `max_length` inputs; the last one has as
+    many even if it scores only a few ids.
+    """
     sequence = [prefix, *ids]
     asks = []
     for start in range(0, len(ids), max_length):
@@ -107,10 +119,10 @@ def continued(
     ends: Collection[int],
     unseen: Collection[int] = (),
 ) -> str:
-    """Return what the model writes after a prompt, up to the first stop or one of the ids `ends`.
+    """Return what the model generates after a prompt, until a stop string or one of the ids `ends`.
 
-    Ids in `unseen` are read on by the model and are no part of the text. The prompt is cut on the
-    left where it leaves less room than `ending.new_tokens`.
+    Ids in `unseen` are not part of the text. The prompt is truncated on the left to leave space for
+    `ending.new_tokens`.
     """
     room = max_length - ending.new_tokens
     if room < 1:
@@ -142,7 +154,10 @@ def _inputs(ask: Ask, max_length: int) -> list[int]:
 
 
 def _batches(order: Sequence[int], lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield runs of `order`, each of which fits into `tokens` once padded to its first."""
+    """Yield consecutive groups of `order` whose padded size is at most `tokens`.
+
+    `order` has indices of rows, by decreasing length.
+    """
     start = 0
     while start < len(order):
         rows = max(1, tokens // max(1, lengths[order[start]]))

@@ -24,7 +24,7 @@ from meshwright.training.run_folder import tokenizer_of
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, as `models.generate.generate_tokens` does."""
+    """The settings for sampling tokens, as in `models.generate.generate_tokens`."""
 
     max_tokens: int = 200
     temperature: float = 0.8
@@ -33,10 +33,10 @@ class Sampling:
 
 
 class Generation:
-    """A text that is being generated: iterate over its pieces, each of whole characters.
+    """A text as it is generated; iterating yields pieces that consist of complete characters.
 
-    `ids` are the new tokens so far, without one that ended the answer to a message, and `count` is
-    their number with it.
+    `ids` are the new tokens so far, without the one that ends an answer; `count` is their number
+    including that one.
     """
 
     def __init__(
@@ -48,7 +48,10 @@ class Generation:
         ends: Sequence[int],
         sampling: Sampling,
     ) -> None:
-        """Check the settings; `before` is the text that is continued, None for an answer."""
+        """Start the generation; `before` is the text to continue, None for an answer to messages.
+
+        Raises `ConfigError` for invalid sampling settings.
+        """
         self.ids: list[int] = []
         self.count = 0
         self._tokenizer, self._ends = tokenizer, ends
@@ -67,11 +70,11 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The text so far: with the prompt where that is continued."""
+        """The text so far, including the prompt unless it is an answer to messages."""
         return self._tokenizer.decode([*self._before, *self.ids])
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the new text, piece by piece."""
+        """Yield the generated text, piece by piece."""
         for token in self._tokens:
             self.count += 1
             if self._is_answer and int(token) in self._ends:
@@ -85,12 +88,12 @@ class Generation:
 
 
 class TextModel:
-    """The model of a run, a step, a Hugging Face folder or adapters, with its tokenizer."""
+    """A stored model (run, saved step, Hugging Face folder or adapters) with its tokenizer."""
 
     def __init__(self, folder: Path, tokenizer: str | None = None) -> None:
-        """Read the tokenizer; the weights are read when they are first used.
+        """Load the tokenizer; the weights are loaded when they are first used.
 
-        `tokenizer` is "bytes", "gpt2" or a path, if not the folder's. Raises `ConfigError`,
+        `tokenizer` is "bytes", "gpt2" or a path; None means the folder's. Raises `ConfigError`,
         DataError or `CheckpointError`.
         """
         stored = StoredTokenizer(tokenizer) if tokenizer else tokenizer_of(folder)
@@ -109,7 +112,7 @@ class TextModel:
         return encoder
 
     def continued(self, prompt: str, sampling: Sampling = Sampling()) -> Generation:
-        """Return the continuation of a text; raises `ConfigError` for one without tokens."""
+        """Return the continuation of a text; raises `ConfigError` if the prompt has no tokens."""
         ids = [*self.tokenizer.bos_ids, *map(int, self.tokenizer.encode(prompt))]
         if not ids:
             raise ConfigError("the prompt is empty: there is nothing to continue")
@@ -120,10 +123,10 @@ class TextModel:
         messages: Sequence[Message],
         sampling: Sampling = Sampling(),
     ) -> Generation:
-        """Return the assistant's answer to messages, which the chat template formats.
+        """Return the assistant's answer to messages, formatted by the chat template.
 
         A message is `{"role": "user", "content": TEXT}`. Raises `ConfigError` for messages that the
-        template refuses.
+        template rejects.
         """
         try:
             ids = self._encoder.prompt(messages)

@@ -1,4 +1,4 @@
-"""The text for an evaluation, held out or any other, and the sliding windows that divide it."""
+"""The text of an evaluation, held out by a run or any other, and its division into rows."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from meshwright.training.run_folder import Job, RunFolder, read_job
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows of at most `seq_len` inputs, each `stride` tokens after the one before.
+    """Rows of at most `seq_len` inputs that start every `stride` tokens of a text.
 
     Every token but the first is the target of exactly one row, the first that reaches it: where
-    rows overlap, the second scores what the first has not, with up to `seq_len` tokens before it.
-    The last one ends with the stream. These are the windows of
-    huggingface.co/docs/transformers/perplexity with a `max_length` of `seq_len + 1`.
+    rows overlap, the later row scores only the tokens that the earlier one did not reach, with up
+    to `seq_len` tokens before them as context. The last row ends with the text. These are the
+    windows of huggingface.co/docs/transformers/perplexity with a `max_length` of `seq_len + 1`.
 
-    Full rows come in the order in which a run with the seed reads them, so that the first of them
-    are a sample of the text; with a stride of `seq_len` they are those of the run's evaluation.
-    With packing "documents" attention stays inside a document, and its first token is no target.
+    Full rows are in the order in which a run with this seed reads them, so that the first ones are
+    a sample of the text; with a stride of `seq_len` they are those of the run's evaluation. With
+    packing "documents", attention stays inside a document, whose first token is not a target.
     `begin` are ids that the model expects before every text: rows that begin inside a document get
-    them in front, beside their `seq_len` inputs.
+    them in addition to their `seq_len` inputs.
     """
 
     view: TokenView
@@ -47,7 +47,7 @@ class Windows:
 
     @property
     def full(self) -> int:
-        """How many rows have `seq_len` inputs."""
+        """The number of rows with `seq_len` inputs."""
         return max(0, (len(self.view) - 1 - self.seq_len) // self.stride + 1)
 
     def __len__(self) -> int:
@@ -55,7 +55,10 @@ class Windows:
         return self.full + (covered < len(self.view) - 1)
 
     def scored(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the range of tokens that each of some rows scores, int64 `[rows, 2]`."""
+        """Return the first and past-the-last token that each row scores, int64 [rows, 2].
+
+        Rows are `first` to `stop`.
+        """
         starts = self._starts(first, stop)
         begins = starts + 1 + np.where(starts == 0, 0, self.seq_len - self.stride)
         ends = np.minimum(starts + self.seq_len, len(self.view) - 1) + 1
@@ -64,7 +67,7 @@ class Windows:
     def rows(self, first: int, stop: int) -> Rows:
         """Return rows `first` to `stop`, padded on the right; targets not scored are `IGNORE`.
 
-        Raises DataError for an id outside of the vocabulary.
+        Raises DataError for an id outside the vocabulary.
         """
         starts, scored = self._starts(first, stop), self.scored(first, stop)
         length = int((scored[:, 1] - starts).max())
@@ -86,7 +89,7 @@ class Windows:
         return self._begun(Rows(ids[:, :-1], targets, documents[:, :-1]))
 
     def _begun(self, rows: Rows) -> Rows:
-        """Prepend the ids that begin a text to each row that does not begin with them."""
+        """Prepend `begin` to rows that lack it; rows that begin with it get padding instead."""
         count = len(self.begin)
         if count == 0:
             return rows
@@ -105,9 +108,9 @@ class Windows:
         return Rows(inputs, targets, segments)
 
     def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the ids that the first `rows` rows score, as the longest pieces within a document.
+        """Yield the ids that the first `rows` rows score, in the longest pieces within a document.
 
-        Neighbouring rows are joined, since characters of several tokens cross their border.
+        Adjacent rows are joined, since a character of several tokens can cross their boundary.
         """
         view, ends, ranges = self.view, self.view.ends, self.scored(0, rows)
         ordered = ranges[np.argsort(ranges[:, 0])]
@@ -122,7 +125,7 @@ class Windows:
                 yield view.read(begin, end)
 
     def lengths(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the number of inputs of each row without its padding, int64 `[rows]`."""
+        """Return the number of inputs of each row without padding, int64 [rows]."""
         starts, count = self._starts(first, stop), len(self.begin)
         begun = [
             tuple(self.view.read(start, start + count).tolist()) == self.begin for start in starts
@@ -137,9 +140,9 @@ class Windows:
 
 
 class Conversations:
-    """Rows of whole conversations, in the order in which a run with the seed evaluates them.
+    """Rows of packed conversations, in the order in which a run with this seed evaluates them.
 
-    Only what is trained is scored. Takes the place of `Windows`.
+    Only tokens that training would train on are scored. Has the interface of `Windows`.
     """
 
     packing: Literal["documents"] = "documents"
@@ -154,11 +157,11 @@ class Conversations:
         return self._sampler.samples
 
     def rows(self, first: int, stop: int) -> Rows:
-        """Return rows `first` to `stop`; targets that are not trained are `IGNORE`."""
+        """Return rows `first` to `stop`; targets that are not trained on are `IGNORE`."""
         return self._sampler.read(range(first, stop))
 
     def texts(self, rows: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the ids that the first rows score, an answer or a part of one at a time."""
+        """Yield the ids that the first `rows` rows score, each run of consecutive targets."""
         for row in range(rows):
             targets = self.rows(row, row + 1).targets[0]
             is_scored = targets != IGNORE
@@ -169,7 +172,7 @@ class Conversations:
 
 
 def check_windows(seq_len: int, stride: int, context: int) -> None:
-    """Refuse windows that the model's context or the rule of strides does not allow."""
+    """Raise `ConfigError` unless 1 <= `seq_len` <= `context` and 1 <= `stride` <= `seq_len`."""
     if not 1 <= seq_len <= context:
         raise ConfigError(
             refusal(
@@ -190,10 +193,11 @@ BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32768}
 
 @dataclass(frozen=True)
 class Text:
-    """A stream of tokens to evaluate on, and how the model's run reads such streams.
+    """Tokens to evaluate on, and the settings by which the model's run reads them.
 
     `seq_len` is that of the run's training, None for a model without a run. `begin` are the ids
-    that such a model expects before every text; a run reads rows from anywhere in a document.
+    that such a model expects before every text; it is empty for a run, which is trained on rows
+    that begin anywhere in a document.
     """
 
     name: str
@@ -207,7 +211,7 @@ class Text:
 
 
 def run_of(folder: Path) -> Job | None:
-    """Return the run of a folder, or of its step; None for any other folder."""
+    """Return the job of the run that a folder or its parents belong to; None if there is none."""
     for path in (folder, *folder.resolve().parents[:2]):
         if RunFolder(path).plan.is_file() and RunFolder(path).config.is_file():
             return read_job(path)
@@ -215,11 +219,11 @@ def run_of(folder: Path) -> Job | None:
 
 
 def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
-    """Return the documents that the run of a model has held out.
+    """Return the validation split of the run that a model is from.
 
-    Raises `ConfigError` where the model is of no run, its run has held nothing out, or was trained
-    on a stream or a blend; DataError
-    where its data is not what the newest step was trained on.
+    Raises `ConfigError` if the model is not from a run, or the run held nothing out or was trained
+    on streamed data or a blend; raises DataError if its data is not what the newest step was
+    trained on.
     """
     job = run_of(folder)
     if job is None:
@@ -258,10 +262,10 @@ def windows_of(
     stride: int | None = None,
     packing: Packing | None = None,
 ) -> Windows | Conversations:
-    """Return the rows of a text with `seq_len` inputs, each `stride` tokens after the one before.
+    """Return the rows of a text, each with `seq_len` inputs, that start every `stride` tokens.
 
-    `context` is what the model leaves for them. The stride is `seq_len` and the packing the text's
-    unless given. Raises `ConfigError` for values out of range, and for either of a conversation.
+    `context` is the maximum of `seq_len`. `stride` defaults to `seq_len` and `packing` to the
+    text's. Raises `ConfigError` for values out of range, or if either is set for conversations.
     """
     step = seq_len if stride is None else stride
     check_windows(seq_len, step, context)
@@ -283,8 +287,8 @@ def given(
 ) -> Text:
     """Return all documents of `spec.sources`, tokenized by `spec.tokenizer`.
 
-    Text is prepared under `cache` like that of a run. Raises DataError if a source is a store of
-    another tokenizer, and as `open_data` does.
+    Text is prepared under `cache`, as for a run. Raises DataError as `open_data` does, and if a
+    source is a store with another tokenizer.
     """
     all_of_it = {"validation": 0.0, "streaming": False, "weights": None}
     data = open_data(spec.model_copy(update=all_of_it), cache, vocab_size, say)

@@ -1,1 +1,4 @@
-"""Config files of other training systems, read key by key into Meshwright's. No torch here."""
+"""Imports configs of other training systems key by key, and writes plans as their configs.
+
+Does not import torch.
+"""

@@ -1,4 +1,4 @@
-"""What DeepSpeed, GPT-NeoX and Megatron share: batch arithmetic, and the division of documents.
+"""Shared by DeepSpeed, GPT-NeoX and Megatron: batch arithmetic, and the split of documents.
 
 Global batch = microbatch x accumulation x data-parallel ranks. "949,50,1" divides documents into
 those for training, validation and test.
@@ -15,7 +15,7 @@ _DEGREES = ("layout.dp_replicate", "layout.dp_shard")
 
 
 class Names(NamedTuple):
-    """A system's keys of the global batch, the microbatch and the accumulation."""
+    """A system's keys for the global batch, the microbatch and the accumulation."""
 
     total: str
     micro: str
@@ -23,12 +23,12 @@ class Names(NamedTuple):
 
 
 def read_batch(source: ImportSource, names: Names) -> int | None:
-    """Take the batch keys, derive the missing ones, and report numbers that contradict each other.
+    """Import the batch keys: derive missing ones, and report numbers that contradict each other.
 
-    The data-parallel degree is that of the base config, else what the number of devices leaves
-    after `pp`, `cp` and `tp`; where the user gave none and the file has all three sizes, it is what
-    they mean together. Sets `train.batch`, `layout.microbatch` and the data-parallel degree.
-    Returns the accumulation; None where the files do not say it, or contradict each other.
+    The data-parallel degree is that of the base config, else the number of devices divided by `pp`,
+    `cp` and `tp`; if the user did not give the number of devices and the file has all three sizes,
+    it follows from these. Sets `train.batch`, `layout.microbatch` and the data-parallel degree.
+    Returns the accumulation; None if the file has no batch keys, or if they are contradictory.
     """
     total, micro, accumulation = (source.whole(name) for name in names)
     if total is None and micro is None:
@@ -68,12 +68,15 @@ def read_batch(source: ImportSource, names: Names) -> int | None:
 
 
 def _from_devices(whence: str) -> bool:
-    """Return whether the degree is only what this machine's devices suggest."""
+    """Return whether the data-parallel degree only follows from this machine's devices."""
     return whence.startswith(_HERE)
 
 
 def _that_divide(ranks: int, total: int, size: int) -> int:
-    """Return the most ranks, up to those here, that the batch divides among, as `layout` does."""
+    """Return the largest number of ranks, at most `ranks`, by which the batch is divisible.
+
+    `size` is the number of sequences of a rank. `layout` resolves the degree by the same rule.
+    """
     if total % size:
         return ranks
     return next(n for n in range(ranks, 0, -1) if (total // size) % n == 0)
@@ -85,7 +88,10 @@ _HERE = "the devices here"
 def _data_ranks(
     source: ImportSource, known: dict[str, int | None], names: Names
 ) -> tuple[int, str]:
-    """Return the data-parallel degree and where it comes from; 0 where the devices do not do."""
+    """Return the data-parallel degree and its origin in words; 0 after reporting a contradiction.
+
+    A contradiction is one of the file's degrees and sizes with each other or with the devices.
+    """
     base = [source.target(key) for key in _DEGREES]
     is_asked = any(key in source.setting.given for key in _DEGREES)
     if any(base) and (is_asked or not source.setting.is_fixed):
@@ -136,7 +142,7 @@ def _contradiction(
 
 
 def _fill(source: ImportSource, micro: int, total: int, ranks: int, reason: str) -> None:
-    """Set the implied microbatch, batch, and division of the data-parallel ranks."""
+    """Set the microbatch, the batch and the data-parallel degrees that follow from the file."""
     for key, value in (("layout.microbatch", micro), ("train.batch", total)):
         if source.target(key) is None:
             source.fill(key, value, reason)
@@ -144,9 +150,10 @@ def _fill(source: ImportSource, micro: int, total: int, ranks: int, reason: str)
 
 
 def _spread(source: ImportSource, ranks: int | None, reason: str) -> None:
-    """Set how the data-parallel ranks divide: under ZeRO, the states are sharded over all of them.
+    """Set the data-parallel degrees: shards of all ranks under ZeRO, otherwise replicas.
 
-    Degrees that the user gave, or that the file has, stay.
+    `ranks` None means the degree of the base config. Degrees that the user gave, or that the file
+    has, stay.
     """
     overridden = source.setting.given
     of_file = [key for entry in source.entries.values() for key in entry.to]
@@ -165,7 +172,7 @@ def _spread(source: ImportSource, ranks: int | None, reason: str) -> None:
 
 
 def read_split(source: ImportSource, key: str) -> None:
-    """Take the shares of training, validation and test as `data.validation`."""
+    """Import the shares of training, validation and test documents as `data.validation`."""
     text = str(source.get(key))
     try:
         shares = [float(part) for part in text.replace("/", ",").split(",")]

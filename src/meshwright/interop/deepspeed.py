@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON: what `deepspeed.toml` cannot say row by row, and a plan written as it.
+"""Imports DeepSpeed's JSON, for what `deepspeed.toml` cannot express, and writes plans as JSON.
 
 Source of the keys: DeepSpeed's docs/_pages/config-json.md (0.19.8 for what is written), and
-runtime/config.py for those that the page leaves out.
+runtime/config.py for those that the page omits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ZERO = "zero_optimization"
 
 
 def read_deepspeed(source: ImportSource) -> None:
-    """Give every key of a DeepSpeed config its verdict."""
+    """Import a DeepSpeed config, giving every key its verdict."""
     read_parallel(source)
     read_precision(source)
     read_zero(source)
@@ -31,7 +31,7 @@ def read_deepspeed(source: ImportSource) -> None:
 
 
 def read_parallel(source: ImportSource) -> None:
-    """Take the sizes of tensor, sequence and pipeline parallelism."""
+    """Import the degrees of tensor, sequence and pipeline parallelism."""
     for key, to in (
         ("tensor_parallel.autotp_size", "layout.tp"),
         ("tensor_parallel.tp_size", "layout.tp"),
@@ -51,7 +51,7 @@ def read_parallel(source: ImportSource) -> None:
 
 
 def _read_experts(source: ImportSource) -> None:
-    """Take that experts stay whole where tensor parallelism divides the other matrices."""
+    """Import expert parallelism, in which tensor parallelism does not shard experts."""
     switch, key = "expert_parallel.enabled", "expert_parallel.expert_tensor_parallel_size"
     if source.get(switch) is not True:
         return
@@ -63,7 +63,7 @@ def _read_experts(source: ImportSource) -> None:
 
 
 def read_precision(source: ImportSource) -> None:
-    """Take the switches of fp16, bf16 and autocast; both at once contradict each other."""
+    """Import the switches of fp16, bf16 and autocast; fp16 with bf16 is a contradiction."""
     names = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
     on = {key: to for key, to in names.items() if source.get(key) is True}
     if len(set(on.values())) > 1:
@@ -96,7 +96,7 @@ def _read_autocast(source: ImportSource) -> None:
 
 
 def read_zero(source: ImportSource) -> None:
-    """Take where states are offloaded to, and how far they are sharded."""
+    """Import the ZeRO stage and the offload of parameters and optimizer states."""
     source.take(f"{_ZERO}.stage")
     devices = {
         f"{_ZERO}.offload_param.device": "params",
@@ -120,7 +120,7 @@ def read_zero(source: ImportSource) -> None:
 
 
 def read_saved_inputs(source: ImportSource, key: str) -> None:
-    """Take that the inputs of recomputed blocks are kept in host memory."""
+    """Import the switch that offloads the saved inputs of recomputed blocks to the host."""
     if source.get(key) is not True:
         source.honour(key, note="off")
     elif source.target("layout.offload") in (None, "none", "activations"):
@@ -152,7 +152,7 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_own_defaults(source: ImportSource) -> None:
-    """Fill what DeepSpeed has another default for: by optimizer."""
+    """Fill in DeepSpeed's defaults of optimizers where Meshwright's differ."""
     kind = source.get("optimizer.type")
     if kind == "Muon":
         source.fill("optimizer.scale", "original", "DeepSpeed's Muon is Keller Jordan's")
@@ -161,7 +161,11 @@ def read_own_defaults(source: ImportSource) -> None:
 
 
 def read_sgd(source: ImportSource, decay: str = "optimizer.params.weight_decay") -> None:
-    """Refuse weight decay that goes through SGD's momentum; ours is of the weights alone."""
+    """Mark weight decay of SGD with momentum as unsupported.
+
+    There it is added to gradients, so passes through the momentum; Meshwright's is decoupled.
+    `decay` is the key of the weight decay.
+    """
     momentum = source.number("optimizer.params.momentum", 0.0)
     if source.get("optimizer.type") == "SGD" and momentum and source.number(decay, 0.0):
         reason = "SGD adds it to gradients, so that momentum keeps it; here it is decoupled"
@@ -169,7 +173,7 @@ def read_sgd(source: ImportSource, decay: str = "optimizer.params.weight_decay")
 
 
 def read_scheduler(source: ImportSource) -> None:
-    """Take the learning-rate schedule: warm-up, then constant, linear or cosine decay."""
+    """Import the learning-rate schedule: warm-up, then constant, linear or cosine decay."""
     kind = source.get("scheduler.type")
     if kind is None:
         return
@@ -232,7 +236,7 @@ _STAGES = "zero_optimization"
 
 
 def deepspeed_keys(source: PlanSource) -> dict[str, Any]:
-    """Return the keys of DeepSpeed's JSON, such as `zero_optimization.stage`."""
+    """Return a plan as keys of DeepSpeed's JSON, such as `zero_optimization.stage`."""
     layout, train = source.layout, source.config.train
     keys: dict[str, Any] = {
         "train_batch_size": train.batch,

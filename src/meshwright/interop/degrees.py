@@ -1,8 +1,8 @@
-"""What trainers on PyTorch share: degrees, FSDP's settings, the batch of data-parallel ranks.
+"""Shared by trainers on PyTorch: parallel degrees, settings of FSDP, and batch arithmetic.
 
-accelerate, transformers and axolotl have FSDP's settings under one name or another. Source:
-accelerate 1.15.0, utils/dataclasses.py, FullyShardedDataParallelPlugin; transformers 5.23.0,
-training_args.py; axolotl 0.19.0, utils/schemas/fsdp.py.
+accelerate, transformers and axolotl have FSDP's settings under different names. Source: accelerate
+1.15.0, utils/dataclasses.py, FullyShardedDataParallelPlugin; transformers 5.23.0, training_args.py;
+axolotl 0.19.0, utils/schemas/fsdp.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _MODEL_RANKS = ("layout.pp", "layout.cp", "layout.tp")
 
 
 def read_degrees(source: ImportSource, names: Mapping[str, str]) -> None:
-    """Take the degrees of a file: its keys, and the keys of the layout that they set."""
+    """Import parallel degrees; `names` maps the file's keys to layout keys.
+
+    0 means off, and -1 that the degree follows from the number of devices.
+    """
     for key, to in names.items():
         if source.get(key) in (0, -1):
             source.honour(key, note="off" if source.get(key) == 0 else "what is left")
@@ -28,15 +31,15 @@ def read_degrees(source: ImportSource, names: Mapping[str, str]) -> None:
 
 
 def degree(source: ImportSource, key: str) -> int:
-    """Return a degree of the layout so far; 1 where nothing says it."""
+    """Return a layout degree as imported so far, or 1 if it is not set."""
     return int(source.target(key) or 1)
 
 
 def fill_shards(source: ImportSource, key: str, *, is_sharded: bool = True) -> None:
-    """Set the data-parallel degree that a file leaves to the number of devices.
+    """Set the data-parallel degree that the file leaves to the number of devices.
 
-    `key` is the file's key of it, which numbers that contradict each other are told of. What is
-    left shards with FSDP, and replicates without.
+    `key` is the file's key for it, at which a contradiction is reported. The remaining ranks are
+    shards if `is_sharded`, otherwise replicas.
     """
     if any(SHARDS in entry.to for entry in source.entries.values()):
         return
@@ -63,16 +66,19 @@ def fill_shards(source: ImportSource, key: str, *, is_sharded: bool = True) -> N
 
 
 def imply_sharding(source: ImportSource, *, reshards: bool, reason: str) -> None:
-    """Set the ZeRO stage of FSDP: 3 where weights are freed after the forward, else 2.
+    """Set the ZeRO stage that FSDP corresponds to: 3 if it reshards after the forward, else 2.
 
-    Without ranks to shard over there is nothing to shard.
+    It is 0 if there is only one rank to shard over.
     """
     ranks = degree(source, SHARDS) * degree(source, "layout.cp")
     source.imply("layout.zero", (3 if reshards else 2) if ranks > 1 else 0, reason)
 
 
 def read_precision(source: ImportSource, keys: Mapping[str, str], default: str | None) -> None:
-    """Take switches such as bf16 and fp16; at most one may be on."""
+    """Import precision switches such as bf16 and fp16; at most one may be on.
+
+    `keys` maps each switch to its precision. `default` is the trainer's, or None.
+    """
     on = [key for key in keys if str(source.get(key)).lower() == "true"]
     if len({keys[key] for key in on}) > 1:
         source.contradict(on, f"{' and '.join(on)} are both true; keep one", ["train.precision"])
@@ -94,10 +100,10 @@ def read_without_masters(source: ImportSource, key: str, value: object) -> None:
 
 
 class LocalBatch(NamedTuple):
-    """What a trainer calls the sequences of a rank's microbatch, and its default of them.
+    """A trainer's key for the sequences of a rank's microbatch, and their default.
 
-    `accumulation` is the key of how many microbatches a step has, `total` that of the global batch;
-    None where the trainer has no such key.
+    `accumulation` is its key for the microbatches of a step, `total` that for the global batch;
+    None if the trainer has no such key.
     """
 
     micro: str
@@ -107,12 +113,12 @@ class LocalBatch(NamedTuple):
 
 
 def data_ranks(source: ImportSource) -> int:
-    """Return how many ranks read different sequences, as the file or the devices say it."""
+    """Return the number of data-parallel ranks, as imported so far."""
     return degree(source, REPLICAS) * degree(source, SHARDS)
 
 
 def read_local_batch(source: ImportSource, names: LocalBatch) -> None:
-    """Take microbatch, accumulation and global batch; numbers that contradict are reported."""
+    """Import microbatch, accumulation and global batch; contradictory numbers are reported."""
     ranks = data_ranks(source)
     micro = source.whole(names.micro) or names.default
     steps = source.whole(names.accumulation) if names.accumulation else None
@@ -158,9 +164,9 @@ STRATEGIES: Final[dict[str, bool | None]] = {
 
 
 def read_fsdp(source: ImportSource, prefix: str) -> None:
-    """Take the sharding, the recomputation and the offload of an FSDP section.
+    """Import the sharding, recomputation and offload of an FSDP section; sets `layout.zero`.
 
-    `prefix` is what its keys begin with, such as `fsdp_config.fsdp_`. Sets `layout.zero`.
+    `prefix` is the beginning of its keys, such as `fsdp_config.fsdp_`.
     """
     reshard, strategy = f"{prefix}reshard_after_forward", f"{prefix}sharding_strategy"
     key = reshard if source.get(reshard) is not None else strategy
@@ -187,7 +193,7 @@ def read_fsdp(source: ImportSource, prefix: str) -> None:
 
 
 def read_recompute(source: ImportSource, key: str) -> None:
-    """Take the switch that recomputes each block in the backward, unless FSDP has taken it."""
+    """Import the switch for full recomputation of blocks, unless the FSDP section has set it."""
     if source.get(key) is True:
         source.honour(key, {"layout.recompute": "full"})
     elif source.get(key) is False:
@@ -197,7 +203,7 @@ def read_recompute(source: ImportSource, key: str) -> None:
 
 
 def read_context(source: ImportSource, key: str, kind: str) -> None:
-    """Take ranks that share a sequence, as a ring or by Ulysses's exchange of heads."""
+    """Import the degree of context parallelism; `kind` is "ring" or "ulysses"."""
     if degree(source, "layout.cp") > 1:
         return
     size = source.whole(key)

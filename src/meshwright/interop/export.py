@@ -1,4 +1,4 @@
-"""Writes a plan as another trainer's config, and reads it back: what it cannot say is refused."""
+"""Writes a plan as another trainer's config, and reads it back to find what it cannot express."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _MODEL_NAMES: Final = ("preset", "init_from")
 
 
 class Written(NamedTuple):
-    """A config file of another trainer: its flat keys, its text, and what the file leaves out.
+    """A plan as another trainer's config: its flat keys, the text of the file, and its notes.
 
-    `command` starts it, `notes` say what is said elsewhere.
+    `command` starts a training with it. `notes` are settings that the file cannot contain.
     """
 
     keys: dict[str, Any]
@@ -57,9 +57,9 @@ class Written(NamedTuple):
 
 
 def written(trainer: Trainer, source: PlanSource, file: str) -> Written:
-    """Return a plan as a trainer's config; raises `ConfigError` for what it cannot say.
+    """Return a plan as a trainer's config; raises `ConfigError` for what this cannot express.
 
-    The keys are read back, and must mean the same layout. `file` is the path that it gets.
+    The keys are imported again, and must give the same layout. `file` is the path of the file.
     """
     keys = keys_of(trainer, source)
     _check_read_back(trainer, source, keys)
@@ -70,7 +70,10 @@ def written(trainer: Trainer, source: PlanSource, file: str) -> Written:
 
 
 def keys_of(trainer: Trainer, source: PlanSource) -> dict[str, Any]:
-    """Return the flat keys of a trainer's config; raises `ConfigError` for what it cannot say."""
+    """Return a plan as a trainer's flat keys.
+
+    Raises `ConfigError` for what these cannot express.
+    """
     reason = trainer.refusal(source.layout, source.config.model.n_layers)
     if reason is not None:
         raise ConfigError(reason)
@@ -94,7 +97,7 @@ def _default(source: PlanSource, key: str) -> Any:
 
 
 def read_back(trainer: Trainer, keys: Mapping[str, Any], source: PlanSource) -> Imported:
-    """Return what a written config means, as `config import` reads it."""
+    """Return the import of a written config, as `config import` would read it."""
     config, base = source.config, dict[str, Any]()
     if "model.preset" not in keys and source.config.model.preset is not None:
         base = {"model.preset": config.model.preset}
@@ -113,7 +116,7 @@ def read_back(trainer: Trainer, keys: Mapping[str, Any], source: PlanSource) -> 
 
 
 def layout_of(imported: Imported, devices: int) -> Layout:
-    """Return the layout that an import means on so many devices; raises `ConfigError`."""
+    """Return the layout that an import gives on `devices` devices; raises `ConfigError`."""
     config = build_config({name: dict(values) for name, values in imported.given.items()})
     cluster = config.cluster.model_copy(update={"nodes": 1})
     config = config.model_copy(update={"cluster": cluster})
@@ -123,7 +126,10 @@ def layout_of(imported: Imported, devices: int) -> Layout:
 def differing(
     layout: Layout, other: Layout, ignored: Mapping[str, str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the keys in which two layouts differ, with both values."""
+    """Return the keys in which two layouts differ, with both values.
+
+    Leaves out keys in `ignored`, and those without effect, such as `sp` if `tp` is 1.
+    """
     differences = {}
     for key, value in layout.model_dump().items():
         other_value = getattr(other, key)
@@ -134,7 +140,7 @@ def differing(
 
 
 def _check_read_back(trainer: Trainer, source: PlanSource, keys: Mapping[str, Any]) -> None:
-    """Refuse what a trainer's keys do not say: read back, they mean something else."""
+    """Raise `ConfigError` if a trainer's keys, imported again, give another layout or model."""
     imported = read_back(trainer, keys, source)
     other = layout_of(imported, source.devices)
     differences = differing(source.layout, other, trainer.beside)
@@ -172,7 +178,7 @@ def _notes(trainer: Trainer, source: PlanSource) -> list[str]:
 
 
 def render(trainer: Trainer, keys: Mapping[str, Any]) -> str:
-    """Return the text of a config file, in the form that the trainer reads."""
+    """Return the text of a config file in the trainer's format."""
     head = f"{trainer.package} {trainer.version}, planned by meshwright {__version__}"
     if trainer.name == "megatron":
         return _script(head, keys)
@@ -185,7 +191,7 @@ def render(trainer: Trainer, keys: Mapping[str, Any]) -> str:
 
 
 def nest(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat keys as nested mappings: `a.b` is `b` of the section `a`."""
+    """Return flat keys as nested dicts: `a.b` becomes `b` in the dict `a`."""
     nested: dict[str, Any] = {}
     for key, value in keys.items():
         *sections, name = key.split(".")
@@ -204,7 +210,7 @@ def _toml(nested: Mapping[str, Any]) -> str:
 
 
 def _script(head: str, keys: Mapping[str, Any]) -> str:
-    """Return Megatron-LM's arguments as a script that starts pretrain_gpt.py."""
+    """Return Megatron-LM's arguments as a shell script that starts pretrain_gpt.py."""
     of_launcher = ("nproc-per-node", "nnodes")
     started = " ".join(f"--{name} {keys[name]}" for name in of_launcher if name in keys)
     arguments = [

@@ -1,4 +1,4 @@
-"""Which family of Meshwright has all features of another system's model, if any does."""
+"""Finds the model family of Meshwright that has all features of another system's model."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _OF_EXPERTS: Final = (
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A model of another system in Meshwright's terms, before a family is chosen.
+    """A model of another system in Meshwright's terms, before its family is known.
 
-    `features` are values of `FEATURES`; what is left out is Llama's. `keys` names for each of them,
-    and for "window", "rotary" and "dense" of `layers`, the other system's keys that set it, the
-    decisive one first. `is_grouped`: several heads share keys and values. `scaling` is the kind of
-    rope scaling, if any.
+    `features` are values of `FEATURES`; missing ones are Llama's. `keys` has, for each feature and
+    for "window", "rotary" and "dense" of `layers`, the other system's keys that set it, the
+    decisive one first. `is_grouped` is whether heads share keys and values (GQA). `scaling` is the
+    kind of rope scaling, or None.
     """
 
     features: Mapping[str, Any]
@@ -56,15 +56,15 @@ class ForeignModel:
     scaling: str | None = None
 
     def value(self, feature: str) -> Any:
-        """Return the value of a feature."""
+        """Return the value of a feature, by default Llama's."""
         return self.features.get(feature, FEATURES.get(feature))
 
 
 def take_family(source: ImportSource, model: ForeignModel) -> Family:
-    """Set `model.family` and the features that the family leaves to its models; return the family.
+    """Set `model.family` and the features that vary within this family; return the family.
 
-    Where no family has all features, the nearest one is taken, and the keys that it cannot serve
-    are refused.
+    If no family has all features, the nearest is used, and keys that it cannot express are marked
+    as unsupported.
     """
     misfits = {name: _misfits(family, model) for name, family in FAMILIES.items()}
     name = min(misfits, key=lambda name: sum(_weight(model, m) for m in misfits[name]))
@@ -91,7 +91,7 @@ def _weight(model: ForeignModel, misfit: str) -> int:
 
 
 def _setters(model: ForeignModel) -> list[tuple[str, str]]:
-    """Return each key of the other system with a feature that it sets."""
+    """Return (key of the other system, feature) for each key that sets a feature."""
     return [
         (key, feature)
         for feature, keys in model.keys.items()
@@ -106,7 +106,7 @@ def _set_by(feature: str) -> tuple[str, ...]:
 
 
 def _fields(family: Family, model: ForeignModel) -> dict[str, Any]:
-    """Return the fields that the family leaves to its models, less those without a value."""
+    """Return the `ModelSpec` fields that vary within the family, except those that are None."""
     fields = {key: model.value(key) for key in family.free if key not in _OF_LAYERS}
     layers = list(model.layers)
     if "dense_layers" in family.free:
@@ -121,7 +121,7 @@ def _fields(family: Family, model: ForeignModel) -> dict[str, Any]:
 
 
 def _layer(layer: StoredLayer) -> dict[str, Any]:
-    """Return the keys of a layer that are not the default."""
+    """Return the fields of a layer that differ from their defaults."""
     return {
         key: value
         for key, value in layer._asdict().items()
@@ -130,7 +130,7 @@ def _layer(layer: StoredLayer) -> dict[str, Any]:
 
 
 def _misfits(family: Family, model: ForeignModel) -> list[str]:
-    """Return the features that no model of the family has."""
+    """Return the features of the model that no model of the family has."""
     fixed = {key: family.fixed.get(key, value) for key, value in FEATURES.items()}
     free = {*family.free, *_OF_LAYERS, "output_bias", "expert_ffn_dim"}
     names = [k for k, value in fixed.items() if k not in free and model.value(k) != value]
@@ -158,7 +158,7 @@ def _output_bias(model: ForeignModel) -> bool:
 
 
 def _misfit_layers(family: Family, model: ForeignModel) -> Iterable[str]:
-    """Yield features of layers that no model of the family has: "window", "rotary", "dense"."""
+    """Yield the features of layers that the family lacks: "window", "rotary" or "dense"."""
     keys, layers = family.layers, model.layers
     windows = {layer.window for layer in layers}
     has_window = any(window is not None for window in windows)
@@ -186,7 +186,7 @@ _WORDS: Final = {
 
 
 def _refuse(source: ImportSource, family: Family, model: ForeignModel, misfit: str) -> None:
-    """Refuse the key that sets a feature which the nearest family does not have."""
+    """Mark the key that sets a feature as unsupported, since the nearest family lacks it."""
     value, is_needed = model.value(misfit), misfit in family.free
     if misfit in _WORDS and (is_needed or misfit not in FEATURES):
         feature, instead = _WORDS[misfit]

@@ -1,8 +1,8 @@
-"""Files to flat keys: JSON, YAML, TOML, and command lines, of which nothing is executed.
+"""Reads JSON, YAML, TOML and command lines as flat keys, without executing anything.
 
-Of a shell script that builds a command line is understood: `NAME=value`, `export`, arrays
+In a shell script that builds a command line, these are understood: `NAME=value`, `export`, arrays
 `NAME=( ... )` and `NAME+=( ... )`, `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME:-default}` and line
-continuation. What a script computes is not: such a value stays as it is written, and is reported.
+continuation. A value that a script computes stays as it is written, and is reported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-5 for text; as in 1.2, it is a number here."""
+    """A YAML loader that reads 1e-5 as a number, as in YAML 1.2; in YAML 1.1 it is text."""
 
 
 _Loader.add_implicit_resolver(
@@ -52,7 +52,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text; raises `ConfigError` where it cannot be read."""
+    """Return a file's text; raises `ConfigError` if it cannot be read."""
     try:
         return files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +61,10 @@ def read_text(path: Path) -> str:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the JSON, YAML or TOML mapping of a file; raises `ConfigError` where there is none."""
+    """Return the content of a JSON, YAML or TOML file.
+
+    Raises `ConfigError` if it is not a mapping.
+    """
     text = read_text(path)
     try:
         if path.suffix == ".json":
@@ -88,7 +91,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a key that a file has twice: the first would be dropped silently."""
+    """Return JSON pairs as a dict; raises `ConfigError` if a key occurs twice."""
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
@@ -102,10 +105,10 @@ def _language(path: Path) -> str:
 
 
 def flatten(content: Mapping[str, Any], *, dashes: bool = False) -> dict[str, Any]:
-    """Return nested mappings as dotted keys; an empty mapping is a value of its own.
+    """Return nested mappings as one dict with dotted keys; an empty mapping is a value.
 
-    With `dashes`, a dash in a name means an underscore, as GPT-NeoX reads it. Raises `ConfigError`
-    where both spellings stand side by side with different values.
+    With `dashes`, a dash in a name means an underscore, as in GPT-NeoX. Raises `ConfigError` if
+    both spellings of a key have different values.
     """
     flat: dict[str, Any] = {}
 
@@ -124,9 +127,9 @@ def flatten(content: Mapping[str, Any], *, dashes: bool = False) -> dict[str, An
 
 
 def merge(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of several files, and for each that two of them give differently, how.
+    """Return the keys of several files; a later file's value replaces an earlier one.
 
-    The later file's value is kept.
+    The second result describes, for each key with different values, which file has which.
     """
     merged: dict[str, Any] = {}
     owner: dict[str, str] = {}
@@ -149,11 +152,11 @@ _PRODUCT = re.compile(r"\$\(\(([\d\s*+()-]+)\)\)")
 
 
 def read_arguments(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a command line's `--name value ...` by name, and the names with different values.
+    """Return the options `--name value ...` of a command line by name.
 
-    A flag alone is true, several values are a list. Conditions of a script are not evaluated: where
-    that, or a repetition, gives a name two values, the second result says which. Raises
-    `ConfigError` for unmatched quotes, and where there is no argument.
+    An option without a value is True; several values are a list. Conditions of a script are not
+    evaluated; the second result describes each name that has different values because of this, or
+    because it is repeated. Raises `ConfigError` for unmatched quotes, and if there is no option.
     """
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text.replace("\\\n", " "))
     variables: dict[str, str] = {}
@@ -199,7 +202,7 @@ def _resolve(text: str, variables: dict[str, str]) -> str:
 
 
 def _product(text: str) -> str:
-    """Return a product of whole numbers; any other arithmetic stays as it is written."""
+    """Return the value of a shell product such as `2*8`; other arithmetic stays as written."""
     factors = [part.strip() for part in text.split("*")]
     if not all(factor.isdigit() for factor in factors):
         return f"$(({text}))"
@@ -209,12 +212,12 @@ def _product(text: str) -> str:
 
 
 def _parts(word: str) -> list[str]:
-    """Split an array's element such as `"--split '99,1,0'"`, which bash joins into the line."""
+    """Return the words of an array element such as `"--split '99,1,0'"`, as bash expands it."""
     return shlex.split(word) if word.startswith("--") and " " in word else [word]
 
 
 def _arguments(tokens: list[str]) -> list[tuple[str, Any]]:
-    """Return each argument with its value: true, one value, or a list."""
+    """Return (name, value) for each option: True, one value, or a list of values."""
     arguments: list[tuple[str, list[Any]]] = []
     is_open = False
     for word in tokens:
@@ -233,7 +236,7 @@ def _arguments(tokens: list[str]) -> list[tuple[str, Any]]:
 
 
 def _typed(word: str) -> Any:
-    """Return a number where a word is one."""
+    """Return a word as an int or float if it is a number, else unchanged."""
     if len(word) > MAX_DIGITS:
         return word
     for kind in (int, float):

@@ -1,4 +1,4 @@
-"""GPT-NeoX's YAML: what the table `gpt_neox.toml` cannot say row by row.
+"""Imports GPT-NeoX's YAML, for what the table `gpt_neox.toml` cannot express.
 
 Source of the keys, their defaults and formulas: GPT-NeoX's megatron/neox_arguments/neox_args.py,
 arguments.py, model/transformer.py and learning_rates.py.
@@ -46,7 +46,7 @@ _KEYS = {
 
 
 def read_gpt_neox(source: ImportSource) -> None:
-    """Give every key of GPT-NeoX configs its verdict."""
+    """Import GPT-NeoX configs, giving every key its verdict."""
     _read_parallel(source)
     if source.values.keys() & {"num_layers", "hidden_size"}:  # else another file has the model
         _read_model(source)
@@ -63,10 +63,9 @@ def read_gpt_neox(source: ImportSource) -> None:
 
 
 def _read_gas(source: ImportSource, accumulation: int | None) -> None:
-    """Compare `gas` with the accumulation that the other keys mean.
+    """Report a contradiction if `gas` differs from the accumulation by the other keys.
 
-    Releases that knew it have the accumulation in `gas`, too, but read
-    `gradient_accumulation_steps` alone: what a file has for `gas` is overwritten.
+    Versions that define `gas` read only `gradient_accumulation_steps`, and overwrite `gas` with it.
     """
     gas = source.whole("gas")
     if gas is None or accumulation is None:
@@ -140,7 +139,7 @@ def _read_model(source: ImportSource) -> None:
 
 
 def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str, Any]:
-    """Return the features of experts; those that tokens meet by Sinkhorn's rule are refused."""
+    """Return the features of experts; routing other than top-k, as by Sinkhorn, is unsupported."""
     kind = source.get("moe_router_type", "sinkhorn")
     if kind != "topk":
         reason = f"no {kind}; nearest: topk, with train.router_aux_loss"
@@ -153,7 +152,7 @@ def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str,
 
 
 def _layers(source: ImportSource, experts: int) -> list[StoredLayer]:
-    """Return the window of each layer, and whether it has one MLP."""
+    """Return the window of each layer, and whether it is dense."""
     width = source.get("sliding_window_width")
     # The kernel's window counts the tokens before a query, ours counts its own, too.
     window = None if width is None else (source.whole("sliding_window_width") or 0) + 1
@@ -193,7 +192,10 @@ def _read_norm(source: ImportSource, is_rms: bool) -> None:
 
 
 def _read_ffn(source: ImportSource, is_gated: bool) -> int | None:
-    """Set the width of the MLP as megatron/model/transformer.py's ParallelMLP has it; return it."""
+    """Set and return the width of the MLP, by the formula of ParallelMLP in model/transformer.py.
+
+    None if the file has no hidden size.
+    """
     dim = source.whole("hidden_size")
     if dim is None:
         return None
@@ -234,7 +236,7 @@ def _read_attention(source: ImportSource) -> None:
 
 
 def _attention_kinds(config: Any) -> set[str]:
-    """Return the kinds of layers of `[[["flash"], 12], ...]`."""
+    """Return the kinds of attention in an `attention_config` such as `[[["flash"], 12], ...]`."""
     kinds: set[str] = set()
     for item in config if isinstance(config, list) else [config]:
         names = item[0] if isinstance(item, list) and item else item
@@ -372,7 +374,7 @@ def _read_log(source: ImportSource) -> None:
 
 
 def _read_vocabulary(source: ImportSource) -> None:
-    """Pad the vocabulary as GPT-NeoX does, where the tokenizer's size is known."""
+    """Set the padded vocabulary size as GPT-NeoX does, if the tokenizer's size is known."""
     key = "make_vocab_size_divisible_by"
     name = source.target("data.tokenizer")
     size = BUILTIN_VOCAB.get(str(name))

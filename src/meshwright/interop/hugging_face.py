@@ -1,4 +1,4 @@
-"""Hugging Face's config.json: each key beside what `spec.hf` makes of the whole."""
+"""Imports Hugging Face's config.json, and reports what each key means for the model."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _TARGETS = {
 _ROTARY = ("rope_scaling", "rope_parameters")
 _IN_ROTARY = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_pct"}
 _BY_RULE = KeyRow(by_rule=True)
-# Without them there is no model.
+# Keys that a model cannot do without.
 _NEEDED = ("model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def read_hugging_face(source: ImportSource) -> None:
-    """Give every key of a config.json its verdict.
+    """Import a config.json, giving every key its verdict.
 
-    What `spec_from_hf` refuses is the verdict of the key that it names first; the others are those
-    of the model without it.
+    If `spec_from_hf` refuses it, the key that its message names first is unsupported, and the
+    verdicts of the others are those for the model without this key.
     """
     config = dict(source.values)
     fields = _fields(source, config)
@@ -78,14 +78,14 @@ def read_hugging_face(source: ImportSource) -> None:
 
 
 def _take_rotary(source: ImportSource, key: str, fields: dict[str, Any]) -> None:
-    """Take a table of rotary settings with every field that it states."""
+    """Import a key with a table of rotary settings, and all model fields that it sets."""
     table = source.get(key)
     if not isinstance(table, dict):
         if fields.get("rope_scaling") is None:
             source.honour(key, {"model.rope_scaling": None})
         return
     stated = ["rope_scaling"]
-    tables = {FULL: table, **table}  # what is not in the table of a kind is of all layers
+    tables = {FULL: table, **table}  # settings outside these tables apply to all layers
     for kind, settings in tables.items():
         if kind == SLIDING and isinstance(settings, dict):
             stated.append("layer_pattern")
@@ -97,7 +97,10 @@ def _take_rotary(source: ImportSource, key: str, fields: dict[str, Any]) -> None
 
 
 def _fields(source: ImportSource, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the model of a config, less the keys that are refused; none where it is no model."""
+    """Return the model fields of a config without the keys that are unsupported; empty if none.
+
+    Marks these keys as unsupported.
+    """
     while True:
         try:
             spec = spec_from_hf(config)

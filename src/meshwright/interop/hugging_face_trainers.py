@@ -1,11 +1,11 @@
-"""accelerate, transformers' Trainer with TRL, and axolotl: what their tables cannot say row by row.
+"""Imports configs of accelerate, transformers' Trainer with TRL, and axolotl, and writes plans.
 
-All three stand on FSDP2, and a plan is written for each of them.
+Covers what their tables cannot express. All three train with FSDP2.
 
 Source: transformers 5.23.0, training_args.py and distributed/configuration_utils.py; trl 1.16.0,
 trainer/sft_config.py and trainer/model_config.py; accelerate 1.15.0, commands/config/cluster.py,
 commands/config/config_args.py and commands/launch.py; axolotl 0.19.0, utils/schemas, and
-utils/distributed.py for the degrees that are left out.
+utils/distributed.py for the degrees that are omitted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MODEL: Final = "model_name_or_path"
 
 
 def read_trainer(source: ImportSource) -> None:
-    """Give every key of TrainingArguments, and of TRL's, its verdict."""
+    """Import TrainingArguments and those of TRL, giving every key its verdict."""
     need_model(source, _MODEL)
     read_hub_name(source, _MODEL)
     _read_launcher(source)
@@ -57,7 +57,7 @@ def read_trainer(source: ImportSource) -> None:
 
 
 def _read_launcher(source: ImportSource) -> None:
-    """Take the ranks that torchrun or accelerate start, of a command line."""
+    """Import the number of ranks in a command line of torchrun or accelerate."""
     nodes = source.whole("nnodes") or 1
     for key in ("nproc_per_node", "num_processes"):
         ranks = source.whole(key)
@@ -70,7 +70,7 @@ def _read_launcher(source: ImportSource) -> None:
 
 
 def _read_parallel(source: ImportSource) -> None:
-    """Take DistributedConfig, or accelerate's ParallelismConfig with `fsdp`; else ranks are DDP."""
+    """Import DistributedConfig, or `fsdp` with accelerate's ParallelismConfig; otherwise DDP."""
     deepspeed = "deepspeed"
     if source.get(deepspeed) in (None, "", False):
         source.ignore(deepspeed, "off")
@@ -106,7 +106,7 @@ def _read_parallel(source: ImportSource) -> None:
 
 
 def _read_native(source: ImportSource) -> None:
-    """Take DistributedConfig: what it leaves out is 1, and experts are not cut by tp."""
+    """Import DistributedConfig: degrees default to 1, and tp does not shard experts."""
     degrees = {
         f"{NATIVE}tp_size": "layout.tp",
         f"{NATIVE}fsdp_size": "layout.dp_shard",
@@ -128,7 +128,7 @@ def _read_native(source: ImportSource) -> None:
 
 
 def read_rates(source: ImportSource) -> None:
-    """Take Adam's decay rates, the steps, and the warm-up in steps or as a share of them."""
+    """Import Adam's betas, the steps, and the warm-up in steps or as a share of the steps."""
     betas = [source.number("adam_beta1", 0.9), source.number("adam_beta2", 0.999)]
     for key in ("adam_beta1", "adam_beta2"):
         source.translate(key, {"optimizer.betas": betas})
@@ -151,7 +151,10 @@ def read_rates(source: ImportSource) -> None:
 
 
 def read_adapters(source: ImportSource, rank: str, *, is_on: bool) -> None:
-    """Take low-rank adapters beside frozen weights."""
+    """Import LoRA adapters; `rank` is the key of their rank.
+
+    If they are off, the keys have no effect.
+    """
     alpha = rank.replace("lora_rank", "lora_alpha").replace("lora_r", "lora_alpha")
     if not is_on:
         for key in (rank, alpha):
@@ -172,7 +175,7 @@ DEEPSPEED: Final = "deepspeed_config."
 
 
 def read_accelerate(source: ImportSource) -> None:
-    """Give every key of accelerate's YAML its verdict."""
+    """Import accelerate's YAML, giving every key its verdict."""
     need_model(source, "(model)")
     _read_accelerate_launcher(source)
     kind = str(source.get("distributed_type", "NO"))
@@ -189,7 +192,7 @@ def read_accelerate(source: ImportSource) -> None:
 
 
 def _read_accelerate_launcher(source: ImportSource) -> None:
-    """Take the number of ranks, where nothing else says it."""
+    """Import the number of ranks, or report that it contradicts the given number of devices."""
     ranks, nodes = source.whole("num_processes"), source.whole("num_machines")
     if ranks is None:
         return
@@ -273,7 +276,7 @@ DEGREES: Final = {
 
 
 def read_axolotl(source: ImportSource) -> None:
-    """Give every key of axolotl's YAML its verdict."""
+    """Import axolotl's YAML, giving every key its verdict."""
     need_model(source, "base_model")
     read_hub_name(source, "base_model")
     read_without_masters(source, "bfloat16", True)
@@ -297,7 +300,7 @@ def read_axolotl(source: ImportSource) -> None:
 
 
 def _read_axolotl_parallel(source: ImportSource) -> None:
-    """Take the degrees: with FSDP, what they leave is sharded, else replicated."""
+    """Import the parallel degrees; remaining ranks are FSDP shards, or replicas without FSDP."""
     read_degrees(source, DEGREES)
     key = "context_parallel_size"
     read_context(source, key if key in source.values else "sequence_parallel_degree", "ring")
@@ -333,7 +336,7 @@ _SCHEDULES: Final = {"linear", "cosine", "constant"}
 
 
 def accelerate_keys(source: PlanSource) -> dict[str, Any]:
-    """Return the keys of accelerate's YAML, such as `fsdp_config.fsdp_version`."""
+    """Return a plan as keys of accelerate's YAML, such as `fsdp_config.fsdp_version`."""
     layout, train = source.layout, source.config.train
     is_sharded = layout.zero > 0
     replicas = "NO" if source.devices == 1 else "MULTI_GPU"
@@ -366,7 +369,7 @@ def accelerate_keys(source: PlanSource) -> dict[str, Any]:
 
 
 def transformers_keys(source: PlanSource) -> dict[str, Any]:
-    """Return TrainingArguments, and those of DistributedConfig as `distributed_config.*`."""
+    """Return a plan as TrainingArguments, with DistributedConfig as `distributed_config.*`."""
     layout, train = source.layout, source.config.train
     keys: dict[str, Any] = {
         "output_dir": "output",
@@ -390,7 +393,7 @@ def transformers_keys(source: PlanSource) -> dict[str, Any]:
 
 
 def axolotl_keys(source: PlanSource) -> dict[str, Any]:
-    """Return the keys of axolotl's YAML, such as `micro_batch_size`."""
+    """Return a plan as keys of axolotl's YAML, such as `micro_batch_size`."""
     layout, train = source.layout, source.config.train
     source.check_named_model()
     keys: dict[str, Any] = {

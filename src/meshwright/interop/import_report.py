@@ -1,4 +1,4 @@
-"""What an import says of every key of the files that it read."""
+"""The report of an import: a verdict on every key of the files that were read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ VERDICTS: tuple[Verdict, ...] = (
 class KeyReport:
     """The verdict on one key of the files.
 
-    `to` are the Meshwright keys that it sets, by name. `note` says what differs, why the key does
-    not matter, or why it cannot be had and what is nearest. `changes` marks an unsupported key
-    without which something else would be trained: it refuses the import until it is accepted by
-    name, or one of the keys in `settled_by` is given by the user. `is_default` marks what the
-    other system does where the file is silent. `is_final` marks a key that cannot be accepted.
+    `to` are the Meshwright keys that it sets, with their values. `note` says what differs, why the
+    key has no effect, or why it is unsupported and what is nearest. `changes` marks an unsupported
+    key without which something else would be trained: the import is refused unless the user accepts
+    the key, or sets one of the keys in `settled_by`. `is_default` marks a default of the other
+    system for a key that the files lack. `is_final` marks a key that cannot be accepted.
     """
 
     key: str
@@ -38,7 +38,11 @@ class KeyReport:
     is_final: bool = False
 
     def refuses(self, accepted: Sequence[str], given: Sequence[str]) -> bool:
-        """Return whether the import must not go on because of this key."""
+        """Return whether the import must be refused because of this key.
+
+        `accepted` are the keys that the user accepts to lose ("all": every one), `given` the
+        Meshwright keys that the user has set.
+        """
         if self.verdict == "contradictory":
             return not any(key in given for key in self.settled_by)
         if self.verdict != "unsupported" or not self.changes:
@@ -51,9 +55,10 @@ class KeyReport:
 
 @dataclass(frozen=True)
 class Filled:
-    """A Meshwright key that the files imply: a default of the other system, or arithmetic.
+    """A Meshwright key that the files imply, as a default of the other system or by arithmetic.
 
-    A default gives way to the base config; what follows from the files' own numbers does not.
+    A default has lower precedence than the base config; what follows from the files' own numbers
+    has higher.
     """
 
     key: str
@@ -64,7 +69,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Report:
-    """Every key of the files once, and the keys that were filled in."""
+    """The result of an import: a verdict for each key, and the keys that were filled in."""
 
     system: str
     files: tuple[str, ...]
@@ -73,21 +78,21 @@ class Report:
     refused: tuple[KeyReport, ...]
 
     def count(self, verdict: Verdict) -> int:
-        """Return how many keys of the files have a verdict."""
+        """Return how many keys of the files have a given verdict."""
         return sum(e.verdict == verdict and not e.is_default for e in self.entries)
 
     @property
     def keys(self) -> int:
-        """Return how many keys the files have."""
+        """The number of keys in the files."""
         return sum(not e.is_default for e in self.entries)
 
     @property
     def share(self) -> float:
-        """Return the share of the keys that take effect: honoured or translated."""
+        """The share of keys that take effect: those honoured or translated."""
         return (self.count("honoured") + self.count("translated")) / max(1, self.keys)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as data."""
+        """Return the report as JSON values."""
         return {
             "system": self.system,
             "files": list(self.files),

@@ -1,6 +1,6 @@
-"""Files of another training system to a report on every key, and a Meshwright config.
+"""Imports config files of another training system, as a Meshwright config and a report.
 
-Whose config a file is, is told by what is in it.
+The system is detected from the content of the files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _OVERRIDE = re.compile(r"(?m)(^|\s)\+{0,2}(model|train|ddp|optimizer|scheduler)\
 
 
 def detect_system(path: Path) -> System:
-    """Return the system whose config a file is; raises `ConfigError` where none is known."""
+    """Return the system whose config a file is; raises `ConfigError` if it is not recognized."""
     if path.suffix == ".toml":
         return _of_toml(path, read_mapping(path))
     if path.suffix in (".json", ".yml", ".yaml"):
@@ -128,7 +128,7 @@ def _unknown(path: Path) -> ConfigError:
 
 
 def read_overrides(text: str) -> dict[str, Any]:
-    """Return the `section.key=value` of a command line, as NeMo's scripts take them."""
+    """Return the `section.key=value` arguments of a command line, as for NeMo's scripts."""
     overrides: dict[str, Any] = {}
     for name, value in re.findall(r"(?m)(?:^|\s)\+{0,2}((?:\w+\.)+\w+)=(\S+)", text):
         overrides[name] = _typed(value.strip("\"'\\"))
@@ -172,7 +172,10 @@ _EXTRA = "deepspeed_extra_args."
 
 
 class Imported(NamedTuple):
-    """The report, and the config's values: of the base, the files and the overrides, in order."""
+    """The report of an import, and the config values: of the base, the files and the overrides.
+
+    Later ones take precedence.
+    """
 
     report: Report
     given: dict[str, Values]
@@ -188,13 +191,13 @@ def import_files(
     is_fixed: bool = False,
     accepted: Sequence[str] = (),
 ) -> Imported:
-    """Read the files of one system; GPT-NeoX's may be several, which are merged.
+    """Import the config files of one system; GPT-NeoX may have several, which are merged.
 
-    What a file states goes over the base config, and the overrides over both; what it leaves out
-    means the other system's default, unless the base states it. `devices` is the number of ranks
-    that the batch is counted with; `is_fixed` says that the user gave it. `accepted` names
-    unsupported keys that may be left out ("all": every one). Raises `ConfigError` for files that
-    cannot be read; what cannot be had is in the report.
+    Values in the files replace those of the base config, and overrides replace both. A key that the
+    files lack has the other system's default, unless the base config sets it. `devices` is the
+    number of ranks in the batch arithmetic; `is_fixed` is whether the user gave it. `accepted`
+    names unsupported keys that may be dropped ("all": every one). Raises `ConfigError` for files
+    that cannot be read; unsupported keys are in the report.
     """
     stated, over = read_given(base), read_given(None, list(overrides))
     known = system or detect_system(paths[0])
@@ -219,7 +222,7 @@ def import_values(
     devices: int,
     accepted: Sequence[str] = (),
 ) -> Imported:
-    """Read the flat keys of a system's config, over values of ours by `section.key`."""
+    """Import flat keys of a system's config, over base values by `section.key`."""
     stated: dict[str, Values] = {name: {} for name in SECTIONS}
     for key, value in base.items():
         section, _, name = key.partition(".")
@@ -230,7 +233,7 @@ def import_values(
 
 
 class _Keys(NamedTuple):
-    """The flat keys of a system's files, and what the files give in two ways."""
+    """The flat keys of a system's files, and the keys that occur with different values."""
 
     system: System
     files: tuple[str, ...]
@@ -245,7 +248,10 @@ def _import_keys(
     setting: ImportSettings,
     accepted: Sequence[str],
 ) -> Imported:
-    """Give each key its verdict, and return what the config states."""
+    """Give each key its verdict, and return the report with the resulting config values.
+
+    `stated` are the values of the base config, `over` the overrides.
+    """
     reader, tables = _READERS[keys.system]
     spelling = _SPELLINGS[keys.system](keys.values) if keys.system in _SPELLINGS else {}
     written_keys = {spelling.get(key, key): key for key in keys.values}
@@ -268,7 +274,7 @@ def _import_keys(
 
 
 def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
-    """Return an entry with the values that overrides have replaced."""
+    """Return a key's verdict without the values that overrides have replaced."""
     settles = (*entry.to, *entry.settled_by)
     overrides = {
         key: over[key] for key in settles if key in over and over[key] != entry.to.get(key)
@@ -283,7 +289,7 @@ def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
 
 
 def _in_effect(report: Report, config_values: Mapping[str, Values]) -> Iterator[Filled]:
-    """Yield the filled keys that are in effect: those that nothing else has set."""
+    """Yield the filled-in keys that nothing else has set."""
     for filled in report.filled:
         section, _, key = filled.key.partition(".")
         if config_values[section][key].origin == _origin(filled):
@@ -295,13 +301,13 @@ def _origin(filled: Filled) -> str:
 
 
 def _ordered(source: ImportSource) -> tuple[Any, ...]:
-    """Return the entries in the order of the files; defaults that they leave out come last."""
+    """Return the verdicts in the order of the files, followed by those on omitted keys."""
     of_file = [source.entries[key] for key in source.values]
     return (*of_file, *(entry for entry in source.entries.values() if entry.is_default))
 
 
 def _read_all(paths: Sequence[Path], system: System) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of all files, and what the files or arguments give in two ways."""
+    """Return the keys of all files, and a description of keys that have different values."""
     if paths[0].suffix in (".json", ".yml", ".yaml", ".toml") and system != "megatron":
         return merge({path.name: _read(path, system) for path in paths})
     text, name = read_text(paths[0]), str(paths[0])
@@ -320,7 +326,7 @@ def _read_all(paths: Sequence[Path], system: System) -> tuple[dict[str, Any], di
 
 
 def _switched(value: Any) -> Any:
-    """Return a switch that is written out on a command line as what it says."""
+    """Return the booleans that "true" and "false" denote; other values are unchanged."""
     return {"True": True, "true": True, "False": False, "false": False}.get(str(value), value)
 
 
@@ -343,7 +349,7 @@ def _by_name(sections: Mapping[str, Values]) -> dict[str, Any]:
 def _compose(
     report: Report, stated: Mapping[str, Values], over: Mapping[str, Values]
 ) -> dict[str, Values]:
-    """Return the config's values, set in order of precedence, the lowest first."""
+    """Return the config values of an import, merged in order of precedence."""
     config_values: dict[str, Values] = {name: {} for name in SECTIONS}
 
     def put(name: str, value: Any, origin: str) -> None:
@@ -368,7 +374,7 @@ def _compose(
 
 
 def refusal_text(report: Report) -> str:
-    """Return the text of a refused import: each key with its value and reason, and the remedy."""
+    """Return the message of a refused import: each key, its value, the reason, and the remedy."""
     keys = "1 key" if len(report.refused) == 1 else f"{len(report.refused)} keys"
     lines = [f"{keys} of {' + '.join(report.files)} cannot be taken over:"]
     for entry in report.refused:

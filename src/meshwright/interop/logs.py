@@ -1,6 +1,6 @@
-"""What other trainers print per step, as one measurement: seconds of a step and bytes of a peak.
+"""Reads the step time and peak memory from the logs of other trainers, as one measurement.
 
-Read are the lines of torchtitan (components/metrics.py), Megatron-LM (training/training.py),
+Known are the lines of torchtitan (components/metrics.py), Megatron-LM (training/training.py),
 DeepSpeed (utils/timer.py), transformers' Trainer and axolotl (the dictionaries that they print, and
 trainer_state.json), and the CSV that Weights & Biases exports.
 """
@@ -31,9 +31,9 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LoggedRun(NamedTuple):
-    """What rates are converted with: sequences of a step and their length, and the ranks.
+    """The sizes by which rates in a log become step times: sequences of a step, length, ranks.
 
-    `model_ranks` work on one sequence together.
+    `model_ranks` is the number of ranks that work on one sequence together.
     """
 
     batch: int
@@ -43,14 +43,14 @@ class LoggedRun(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens of a step."""
+        """The number of tokens in a step."""
         return self.batch * self.seq_len
 
 
 class LoggedStep(NamedTuple):
-    """What a line says of a step: its seconds, and the bytes of the peak; None: nothing.
+    """A line's step time in seconds and peak memory in bytes; None where it has none.
 
-    `line` counts from 1; `is_allocated` says that the bytes are those of tensors alone.
+    `line` counts from 1; `is_allocated` says that the bytes are those of tensors only.
     """
 
     line: int
@@ -61,7 +61,7 @@ class LoggedStep(NamedTuple):
 
 
 class LoggedTimes(NamedTuple):
-    """The measurement of a log: the median step, the largest peak, and what was taken, in words."""
+    """The measurement in a log: the median step time, the largest peak, and notes on both."""
 
     seconds: float | None
     bytes: float | None
@@ -90,7 +90,10 @@ def _number(text: str) -> float:
 
 
 def _torchtitan(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
-    """`tps` are the tokens per second of a device: of a rank's sequences over its model ranks."""
+    """Yield the steps in a log of torchtitan.
+
+    `tps` is the tokens of a step per second and device.
+    """
     for number, line in enumerate(lines, 1):
         match = None if "validate" in line else _TITAN.search(line)
         if match and (rate := _number(match[3])) > 0:
@@ -107,7 +110,10 @@ def _megatron(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
 
 
 def _deepspeed(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
-    """`CurrSamplesPerSec` are the sequences of all ranks, per second."""
+    """Yield the steps in a log of DeepSpeed.
+
+    `CurrSamplesPerSec` is the sequences of all ranks per second.
+    """
     for number, line in enumerate(lines, 1):
         match = _DEEPSPEED.search(line)
         if match and (rate := _number(match[2])) > 0:
@@ -132,7 +138,7 @@ _ALLOCATED: Final = (
 
 
 def _of_metrics(number: int, metrics: Mapping[str, Any], run: LoggedRun) -> LoggedStep | None:
-    """Return what a dictionary of metrics says of a step; None where it says nothing."""
+    """Return the step that a dictionary of metrics describes; None if it has no known metric."""
 
     def first(names: Iterable[str]) -> float | None:
         for name in names:
@@ -158,7 +164,7 @@ def _of_metrics(number: int, metrics: Mapping[str, Any], run: LoggedRun) -> Logg
 
 
 def _dictionaries(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
-    """Yield the dictionaries that transformers' Trainer and axolotl print."""
+    """Yield the steps in the dictionaries that transformers' Trainer and axolotl print."""
     for number, line in enumerate(lines, 1):
         match = re.search(r"\{'.*\}", line)
         if match is None:
@@ -173,7 +179,7 @@ def _dictionaries(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
 
 
 def _table(lines: Sequence[str], run: LoggedRun) -> Iterator[LoggedStep]:
-    """Yield the rows of a CSV of Weights & Biases, whose columns are "RUN - METRIC"."""
+    """Yield the steps in a CSV of Weights & Biases, whose columns are "RUN - METRIC"."""
     rows = csv.reader(lines)
     header = next(rows, [])
     names = [name.rsplit(" - ", 1)[-1] for name in header]
@@ -198,7 +204,7 @@ _SAMPLE: Final = LoggedRun(1, 1, 1, 1)
 
 
 def is_log(path: Path) -> bool:
-    """Whether a file is a log that `read_log` knows, by what is in it."""
+    """Return whether `read_log` recognizes the content of a file."""
     if path.suffix == ".jsonl":
         return False
     text = read_text(path)
@@ -221,9 +227,9 @@ def _recognised(path: Path, lines: Sequence[str]) -> tuple[str, _Reader] | None:
 
 
 def read_log(path: Path, run: LoggedRun) -> LoggedTimes:
-    """Return the step time and the peak of a log, without warm-up and outliers.
+    """Return the step time and the peak memory in a log, without warm-up and outliers.
 
-    Raises `ConfigError` where no line says either.
+    Raises `ConfigError` if it has neither.
     """
     text = read_text(path)
     if path.suffix == ".json":
@@ -237,7 +243,7 @@ def read_log(path: Path, run: LoggedRun) -> LoggedTimes:
 
 
 def _of_state(path: Path, text: str, run: LoggedRun) -> LoggedTimes:
-    """Return what trainer_state.json says: of each step, else of the whole run."""
+    """Return the measurement in a trainer_state.json, from its steps or else the whole run."""
     try:
         history = json.loads(text)["log_history"]
         entries = [entry for entry in history if isinstance(entry, dict)]
@@ -264,7 +270,10 @@ def _of_state(path: Path, text: str, run: LoggedRun) -> LoggedTimes:
 def _measured(
     path: Path, kind: str, steps: Sequence[LoggedStep], unit: str = "line"
 ) -> LoggedTimes:
-    """Return the median of the steps that are neither warm-up nor outliers, and the words on it."""
+    """Return the median of the steps that are neither warm-up nor outliers, with notes.
+
+    `unit` is what a step's number counts, for the notes.
+    """
     timed = [step for step in steps if step.seconds is not None]
     warm = max(1, round(_WARM_UP * len(timed))) if len(timed) > 1 else 0
     settled = timed[warm:]
@@ -292,7 +301,7 @@ def _measured(
 
 
 def _alike(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
-    """Return the steps whose time is near the median, by the median distance from it."""
+    """Return the steps that are not outliers, by the median absolute deviation of their times."""
     if not steps:
         return []
     times = [step.seconds or 0.0 for step in steps]

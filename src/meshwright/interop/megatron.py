@@ -1,11 +1,11 @@
-"""Megatron-LM's arguments: what `megatron.toml` cannot say row by row, and a plan written as them.
+"""Imports Megatron-LM's arguments, for what `megatron.toml` cannot express, and writes plans.
 
-A plan is also written as Megatron-Bridge's overrides, and as Megatron-SWIFT's YAML.
+A plan is written as these arguments, as Megatron-Bridge's overrides, or as Megatron-SWIFT's YAML.
 
 Source of the arguments and defaults: Megatron-LM's megatron/training/arguments.py and the configs
 that it takes them from; of experts megatron/core/transformer/moe, router.py and moe_utils.py, whose
-losses of a router have the same scale as Meshwright's: a sum over layers, 1 for each layer if
-tokens are even. megatron-bridge 0.3.1, training/config.py; ms-swift 4.6.0,
+router losses have the same scale as Meshwright's: a sum over layers, 1 for each layer if tokens are
+balanced. megatron-bridge 0.3.1, training/config.py; ms-swift 4.6.0,
 swift/megatron/arguments/megatron_args.py.
 """
 
@@ -33,7 +33,7 @@ _OTHER_TYPES: Final = ("sinkhorn", "quantile_balancing")
 
 
 def read_experts(source: ImportSource) -> None:
-    """Take the arguments on experts that are not of the architecture."""
+    """Import the arguments on experts that are not part of the architecture."""
     for key, to in (
         ("expert-model-parallel-size", "layout.ep"),
         ("expert-tensor-parallel-size", "layout.etp"),
@@ -60,7 +60,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _read_balancing(source: ImportSource) -> None:
-    """Take load-balancing losses: of each sequence, or of microbatches of one sequence."""
+    """Import load-balancing losses: per sequence, or per microbatch if that is one sequence."""
     kinds = [str(kind) for kind in _listed(source.get(_TYPE, "aux_loss"))]
     weights = _listed(source.get(_WEIGHT, 0.0))
     settled = ["train.router_aux_loss"]
@@ -84,7 +84,7 @@ def _read_balancing(source: ImportSource) -> None:
 
 
 def _unlike(source: ImportSource, kind: str) -> str:
-    """Return why a kind of balancing is not that of each sequence; empty where it is."""
+    """Return why a kind of balancing is not per sequence, or "" if it is."""
     nearest = "nearest: seq_aux_loss, or train.router_aux_loss"
     if kind in _OTHER_TYPES:
         return f"no {kind}; {nearest}"
@@ -97,7 +97,7 @@ def _unlike(source: ImportSource, kind: str) -> str:
 
 
 def _read_bias(source: ImportSource, is_sigmoid: bool) -> None:
-    """Take the step of the corrections of sigmoid routers."""
+    """Import the update rate of the bias corrections of sigmoid routers."""
     switch, rate = "moe-router-enable-expert-bias", "moe-router-bias-update-rate"
     if source.get(switch, False) is not True:
         source.honour(switch, note="off")
@@ -146,7 +146,7 @@ _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 
 
 
 def read_megatron(source: ImportSource) -> None:
-    """Give every argument of a Megatron command line its verdict."""
+    """Import Megatron-LM's arguments, giving every one its verdict."""
     _read_launcher(source)
     _read_parallel(source)
     if source.values.keys() & {"num-layers", "hidden-size"}:
@@ -168,7 +168,7 @@ def read_megatron(source: ImportSource) -> None:
 
 
 def _read_launcher(source: ImportSource) -> None:
-    """Take torchrun's number of ranks, where `--devices` does not say it."""
+    """Import torchrun's number of ranks, unless the user gave the number of devices."""
     nodes, per_node = source.whole("nnodes"), source.whole("nproc-per-node")
     if per_node is None:
         return
@@ -222,7 +222,7 @@ def _read_precision(source: ImportSource) -> None:
 
 
 def _read_fp8(source: ImportSource) -> None:
-    """Take fp8 products whose tensors are scaled one by one at each use, as torchao does."""
+    """Import fp8 matmuls; only tensorwise scaling with current, not delayed, factors is known."""
     kind = source.get("fp8-format")
     if kind is None:
         for key in [key for key in source.values if key.startswith("fp8-")]:
@@ -243,9 +243,10 @@ def _read_fp8(source: ImportSource) -> None:
 
 
 def _read_ends_rate(source: ImportSource, lr: float, ratio: float) -> None:
-    """Take the rate of embedding and head, which here falls to as large a share as the others'.
+    """Import the learning rate of embedding and head.
 
-    Megatron's falls to decoupled-min-lr, or where that is not given, to min-lr.
+    In Meshwright all learning rates decay to the same share of their maximum. Megatron's decays to
+    decoupled-min-lr or, if that is not given, to min-lr.
     """
     ends_lr = source.number("decoupled-lr", 0.0)
     if ends_lr <= 0:
@@ -264,7 +265,7 @@ def _read_ends_rate(source: ImportSource, lr: float, ratio: float) -> None:
 
 
 def _read_states(source: ImportSource) -> None:
-    """Refuse moments of two dtypes; the table has those of one."""
+    """Mark different dtypes of the two moments as unsupported; the table has equal ones."""
     keys = ("exp-avg-dtype", "exp-avg-sq-dtype")
     if len({source.get(key, "fp32") for key in keys}) > 1:
         for key in source.values.keys() & keys:
@@ -341,7 +342,7 @@ def _read_recompute(source: ImportSource) -> None:
 
 
 def _read_documents(source: ImportSource) -> None:
-    """Take the flags that keep documents of a sample apart: in attention and loss, or neither."""
+    """Import the flags that separate documents in attention and in the loss; both or neither."""
     keys = ("reset-attention-mask", "eod-mask-loss")
     on = [key for key in keys if source.get(key) is True]
     if len(on) == len(keys):
@@ -429,7 +430,7 @@ _BRIDGE_NAMES: Final = {
 
 
 def megatron_keys(source: PlanSource) -> dict[str, Any]:
-    """Return the arguments of Megatron-LM by name, the model's among them."""
+    """Return a plan as Megatron-LM's arguments by name, including those of the model."""
     layout, train = source.layout, source.config.train
     keys = _parallel(source) | model_arguments(source.config.model)
     if layout.zero >= 2:
@@ -448,7 +449,7 @@ def megatron_keys(source: PlanSource) -> dict[str, Any]:
 
 
 def nemo_keys(source: PlanSource) -> dict[str, Any]:
-    """Return the overrides of a recipe of Megatron-Bridge, such as `train.global_batch_size`."""
+    """Return a plan as overrides of a Megatron-Bridge recipe, such as `train.global_batch_size`."""
     source.check_named_model()
     if not source.names.bridge:
         raise ConfigError(
@@ -469,7 +470,7 @@ def nemo_keys(source: PlanSource) -> dict[str, Any]:
 
 
 def swift_keys(source: PlanSource) -> dict[str, Any]:
-    """Return the arguments of Megatron-SWIFT, such as `global_batch_size`."""
+    """Return a plan as arguments of Megatron-SWIFT, such as `global_batch_size`."""
     source.check_named_model()
     precision = source.config.train.precision
     keys: dict[str, Any] = {"model": source.hub_name(), "tuner_type": "full"}
@@ -496,7 +497,7 @@ def _reduced(source: PlanSource) -> dict[str, Any]:
 
 
 def _parallel(source: PlanSource) -> dict[str, Any]:
-    """Return the arguments of layout, batch and optimizer, which all three have."""
+    """Return the arguments for layout, batch and optimizer, which all three writers share."""
     layout, train = source.layout, source.config.train
     keys: dict[str, Any] = {
         "tensor-model-parallel-size": layout.tp,
@@ -550,7 +551,10 @@ def _optimizer(source: PlanSource) -> dict[str, Any]:
 
 
 def model_arguments(model: ModelSpec) -> dict[str, Any]:
-    """Return Megatron-LM's arguments of an architecture; what it lacks is found by reading back."""
+    """Return a model as Megatron-LM's arguments.
+
+    Features that these cannot express are found when they are imported again.
+    """
     is_gated = model.gated_mlp
     keys: dict[str, Any] = {
         "num-layers": model.n_layers,
@@ -593,7 +597,7 @@ def model_arguments(model: ModelSpec) -> dict[str, Any]:
 
 
 def _whole(theta: float) -> int:
-    """Return a rotary base as Megatron-LM takes it; raises `ConfigError` for a fraction."""
+    """Return a rotary base as an int for Megatron-LM; raises `ConfigError` for a fraction."""
     if not theta.is_integer():
         rule = f"Megatron-LM's --rotary-base is a whole number, model.rope_theta = {theta}"
         raise ConfigError(f"{rule}; nearest: {round(theta)}")

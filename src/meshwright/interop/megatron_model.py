@@ -1,4 +1,4 @@
-"""The model of a Megatron-LM command line: its family, its layers, its experts.
+"""Imports the model of a Megatron-LM command line: its family, its layers, its experts.
 
 Source of the defaults and definitions: Megatron-LM's megatron/training/arguments.py, and of
 megatron/core transformer/transformer_config.py, transformer/moe and models/gpt/gpt_layer_specs.py.
@@ -55,7 +55,7 @@ _KEYS: Final = {
 
 
 def read_model(source: ImportSource) -> None:
-    """Take the arguments of the architecture."""
+    """Import the arguments of the model's architecture."""
     is_latent = source.get(_LATENT, False) is True
     is_gated = source.get("swiglu", False) is True
     source.honour("swiglu", {"model.activation": "silu"}, "a gated MLP")
@@ -133,7 +133,7 @@ def _read_positions(source: ImportSource) -> None:
 
 
 def _biases(source: ImportSource, experts: int) -> dict[str, Any]:
-    """Return which linear layers have biases."""
+    """Return, as model features, which linear layers have biases."""
     has_bias = source.get("disable-bias-linear", False) is not True
     has_qkv = source.get("add-qkv-bias", False) is True
     return {
@@ -145,14 +145,14 @@ def _biases(source: ImportSource, experts: int) -> dict[str, Any]:
 
 
 def _is_grouped(source: ImportSource) -> bool:
-    """Return whether heads share keys and values."""
+    """Return whether heads share keys and values (GQA)."""
     groups = source.whole("num-query-groups")
     is_on = source.get("group-query-attention", False) is True and groups is not None
     return is_on and groups != source.whole("num-attention-heads")
 
 
 def _heads(source: ImportSource) -> dict[str, Any]:
-    """Take the heads of attention that is not latent, and return its features."""
+    """Import the heads of ordinary (not latent) attention, and return its model features."""
     heads, groups = source.whole("num-attention-heads"), source.whole("num-query-groups")
     is_grouped = source.get("group-query-attention", False) is True
     if is_grouped and groups is not None:
@@ -171,7 +171,7 @@ def _heads(source: ImportSource) -> dict[str, Any]:
 
 
 def _latent(source: ImportSource) -> dict[str, Any]:
-    """Take the heads of latent attention, and return its features."""
+    """Import the sizes of multi-head latent attention, and return its model features."""
     sizes = {
         ours: source.whole(argument) or default
         for ours, (argument, default) in _LATENT_SIZES.items()
@@ -192,7 +192,7 @@ def _latent(source: ImportSource) -> dict[str, Any]:
 
 
 def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str, Any]:
-    """Return the features of experts and of their router."""
+    """Return the model features of experts and of their router."""
     top_k = source.whole("moe-router-topk") or 2
     scores = str(source.get("moe-router-score-function", "softmax"))
     if scores not in ("softmax", "sigmoid"):
@@ -229,7 +229,7 @@ def _experts(source: ImportSource, experts: int, width: int | None) -> dict[str,
 
 
 def _layers(source: ImportSource, experts: int) -> list[StoredLayer]:
-    """Return the window of each layer, whether it rotates, and whether it has one MLP."""
+    """Return for each layer its window, whether it rotates (RoPE), and whether it is dense."""
     count = min(source.whole("num-layers") or 1, MOST_LAYERS)  # more are refused as a number
     window = _window(source)
     has_window = [window is not None] * count
@@ -252,7 +252,7 @@ def _layers(source: ImportSource, experts: int) -> list[StoredLayer]:
 
 
 def _window(source: ImportSource) -> int | None:
-    """Return how many tokens a query sees, itself among them; None: all."""
+    """Return the tokens that a query attends to, including its own; None means all."""
     key = "window-size"
     value = source.get(key)
     if value is None:
@@ -276,7 +276,11 @@ def _window(source: ImportSource) -> int | None:
 def _each(
     source: ImportSource, key: str, count: int, by_number: Callable[[int, int], bool]
 ) -> list[bool] | None:
-    """Return a flag for each layer, of a number or of a list such as `[0]*3+[1]*58`."""
+    """Return a flag per layer, from a number or from a list such as `[0]*3+[1]*58`.
+
+    `by_number` maps (layer, number) to the flag. None if the key is absent or invalid, which is
+    reported.
+    """
     value = source.get(key)
     if value is None:
         return None
@@ -291,7 +295,7 @@ def _each(
 
 
 def _listed(text: str) -> list[Any] | None:
-    """Return the list that sums and multiples of lists give; None where it is something else."""
+    """Return the value of a list expression with + and *, such as `[0]*3+[1]*58`, or None."""
 
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
@@ -316,7 +320,7 @@ def _listed(text: str) -> list[Any] | None:
 
 
 def _scaling(source: ImportSource, is_latent: bool) -> str | None:
-    """Take the rescaling of rotary frequencies, and return its kind."""
+    """Import the rope scaling and return its kind, or None."""
     llama, linear = "use-rope-scaling", "rotary-seq-len-interpolation-factor"
     if is_latent:
         for key in (llama, "rope-scaling-factor", linear):
@@ -342,7 +346,10 @@ def _scaling(source: ImportSource, is_latent: bool) -> str | None:
 
 
 def _yarn(source: ImportSource) -> str | None:
-    """Take YaRN, which latent attention has unless its factor is 1."""
+    """Import YaRN, which Megatron's latent attention uses unless its factor is 1.
+
+    Returns the kind of scaling, or None.
+    """
     keys = ("rotary-scaling-factor", "mscale", "mscale-all-dim")
     factor, scale, scale_all = (
         source.number(key, n) for key, n in zip(keys, (1, 1, 0), strict=True)

@@ -1,4 +1,4 @@
-"""The names that other trainers have for the presets: `models.toml` as data."""
+"""The names of model presets in other trainers, from `models.toml`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _SETTLES = ("model.preset", "model.init_from")
 
 
 class ModelNames(BaseModel):
-    """What others call a preset; empty where they do not have it.
+    """The names of a preset in other trainers; empty if they lack it.
 
-    `hub` are repositories of the Hugging Face hub, the first of which a written config names;
-    `torchtitan` is a module and a flavor, `bridge` the stem of a recipe of Megatron-Bridge.
+    `hub` are repositories on the Hugging Face hub, of which written configs name the first;
+    `torchtitan` is a module and a flavor, `bridge` the beginning of a recipe's name in
+    Megatron-Bridge.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,18 +31,18 @@ class ModelNames(BaseModel):
 
 @lru_cache(maxsize=1)
 def model_names() -> dict[str, ModelNames]:
-    """Return the names of each preset that others have, by preset."""
+    """Return the names in other trainers, by preset."""
     text = (files(__package__) / "models.toml").read_text(encoding="utf-8")
     return {name: ModelNames.model_validate(row) for name, row in tomllib.loads(text).items()}
 
 
 def names_of(preset: str | None) -> ModelNames:
-    """Return the names of a preset; empty ones for a model without."""
+    """Return the names of a preset; empty ones for None or an unknown preset."""
     return model_names().get(preset or "", ModelNames())
 
 
 def read_hub_name(source: ImportSource, key: str) -> None:
-    """Take the model that a key names: a folder with a config.json, or a repository of the hub."""
+    """Import the model in a key: a folder with a config.json, or a repository on the hub."""
     name = source.get(key)
     if name is None:
         return
@@ -57,7 +58,7 @@ def read_hub_name(source: ImportSource, key: str) -> None:
 
 
 def need_model(source: ImportSource, key: str) -> None:
-    """Refuse a file that names no model, unless the base config or the user does."""
+    """Mark `key` as unsupported if no model is named by the file, the base config or the user."""
     known = any(source.target(name) is not None for name in (*_SETTLES, "model.dim"))
     if not known and source.get(key) is None:
         reason = (

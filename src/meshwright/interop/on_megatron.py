@@ -1,6 +1,6 @@
-"""Trainers on Megatron-Core: NeMo's Megatron-Bridge and ms-swift, as arguments of Megatron-LM.
+"""Imports configs of NeMo (Megatron-Bridge) and ms-swift, which train with Megatron-Core.
 
-Their keys are Megatron-LM's arguments under other spellings; what is theirs alone has a table.
+Their keys are Megatron-LM's arguments under other spellings; a table has each system's other keys.
 Source: megatron-bridge 0.3.1, training/config.py; NeMo 1's megatron_gpt_config.yaml; ms-swift
 4.6.0, swift/megatron/arguments/megatron_args.py.
 """
@@ -63,7 +63,10 @@ MEGATRON_KEYS: Final = frozenset(
 
 
 def spelled_as_megatron(keys: Mapping[str, Any]) -> dict[str, str]:
-    """Return Megatron-LM's argument for each key of Megatron-Bridge or NeMo 1 that is one."""
+    """Return the Megatron-LM argument that each key of Megatron-Bridge or NeMo 1 corresponds to.
+
+    Keys without one are left out.
+    """
     names: dict[str, str] = {}
     for key in keys:
         section, _, name = key.partition(".")
@@ -80,7 +83,10 @@ def spelled_as_megatron(keys: Mapping[str, Any]) -> dict[str, str]:
 
 
 def spelled_as_swift(keys: Mapping[str, Any]) -> dict[str, str]:
-    """Return Megatron-LM's argument for each key of Megatron-SWIFT's, none of swift's others."""
+    """Return the Megatron-LM argument for each key of Megatron-SWIFT.
+
+    For ms-swift on transformers, keys only get underscores.
+    """
     if not MEGATRON_KEYS & {key.replace("-", "_") for key in keys}:
         return {key: key.replace("-", "_") for key in keys}
     dashed = {key: key.replace("_", "-") for key in keys}
@@ -88,7 +94,7 @@ def spelled_as_swift(keys: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_nemo(source: ImportSource) -> None:
-    """Give every key of Megatron-Bridge's overrides, or of NeMo 1's YAML, its verdict."""
+    """Import Megatron-Bridge's overrides or NeMo 1's YAML, giving every key its verdict."""
     recipe = str(source.get("recipe", ""))
     for preset, names in model_names().items():
         if names.bridge and recipe.startswith(f"{names.bridge}_"):
@@ -112,14 +118,14 @@ def _read_precision(source: ImportSource, key: str) -> None:
 
 
 def _read_virtual_stages(source: ImportSource) -> None:
-    """Take that one virtual stage, or none, is the plain schedule."""
+    """Ignore a number of virtual stages that is null, which means none."""
     key = "num-virtual-stages-per-pipeline-rank"
     if source.values.get(key, 0) is None:
         source.ignore(key, "not set")
 
 
 def read_swift(source: ImportSource) -> None:
-    """Give every key of ms-swift its verdict: Megatron-SWIFT's, or those on transformers."""
+    """Import a config of ms-swift, on Megatron or on transformers, giving every key its verdict."""
     need_model(source, "model")
     read_hub_name(source, "model")
     is_megatron = any(key.replace("-", "_") in MEGATRON_KEYS for key in source.values)
@@ -166,7 +172,7 @@ def _read_tuner(source: ImportSource, rank: str) -> None:
 
 
 def _read_swift_deepspeed(source: ImportSource) -> None:
-    """Take the names of ms-swift's own DeepSpeed configs: zero0 to zero3, with offload."""
+    """Import the name of one of ms-swift's DeepSpeed configs, zero0 to zero3 or with `_offload`."""
     name = str(source.get("deepspeed", ""))
     size = source.whole("deepspeed_autotp_size")
     if size is not None:

@@ -1,4 +1,4 @@
-"""`PlanSource`: what a written config is made from, and the keys that every trainer has."""
+"""`PlanSource`: the plan from which another trainer's config is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNSAID: Final = ("default", "plan")
 
 @dataclass(frozen=True)
 class PlanSource:
-    """A config with the layout that was planned for it, on so many nodes and devices of each."""
+    """A config with its planned layout, the number of nodes and of devices per node."""
 
     config: Config
     layout: Layout
@@ -36,26 +36,26 @@ class PlanSource:
 
     @property
     def names(self) -> ModelNames:
-        """What others call the model; empty where they have no name of it."""
+        """The names of the model in other trainers; empty if they have none."""
         return names_of(self.config.model.preset)
 
     @property
     def devices(self) -> int:
-        """All devices."""
+        """The total number of devices."""
         return self.nodes * self.per_node
 
     @property
     def accumulation(self) -> int:
-        """The microbatches of a data-parallel rank in a step."""
+        """The number of microbatches of a data-parallel rank in a step."""
         return self.layout.microbatches(self.config.train.batch)
 
     def is_stated(self, key: str) -> bool:
-        """Whether a config key was given in a file or on the command line."""
+        """Return whether the user set a config key, in a file or on the command line."""
         origin = self.config.origins.get(key, "default")
         return origin not in _UNSAID and not origin.startswith("derived")
 
     def stated(self) -> list[str]:
-        """Return the keys on training that were given."""
+        """Return the keys of training, optimizer and adapters that the user set."""
         return [
             key
             for key in self.config.origins
@@ -68,14 +68,14 @@ class PlanSource:
         return getattr(getattr(self.config, section), name)
 
     def given(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the values that were given, under another trainer's names.
+        """Return the values that the user set, under another trainer's names.
 
-        `names` has their key for each of ours.
+        `names` maps Meshwright's keys to the trainer's.
         """
         return {name: self.value(ours) for ours, name in names.items() if self.is_stated(ours)}
 
     def optimizer_name(self, system: str) -> str:
-        """Return what a system calls the optimizer; raises `ConfigError` where it has none."""
+        """Return a system's name for the optimizer; raises `ConfigError` if it has none."""
         optimizer = OPTIMIZERS[self.config.optimizer.name]
         if system not in optimizer.names:
             known = [other.name for other in OPTIMIZERS.values() if system in other.names]
@@ -84,7 +84,7 @@ class PlanSource:
         return optimizer.names[system][0]
 
     def hub_name(self) -> str:
-        """Return the model's folder, or its repository; raises `ConfigError` where it has none."""
+        """Return the model's folder or hub repository; raises `ConfigError` if it has neither."""
         model = self.config.model
         name = model.init_from or (self.names.hub[0] if self.names.hub else None)
         if name is None:
@@ -95,7 +95,7 @@ class PlanSource:
         return str(name)
 
     def check_named_model(self) -> None:
-        """Refuse sizes that were given beside the model's name, which the name does not say."""
+        """Raise `ConfigError` if the user set sizes, which the model's name does not express."""
         allowed = ("model.preset", "model.init_from", "model.context")
         extra = [
             key

@@ -1,4 +1,4 @@
-"""prime-rl's TOML of a supervised run: what the table `prime_rl.toml` cannot say row by row.
+"""Imports prime-rl's TOML of a supervised run, for what the table `prime_rl.toml` cannot express.
 
 Source: PrimeIntellect-ai/prime-rl of August 2026, packages/prime-rl-configs: trainer.py and sft.py.
 """
@@ -20,7 +20,7 @@ _BATCH = 128
 
 
 def read_prime_rl(source: ImportSource) -> None:
-    """Give every key of prime-rl's TOML its verdict."""
+    """Import prime-rl's TOML, giving every key its verdict."""
     need_model(source, "model.name")
     read_hub_name(source, "model.name")
     _read_devices(source)
@@ -64,7 +64,7 @@ def _read_devices(source: ImportSource) -> None:
 
 
 def _read_memory(source: ImportSource) -> None:
-    """Take recomputation and offload: both are on by default."""
+    """Import recomputation and offload; prime-rl has both on by default."""
     mode = source.get("model.ac.mode", "full" if source.values.get("model.ac", {}) == {} else None)
     if "model.ac" in source.values and source.values["model.ac"] is None:
         mode = "none"

@@ -1,4 +1,8 @@
-"""A file's keys, taken one by one until each has its verdict."""
+"""`ImportSource`: the keys of a file during an import, each with its verdict once it has one.
+
+Verdicts are honoured (same meaning), translated, ignored (no effect), unsupported and
+contradictory.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,9 @@ def _is_number(value: Any) -> bool:
 class ImportSettings:
     """The base config, the overrides and the devices of an import.
 
-    `base` are the values of the base config and the overrides, by `section.key`; `given` those
-    that were overridden, which have the last word. `devices` is how many ranks there are;
-    `is_fixed` says that the user said so.
+    `base` has the values of the base config and the overrides, by `section.key`; `given` names
+    those that were overridden, which take precedence over the file. `devices` is the number of
+    ranks; `is_fixed` is whether the user gave it.
     """
 
     base: Mapping[str, Any] = field(default_factory=dict)
@@ -43,9 +47,9 @@ class ImportSettings:
 
 
 class ImportSource:
-    """The flattened keys of the files, and the verdicts so far.
+    """The flat keys of the imported files, and their verdicts so far.
 
-    A key has its verdict once: what a rule has taken, the table leaves alone.
+    A key gets its verdict once; keys without one at the end get that of their row in the table.
     """
 
     def __init__(self, values: Mapping[str, Any], tables: Sequence[Table], setting: ImportSettings):
@@ -56,12 +60,15 @@ class ImportSource:
         self.filled: list[Filled] = []
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or the default where the key is absent, null, "auto" or switched off."""
+        """Return a key's value, or the default if it is absent, null, "auto" or switched off."""
         value = None if self._off(key) is not None else self.values.get(key)
         return default if value is None or value == AUTO else value
 
     def whole(self, key: str) -> int | None:
-        """Return a whole number of at least 1, or None where the key is absent, null or "auto"."""
+        """Return an integer of at least 1, or None if the key is absent, null or "auto".
+
+        Other values are reported as a contradiction, and give None.
+        """
         value = self.get(key)
         if value is None:
             return None
@@ -74,7 +81,7 @@ class ImportSource:
         return int(value)
 
     def number(self, key: str, default: float) -> float:
-        """Return a number, or the default where the key is absent or not one."""
+        """Return a key's number, or the default if it is absent; other values are reported."""
         value = self.get(key, default)
         if not _is_number(value):
             self.contradict([key], f"{value!r} must be a number")
@@ -82,7 +89,11 @@ class ImportSource:
         return float(value)
 
     def target(self, key: str) -> Any:
-        """Return a Meshwright key's value so far: overridden, imported, of the base, or filled."""
+        """Return the value of a Meshwright key so far, or None.
+
+        In order of precedence: an override, the imported files, the base config, filled-in
+        defaults.
+        """
         if key in self.setting.given:
             return self.setting.base[key]
         for entry in self.entries.values():
@@ -94,19 +105,19 @@ class ImportSource:
         return None if filled is None else filled.value
 
     def count_devices(self, devices: int) -> None:
-        """Take the number of ranks that the file's own launcher starts."""
+        """Set the number of ranks to what the file's own launcher starts."""
         self.setting = replace(self.setting, devices=devices, is_fixed=True)
 
     def honour(self, key: str, to: Mapping[str, Any] | None = None, note: str = "") -> None:
-        """Take a key whose value means the same here."""
+        """Set a key's verdict to honoured: its value means the same in Meshwright, as `to`."""
         self._take(key, "honoured", to, note)
 
     def translate(self, key: str, to: Mapping[str, Any], note: str = "") -> None:
-        """Take a key that other keys or values say here."""
+        """Set a key's verdict to translated: `to` expresses it by other keys or values."""
         self._take(key, "translated", to, note)
 
     def ignore(self, key: str, reason: str) -> None:
-        """Take a key that does not matter here."""
+        """Set a key's verdict to ignored: it has no effect in Meshwright."""
         self._take(key, "ignored", None, reason)
 
     def refuse(
@@ -118,10 +129,11 @@ class ImportSource:
         default: Any = None,
         is_final: bool = False,
     ) -> None:
-        """Take a key that asks for another model or training than Meshwright has.
+        """Set a key's verdict to unsupported, so that the import is refused by default.
 
-        With a default, also where the file leaves the key out and so means the default. A final
-        refusal cannot be accepted with `--accept`.
+        Without this key, another model would be trained, or in another way. With a `default` of the
+        other system, this applies as well if the file lacks the key. The user can accept the loss
+        with `--accept`, unless it is final, or by setting a Meshwright key in `settled_by`.
         """
         is_default = key not in self.values
         if is_default and default is None:
@@ -143,11 +155,11 @@ class ImportSource:
         )
 
     def miss(self, key: str, reason: str) -> None:
-        """Take a key that Meshwright lacks, but that does not change what is trained."""
+        """Set a key's verdict to unsupported, without effect on what is trained."""
         self._take(key, "unsupported", None, reason)
 
     def contradict(self, keys: Sequence[str], reason: str, settled_by: Sequence[str] = ()) -> None:
-        """Take keys that contradict each other, whatever was said of them before."""
+        """Set the verdict of keys to contradictory, replacing earlier verdicts."""
         present = [key for key in keys if key in self.values] or list(keys)[:1]
         for key in present:
             value = self.values.get(key)
@@ -162,20 +174,20 @@ class ImportSource:
             )
 
     def fill(self, key: str, value: Any, reason: str) -> None:
-        """Set a Meshwright key that follows from the file without being in it."""
+        """Set a Meshwright key to a default that the file implies; the base config wins."""
         self.filled.append(Filled(key, value, reason))
 
     def imply(self, key: str, value: Any, reason: str) -> None:
-        """Set a Meshwright key that follows from the file's own numbers, over the base config."""
+        """Set a Meshwright key to what the file's numbers imply, replacing the base config's."""
         self.filled.append(Filled(key, value, reason, is_default=False))
 
     def take(self, key: str) -> None:
-        """Give one key the verdict of its row now, for rules that need the value that it sets."""
+        """Give a key the verdict of its row in the table now, for rules that need its value."""
         if key in self.values and key not in self.entries:
             self._classify(key, self.values[key])
 
     def finish(self) -> None:
-        """Give every key that no rule has taken the verdict of its row."""
+        """Give every key without a verdict that of its row in the table, and fill in defaults."""
         for key in self.values:
             self.take(key)
         for table, key, row in self._rows():
@@ -188,7 +200,7 @@ class ImportSource:
         self._compare()
 
     def _compare(self) -> None:
-        """Contradict keys of the file that set one Meshwright key to different values."""
+        """Report keys of the file that set one Meshwright key to different values."""
         setters: dict[str, list[KeyReport]] = {}
         for entry in self.entries.values():
             for name in entry.to:
@@ -200,7 +212,7 @@ class ImportSource:
                 self.contradict([entry.key for entry in entries], reason, [name])
 
     def _rows(self) -> list[tuple[Table, str, KeyRow]]:
-        """Return all rows; where two tables have a key, the first one's."""
+        """Return all rows as (table, key, row); for a key in two tables, that of the first."""
         rows: dict[str, tuple[Table, str, KeyRow]] = {}
         for table in self.tables:
             for key, row in table.rows.items():
@@ -251,7 +263,7 @@ class ImportSource:
             self.entries[key] = entry
 
     def _auto(self, row: KeyRow) -> str:
-        """Return the note on a value "auto": it is the base config's, or the default here."""
+        """Return the note on the value "auto": the key is the base config's or has its default."""
         if not row.to:
             return "as the base config or the default has it"
         base = self.target(row.to)
@@ -292,7 +304,7 @@ class ImportSource:
         self.entries[key] = KeyReport(key, value, "unsupported", {}, reason, changes=True)
 
     def _off(self, key: str) -> str | None:
-        """Return the switch that turns a key's section off, if any."""
+        """Return the key that switches off the section or feature of a key, or None."""
         parts = key.split(".")
         switched = {name for table in self.tables for name in table.switched}
         for depth in range(1, len(parts)):
@@ -315,13 +327,13 @@ class ImportSource:
 
 
 def _is_whole(name: str) -> bool:
-    """Return whether a Meshwright key takes whole numbers only."""
+    """Return whether a Meshwright key must be an integer."""
     section, _, key = name.partition(".")
     return SECTIONS[section].model_fields[key].annotation in (int, int | None, Zero)
 
 
 def _invalid(name: str, value: Any) -> str:
-    """Return why a Meshwright key cannot have a value; empty where it can."""
+    """Return why a value is invalid for a Meshwright key, or "" if it is valid."""
     section, _, key = name.partition(".")
     try:
         SECTIONS[section].__pydantic_validator__.validate_python({key: value})
@@ -334,7 +346,7 @@ def _invalid(name: str, value: Any) -> str:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Return whether two values are the same; true is not 1 here."""
+    """Return whether two values are equal; True and 1 are not."""
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 

@@ -1,15 +1,16 @@
-"""The tables of known keys: `deepspeed.toml`, `gpt_neox.toml`, `megatron.toml`, `hf.toml`.
+"""The tables of known keys of other systems: `deepspeed.toml`, `gpt_neox.toml`, and so on.
 
-A row says what becomes of a key, in this order:
+A row determines the verdict on a key, by the first of these fields that applies:
 
 - `same`: values that ask for what Meshwright does anyway, and the `reason` for it;
-- `ignored`: why the key does not matter here;
-- `to`: the Meshwright key that it sets, through `values` where they have other names; `but` says
-  what differs; the names of optimizers are those of `spec.optimizers`;
-- `unsupported`: why it cannot be had. `changes`: without it something else would be trained.
+- `ignored`: why the key has no effect here;
+- `to`: the Meshwright key that it sets, through `values` if these differ; `but` says what
+  differs; the names of optimizers are those of `spec.optimizers`;
+- `unsupported`: why it is not supported. `changes`: without it something else would be trained.
 
-`default` is what the other system does where the key is left out, if `given_with` (another key of
-the file) is there; it sets `to` too. `*` in a key stands for any part of a name.
+`default` is what the other system does if the key is omitted, provided that `given_with` (another
+key) is in the file; it sets `to` too. `by_rule` marks keys that code imports. `*` in a key stands
+for any part of a name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from meshwright.spec.optimizers import OPTIMIZERS
 
 
 class KeyRow(BaseModel):
-    """One key of another system; the module's docstring has the fields."""
+    """The row of one key of another system; the module's docstring explains its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,10 +44,10 @@ class KeyRow(BaseModel):
 
 
 class Table(BaseModel):
-    """The rows of a system, and what does nothing unless it is switched on.
+    """The rows of a system, and which of its keys have no effect unless switched on.
 
-    `switched` are sections whose key `enabled` does so; `switches` has the switch of keys that
-    match a pattern.
+    `switched` are sections with a key `enabled`, by default off; `switches` maps patterns of keys
+    to the key that switches them on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,7 +58,7 @@ class Table(BaseModel):
     rows: dict[str, KeyRow]
 
     def find(self, key: str) -> KeyRow | None:
-        """Return the row of a key: its own, else that of the longest pattern."""
+        """Return the row of a key, else of the longest pattern that matches it, else None."""
         if key in self.rows:
             return self.rows[key]
         patterns = [name for name in self.rows if "*" in name and fnmatchcase(key, name)]
@@ -65,7 +66,7 @@ class Table(BaseModel):
 
 
 def load_table(name: str) -> Table:
-    """Return a table that is shipped, such as `deepspeed`."""
+    """Return the shipped table of a system, such as `deepspeed`."""
     content: dict[str, Any] = tomllib.loads(
         (files(__package__) / f"{name}.toml").read_text(encoding="utf-8")
     )
@@ -80,7 +81,7 @@ _OF_TRANSFORMERS: Final = ("axolotl", "transformers")
 
 
 def _names_of_optimizers(system: str) -> dict[str, str]:
-    """Return what a system calls the optimizers that there are."""
+    """Return the Meshwright name of each optimizer, by the system's name for it."""
     origin = "hf" if system in _OF_TRANSFORMERS else system
     return {
         foreign_name: optimizer.name

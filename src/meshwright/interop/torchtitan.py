@@ -1,4 +1,4 @@
-"""torchtitan's TOML: what `torchtitan.toml` cannot say row by row, and a plan written as it.
+"""Imports torchtitan's TOML, for what `torchtitan.toml` cannot express, and writes plans as it.
 
 Source of the keys and defaults: torchtitan 0.2.2, torchtitan/config/job_config.py; of the stages
 torchtitan/distributed/pipeline_parallel.py, of DDP and FSDP2 models/llama3/infra/parallelize.py.
@@ -49,7 +49,7 @@ SCHEDULE_NAMES: Final = {
 
 
 def read_torchtitan(source: ImportSource) -> None:
-    """Give every key of torchtitan's TOML its verdict."""
+    """Import torchtitan's TOML, giving every key its verdict."""
     _read_model(source)
     read_degrees(source, DEGREES)
     fill_shards(source, f"{PARALLEL}data_parallel_shard_degree")
@@ -91,7 +91,7 @@ def _read_model(source: ImportSource) -> None:
 
 
 def _read_sharding(source: ImportSource) -> None:
-    """Take FSDP2: by default, weights stay gathered between microbatches of a pipeline."""
+    """Import FSDP2; by default, a pipeline does not reshard weights after the forward."""
     key = f"{PARALLEL}fsdp_reshard_after_forward"
     policy = source.get(key, "default")
     reshards = policy == "always" or (policy == "default" and degree(source, "layout.pp") == 1)
@@ -152,7 +152,7 @@ def _read_pipeline(source: ImportSource) -> None:
 
 
 def _layers(source: ImportSource) -> int | None:
-    """Return how many layers the model has, where it is known yet."""
+    """Return the model's number of layers, or None if it is not known yet."""
     layers = source.target("model.n_layers")
     preset = source.target("model.preset")
     return layers or (PRESETS[preset]["n_layers"] if preset in PRESETS else None)
@@ -174,7 +174,7 @@ def _read_recompute(source: ImportSource) -> None:
 
 
 def _read_batch(source: ImportSource) -> None:
-    """Take the batch: with a pipeline, the local batch is all microbatches of a step."""
+    """Import the batch; with a pipeline, the local batch is all microbatches of a step."""
     if source.get(GLOBAL) == -1:
         source.honour(GLOBAL, note="what the local batches make")
         total = None
@@ -240,7 +240,7 @@ _DECAYS: Final = {"linear": "linear", "cosine": "cosine", "wsd": "linear"}
 
 
 def torchtitan_keys(source: PlanSource) -> dict[str, Any]:
-    """Return the keys of torchtitan's TOML by section and key."""
+    """Return a plan as torchtitan's keys, `section.key`."""
     layout, train = source.layout, source.config.train
     module, flavor = _model(source)
     single = layout.pp == 1
@@ -286,9 +286,9 @@ def _dtype(source: PlanSource) -> str:
 
 
 def _pipeline(source: PlanSource) -> dict[str, Any]:
-    """Return the keys of a pipeline whose stages have equal numbers of layers, as near as can be.
+    """Return torchtitan's pipeline keys, with layers per stage as equal as possible.
 
-    Stages of as many layers as `layers_per_stage` must make as many stages as the layout has.
+    Raises `ConfigError` if torchtitan's rule gives another number of stages than the layout has.
     """
     layout, layers = source.layout, source.config.model.n_layers
     per_stage = math.ceil(layers / layout.stages)

@@ -1,7 +1,8 @@
-"""`Trainer`: what another training system can do, and its version, as data.
+"""`Trainer`: the layouts that another training system can run, and its version, as data.
 
 `trainers/*.toml` has a table for each: which layouts it can run, as a union of spaces; what its
-files say and what they leave to a script; and as which system of `cost/systems.py` it is priced.
+files express and what they leave to a script; and which system of `cost/systems.py` predicts its
+time and memory.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _IDLE: Final[Mapping[str, str]] = {"sp": "tp", "cp_kind": "cp", "schedule": "pp"
 
 
 class Space(BaseModel):
-    """Layouts that a trainer can run: for each key, the values that it may have.
+    """A set of layouts that a trainer can run: the allowed values of each layout key.
 
-    A key without values may have any. `why` says of which engine or mode the space is. With
-    `even_stages`, every stage has the same number of layers.
+    A key without values may have any. `why` names the engine or mode to which this applies. With
+    `even_stages`, all stages must have the same number of layers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,7 +40,10 @@ class Space(BaseModel):
     values: dict[str, tuple[int | bool | str, ...]] = {}
 
     def misfits(self, layout: Layout, layers: int) -> list[str]:
-        """Return the keys of a layout that have no value of this space."""
+        """Return the keys of a layout whose values this space does not allow.
+
+        `layers` is the model's number of layers.
+        """
         keys = [
             key
             for key, legal in self.values.items()
@@ -50,13 +54,13 @@ class Space(BaseModel):
 
 
 class Trainer(BaseModel):
-    """A training system that can be planned for, from its table.
+    """A training system for which layouts can be planned, from its table.
 
-    `version` is that of `package` whose parser and code the facts are from. `file` is what a plan
-    is written as, in `suffix` form. `priced_as` names a system of `cost/systems.py`; `priced_why`
-    says why where it is another one. `says` are the config keys beside the layout that the file
-    can say, `scripted` those that the user's script says; `beside` layout keys that it says, and
-    how.
+    `version` is the version of `package` that the table describes. A plan is written as `file`, in
+    the format of `suffix`. `priced_as` names a system of `cost/systems.py`; `priced_why` gives the
+    reason if it is another system. `says` are config keys besides the layout that the file can
+    express, `scripted` those that are set in the user's script; `beside` maps layout keys that are
+    set outside the file to how.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -75,7 +79,7 @@ class Trainer(BaseModel):
     spaces: tuple[Space, ...]
 
     def refusal(self, layout: Layout, layers: int) -> str | None:
-        """Return why the trainer cannot run a layout, with the nearest space; None where it can."""
+        """Return why the trainer cannot run a layout, by the nearest space; None if it can."""
         misfits = [(space, space.misfits(layout, layers)) for space in self.spaces]
         space, keys = min(misfits, key=lambda pair: len(pair[1]))
         if not keys:
@@ -91,9 +95,9 @@ class Trainer(BaseModel):
         return f"{self.name} {self.version} cannot do {'; '.join(mismatches)} with {space.why}"
 
     def pins(self, layers: int, fixed: Mapping[str, object]) -> list[dict[str, object]]:
-        """Return what to search: for each space, the values that each layout key may have.
+        """Return, for each space, the values of layout keys to search over.
 
-        `fixed` are keys that the user gave. A space that does not allow one of them is left out.
+        `fixed` are the keys that the user set; a space that does not allow one of them is left out.
         """
         searches = []
         for space in self.spaces:
@@ -124,6 +128,6 @@ def _word(value: object) -> str:
 
 @lru_cache(maxsize=len(TRAINERS))
 def trainer_named(name: str) -> Trainer:
-    """Return the trainer with a name of `TRAINERS`."""
+    """Return the trainer with one of the names in `TRAINERS`."""
     file = files(__package__) / "trainers" / f"{name.replace('-', '_')}.toml"
     return Trainer.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))

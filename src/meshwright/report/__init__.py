@@ -1,1 +1,1 @@
-"""Pages of plans, simulations and measurements; no torch, no server, no network."""
+"""HTML pages of runs, simulations and measured layouts; no torch, no server, no network."""

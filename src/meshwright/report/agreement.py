@@ -1,4 +1,7 @@
-"""Whether a measured step went as planned: order of actions, idle time, the two memory peaks."""
+"""Compares a measured step with its plan: the order of actions, idle time, and the memory peak.
+
+There are two kinds of memory peak: that of tensors, and that of the whole process.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ MEANINGS: Final = {
 
 
 def peak_name(peak: MemoryPoint) -> str:
-    """Return which of the two peaks a profile has.
+    """Return whether a profile's peak is that of tensors or of the process.
 
-    It has the process peak if it includes memory outside of the program.
+    It is the process's if it includes memory that the program does not describe.
     """
     return PROCESS if peak.bytes.get("fixed") else TENSORS
 
 
 def name_in_events(device: str) -> str:
-    """Return which of the two peaks step events have, by the start event's device.
+    """Return whether step events have the tensor peak or the process peak, by the device's name.
 
-    It is the size of the process on a CPU, torch's allocated memory on a GPU.
+    A CPU rank reports the size of its process, a GPU rank torch's allocated memory.
     """
     return PROCESS if device.startswith("CPU") or device == "cpu" else TENSORS
 
@@ -36,9 +39,9 @@ Done = tuple[str, int, int]  # kind, stage, microbatch
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a measured step compares with its plan.
+    """The comparison of a measured step with its plan.
 
-    `difference` says where a rank first did another action than planned, None if none did.
+    `difference` says where a rank first did another action than planned; None if none did.
     `planned` and `measured` are idle shares (`StepProfile.idle`), None without a pipeline.
     """
 
@@ -48,14 +51,14 @@ class Agreement:
 
     @property
     def points(self) -> float | None:
-        """By how many percentage points the measured idle share exceeds the planned one."""
+        """The measured minus the planned idle share, in percentage points; None if unknown."""
         if self.planned is None or self.measured is None:
             return None
         return 100 * (self.measured - self.planned)
 
     @property
     def words(self) -> str:
-        """The comparison in a sentence: the order of actions, then the idle shares."""
+        """A sentence on the order of actions and the idle shares."""
         order = self.difference or "every rank did its actions in the planned order"
         if self.planned is None or self.measured is None or self.points is None:
             return order
@@ -67,14 +70,14 @@ class Agreement:
 
 
 def agreement(planned: StepProfile, measured: StepProfile) -> Agreement | None:
-    """Return how a measured step compares with its plan; None if one of them has no actions.
+    """Return the comparison of a measured step with its plan; None if one of them has no actions.
 
-    Compares measured ranks that have spans, each with the planned rank at its place in the
-    pipeline, which stands for all of them.
+    Each measured rank with actions is compared with the planned rank of the same pipeline stage,
+    since a plan has one rank per pipeline stage.
 
-    Idle time is compared as a share, so the plan may be of a faster device. The plan has a device
-    for each rank: ranks that share cores delay each other at random times, and a schedule with
-    little idle time then shows more of it than planned.
+    Idle time is compared as a share, so the plan may be for a faster device. The plan assumes a
+    device for each rank: ranks that share cores delay each other at random times, and a schedule
+    with little idle time then shows more of it than planned.
     """
     planned_actions = {
         rank_profile.coordinates.get("pp", 0): done_by(rank_profile)
@@ -98,7 +101,7 @@ def agreement(planned: StepProfile, measured: StepProfile) -> Agreement | None:
 
 
 def done_by(rank_profile: RankProfile) -> list[Done]:
-    """Return a rank's computing actions, in the order in which they began."""
+    """Return a rank's actions as (kind, stage, microbatch), in the order in which they began."""
     actions = sorted(
         (span for span in rank_profile.spans if span.track == "compute"),
         key=lambda span: span.start,

@@ -1,4 +1,4 @@
-"""Pages of a simulation, and of layouts that were run side by side."""
+"""Pages of a simulation, and of layouts that were measured side by side."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def simulation_page(
     differences: Mapping[int, Sequence[str]],
     breaches: Sequence[str],
 ) -> Page:
-    """Return the page of a simulation: simulated ranks next to their prediction.
+    """Return the page of a simulation, which shows simulated ranks beside their prediction.
 
-    `differences` has the differences from the program by rank; `breaches` say where memory runs
-    out.
+    `differences` lists by rank how it differs from the program; `breaches` are sentences on ranks
+    that run out of memory.
     """
     layout = program.layout
     page = Page(f"Simulation of {layout.world} ranks", f"{_asked(setting)}; {layout.label}")
@@ -96,7 +96,7 @@ def simulation_page(
 
 
 def layouts_page(document: Mapping[str, Any]) -> Page:
-    """Return the page of `bench layouts --json`: predicted and measured, fastest first."""
+    """Return the page of `bench layouts --json`: predicted beside measured, fastest first."""
     rows = sorted(document["rows"], key=lambda row: row["step_time_s"])
     page = Page(f"{len(rows)} layouts side by side", str(document["machine"]))
     names = [row["layout"] for row in rows]
@@ -153,7 +153,10 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
 
 
 def _fastest(rows: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> str:
-    """Return which layout is the fastest, and how far predictions are from measurements."""
+    """Return sentences on the fastest layout, and on the errors of the predictions.
+
+    `rows` are sorted by measured time; `errors` are relative.
+    """
     worst, ratio = max(errors, key=abs), rows[-1]["step_time_s"] / rows[0]["step_time_s"]
     return (
         f"Fastest is `{rows[0]['layout']}`, {ratio:.2f} times as fast as the slowest. The mean "

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and its messages: predicted next to measured."""
+"""Charts of a step's time by cause and of its messages, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _JOINED: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def mean_causes(profile: StepProfile | None) -> dict[str, float]:
-    """Return the seconds of each cause, as the mean over ranks with known causes."""
+    """Return the seconds of each cause in a step, averaged over the ranks that report causes."""
     causes_by_rank = (
         [rank_profile.causes for rank_profile in profile.ranks if rank_profile.causes]
         if profile
@@ -75,9 +75,9 @@ def bars(
     title: str,
     row: int = 40,
 ) -> Figure:
-    """Return bars next to each other by name, each with its value at the end.
+    """Return a horizontal bar chart: for each name a bar per side, labelled with its value.
 
-    `sides` are tuples of a name, a look, the values and their format.
+    Each of `sides` is its name, its look, a value per name, and the values as text.
     """
     count = len(sides)
     known = [value for _, _, values, _ in sides for value in values if value is not None]
@@ -129,7 +129,10 @@ def bars(
 def causes_chart(
     page: Page, planned: StepProfile | None, happened: StepProfile | None, name: str = "causes"
 ) -> str:
-    """Return the chart of the step's time by cause; empty if none is known."""
+    """Return the chart of a step's time by cause, or "" if no cause is known.
+
+    `happened` is the measured or simulated profile.
+    """
     predicted, measured = mean_causes(planned), mean_causes(happened)
     causes = [cause for cause in CAUSES if cause in predicted or cause in measured]
     if not causes:
@@ -175,7 +178,10 @@ def _told(times: Mapping[str, float], cause: str) -> str:
 
 
 def link_of(axis_name: str, layout: Layout | None, cluster: Cluster | None) -> str:
-    """Return the link that the messages of an axis cross: within a node, or between nodes."""
+    """Return the name of the link that messages of an axis cross; "?" if it is unknown.
+
+    It is the link between nodes if the furthest ranks of the axis are on different nodes.
+    """
     if layout is None or cluster is None or axis_name not in _JOINED:
         return "?"
     furthest = max(layout.mesh.group(0, _JOINED[axis_name]))
@@ -193,7 +199,7 @@ def traffic_chart(
     cluster: Cluster | None,
     name: str = "messages",
 ) -> str:
-    """Return the busiest rank's messages in a step, by axis, kind and link; or nothing."""
+    """Return the chart of the busiest rank's messages in a step, by axis and kind, or ""."""
     base = happened if happened and _talker(happened) else planned
     busiest = _talker(base) if base else None
     if base is None or busiest is None:
@@ -239,7 +245,7 @@ _Sums = Mapping[tuple[str, str], _Sum]
 
 
 def _cells(sums: _Sums, expected: _Sums, key: tuple[str, str]) -> list[Any]:
-    """Return the table cells of a kind of message: bytes, count, time waited, predicted bytes."""
+    """Return the table cells of a kind of message: bytes, count, waiting time, predicted bytes."""
     actual = sums.get(key, _NONE)
     waited = seconds(actual[2]) if actual[2] is not None else None
     cells = [format_bytes(actual[0]), f"{actual[1]:,}", waited]
@@ -264,7 +270,7 @@ def _alike(rank_profile: RankProfile, profile: StepProfile | None) -> RankProfil
 
 
 def _sums(rank_profile: RankProfile) -> dict[tuple[str, str], _Sum]:
-    """Return bytes, messages and seconds waited of a rank by axis and kind."""
+    """Return the bytes, number of messages and seconds waited of a rank, by (axis, kind)."""
     sums: dict[tuple[str, str], _Sum] = {}
     for entry in rank_profile.traffic:
         byte_count, times, waited = sums.get((entry.axis, entry.kind), _NONE)

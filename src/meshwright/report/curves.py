@@ -1,4 +1,4 @@
-"""Curves over steps: loss, gradient norm, learning rate, throughput; of one run or of several."""
+"""Charts over steps of one or several runs: loss, gradient norm, learning rate, throughput."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WINDOW: Final = 15
 
 
 def series(events: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """Return the steps and values of a key, without non-finite numbers."""
+    """Return the steps and the values of a key of events, without non-finite values."""
     pairs = [(float(e["step"]), finite(e.get(key))) for e in events]
     known = [(step, value) for step, value in pairs if value is not None]
     return [step for step, _ in known], [value for _, value in known]
@@ -44,7 +44,7 @@ def series(events: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], 
 def line(
     name: str, xs: Sequence[float], ys: Sequence[float], colour: str, **properties: Any
 ) -> Any:
-    """Return a line trace, thinned to the resolution of a screen."""
+    """Return a plotly line trace, thinned to the resolution of a screen."""
     style = {"color": colour, "width": 2, **properties.pop("line", {})}
     mode = "lines+markers" if len(xs) <= 24 else "lines"
     return {
@@ -61,10 +61,10 @@ def line(
 
 
 def smooth(values: Sequence[float], window: int = _WINDOW) -> list[float]:
-    """Return the running median over `window` values, over fewer towards the ends.
+    """Return the running median of values; towards both ends its window becomes smaller.
 
-    A median is of as many values before as after, so that a curve that falls does not begin below
-    its first value.
+    The window always has as many values before as after, so that a falling curve does not begin
+    below its first value.
     """
     last = len(values) - 1
     halves = [min(window // 2, index, last - index) for index in range(len(values))]
@@ -82,7 +82,10 @@ def lines(
     labels: bool = True,
     **y: Any,
 ) -> Figure:
-    """Return a figure of lines with labels at their ends, which keep apart."""
+    """Return a figure of line traces, each labelled at its end; labels do not overlap.
+
+    `y` are options of the y axis.
+    """
     low, high = y.pop("range", None) or bounds(v for trace in traces for v in trace["y"])
     last = max((trace["x"][-1] for trace in traces if trace["x"]), default=1.0)
     first = min((trace["x"][0] for trace in traces if trace["x"]), default=0.0)
@@ -110,7 +113,7 @@ def lines(
 
 
 def run_curves(page: Page, run: RunRecord) -> list[str]:
-    """Return the charts of one run; empty if it has no step."""
+    """Return the charts of one run as HTML; empty if it has no step."""
     steps, evals = run.steps, run.by_step("eval")
     if not steps:
         return []
@@ -198,7 +201,7 @@ def _short(value: Any) -> str | None:
 
 
 def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
-    """Return loss by step and by time and throughput of several runs, overlaid."""
+    """Return charts of several runs overlaid: loss by step and by time, and throughput."""
     by_step, by_time, speed, rows, looks = [], [], [], [], []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         steps, look = run.steps, SERIES[index % len(SERIES)]
@@ -255,9 +258,9 @@ def _run_line(name: str, xs: Sequence[float], ys: Sequence[float], look: Look) -
 
 
 def _elapsed(steps: Sequence[Mapping[str, Any]], wanted: Sequence[float]) -> list[float]:
-    """Return the seconds that the steps up to each wanted step have taken together.
+    """Return the training time in seconds up to each of the `wanted` steps.
 
-    A step event has the mean of the steps since the last one.
+    A step event has the mean step time since the previous event.
     """
     total, last_step, elapsed = 0.0, 0.0, {}
     for event in steps:

@@ -1,4 +1,4 @@
-"""Tokens by layer and expert, over time, and the excess of the busiest rank."""
+"""Charts of the tokens per expert, by layer and over time, and of the busiest rank's excess."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED: Final = 12
 
 
 def experts_section(page: Page, run: RunRecord) -> None:
-    """Add the contents of a run's `experts` events, if it has any."""
+    """Add a section on a run's `experts` events to the page, if there are any."""
     events = run.by_step("experts")
     if not events:
         return
@@ -38,7 +38,7 @@ def experts_section(page: Page, run: RunRecord) -> None:
 
 
 def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
-    """Return an `experts` event in sentences."""
+    """Return sentences on an `experts` event."""
     if event.get("routing") == "balanced":
         return [
             'Balance was forced: with train.routing = "balanced" tokens meet experts in turn, '
@@ -78,7 +78,7 @@ def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
 
 
 def _cost(measured: StepProfile | None) -> str:
-    """Return what waiting along ep was of the measured step, where there is one."""
+    """Return a phrase on the share of a measured step spent on ep messages, or "" without one."""
     if measured is None:
         return ""
     causes = mean_causes(measured)
@@ -88,7 +88,7 @@ def _cost(measured: StepProfile | None) -> str:
 
 
 def _map(page: Page, event: Mapping[str, Any]) -> str:
-    """Return the tokens of each expert of each layer as a map: 1 is an equal share."""
+    """Return a heat map of tokens by layer and expert, relative to an equal share (1)."""
     tokens_by_layer = event["tokens"]
     shares = [
         [count * len(counts) / total if (total := sum(counts)) else 0.0 for count in counts]
@@ -107,7 +107,7 @@ def _map(page: Page, event: Mapping[str, Any]) -> str:
 
 
 def _map_over_time(page: Page, events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the map of tokens by expert and step, of the layer that is least balanced at last."""
+    """Return a heat map of tokens by expert and step, for the least balanced layer at the end."""
     shown_events, last = thin(events, 120), events[-1]
     if len(shown_events) < 2:
         return ""
@@ -136,7 +136,7 @@ def _heat(
     names: tuple[str, str],
     columns: Sequence[int],
 ) -> Figure:
-    """Return a heat map of shares; `rows` and `columns` number its axes, `names` names them."""
+    """Return a heat map figure; `names` name its axes, `rows` and `columns` label them."""
     down, along = names
     highest = max(2.0, *(share for row in shares for share in row))
     side = max(8, min(28, 480 // len(shares)))

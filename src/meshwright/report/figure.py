@@ -1,7 +1,7 @@
-"""What all figures and sections share: `Html`, the palette, and plotly.js figures as plain JSON.
+"""Shared by all pages: escaped HTML, the palette, and plotly.js figures as JSON.
 
 `Html` is text that is already HTML; all other text is escaped when it enters a page. The palette is
-distinguishable without colour vision, on paper, light and dark.
+distinguishable without colour vision, on paper, and in light and dark mode.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from meshwright.units import BINARY
 
 
 class Html(str):
-    """HTML that is safe as it is. Joining it with other text escapes that text."""
+    """Text that is already HTML; adding other text escapes that text."""
 
     __slots__ = ()
 
     def __add__(self, other: str) -> Html:
-        """Return both, one after the other."""
+        """Return the concatenation, with `other` escaped."""
         return Html(str.__add__(self, escape(other)))
 
 
 def escape(value: object) -> Html:
-    """Return a value as HTML: escaped text, or itself if it is HTML.
+    """Return a value as escaped HTML, or unchanged if it is `Html`.
 
-    Also escapes what charts would interpret as HTML in their texts.
+    Escaping also covers texts that plotly interprets as HTML.
     """
     return value if isinstance(value, Html) else Html(html.escape(str(value)))
 
@@ -39,13 +39,13 @@ def markup(template: str, *parts: object, **named: object) -> Html:
 
 
 def joined(parts: Iterable[object], between: str = "") -> Html:
-    """Return escaped values one after the other; `between` is HTML."""
+    """Return the concatenation of escaped values, with `between`, which is HTML, between them."""
     return Html(between.join(map(escape, parts)))
 
 
 INK, SOFT, GRID, SHADE, HATCH = "#1b2330", "#5a6573", "#e4e8ed", "#f1f3f6", "#b4bcc7"
 PAPER, RED = "#ffffff", "#b3261e"
-# Text on what is light in both themes.
+# Text on backgrounds that are light in both themes.
 BLACK: Final = "#10151d"
 
 _FORWARD, _BACKWARD, _INPUTS, _WEIGHTS = "#02468b", "#f09b48", "#f3de90", "#3aa273"
@@ -106,9 +106,9 @@ DARK: Final[Mapping[str, str]] = {
 
 
 class Look(NamedTuple):
-    """How one thing is drawn: a fill, stripes of a pattern over it, and the text on both.
+    """How a category is drawn: fill colour, stripes of a pattern over it, and text colour.
 
-    `pattern` is one of plotly's; `dash` is that of its line, as lengths of strokes and gaps.
+    `pattern` is one of plotly's; `dash` is the dash of its lines.
     """
 
     colour: str
@@ -118,12 +118,12 @@ class Look(NamedTuple):
     dash: str = "solid"
 
     def marker(self, border: str = SOFT, width: float = 1) -> dict[str, Any]:
-        """Return the marker of bars with this look."""
+        """Return the plotly marker of bars with this look."""
         line = {"color": border, "width": width}
         return {"color": self.colour, "line": line, **self._pattern("pattern")}
 
     def area(self) -> dict[str, Any]:
-        """Return the fill of an area with this look."""
+        """Return the plotly fill of an area with this look."""
         return {"fillcolor": self.colour, **self._pattern("fillpattern")}
 
     def _pattern(self, key: str) -> dict[str, Any]:
@@ -192,7 +192,7 @@ TOKENS: Final = (RED, SHADE, "#356f9f")
 
 
 def blend(colour: str, towards: str, share: float) -> str:
-    """Return a colour mixed with a share of another; both as `#rrggbb`."""
+    """Return a colour mixed with `share` of another; both are `#rrggbb`."""
     pairs = zip(_channels(colour), _channels(towards), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
@@ -213,7 +213,7 @@ MOST_POINTS: Final = 1200
 
 
 def axis(title: str = "", **options: Any) -> dict[str, Any]:
-    """Return an axis: a title with its unit, a quiet grid."""
+    """Return a plotly axis with the given title and a light grid; `options` override."""
     defaults: dict[str, Any] = {
         "gridcolor": GRID,
         "linecolor": GRID,
@@ -230,7 +230,7 @@ def axis(title: str = "", **options: Any) -> dict[str, Any]:
 
 
 def figure(data: Sequence[Mapping[str, Any]], height: int, **layout: Any) -> Figure:
-    """Return a figure of some traces, `height` pixels high; `layout` overrides the common one."""
+    """Return a plotly figure of some traces; `height` is in pixels, `layout` overrides defaults."""
     margin = {"l": 8, "r": 12, "t": 10, "b": 8, "pad": 0, **layout.pop("margin", {})}
     shared: dict[str, Any] = {
         "height": height,
@@ -246,21 +246,21 @@ def figure(data: Sequence[Mapping[str, Any]], height: int, **layout: Any) -> Fig
 
 
 def note(text: str, x: float, y: float, colour: str = INK, **options: Any) -> dict[str, Any]:
-    """Return a text in a figure, at data coordinates unless `options` say otherwise."""
+    """Return a plotly annotation at data coordinates, unless `options` say otherwise."""
     font = {"size": 11.5, "color": colour}
     return {"text": text, "x": x, "y": y, "showarrow": False, "font": font, **options}
 
 
 def end_label(text: str, y: float, colour: str, **options: Any) -> dict[str, Any]:
-    """Return the label of a line, right of its end."""
+    """Return a plotly annotation that labels a line at its right end."""
     anchor = {"xref": "paper", "xanchor": "left", "xshift": 6, "align": "left"}
     return note(text, 1, y, colour, **{**anchor, **options})
 
 
 def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return positions in the same order, moved as little as possible to be `gap` apart.
+    """Return positions in the same order, moved as little as needed to be `gap` apart.
 
-    They stay in `low`..`high`. If there is no room for all, they share it evenly.
+    They stay within `low` to `high`; if they do not fit, the gap is smaller.
     """
     order = sorted(range(len(positions)), key=positions.__getitem__)
     gap = min(gap, (high - low) / max(len(positions) - 1, 1))
@@ -285,7 +285,7 @@ def thin(values: Sequence[Any], limit: int = MOST_POINTS) -> list[Any]:
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
-    """Return JSON with rounded numbers, and None for non-finite ones."""
+    """Return a JSON value with numbers rounded to `digits` digits, and None for non-finite ones."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
@@ -299,12 +299,12 @@ def rounded(value: Any, digits: int = 5) -> Any:
 
 
 def time_unit(longest: float) -> tuple[str, float]:
-    """Return a readable unit for times up to `longest` seconds, and its count in one second."""
+    """Return a unit for times up to `longest` seconds, and how many of it make one second."""
     return ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
 
 
 def byte_unit(largest: float) -> tuple[str, float]:
-    """Return a readable unit for sizes up to `largest` bytes, and its number of bytes."""
+    """Return a unit for sizes up to `largest` bytes, and its size in bytes."""
     return next(((name, float(size)) for name, size in BINARY if largest >= size), ("B", 1.0))
 
 
@@ -317,13 +317,13 @@ def seconds(value: float) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number of an event, or None if it is missing, not finite or no number."""
+    """Return a value of an event as a float; None if missing, not finite or not a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
 
 
 def bounds(values: Iterable[float | None], *, share: float = 0.06) -> tuple[float, float]:
-    """Return the range of an axis for some values, with a small margin."""
+    """Return the range of an axis for some values, with `share` of it as margin on each side."""
     known = [value for value in values if value is not None]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     air = (high - low) * share or abs(high) * share or 1.0

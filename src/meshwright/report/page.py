@@ -1,4 +1,4 @@
-"""`Page`: sections, charts with their tables, and the HTML file that they become.
+"""`Page` collects sections and charts with their tables, and writes them as one HTML file.
 
 The file needs no server and no network: plotly.js and the figures are in it, compressed, and the
 browser unpacks them. All text is plain HTML, readable without any script.
@@ -27,14 +27,14 @@ _NUMBER: Final = re.compile(r"[+\-−]?\d[\d.,]*\S*( \S+)?( \(\S+\))?")
 
 @dataclass
 class Section:
-    """A part of a page: the name of its landmark, its heading, its HTML."""
+    """A section of a page: its id, its heading and its HTML."""
 
     id: str
     title: str
     parts: list[str]
 
     def html(self) -> Html:
-        """Return the section as a landmark."""
+        """Return the section as an HTML landmark."""
         return markup(
             '<section id="{id}" aria-labelledby="{id}-title">'
             '<h2 id="{id}-title">{title}</h2>\n{body}\n</section>',
@@ -46,7 +46,7 @@ class Section:
 
 @dataclass
 class Page:
-    """A page under construction: `chart` collects the figures, `section` the rest."""
+    """A page under construction, with its sections, and its figures by name."""
 
     title: str
     subtitle: str
@@ -54,7 +54,7 @@ class Page:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def section(self, name: str, title: str, *parts: str) -> None:
-        """Add a section, unless it has no parts. Parts that are not `Html` are escaped."""
+        """Add a section unless all parts are empty; parts that are not `Html` are escaped."""
         nonempty = [part for part in parts if part]
         if nonempty:
             self.sections.append(Section(name, title, nonempty))
@@ -71,10 +71,11 @@ class Page:
         zoom: bool = False,
         choose: str = "",
     ) -> Html:
-        """Return the HTML of a chart with its title, its caption, and its numbers as a table.
+        """Add a figure to the page, and return the HTML of its chart with caption and table.
 
-        Several figures by name become a choice, labelled `choose`. `key` explains colours next to
-        the title; `zoom` adds buttons for the keyboard that do what dragging does.
+        `drawn` is a figure, or several by name, of which the reader chooses one by a control
+        labelled `choose`. `key` is a legend shown beside the title; `zoom` adds buttons that do
+        what dragging does.
         """
         choices = {} if "data" in drawn else dict(drawn)
         first = next(iter(choices.values())) if choices else dict(drawn)
@@ -100,7 +101,7 @@ class Page:
         )
 
     def html(self) -> str:
-        """Return the whole file."""
+        """Return the content of the HTML file."""
         links = (markup('<li><a href="#{}">{}</a></li>', s.id, s.title) for s in self.sections)
         script = f"\n{_asset('page.js')}\n"
         plotly, packed = _plotly()
@@ -121,7 +122,7 @@ class Page:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "") -> Html:
-    """Return a table; cells that are numbers, with their unit, are right-aligned."""
+    """Return an HTML table; cells that are numbers, also with a unit, are right-aligned."""
     if not rows:
         return Html("<p>Nothing to show.</p>")
     return markup(
@@ -141,25 +142,25 @@ def _cell(value: Any) -> Html:
 
 
 def facts(pairs: Sequence[tuple[str, str, str]]) -> Html:
-    """Return key figures: name, value, what it is compared with."""
+    """Return key figures as HTML; each is a name, a value, and a remark such as a comparison."""
     form = "<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>"
     return markup('<dl class="facts">{}</dl>', joined(markup(form, *pair) for pair in pairs))
 
 
 def notices(warnings: Sequence[tuple[str, str]]) -> Html:
-    """Return warnings as a list: the problem, and what to do."""
+    """Return warnings as an HTML list; each is a problem and what to do."""
     form = "<li><strong>{}</strong> {}</li>"
     items = joined(markup(form, _text(problem), _text(todo)) for problem, todo in warnings)
     return markup('<ul class="notices">{}</ul>', items) if warnings else items
 
 
 def commands(*lines: str) -> Html:
-    """Return commands to be pasted, each in a box of its own."""
+    """Return shell commands as HTML, each in its own box."""
     return joined(markup("<pre>{}</pre>", line) for line in lines)
 
 
 def alarm(title: str, cause: str, todo: str, lines: Sequence[str]) -> Html:
-    """Return a banner: what went wrong, why, what to do, and the commands for it."""
+    """Return an HTML banner: what went wrong, why, what to do, and the commands for it."""
     return markup(
         '<div class="alarm" role="alert"><strong>{}</strong><p>{}</p><p>{}</p>{}</div>',
         title,
@@ -170,18 +171,18 @@ def alarm(title: str, cause: str, todo: str, lines: Sequence[str]) -> Html:
 
 
 def prose(*sentences: str) -> Html:
-    """Return sentences as a paragraph."""
+    """Return sentences as an HTML paragraph; empty ones are skipped."""
     text = joined((_text(sentence) for sentence in sentences if sentence), " ")
     return markup("<p>{}</p>", text) if text else text
 
 
 def _text(text: str) -> Html:
-    """Return a text as HTML, what is between backquotes as code."""
+    """Return a text as HTML, with text between backquotes as code."""
     return Html(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
 
 
 def key_of(pairs: Sequence[tuple[str, Look]], *, is_lines: bool = False) -> Html:
-    """Return a legend of looks, each next to a sample: of a bar, or of a line."""
+    """Return an HTML legend: each name beside a sample of its look, a bar or a line."""
     fill = 'data-fill="{look.colour}" data-stripe="{look.stripe}"'
     bar = f'<i {fill} data-pattern="{{look.pattern}}"></i>'
     dashed = f'<svg {fill} aria-hidden="true"><path d="M0 6H28" stroke-dasharray="{{dash}}"/></svg>'
@@ -207,12 +208,12 @@ def grid(*parts: str) -> Html:
 
 
 def folded(title: str, html: str) -> Html:
-    """Return HTML that is folded under its title; not printed."""
+    """Return HTML collapsed under a title; it is not printed on paper."""
     return markup("<details><summary>{}</summary>{}</details>", title, html)
 
 
 def titled(title: str, html: str) -> Html:
-    """Return HTML under a heading of its own in a section."""
+    """Return HTML under its own heading within a section."""
     return markup("<h3>{}</h3>{}", title, html)
 
 
@@ -234,9 +235,9 @@ def _zoom(name: str) -> Html:
 
 
 def policy(*scripts: bytes) -> str:
-    """Return the Content-Security-Policy of a page that runs only these scripts.
+    """Return a Content-Security-Policy that allows only these scripts and no requests.
 
-    It requests nothing from elsewhere. Charts set the styles of their elements.
+    Inline styles are allowed, since plotly sets them.
     """
     hashes = (base64.b64encode(hashlib.sha256(script).digest()).decode() for script in scripts)
     rules = {
@@ -260,6 +261,6 @@ def _packed(data: bytes) -> str:
 
 @cache
 def _plotly() -> tuple[bytes, str]:
-    """Return plotly.js, plain and packed: its bundle of cartesian charts, all that pages have."""
+    """Return plotly.js (its bundle of cartesian charts), plain and packed."""
     code = _asset("plotly.min.js").encode()
     return code, _packed(code)

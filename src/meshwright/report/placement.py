@@ -1,4 +1,4 @@
-"""The layout as a picture of its mesh, and the placement of each parameter."""
+"""Draws a layout's mesh of ranks, and tabulates the placement of each parameter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LETTERS: Final = {"dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"}
 
 
 def mesh_words(layout: Layout) -> str:
-    """Return a layout in words: `pipeline 4 x tensor 2 = 8 ranks, ...`."""
+    """Return a layout in words, such as `pipeline 4 × tensor 2 = 8 ranks, schedule 1f1b`."""
     degrees = [
         f"{_AXIS_NAMES[axis_name]} {degree}"
         for axis_name in AXES
@@ -69,7 +69,7 @@ class _Cell(NamedTuple):
 
 
 def mesh_chart(page: Page, program: Program, name: str = "mesh") -> str:
-    """Return the picture of which rank holds which part, and its table."""
+    """Return the chart of which rank holds which shard of which stages, with its table."""
     layout = program.layout
     columns = list(_columns(layout))
     shown = columns[: _fitting(layout)]
@@ -111,14 +111,14 @@ def mesh_chart(page: Page, program: Program, name: str = "mesh") -> str:
 
 
 def _columns(layout: Layout) -> Iterator[dict[str, int]]:
-    """Yield the coordinates of the ranks of one pipeline place, in the order of the mesh."""
+    """Yield the mesh coordinates, apart from pp, of the ranks of one pipeline stage, in order."""
     axes = AXES[1:]
     for position in product(*(range(layout.mesh.degree(axis_name)) for axis_name in axes)):
         yield dict(zip(axes, position, strict=True))
 
 
 def _fitting(layout: Layout) -> int:
-    """Return how many columns are drawn: whole groups of neighbours, as there is room."""
+    """Return how many ranks per pipeline stage to draw: as many whole groups of an axis as fit."""
     count = layout.world // layout.pp
     if count <= MOST_COLUMNS:
         return count
@@ -157,7 +157,10 @@ def _cell(program: Program, pp_rank: int, column: Mapping[str, int]) -> _Cell:
 
 
 def _held(program: Program, pp_rank: int, part: tuple[int, int]) -> int:
-    """Return the parameters whose optimizer states a rank keeps."""
+    """Return the number of parameters whose optimizer states a rank stores.
+
+    `part` is the rank's coordinates in the sharding.
+    """
     return sum(
         math.prod(program.shardings[name].shape(*part))
         for stage in program.held(pp_rank)
@@ -174,7 +177,10 @@ def _stage_parameters(program: Program, pp_rank: int) -> int:
 
 
 def _stage_words(program: Program, pp_rank: int) -> str:
-    """Return what the stages of a pipeline place are: `stage 0: embedding, layers 0 to 3`."""
+    """Return in words what a pipeline rank's stages contain: `stage 0: embedding, layers 0 to 3`.
+
+    Stages in the middle of a long list are only counted.
+    """
     descriptions = []
     for stage in program.held(pp_rank):
         contents = ["embedding"] if stage.is_first else []
@@ -257,7 +263,7 @@ def _mesh(
 
 
 def _labels(program: Program, columns: int, rows: int) -> list[dict[str, Any]]:
-    """Return what the stages hold, right of the cells where these leave room for it."""
+    """Return annotations with each pipeline rank's number of parameters, if there is space."""
     if columns > _ROOMY // 2:
         return []
     anchor = {"xanchor": "left", "xshift": 8}
@@ -282,7 +288,7 @@ def _column_name(layout: Layout, column: Mapping[str, int]) -> str:
 
 
 def _ticks(names: Sequence[str]) -> list[int]:
-    """Return which columns are named: all, or so many that names do not touch on a narrow page."""
+    """Return the indices of columns to label, so that labels do not overlap on a narrow page."""
     if not any(names):
         return []
     slot = _NARROW / max(len(names), _ROOMY)
@@ -303,7 +309,7 @@ def _row_name(program: Program, pp_rank: int) -> str:
 
 
 def placement_table(program: Program) -> str:
-    """Return the placement of parameters, with one row for those of all layers."""
+    """Return a table of how parameters are sharded, with one row for a parameter of all layers."""
     layout = program.layout
     groups: dict[str, list[Sharding]] = {}
     for name, sharding in program.shardings.items():

@@ -1,6 +1,6 @@
-"""`RunRecord`: the contents of a run folder, whole or cut off, of this version or an older one.
+"""`RunRecord`: the contents of a run folder, even if incomplete or by an older version.
 
-Missing parts are described in words, so that a page can show the rest.
+Missing parts are described in words, so that a page can show the others.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _OF_A_RUN: Final = ("plan.json", "events.jsonl")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run; `missing` says what is not, and why.
+    """What is known of a run; `missing` says what is not known, and why.
 
     `values` are the config's, by section and key. `program` and `cluster` are None if the config
-    cannot be read any more.
+    can no longer be read.
     """
 
     path: Path
@@ -49,31 +49,31 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The name of the folder, after following a link."""
+        """The name of the run folder, with links resolved."""
         return self.path.resolve().name
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """The last start event; empty if there is none."""
+        """The last "start" event; empty if there is none."""
         return self.last("start")
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
-        """Step events in order; of a repeated step, the later one counts."""
+        """The "step" events in order of steps; the last one for a repeated step."""
         return self.by_step("step")
 
     @property
     def planned(self) -> StepProfile | None:
-        """The predicted profile."""
+        """The predicted step profile, or None."""
         return of_source(self.profiles, "predicted")
 
     @property
     def measured(self) -> StepProfile | None:
-        """The measured profile."""
+        """The measured step profile, or None."""
         return of_source(self.profiles, "measured")
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return the events of a kind."""
+        """Return the events of a kind, such as "step"."""
         return [event for event in self.events if event.get("event") == kind]
 
     def last(self, kind: str) -> Mapping[str, Any]:
@@ -82,13 +82,13 @@ class RunRecord:
         return events[-1] if events else {}
 
     def by_step(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return the events of a kind by step, the last one of each."""
+        """Return the events of a kind in order of steps; the last one for a repeated step."""
         last_events = {e["step"]: e for e in self.of(kind) if isinstance(e.get("step"), int)}
         return [last_events[step] for step in sorted(last_events)]
 
 
 def read_run(path: Path) -> RunRecord:
-    """Return the record of a run folder; raises `ConfigError` if it is none."""
+    """Return the record of a run folder; raises `ConfigError` if it is not one."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a run folder: there is no such folder")
     if not any((path / name).is_file() for name in _OF_A_RUN):
@@ -171,7 +171,7 @@ def _cluster(config: Config | None, layout: Layout | None) -> Cluster | None:
 
 
 def _events(path: Path, missing: list[str]) -> tuple[Mapping[str, Any], ...]:
-    """Return the run's events, without damaged or unfinished lines."""
+    """Return the run's events without damaged or unfinished lines, which `missing` mentions."""
     try:
         events = Events.read(path)
     except OSError:
@@ -202,9 +202,9 @@ def _profiles(path: Path, missing: list[str]) -> tuple[StepProfile, ...]:
 
 
 def differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Return the config keys in which runs differ, with each one's value, in order.
+    """Return each config key in which the runs differ, with its value in each run.
 
-    The layout is the resolved one.
+    Layout keys are those of the resolved layout.
     """
     keys: dict[str, None] = {}
     for record in records:

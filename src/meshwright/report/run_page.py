@@ -1,7 +1,7 @@
-"""The page of one run, and that of several side by side.
+"""The page of one run, or of several runs side by side.
 
-A run that did not go well has a banner: the cause, what to do, the command. Of several runs, the
-page says which was the fastest, by how much, and why.
+The page of a run that failed begins with a banner: the cause, what to do, the command. The page of
+several runs says which was the fastest, by how much, and why.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from meshwright.units import format_bytes, format_count, format_seconds
 
 
 def winner(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
-    """Return sentences that name the run with the most tokens per second; empty without steps.
+    """Return sentences on the run with the most tokens per second; empty without steps.
 
-    The lead is over the next one, in medians of logged steps. The reason is the cause on which the
-    next one's recorded step spends the most additional time.
+    The lead is over the second-fastest run, in medians of logged steps. The reason given is the
+    cause that takes the most additional time in that run's recorded step.
     """
     speeds = [statistics.median(rates) if (rates := _speeds(run)) else 0.0 for run in runs]
     order = sorted(range(len(runs)), key=speeds.__getitem__, reverse=True)
@@ -114,7 +114,7 @@ _KINDS: Final = {
 
 
 class Banner(NamedTuple):
-    """What happened, why, what to do, and the commands for it."""
+    """What went wrong with a run, why, what to do, and the commands for it."""
 
     title: str
     cause: str
@@ -123,9 +123,9 @@ class Banner(NamedTuple):
 
 
 def banner(run: RunRecord, unix_time: float | None = None) -> Banner | None:
-    """Return the banner of a run; None if nothing went wrong, or if it is still running.
+    """Return the banner of a run; None if nothing went wrong or it is still running.
 
-    `unix_time` is in seconds since 1970, by default the clock's.
+    `unix_time` is the current time in seconds since 1970; None reads the clock.
     """
     folder = shlex.quote(str(run.path.resolve()))
     resume, doctor = f"meshwright train --resume {folder}", f"meshwright doctor {folder}"
@@ -151,7 +151,7 @@ def banner(run: RunRecord, unix_time: float | None = None) -> Banner | None:
 
 
 def _diverged(steps: Sequence[Any]) -> str | None:
-    """Return how the loss diverged, if it did: not finite, or far above its lowest median."""
+    """Return a sentence if the last loss is not finite or far above the lowest, else None."""
     if not steps:
         return None
     last = steps[-1]
@@ -172,7 +172,10 @@ def _diverged(steps: Sequence[Any]) -> str | None:
 
 
 def _silent(run: RunRecord, unix_time: float) -> float | None:
-    """Return for how long a run has written nothing, if that is longer than its steps explain."""
+    """Return the seconds since a run's last event if they exceed what its step time explains.
+
+    None otherwise.
+    """
     file = run.path / "events.jsonl"
     times = series(run.steps, "step_time_s")[1]
     if not file.is_file():
@@ -183,9 +186,9 @@ def _silent(run: RunRecord, unix_time: float) -> float | None:
 
 
 def report(paths: Sequence[Path]) -> str:
-    """Return the page of a run folder, or of several side by side.
+    """Return the HTML page of one run folder, or of several side by side.
 
-    Raises `ConfigError` for a folder that is no run, or that has values that no run writes.
+    Raises `ConfigError` for a folder that is not a run, or has invalid values.
     """
     runs = [read_run(path) for path in paths]
     if not runs:
@@ -195,9 +198,9 @@ def report(paths: Sequence[Path]) -> str:
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of some runs, by default into the first one's folder.
+    """Write the page of one or several runs, by default to the first one's folder; return its path.
 
-    Raises `ConfigError` for a folder that is no run, `OSError` if it cannot be written.
+    Raises `ConfigError` for a folder that is not a run, `OSError` if the page cannot be written.
     """
     file = out or paths[0] / "report" / "index.html"
     html = report(paths).encode()
@@ -299,7 +302,7 @@ def comparison_page(runs: Sequence[RunRecord]) -> Page:
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a name for each run: its folder's, with the one above where two are alike."""
+    """Return a distinct name for each run: its folder, with its parent or a number if needed."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = ["/".join(run.path.resolve().parts[-2:]) for run in runs]
@@ -347,7 +350,7 @@ def _measured(runs: Sequence[RunRecord]) -> list[StepProfile | None]:
 def compared_causes(
     page: Page, profiles: Sequence[StepProfile | None], names: Sequence[str], name: str = "causes"
 ) -> str:
-    """Return the chart of several steps' time by cause; empty if fewer than two are known."""
+    """Return the chart of several runs' step time by cause, or "" if fewer than two are known."""
     known = [
         (name, means)
         for name, profile in zip(names, profiles, strict=True)
@@ -385,7 +388,7 @@ def compared_causes(
 
 
 def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the chart of each run's memory peak: from profiles if they have it, or from events."""
+    """Return the chart of each run's peak memory, from step profiles or else from events."""
     sides = [("predicted", PREDICTED), ("measured", MEASURED)]
     profiles = [(run.planned, run.measured) for run in runs]
     peaks = [

@@ -1,4 +1,4 @@
-"""The words of a page: how a run ended, its problems, and what to do about them."""
+"""The sentences of a run's page: how it ended, its problems, and what to do about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.spec.parts import parameter_count, trained_parameter_count
 from meshwright.spec.words import busy
 from meshwright.units import counted, format_bytes, format_count
 
-# What is the matter, and what to do.
+# A problem, and what to do about it.
 Advice = tuple[str, str]
 
 # Shares that are worth a word: of the step idle, of it waiting for the batch or for messages, of
@@ -29,7 +29,7 @@ _SLOWER: Final = 0.10
 
 
 def verdict(run: RunRecord) -> list[str]:
-    """Return how a run went, in sentences."""
+    """Return sentences on how a run ended and how good its loss is."""
     sentences = [_ending(run)]
     losses = series(run.steps, "loss")[1]
     entropy = finite(run.start.get("unigram_entropy"))
@@ -72,7 +72,7 @@ def _ending(run: RunRecord) -> str:
 
 
 def _compared(planned: StepProfile | None, happened: StepProfile | None) -> list[str]:
-    """Return how far predictions were off: time, memory, bubble."""
+    """Return a sentence, in a list, on the errors of predicted time, memory and bubble."""
     if planned is None or happened is None:
         return []
     comparisons = []
@@ -100,7 +100,7 @@ def _compared(planned: StepProfile | None, happened: StepProfile | None) -> list
 
 
 def run_warnings(run: RunRecord) -> list[Advice]:
-    """Return the problems of a run, each with what to do; the most serious first."""
+    """Return the problems of a run, each with advice; the most serious first."""
     return [
         *_failures(run),
         *_skipped(run),
@@ -191,7 +191,7 @@ def _shared_cores(run: RunRecord) -> Iterator[Advice]:
 
 
 def _of_cores(run: RunRecord) -> str | None:
-    """Return how many ranks share the machine's cores, if there are more ranks than cores."""
+    """Return a phrase such as "4 ranks share 2 cores" if ranks share cores, else None."""
     cores, world = run.machine.get("cores"), run.layout.world if run.layout else 1
     if run.machine.get("device") == "cpu" and cores and world > cores:
         return f"{world} ranks share {counted(cores, 'core')}"
@@ -199,7 +199,7 @@ def _of_cores(run: RunRecord) -> str | None:
 
 
 def _slowed_by(run: RunRecord) -> str | None:
-    """Return why steps may take longer than the constants say, and how to compare them."""
+    """Return a sentence on why the machine may have been slower than predicted, or None."""
     if (shared := _of_cores(run)) is not None:
         return f"{shared}. Compare a layout with a core for each rank."
     load, cores = finite(run.machine.get("load")), run.machine.get("cores")
@@ -210,9 +210,9 @@ def _slowed_by(run: RunRecord) -> str | None:
 def profile_warnings(
     planned: StepProfile | None, happened: StepProfile | None, slowed_by: str | None = None
 ) -> list[Advice]:
-    """Return the problems of a step: bubble, waits, memory, inaccurate predictions.
+    """Return the problems of a step, each with advice: bubble, waits, memory, wrong predictions.
 
-    `slowed_by` says what the machine did to the step, if it did.
+    `slowed_by` is a sentence on what slowed the machine, or None.
     """
     base = happened or planned
     if base is None:
@@ -252,7 +252,7 @@ def _shape(base: StepProfile) -> Iterator[Advice]:
 
 
 def _to_fill(layout: Mapping[str, Any]) -> str:
-    """Return advice on an idle pipeline: the options that the layout does not use yet."""
+    """Return advice on reducing the pipeline bubble by options that the layout does not use."""
     ways = ["more microbatches (a larger train.batch or a smaller layout.microbatch)"]
     if layout.get("virtual_stages", 1) == 1:
         ways.append("virtual stages (layout.virtual_stages=2)")
@@ -306,7 +306,7 @@ def _off(planned: StepProfile, happened: StepProfile, slowed_by: str | None) -> 
 
 
 def headline(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return the run's main numbers: name, value, what it is compared with."""
+    """Return the run's key figures; each is a name, a value and a remark."""
     steps, start = run.steps, run.start
     key_figures: list[tuple[str, str, str]] = []
     count = finite(start.get("parameters"))
@@ -342,7 +342,7 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _adapters(run: RunRecord) -> Iterator[tuple[str, str, str]]:
-    """Yield how much a run with adapters trains, and of which kind they are."""
+    """Yield the key figure on the trained parameters of a run with LoRA adapters."""
     model = run.program.model if run.program else None
     if model is None or model.lora is None:
         return
@@ -365,7 +365,10 @@ def _progress(run: RunRecord) -> Iterator[tuple[str, str, str]]:
 
 
 def peak_memory(run: RunRecord) -> tuple[str, int, str] | None:
-    """Return the rank with the highest peak of the run, its bytes, and which peak that is."""
+    """Return the rank with the highest peak memory, its bytes, and which kind of peak it is.
+
+    None if no event has it.
+    """
     peak_by_rank: dict[str, int] = {}
     for event in run.steps:
         peaks: Any = event.get("peak_memory_bytes")

@@ -1,4 +1,4 @@
-"""The sections of a step's profiles, the same for runs and simulations; memory over one step."""
+"""The sections on one step of runs and simulations, with the chart of memory over the step."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ _FAR: Final = 2.5
 def memory_chart(
     page: Page, happened: StepProfile | None, planned: StepProfile | None, name: str = "memory"
 ) -> str:
-    """Return the chart of the ranks whose memory is known; empty if none is.
+    """Return the chart of memory over the step for each rank with known memory, or "".
 
-    The measurement is stacked. Without one, the prediction is stacked, and there is no line.
+    The measurement is drawn as stacked areas with the prediction as a line; without a measurement,
+    the prediction is stacked.
     """
     base = happened if happened and happened.worst else planned
     if base is None or base.worst is None:
@@ -85,7 +86,7 @@ def memory_chart(
 
 
 def _about(limit: int | None, highest: int) -> str:
-    """Return a sentence about a limit that is not drawn."""
+    """Return a sentence on a memory limit that is too high to be drawn or not known, or ""."""
     if limit is None:
         return " The device's limit is not known."
     if limit <= max(highest, 1) * _FAR:
@@ -95,7 +96,10 @@ def _about(limit: int | None, highest: int) -> str:
 
 
 def memory_figure(rank_profile: RankProfile, twin: RankProfile | None, limit: int | None) -> Figure:
-    """Return a rank's memory as stacked areas in the order of `MEMORY`, with names."""
+    """Return a rank's memory over the step as areas stacked in the order of `MEMORY`.
+
+    `twin` is the predicted rank to draw as a line, `limit` the device's memory in bytes.
+    """
     points = thin(rank_profile.memory if len(rank_profile.memory) > 1 else rank_profile.memory * 2)
     xs, title, length = _places(points)
     highest = max([_peak(rank_profile), _peak(twin) if twin else 0, 1])
@@ -125,7 +129,10 @@ def memory_figure(rank_profile: RankProfile, twin: RankProfile | None, limit: in
 
 
 def _places(points: Sequence[MemoryPoint]) -> tuple[list[float], str, float]:
-    """Return where moments lie, the axis's title and its end: in time, or else in order."""
+    """Return the x positions of memory points, the axis title and the end of the axis.
+
+    Positions are times or, if times are unknown, indices.
+    """
     times = [point.time for point in points if point.time is not None]
     if len(times) < len(points):
         order = [float(index) for index in range(len(points))]
@@ -157,9 +164,10 @@ def _area(
 def _names(
     points: Sequence[MemoryPoint], used: Sequence[str], unit_bytes: float, roof: float
 ) -> list[dict[str, Any]]:
-    """Return the names of the areas, right of where they end, moved apart where they are thin.
+    """Return labels for the areas at the right edge, moved so that they do not overlap.
 
-    Bands are measured at the peak, so that a kind that is freed before the end has a label, too.
+    Their heights are those at the peak, so that a kind that is freed before the end has a label
+    too.
     """
     peak = max(points, key=lambda point: point.total)
     middles, below = [], 0.0
@@ -179,9 +187,9 @@ def _line(
     unit_bytes: float,
     length: float,
 ) -> dict[str, Any]:
-    """Return the line of a predicted rank, over the actions of the rank beside it.
+    """Return the line of a predicted rank's memory, on the time axis of the measured rank.
 
-    Where times are not known, or other actions were done, it is stretched to the whole `length`.
+    If times are unknown or the actions differ, it is stretched to the whole `length`.
     """
     points = thin(twin.memory if len(twin.memory) > 1 else twin.memory * 2)
     if any(point.time is None for point in measured):
@@ -206,9 +214,9 @@ def _line(
 def _over(
     twin: RankProfile, rank_profile: RankProfile, times: Sequence[float | None]
 ) -> list[float | None]:
-    """Return when another rank with the same actions was where `twin` is at some times.
+    """Return times of the rank `twin` mapped to those at which `rank_profile` did the same.
 
-    Between the edges of actions, and after the last one, time passes evenly.
+    Both have the same actions. Times between the edges of actions are interpolated.
     """
     edges = [(0.0, 0.0)]
     for planned, done in zip(work_of(twin), work_of(rank_profile), strict=True):
@@ -226,7 +234,7 @@ def _over(
 
 
 def _end(rank_profile: RankProfile) -> float:
-    """Return the last time that is known of a rank."""
+    """Return the last known time of a rank in its step, in seconds."""
     times = [point.time for point in rank_profile.memory if point.time is not None]
     return max([*times, *(span.end for span in rank_profile.spans)], default=0.0)
 
@@ -237,7 +245,7 @@ def _level(y: float) -> dict[str, Any]:
 
 
 def _twin(rank_profile: RankProfile, profile: StepProfile | None) -> RankProfile | None:
-    """Return the same rank of another profile, or the one at its place in the pipeline."""
+    """Return the same rank of another profile, else one of the same pipeline stage, else None."""
     with_memory = [rank for rank in profile.ranks if rank.memory] if profile else []
     same = [rank for rank in with_memory if rank.rank == rank_profile.rank]
     pp_rank = rank_profile.coordinates.get("pp", 0)
@@ -278,7 +286,7 @@ def step_sections(
     layout: Layout | None,
     cluster: Cluster | None,
 ) -> None:
-    """Add a step's profiles: timeline, memory, causes, messages; skips empty ones."""
+    """Add the sections of a step: timeline, memory, time by cause, messages; skips empty ones."""
     drawn = timeline_chart(page, [planned, happened])
     if drawn:
         step = happened.step if happened else None

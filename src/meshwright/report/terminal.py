@@ -1,7 +1,7 @@
-"""Charts in plain characters: a pipeline's timeline, seconds by cause, memory against the limit.
+"""Charts in plain characters: a pipeline's timeline, seconds by cause, memory and its limit.
 
-They are `rich` texts of limited width, which a console without a terminal prints without colour; no
-chart needs its colours to be read.
+They are `rich` texts of limited width, printed without colour outside a terminal; no chart depends
+on its colours.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _LEAST: Final = 0.001
 
 
 def summary(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
-    """Return all charts that some profiles have data for, predicted above measured.
+    """Return all charts that the profiles have data for, predicted above measured.
 
-    For a predicted and a measured profile, it says how well they agree.
+    With a predicted and a measured profile, a sentence compares them.
     """
     charts = [timeline_chart(profile, width) for profile in profiles]
     planned, measured = (of_source(profiles, source) for source in ("predicted", "measured"))
@@ -59,10 +59,10 @@ def summary(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
 
 
 def timeline_chart(profile: StepProfile, width: int = WIDTH) -> Text:
-    """Return each pipeline rank's actions from the first to the end of the last.
+    """Return a line of characters for each pipeline rank, which shows its actions over the step.
 
-    A line for each place in the pipeline. A character is the action in the middle of its time
-    interval, or a dot if there is none. Empty without spans.
+    A character is the kind of action in the middle of its time interval, or a dot if idle. Empty if
+    the profile has no actions.
     """
     first_by_pp_rank: dict[int, RankProfile] = {}
     for rank_profile in profile.ranks:
@@ -105,7 +105,7 @@ def _title(profile: StepProfile, seconds: float) -> Text:
 
 
 def _letters(spans: Sequence[Span], first: float, last: float, columns: int) -> str:
-    """Return the kind of action in the middle of each column, or the mark of idleness."""
+    """Return one character per column: the kind of action at its middle, or the mark for idle."""
     spans = sorted(spans, key=lambda span: span.start)
     starts = [span.start for span in spans]
     letters = []
@@ -117,7 +117,7 @@ def _letters(spans: Sequence[Span], first: float, last: float, columns: int) -> 
 
 
 def causes_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
-    """Return bars of a step's seconds by cause, on average over the ranks, of all profiles.
+    """Return bars of the seconds of a step by cause, averaged over the ranks of each profile.
 
     Predicted above measured if there are both. Empty if no profile has causes.
     """
@@ -156,7 +156,7 @@ def _average(profile: StepProfile) -> dict[str, float]:
 
 
 def memory_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
-    """Return the peak of each rank as a bar, against the device's limit if it is known.
+    """Return a bar of the peak memory of each rank, with the device's limit if it is known.
 
     Predicted above measured if there are both. Empty if no profile has memory.
     """
@@ -212,7 +212,7 @@ def _bar(share: float, room: int) -> str:
 
 
 def _shown(ranks: Sequence[int]) -> Iterator[int | None]:
-    """Yield the ranks to draw; None stands for those left out."""
+    """Yield the ranks to draw, with None in place of those left out in the middle."""
     if len(ranks) <= _MOST:
         yield from ranks
         return

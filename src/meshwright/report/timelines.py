@@ -1,4 +1,8 @@
-"""The pipeline's timeline: planned above measured, on a common time axis."""
+"""The timeline of a pipeline's step: planned above measured, on one time axis.
+
+A panel is one profile; a long step has its middle folded; a place maps the start and end of a span
+to the axis.
+"""
 
 from __future__ import annotations
 
@@ -44,32 +48,32 @@ Place = Callable[[float, float], tuple[float, float] | None]
 
 
 class Panel(NamedTuple):
-    """One profile of a timeline, with its drawn ranks."""
+    """One profile of a timeline, with the ranks to draw."""
 
     profile: StepProfile
     ranks: tuple[RankProfile, ...]
 
     @property
     def end(self) -> float:
-        """The end of its last span, or of the step, in seconds."""
+        """The end of its last span or of the step, whichever is later, in seconds."""
         last = max(span.end for rank_profile in self.ranks for span in rank_profile.spans)
         return max(last, self.profile.step_time_s or 0.0)
 
 
 class Fold(NamedTuple):
-    """A step's folded middle, from `start` to `stop` in seconds, drawn `width` seconds wide."""
+    """A part of a step, `start` to `stop` in seconds, that is drawn only `width` seconds wide."""
 
     start: float
     stop: float
     width: float
 
     def at(self, time: float) -> float:
-        """Return where a moment is drawn; one in the middle is at the fold's left edge."""
+        """Return where a time is drawn; times within the fold are drawn at its left edge."""
         is_after = time >= self.stop
         return time - self.stop + self.start + self.width if is_after else min(time, self.start)
 
     def place(self, start: float, end: float) -> tuple[float, float] | None:
-        """Return where an interval is drawn, for the part outside of the fold."""
+        """Return where an interval is drawn; None if it is entirely within the fold."""
         if self.start <= start and end <= self.stop:
             return None
         begins = self.at(max(start, self.stop)) if start >= self.start else start
@@ -77,12 +81,12 @@ class Fold(NamedTuple):
 
 
 def as_timed(start: float, end: float) -> tuple[float, float]:
-    """Place an interval at its own time."""
+    """Return an interval unchanged, for a timeline without a fold."""
     return start, end
 
 
 def work_of(rank_profile: RankProfile) -> list[Span]:
-    """Return a rank's computing actions, in order."""
+    """Return the spans of a rank's actions, in order of time."""
     return sorted(
         (span for span in rank_profile.spans if span.track == "compute"),
         key=lambda span: span.start,
@@ -90,9 +94,9 @@ def work_of(rank_profile: RankProfile) -> list[Span]:
 
 
 def fold_of(panels: Sequence[Panel]) -> Fold | None:
-    """Return the folded part of some profiles: the middle of those with too many spans to draw.
+    """Return the middle of a step to fold if there are too many spans to draw, else None.
 
-    On each rank, the actions that fill and drain the pipeline remain, and some of those between.
+    The first and last actions of each rank, which fill and drain the pipeline, remain.
     """
     edges = [
         _middle(panel)
@@ -126,11 +130,10 @@ def _middle(panel: Panel) -> tuple[float, float]:
 
 
 def aligned(panels: Sequence[Panel]) -> list[list[Place]] | None:
-    """Return row positions at which the same actions of some panels begin together.
+    """Return, for each row, a mapping of times at which equal actions of all panels are aligned.
 
-    Rows of the same place in the pipeline give each action as much room as the row in which it and
-    the wait for the next one took longest. None if there is nothing to compare, or if rows did not
-    do the same actions in the same order.
+    An action is as wide as the longest time in any panel from its start to that of the next. None
+    if there are fewer than two panels, or if their rows differ in actions.
     """
     groups: dict[int, list[RankProfile]] = defaultdict(list)
     for panel in panels:
@@ -154,7 +157,7 @@ def aligned(panels: Sequence[Panel]) -> list[list[Place]] | None:
 
 
 def _slots(rank_profiles: Sequence[RankProfile]) -> list[float]:
-    """Return where the actions of some rows begin, each after the longest one before it."""
+    """Return where each action begins when rows with the same actions are aligned."""
     starts = [[span.start for span in work_of(rank_profile)] for rank_profile in rank_profiles]
     slots = [max(row_starts[0] for row_starts in starts)]
     pitches = ([after - before for before, after in pairwise(row_starts)] for row_starts in starts)
@@ -190,14 +193,14 @@ TITLES: Final = {"predicted": "Planned", "simulated": "Simulated", "measured": "
 
 
 class _Row(NamedTuple):
-    """A rank of a picture, and where its spans are drawn."""
+    """A rank of a figure, and the mapping of its spans to the time axis."""
 
     rank_profile: RankProfile
     place: Place
 
 
 def panels(profiles: Sequence[StepProfile | None]) -> list[Panel]:
-    """Return the profiles that have spans, with one rank for each place in the pipeline."""
+    """Return a panel for each profile with spans, with one rank per pipeline stage."""
     drawn = []
     for profile in profiles:
         with_spans = [rank for rank in profile.ranks if rank.spans] if profile else []
@@ -217,9 +220,9 @@ def panels(profiles: Sequence[StepProfile | None]) -> list[Panel]:
 
 
 def timelines(shown: Sequence[Panel], longest: float = 0.0) -> dict[str, Figure]:
-    """Return the pictures of some panels by name: by time, and if comparable, by action.
+    """Return figures by name: "in time" and, if the panels are comparable, with actions aligned.
 
-    Those by time span at least `longest` seconds.
+    The first spans at least `longest` seconds.
     """
     longest = max(longest, *(panel.end for panel in shown))
     fold = fold_of(shown)
@@ -251,7 +254,10 @@ def _picture(
     fold: Fold | None = None,
     is_aligned: bool = False,
 ) -> Figure:
-    """Return the panels, one below the other, on one axis of `longest` seconds."""
+    """Return a figure with the panels one below the other, on one axis of `longest` seconds.
+
+    `places` has the mapping to the axis for each row of each panel.
+    """
     heights = [_ROW * len(panel.ranks) + _TITLE for panel in shown]
     total = sum(heights) + _GAP * (len(shown) - 1)
     unit, scale = time_unit(longest)
@@ -316,7 +322,7 @@ def _rows_axis(panel: Panel, domain: Sequence[float]) -> dict[str, Any]:
 
 
 def _ticks(fold: Fold, longest: float, scale: float) -> dict[str, Any]:
-    """Return times at both sides of a fold, a round number of units apart."""
+    """Return the ticks of a folded time axis, at round times on both sides of the fold."""
     wanted_step = longest * scale / 8
     power = 10.0 ** math.floor(math.log10(wanted_step))
     step = next(power * times for times in (1, 2, 5, 10) if power * times >= wanted_step)
@@ -338,7 +344,7 @@ def _folded(fold: Fold, scale: float, domain: Sequence[float]) -> dict[str, Any]
 
 
 def _row_name(rank_profile: RankProfile, profile: StepProfile) -> str:
-    """Return the name of a row; one of a plan stands for all ranks at its place in the pipeline."""
+    """Return the label of a rank's row; in a plan, one rank represents its pipeline stage."""
     stages = ",".join(map(str, rank_profile.stages))
     pp = profile.layout.get("pp") or 1
     name = f"rank {rank_profile.rank}"
@@ -365,7 +371,7 @@ def _end_of_step(x: float, domain: Sequence[float]) -> dict[str, Any]:
 
 
 def _traces(rows: Sequence[_Row], y: str, scale: float, unit: str) -> list[dict[str, Any]]:
-    """Return the bars of a panel: work, and waits at the foot of each row."""
+    """Return the bars of a panel's rows: work, and waits at the lower edge of each row."""
     traces = []
     groups: dict[tuple[str, Look, bool], list[tuple[int, Span, tuple[float, float]]]] = {}
     for row_number, row in enumerate(rows):
@@ -404,7 +410,10 @@ def _traces(rows: Sequence[_Row], y: str, scale: float, unit: str) -> list[dict[
 
 
 def _idle(panel: Panel, rows: Sequence[_Row], y: str, scale: float) -> list[dict[str, Any]]:
-    """Return the stretches between a row's actions, from the first of all to the last."""
+    """Return bars for the idle time between a rank's actions.
+
+    It counts from the first action of any rank to the last.
+    """
     if panel.profile.idle is None:
         return []
     work = [work_of(row.rank_profile) for row in rows]
@@ -472,7 +481,7 @@ def timeline_chart(
     name: str = "timeline",
     longest: float = 0.0,
 ) -> str:
-    """Return the chart of the profiles that have spans; empty if none has."""
+    """Return the chart of the timelines of profiles with spans, or "" if none has spans."""
     shown = panels(profiles)
     if not shown:
         return ""
@@ -492,7 +501,7 @@ def timeline_chart(
 
 
 def _told(shown: Sequence[Panel], is_aligned_too: bool) -> str:
-    """Return what a timeline shows, and what it leaves out."""
+    """Return the caption of a timeline: what it shows and what it leaves out."""
     sentences = [
         "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
     ]
@@ -517,7 +526,7 @@ def _told(shown: Sequence[Panel], is_aligned_too: bool) -> str:
 
 
 def _key(shown: Sequence[Panel]) -> list[tuple[str, Look]]:
-    """Return the legend of a timeline: the meaning of each colour and pattern in it."""
+    """Return the legend of a timeline: each colour and pattern in it, with its meaning."""
     ranks = [rank_profile for panel in shown for rank_profile in panel.ranks]
     spans = [span for rank_profile in ranks for span in rank_profile.spans]
     used = {span.name for span in spans}

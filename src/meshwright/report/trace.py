@@ -1,6 +1,6 @@
 """`chrome_trace`: step profiles as a trace for ui.perfetto.dev and chrome://tracing.
 
-The format is Google's "Trace Event Format"; Perfetto reads all parts of it that are used here.
+The format is Google's "Trace Event Format", of which only parts that Perfetto reads are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _THREADS: Final = 100
 
 
 class _Timed(NamedTuple):
-    """A span in whole nanoseconds, so that what touches does not overlap."""
+    """A span in whole nanoseconds, so that adjacent spans do not overlap by rounding."""
 
     start: int
     end: int
@@ -25,11 +25,11 @@ class _Timed(NamedTuple):
 
 
 def chrome_trace(profiles: Iterable[StepProfile]) -> dict[str, Any]:
-    """Return profiles as one trace: a process for each, threads for each track of a rank.
+    """Return profiles as one trace, with a process per profile and threads per rank and track.
 
     Times are in microseconds since the step began. Spans of a thread are disjoint or nested, as the
     format requires; overlapping messages of a rank use further threads. Memory is a counter of
-    bytes by category for each rank. What a profile lacks is left out.
+    bytes by category for each rank.
     """
     events: list[dict[str, Any]] = []
     for process, profile in enumerate(profiles, start=1):
@@ -80,7 +80,7 @@ def _thread(
 
 
 def name_of(span: Span) -> str:
-    """Return the name of a span: `F stage 0 microbatch 3`, `all_gather tp`, `update`."""
+    """Return the name of a span, such as `F stage 0 microbatch 3`, `all_gather tp` or `update`."""
     if span.stage < 0:
         return f"{span.name} {span.axis}" if span.axis else span.name
     if span.track == "messages" and not span.name.startswith(("SEND", "RECV")):
@@ -100,7 +100,7 @@ def _arguments(span: Span) -> dict[str, Any]:
 
 
 def _threads(spans: Iterable[Span]) -> list[list[_Timed]]:
-    """Assign spans to threads, each to the first in which it overlaps others by nesting alone."""
+    """Assign spans to threads, each to the first where it overlaps others only by nesting."""
     threads: list[list[_Timed]] = []
     # By thread: the ends of the spans that are not over, outermost first.
     open_ends: list[list[int]] = []

@@ -38,11 +38,11 @@ _SPARSE: Final = 64
 
 
 def read_whole(folder: Path, kind: str) -> Arrays:
-    """Return the tensors of a step's files of a kind, "weights" or "optimizer", as fp64.
+    """Return the whole tensors, as fp64, of a saved step's files "weights-*" or "optimizer-*".
 
-    Each file's header has the positions of its chunks: `DCP_SHARDING_INFO`, see
-    `checkpoint.tensors`. Elements that no chunk covers are NaN. Raises `CheckpointError` for
-    damaged files.
+    `folder` is the step's and `kind` the prefix of the files. Each file's header has the position
+    of every chunk in its tensor (`DCP_SHARDING_INFO`, see `checkpoint.tensors`). Elements that no
+    chunk covers are NaN. Raises `CheckpointError` for damaged files.
     """
     chunks: dict[str, list[tuple[list[int], Any]]] = {}
     for path in sorted(folder.glob(f"{kind}-*.safetensors")):
@@ -57,7 +57,7 @@ def read_whole(folder: Path, kind: str) -> Arrays:
 
 
 def _in_bf16(path: Path, opened: Any) -> dict[str, Any]:
-    """Return the tensors of a file that are in bf16 as fp32, by name: numpy has no bf16."""
+    """Return the bf16 tensors of a file converted to fp32, by name, since numpy lacks bf16."""
     if all(opened.get_slice(name).get_dtype() != "BF16" for name in opened.keys()):  # noqa: SIM118
         return {}
     entries: Any = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
@@ -95,10 +95,11 @@ def _joined(chunks: list[tuple[list[int], Any]]) -> Any:
 
 
 def distance(observed: Arrays, expected: Arrays) -> tuple[float, str]:
-    """Return the largest error of a tensor, relative to its size, and its name.
+    """Return the largest relative error of any tensor, and that tensor's name.
 
-    Infinite if a tensor is missing or has a NaN. The size of a tensor counts as at least 1e-5 of
-    the largest one's, because a vanishing tensor has only rounding noise.
+    The error is the L2 norm of the difference, relative to the norm of the expected tensor, or to
+    1e-5 of the largest norm if that is greater, because a vanishing tensor has only rounding noise.
+    It is infinite if a tensor is missing, has another shape or contains NaN.
     """
     norms = {name: float(np.linalg.norm(tensor)) for name, tensor in expected.items()}
     floor = 1e-5 * max(norms.values(), default=0.0)
@@ -114,7 +115,7 @@ def distance(observed: Arrays, expected: Arrays) -> tuple[float, str]:
 
 
 def minus(after: Arrays, before: Arrays) -> Arrays:
-    """Return the change of each tensor: NaN if it didn't exist, or had another shape."""
+    """Return the change of each tensor; NaN if it did not exist before or had another shape."""
     return {name: tensor - _like(tensor, before.get(name)) for name, tensor in after.items()}
 
 
@@ -124,9 +125,10 @@ def _like(tensor: Any, candidate: Any) -> Any:
 
 
 def above_noise(change: Arrays, state: Arrays, noise: float) -> Arrays:
-    """Return updates, but 0 where the gradient is noise, which AdamW turns into full steps.
+    """Return weight updates with 0 where the gradient is only rounding noise.
 
-    `state` is the optimizer's; gradients are noise below `noise` times the root mean square of all.
+    AdamW turns even such gradients into full steps. `state` is the optimizer's. An element counts
+    as noise if the root of its second moment is below `noise` times the root mean square of all.
     """
     second = {name: state[f"exp_avg_sq.{name}"] for name in change if f"exp_avg_sq.{name}" in state}
     if not second:
@@ -149,10 +151,10 @@ _TINY: Final = 1e-30  # for a loss of 0
 
 
 class Bounds(NamedTuple):
-    """The relative tolerances of another layout: losses, optimizer state and updates.
+    """The relative tolerances for resuming on another layout: losses, optimizer state and updates.
 
-    Moments in the state are sums of gradients, so their error is some hundred rounding errors. For
-    updates, only elements count whose gradients exceed `noise` times the root mean square of all.
+    Moments are sums of gradients, so their error is some hundred rounding errors. Updates are
+    compared only where gradients exceed `noise` times their root mean square.
     """
 
     loss: float
@@ -175,9 +177,10 @@ def certify(
     environ: Mapping[str, str],
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Verdict]:
-    """Yield the verdicts on resuming a config, for one of its small cases.
+    """Yield verdicts on whether resumed runs of a config equal an uninterrupted one.
 
-    `folder` receives the runs. `show` is called with progress messages.
+    `case` is the small model and layout used in place of the config's. `folder` receives the runs.
+    `show` is called with progress messages.
     """
     runs = _Runs(small_config(config, case, folder), folder, environ, show)
     layout = case.layout.model_dump(mode="json")
@@ -200,10 +203,10 @@ def certify(
 def on_another(
     uninterrupted: Run, other: Run, layout: Mapping[str, Any], bounds: Bounds
 ) -> Iterator[Verdict]:
-    """Yield the verdicts on three steps that another layout has taken from the same state.
+    """Yield verdicts on three steps that one rank took from the state that another layout saved.
 
-    If state is restored at the wrong place, the loss of the next step doesn't change, but the
-    update that this step adds to the weights does.
+    A misplaced restored state does not change the loss of the next step, but does change the update
+    that this step adds to the weights.
     """
     last = _FROM + _ON
     steps = f"steps {_FROM + 1} to {last}"
@@ -240,7 +243,7 @@ def on_another(
 
 
 def small_config(config: Config, case: Case, folder: Path) -> Config:
-    """Return the config with the case's layout and model, but its own vocabulary and data."""
+    """Return the config with the model and layout of a small case; vocabulary and data stay."""
     model = case.model.model_copy(
         update={"vocab_size": config.model.vocab_size, "dropout": config.model.dropout}
     )
@@ -269,7 +272,7 @@ def small_config(config: Config, case: Case, folder: Path) -> Config:
 
 
 class _Runs:
-    """Starts runs, and goes on with copies of them cut off after a step."""
+    """Starts runs, and resumes copies of them that are cut off after a step."""
 
     def __init__(
         self,
@@ -281,14 +284,17 @@ class _Runs:
         self._config, self._folder, self._environ, self._show = config, folder, environ, show
 
     def begin(self, name: str) -> Run:
-        """Return a run of all steps, each of them saved."""
+        """Train all steps, saving each of them, and return the run."""
         self._show(f"run of {STEPS} steps")
         log = self._config.log.model_copy(update={"name": name})
         config = self._config.model_copy(update={"log": log})
         return _whole(train(config, self._environ, io.StringIO()))
 
     def go_on(self, run: Run, after: int, name: str, layout: Layout | None = None) -> Run:
-        """Return a copy of a run as if it had ended after a step, resumed to its end."""
+        """Copy a run as if it had ended after step `after`, resume the copy, and return it.
+
+        `layout` is the layout to resume on; None keeps the run's own.
+        """
         copy = self._folder / name
         shutil.copytree(run.folder, copy)
         for path in steps(copy / "checkpoints"):
@@ -306,7 +312,7 @@ class _Runs:
 
 
 def _whole(run: Run) -> Run:
-    """Return a run that reached its last step; raises `StoppedOnRequest` if it was stopped."""
+    """Return the run unchanged; raises `StoppedOnRequest` if it was stopped early."""
     if run.exit_code == EXIT_STOPPED:
         raise StoppedOnRequest("stopped on request: the runs were not compared")
     return run
@@ -322,7 +328,7 @@ def _digest(folder: Path, step: int) -> str:
 
 
 def first_difference(uninterrupted: Path, resumed: Path, steps: tuple[int, ...]) -> str | None:
-    """Return the first difference between two runs' steps, None if there is none."""
+    """Return the first difference between the saved `steps` of two runs, or None."""
     for step in steps:
         expected, observed = _manifest(uninterrupted, step), _manifest(resumed, step)
         if not any(name.startswith("weights-") for name in expected["files"]):
@@ -337,7 +343,7 @@ def first_difference(uninterrupted: Path, resumed: Path, steps: tuple[int, ...])
 
 
 def _losses(run: Run, kind: str, steps: range) -> list[float]:
-    """Return the losses of some steps, or of evaluations after them; NaN for what is no number."""
+    """Return the losses of the "step" or "eval" events of some steps; NaN if not a number."""
     return [_number(event["loss"]) for event in run.events(kind) if event["step"] in steps]
 
 
@@ -348,7 +354,7 @@ def _number(value: Any) -> float:
 
 
 def _off(expected: list[float], observed: list[float]) -> float:
-    """Return the largest relative error; infinite where a loss is missing or not finite."""
+    """Return the largest relative error of losses; infinite if one is missing or not finite."""
     if len(expected) != len(observed) or not expected:
         return math.inf
     pairs = zip(expected, observed, strict=True)

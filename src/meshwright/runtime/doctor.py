@@ -1,4 +1,7 @@
-"""`doctor`: what this machine has, and whether a config could start on it. No torch here."""
+"""Checks of `doctor`: what this machine has, and whether a config could start on it.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ _EXTRAS: Final[Mapping[str, str]] = {
 
 
 def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Finding]:
-    """Yield findings on this machine, for runs under `log_dir`."""
+    """Yield findings on this machine's software, devices, memory, network and `log_dir`."""
     yield Finding("meshwright", f"{__version__}, Python {platform.python_version()}")
     torch = _version("torch")
     yield Finding(
@@ -82,9 +85,9 @@ def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Findi
 
 
 def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what a start of a config would find; starts no process, creates no run.
+    """Yield findings on whether training a config could start on this machine.
 
-    Prepares the data, as a start would.
+    Starts no process and creates no run, but prepares the data as a start would.
     """
     layout: Layout | None = None
 
@@ -145,7 +148,7 @@ def _devices(environ: Mapping[str, str]) -> str:
 
 
 def _load() -> Finding:
-    """Return how busy the machine is."""
+    """Return a finding on the machine's load average, a note if other processes are busy."""
     machine = detect(ClusterSpec(device="cpu"), {})
     if (text := busy(machine.load, machine.cores)) is not None:
         return Finding("load", text, "note")
@@ -173,7 +176,10 @@ def _port(port: int | None) -> str:
 
 
 def _folder(path: Path) -> str:
-    """Try in the nearest folder that exists what a run needs of it: files, and locks on them."""
+    """Return a line on a folder's disk space, after creating and locking a file there.
+
+    If the folder does not exist, this uses the nearest existing parent. Raises OSError if it fails.
+    """
     existing = nearest_folder(path)
     with tempfile.TemporaryFile(dir=existing) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,7 +213,7 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
 
 
 def data_identity(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the identity of a config's data; raises `DataError` if there is none."""
+    """Return the identity of a config's data, which it prepares if needed; raises `DataError`."""
     folder = cache_folder(config, environ)
     return open_data(config.data, folder, vocab_size=config.model.vocab_size).identity
 
@@ -218,7 +224,7 @@ def _trackers(config: Config) -> str:
 
 
 def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:
-    """Compare the predicted peak of all ranks of this machine with its memory."""
+    """Return a finding that compares the predicted peak memory with this machine's."""
 
     def look() -> str:
         check_limit(config, layout, machine)

@@ -1,8 +1,8 @@
 """Checks a config on all nodes before its first step, with one process per node.
 
 Each process runs the checks of `doctor`; together they find what no node finds alone: different
-versions, different data, broken links, unsynchronized clocks. They meet only in a store, so that
-nodes that cannot reach each other can report it.
+versions, different data, broken links, unsynchronized clocks. They exchange results only through
+the rendezvous store, so that nodes that cannot reach each other can still report it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ _SLOWEST: Final = 0.5  # of the fastest link: less is worth a note
 
 
 class _Listener:
-    """Answers the other nodes, as a context: a byte at a time, or one byte for a whole stream."""
+    """A TCP server for the measurements of other nodes, as a context manager.
+
+    It echoes single bytes, or acknowledges a whole stream with one byte.
+    """
 
     def __init__(self, address: str) -> None:
-        """Listen; raises `OSError` where the address is not this machine's."""
+        """Listen on an address; raises `OSError` if it is not an address of this machine."""
         self._server = socket.create_server((address, 0))
         self.port = int(self._server.getsockname()[1])
 
@@ -74,10 +77,11 @@ class _Listener:
 
 
 def measure_links(node: int, nodes: int, address: str, share: Share) -> dict[str, Any]:
-    """Return a node's measurements of its links: `turns` to the others, `rate` to the next.
+    """Measure a node's latency to all other nodes and its throughput to the next one.
 
-    A turn is the round trip of one byte in seconds, or why it failed; the rate is in bytes/s, while
-    all nodes send. A collective of one process per node.
+    Returns `turns`, the round trip of one byte in seconds to each node or a line on why it failed,
+    and `rate` in bytes/s while all nodes send, or None. `share` exchanges a text with all nodes.
+    All nodes must call this together.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -136,7 +140,7 @@ def _rate(peer: Mapping[str, Any]) -> float | None:
 
 
 def links_finding(names: Sequence[str], links: Sequence[Mapping[str, Any]]) -> Finding:
-    """Return all nodes' findings on links: who does not reach whom, or how fast."""
+    """Return a finding on the links of all nodes: which fail, or how fast they are."""
     lost, turns = [], []
     for name, link in zip(names, links, strict=True):
         for peer, turn in link["turns"].items():
@@ -171,10 +175,10 @@ _VERSIONS: Final = ("meshwright", "python", "torch")
 def preflight(
     config: Config, environ: Mapping[str, str], rendezvous: Rendezvous
 ) -> list[tuple[str, Finding]]:
-    """Return the findings of all nodes, by node name; the same list on every process.
+    """Check a config on all nodes, and return the same findings, by node name, on every process.
 
-    A collective of the processes in `rendezvous`, one per node. Raises `ConfigError` if
-    their number differs from the config's nodes.
+    The processes of `rendezvous`, one per node, must call this together. Raises `ConfigError` if
+    their number differs from `cluster.nodes`.
     """
     if config.cluster.nodes not in (1, rendezvous.size):
         problem = (
@@ -204,7 +208,7 @@ def preflight(
 def facts_of(
     config: Config, environ: Mapping[str, str], met: Meeting, findings: Sequence[Finding]
 ) -> dict[str, Any]:
-    """Return this node's facts for the comparison with other nodes."""
+    """Return this node's findings, versions and data identity, for comparison with other nodes."""
     try:
         data = data_identity(config, environ)
     except MeshwrightError:
@@ -223,7 +227,7 @@ def facts_of(
 
 
 def together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, Finding]]:
-    """Return the findings of each node, and then those of the comparison, as "all"."""
+    """Return the findings of each node, then those of comparing all nodes, under the name "all"."""
     names = _names(facts)
     findings = [
         (name, Finding(**finding))
@@ -248,7 +252,7 @@ def together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, Finding]]:
 
 
 def _names(facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each node; those of the same name get their place, too."""
+    """Return a name for each node: its host name, and its index if several have the same."""
     hosts = [fact["host"] for fact in facts]
     return [
         host if hosts.count(host) == 1 else f"{host} ({index})" for index, host in enumerate(hosts)
@@ -271,7 +275,7 @@ def _names_differ(facts: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def _addresses(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> Finding:
-    """Say through which interface each node talks; several that do so on loopback never meet."""
+    """Return a finding on the network interface of each node; bad if nodes would use loopback."""
     text = "; ".join(f"{name} {_interface(fact)}" for name, fact in zip(names, facts, strict=True))
     several = len({fact["host"] for fact in facts}) > 1
     if several and any(not fact["address"] or is_loopback(fact["address"]) for fact in facts):

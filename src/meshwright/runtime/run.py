@@ -1,4 +1,4 @@
-"""`Run`: a run's folder, and what can be done with it from Python."""
+"""`Run`: a training run as a Python object."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ _COLUMNS = ("", "value", "")
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A run and its folder; `exit_code` is the documented one, None for a run that was opened.
+    """A training run and its folder; `exit_code` is None for a run that was opened.
 
-    Prints as its main numbers, also in a notebook.
+    Its `repr` shows the run's main numbers, also in a notebook.
     """
 
     folder: Path
     exit_code: int | None = None
 
     def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the events of the run, or those of one kind; skips damaged lines."""
+        """Yield the run's events, all or those of one kind such as "step"; skips damaged lines."""
         for event in Events.read(RunFolder(self.folder).events):
             if kind is None or event["event"] == kind:
                 yield event
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Write the run's HTML page and return its path, `report/index.html` in the run folder."""
+        """Write the run's HTML page and return its path.
+
+        `out` is the file to write; None means `report/index.html` in the run folder.
+        """
         return write_report([self.folder], None if out is None else Path(out))
 
     def load_model(self) -> Transformer:
-        """Return the model of the newest step, in fp32; raises `CheckpointError` without one."""
+        """Return the model of the newest saved step, in fp32; raises `CheckpointError` if none."""
         from meshwright.checkpoint.weights import load_model
 
         return load_model(self.folder)
@@ -57,7 +60,10 @@ class Run:
         top_p: float = 0.95,
         seed: int = 0,
     ) -> str:
-        """Return a prompt with its continuation by the newest step; see `meshwright generate`."""
+        """Return the prompt and its continuation by the model of the newest saved step.
+
+        See `meshwright generate`.
+        """
         from meshwright.evaluate.talk import Sampling, TextModel
 
         sampling = Sampling(max_tokens, temperature, top_p, seed)
@@ -67,9 +73,10 @@ class Run:
         return generation.text
 
     def evaluate(self, rows: int | None = None) -> Perplexity:
-        """Return the newest step's loss on the text that the run held out, or on `rows` rows of it.
+        """Return the newest saved step's loss and perplexity on the run's held-out text.
 
-        The same as `meshwright eval RUN` on a CPU. Raises `ConfigError` if nothing was held out.
+        `rows` limits the number of sequences; None evaluates all. The same as `meshwright eval RUN`
+        on a CPU. Raises `ConfigError` if nothing was held out.
         """
         from meshwright.evaluate.perplexity import measure
         from meshwright.evaluate.text import BATCH_TOKENS, held_out, windows_of
@@ -83,10 +90,10 @@ class Run:
         return measure(model, windows, text.tokenizer, count, batch)
 
     def export_hf(self, out: str | Path, dtype: Literal["fp32", "bf16"] = "fp32") -> Exchanged:
-        """Write the model as a new Hugging Face folder, with its tokenizer, and check it.
+        """Write the model as a new Hugging Face folder with its tokenizer, and verify it.
 
-        The same as `meshwright checkpoint export-hf`: `passed` of the result is false where a
-        check failed, and then nothing was written.
+        The same as `meshwright checkpoint export-hf`. If a check fails, `passed` of the result is
+        False and nothing was written.
         """
         from meshwright.checkpoint.hf_exchange import export_hf
         from meshwright.data import load_tokenizer
@@ -97,20 +104,20 @@ class Run:
         return export_hf(self.folder, Path(out), tokenizer, dtype, form=stored.form)
 
     def __repr__(self) -> str:
-        """Return how the run went, and its main numbers."""
+        """Return the run's verdict and main numbers as text."""
         record = read_run(self.folder)
         title = f"run {self.folder}: {' '.join(verdict(record))}"
         return f"{title}\n{text_table(_COLUMNS, headline(record))}"
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
+        """Return the run's verdict and main numbers as HTML, for a notebook."""
         record = read_run(self.folder)
         title = f"run {self.folder}"
         return html_table(_COLUMNS, headline(record), [title, *verdict(record)])
 
 
 def open_run(folder: str | Path) -> Run:
-    """Return the run of a folder, such as `runs/latest`; raises `ConfigError` if it is none."""
+    """Return the run in a folder such as `runs/latest`; raises `ConfigError` if it is not a run."""
     path = Path(folder)
     read_run(path)
     return Run(path)

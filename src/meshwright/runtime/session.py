@@ -1,4 +1,4 @@
-"""`train` from a config to a finished run: preflight, run folder, ranks, exit code."""
+"""`train`: from a config to a finished run. Checks it, creates the run folder, starts the ranks."""
 
 from __future__ import annotations
 
@@ -109,14 +109,15 @@ def train(
     quiet: bool = False,
     callbacks: Sequence[Emit] = (),
 ) -> Run:
-    """Train a config and return its run; with `resume`, continues an existing run.
+    """Train a config and return its run; with `resume`, continue an existing run.
 
     Starts the local ranks, and restarts them if they fail, or joins those that torchrun has
-    started. `environ` is this process's own unless given; `out` receives the view, and a `quiet`
-    one shows little more than problems. `callbacks` are called in this process (of torchrun's: in
-    that of rank 0) with each event of the run as it happens, a dict as in `events.jsonl`. Raises
-    `ConfigError`, `DataError` or `CheckpointError` before any process starts, `RankFailed` if a
-    failed rank cannot be restarted, `NoProgress` if ranks fail repeatedly.
+    started. `environ` defaults to this process's environment. `out` receives the terminal view;
+    `quiet` shows little more than problems. `command` returns the command line of a rank.
+    `callbacks` are called in this process (under torchrun, in that of rank 0) with each event of
+    the run as it happens, a dict as in `events.jsonl`. Raises `ConfigError`, `DataError` or
+    `CheckpointError` before any process starts, `RankFailed` if a failed rank cannot be restarted,
+    `NoProgress` if ranks fail repeatedly.
     """
     environ = dict(os.environ) if environ is None else environ
     if "FAULT" in environ:
@@ -160,7 +161,7 @@ def prepare_job(
     rendezvous: Rendezvous | None = None,
     resume: Resume | None = None,
 ) -> Job:
-    """Check everything that can be checked before a process starts, and prepare the data.
+    """Return the job of a run, after preparing its data and all checks possible before ranks start.
 
     Raises `ConfigError`, `DataError` or `CheckpointError` naming the rule, the value and the
     alternatives.
@@ -202,7 +203,10 @@ def prepare_job(
 def _check_inputs(
     config: Config, machine: Machine, folder: RunFolder, cache: Path, lacks: str | None
 ) -> None:
-    """Refuse what needs no measurement and no data read: files, packages, room for the steps."""
+    """Raise for missing files or packages, or too little disk space for a step.
+
+    These checks need no measurement and read no data, so they come first.
+    """
     check_tokenizer(config)
     check_extras(config)
     check_fp8(config, machine.device)
@@ -217,15 +221,15 @@ def _check_inputs(
 
 
 def _refuse_steps(job: Job) -> None:
-    """Refuse a new run whose folder of steps has steps of another run."""
+    """Raise `ConfigError` if the checkpoint folder of a new run has steps of another run."""
     if steps(job.checkpoints):
         raise ConfigError(_taken(job))
 
 
 def locked(job: Job, stack: contextlib.ExitStack) -> list[RunLock]:
-    """Lock the folders that a job writes to while `stack` is open: the run's and the steps'.
+    """Lock the run folder and the checkpoint folder of a job for as long as `stack` is open.
 
-    Raises `ConfigError` if another run holds one of them, or has saved there meanwhile.
+    Raises `ConfigError` if another run holds a lock, or has saved steps in the checkpoint folder.
     """
     locks = [RunLock(job.folder.lock, job.run)]
     root = job.checkpoints  # a store has no locks: `commit.claim` lets the last process write
@@ -239,7 +243,7 @@ def locked(job: Job, stack: contextlib.ExitStack) -> list[RunLock]:
 
 
 def _taken(job: Job) -> str:
-    """Say that a job's folder of steps is another run's, and how to resume that one."""
+    """Return a message that a checkpoint folder belongs to another run, and how to resume it."""
     run, suffix = "RUN, RUN being its run folder", ""
     for plan in sorted(Path(job.config.log.dir).glob("*/plan.json")):
         with contextlib.suppress(ConfigError, OSError):  # a damaged run, or one without steps
@@ -255,7 +259,7 @@ def _taken(job: Job) -> str:
 
 
 def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
-    """Return the folder of prepared stores and downloads."""
+    """Return the folder for prepared data and downloads: `data.cache`, or the user's cache."""
     if config.data.cache is not None:
         return Path(config.data.cache)
     return user_cache(environ)
@@ -268,7 +272,7 @@ def _train_joined(
     resume: Resume | None,
     show: Callable[[Lasting], Sink],
 ) -> Run:
-    """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
+    """Train in this process, one of the ranks of a launcher; rank 0 prepares the run for all."""
     config = on_nodes(config, rendezvous)
     machine = _as_rank(config, rendezvous, environ)
     # Only here, where this process is a rank itself: a supervisor never needs torch.
@@ -323,7 +327,7 @@ def _train_joined(
 
 
 def _as_rank(config: Config, rendezvous: Rendezvous, environ: Mapping[str, str]) -> Machine:
-    """Return the machine of this rank, whose environment has what its GPU wants."""
+    """Return the machine of this rank, and on a GPU set the environment variables of ranks."""
     machine = detect(config.cluster, environ, rendezvous)
     if machine.device == "cuda":  # before torch reads it
         os.environ.update(gpu_environ(environ, machine.threads(rendezvous.local_size)))
@@ -331,9 +335,9 @@ def _as_rank(config: Config, rendezvous: Rendezvous, environ: Mapping[str, str])
 
 
 def _take_up_logs(job: Job, rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
-    """Make a rank leave its failure, and on a GPU NCCL's last operations, in the run folder.
+    """Direct a rank's failure record, and on a GPU NCCL's flight record, to the run folder.
 
-    torch reads the variable for it as it writes, at a time-out.
+    torch reads the environment variable for this when it writes the record, after a time-out.
     """
     job.folder.failure(rendezvous.rank).unlink(missing_ok=True)
     if job.machine.device == "cuda":
@@ -347,9 +351,10 @@ def _taken_up(
     resume: Resume | None,
     stack: contextlib.ExitStack,
 ) -> Job:
-    """Return the job of ranks that others have started, its folder locked while `stack` is open.
+    """Return the job of ranks that a launcher has started; `stack` locks its folders.
 
-    An attempt that comes back on more or fewer nodes goes on with its run on another layout.
+    A restarted attempt continues the run of the previous one, on another layout if the number of
+    ranks has changed.
     """
     folder = recorded(config, rendezvous, lambda text: _say(sys.stdout, text))
     before = None if folder is None else read_job(folder)
@@ -370,7 +375,7 @@ def _taken_up(
 
 
 def _check_world(job: Job, rendezvous: Rendezvous) -> None:
-    """Refuse ranks that a layout has no use for."""
+    """Raise `ConfigError` if the number of started ranks is not that of the layout."""
     if job.layout.world != rendezvous.size:
         problem = (
             f"the layout {job.layout.label} has {job.layout.world} ranks, and "
@@ -384,7 +389,7 @@ def _check_world(job: Job, rendezvous: Rendezvous) -> None:
 
 
 def _create(job: Job) -> None:
-    """Make the run folder, with what is predicted of the steps where these are to be recorded."""
+    """Create the run folder, and with `log.trace` write the predicted step profile into it."""
     create(job)
     publish(job)
     if job.config.log.trace and (prediction := predicted(job)) is not None:
@@ -401,7 +406,7 @@ def _progress_to(out: TextIO) -> Progress:
 
 
 def summarise(run: Run) -> Mapping[str, Any]:
-    """Return the outcome of a run as one JSON-ready object."""
+    """Return the outcome of a run, such as its last step and loss, as a JSON-ready dict."""
     steps = list(run.events("step"))
     start = next(run.events("start"), {})
     return {
@@ -414,7 +419,7 @@ def summarise(run: Run) -> Mapping[str, Any]:
 
 
 def _write_report(job: Job, out: TextIO | Lasting) -> None:
-    """Write the run's page, however the run has ended; without one it is no worse."""
+    """Write the run's HTML page; if this fails, only print a note."""
     try:
         _say(out, f"report {write_report([job.folder.path])}")
     except Exception as error:  # a page is never a reason for a run to fail

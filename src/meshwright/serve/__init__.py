@@ -1,1 +1,1 @@
-"""The page of `plan --serve`: turns a browser's question into a document that the page draws."""
+"""The interactive page of `plan --serve`, and the static one of `plan --html`."""

@@ -1,6 +1,7 @@
-"""`answer`: the answer to a question of a plan's page, as a JSON document that the page draws.
+"""Answers a question of the plan page, a config with options, by a JSON document that it draws.
 
-It has the details of each layout that is shown: price, why it is not the best, memory, timeline.
+The document has the details of each layout that is shown: price, why it is not the best, memory,
+timeline.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _MOST_SPANS: Final = 1500
 
 
 def detail(plan: Plan, label: str) -> dict[str, Any]:
-    """Return a layout of a plan in detail, or why there is no such layout."""
+    """Return the details of one layout, or `{"error": ...}` if it is not legal.
+
+    `label` is a layout's label, such as "tp2 mb1".
+    """
     try:
         layout = Layout.parse(label)
         check_legal(plan.setting, layout)
@@ -70,7 +74,7 @@ def _peak_name(prediction: Prediction) -> str:
 
 
 def _why_not(plan: Plan, prediction: Prediction) -> str:
-    """Return why a layout is not the best one; empty for the best."""
+    """Return why a layout is not the best one, or "" for the best."""
     reasons = []
     if prediction.devices != plan.setting.cluster.devices:
         reasons.append(f"it has {prediction.devices} ranks, not {plan.setting.cluster.devices}")
@@ -94,7 +98,7 @@ def _why_not(plan: Plan, prediction: Prediction) -> str:
 def _timeline(setting: CostInputs, prediction: Prediction) -> dict[str, Any]:
     """Return the actions of each pipeline rank: kind, start, end, stage, microbatch.
 
-    Of a long step, those in the middle are left out: `fold` has its start and end in seconds.
+    In a long step, those in the middle are left out: `fold` has their start and end in seconds.
     """
     layout, time = prediction.layout, prediction.time
     slowest = time.ranks[time.slowest]
@@ -122,7 +126,10 @@ def _timeline(setting: CostInputs, prediction: Prediction) -> dict[str, Any]:
 
 
 def _fold(ranks: Sequence[Sequence[Span]], limit: int) -> tuple[float, float] | None:
-    """Return the middle of a step in which ranks have more actions than are drawn of each."""
+    """Return the start and end of the part of a step to leave out, or None.
+
+    `limit` is the number of actions drawn of each rank.
+    """
     end_actions = limit // 2
     long = [rank_spans for rank_spans in ranks if len(rank_spans) > 2 * end_actions]
     if not long:
@@ -135,7 +142,7 @@ def _fold(ranks: Sequence[Sequence[Span]], limit: int) -> tuple[float, float] | 
 
 
 def _digits(seconds: float) -> float:
-    """Return seconds in as many digits as a picture shows: a page has thousands of them."""
+    """Return seconds with six significant digits, since a page has thousands of them."""
     return float(f"{seconds:.6g}")
 
 
@@ -153,7 +160,7 @@ _PLAIN: Final = Conditions()
 
 
 def answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
-    """Return the plan for a question; raises `ConfigError` for an invalid one."""
+    """Return the document of the plan that a question asks for; raises `ConfigError` if invalid."""
     arguments, shown = _words(question, conditions), _labels(question)
     plan = conditions.plan(_config(arguments))
     labels = shown or ([plan.best.layout.label] if plan.best else [])
@@ -167,9 +174,10 @@ def document(
     stated: Mapping[str, Values],
     flags: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return a plan as the page draws it, with the layouts of such labels in detail.
+    """Return the JSON document of a plan, with the details of the layouts in `labels`.
 
-    `arguments` and `flags` are those of the command line; `stated` is what it and its config set.
+    `arguments` and `flags` are those of the command line; `stated` has the values that it and its
+    config file set.
     """
     best, known = plan.best, plan.setting.calibration
     return {
@@ -199,7 +207,7 @@ def document(
 
 
 def asked_words(stated: Mapping[str, Values]) -> list[str]:
-    """Return a config's settings that the page can change, as command-line arguments."""
+    """Return the settings that the page can change as arguments `section.key=value`."""
     return [
         f"{section}.{key}={_word(value.value)}"
         for section in SECTIONS
@@ -209,13 +217,16 @@ def asked_words(stated: Mapping[str, Values]) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    """Return a value as an override has it: a plain name without quotes."""
+    """Return a value as in a command-line override; plain names are without quotes."""
     is_name = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.-]*", value)
     return str(value) if is_name and value not in ("true", "false") else toml_value(value)
 
 
 def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
-    """Return the best layout for each number of devices from `first` to `last`, doubling."""
+    """Return the best layout for each number of devices from `first` to `last`, doubling.
+
+    These are fields of the question. Raises `ConfigError` for an invalid question.
+    """
     arguments = _words(question, conditions)
     first, last = (question.get(key) for key in ("first", "last"))
     for name, value in (("first", first), ("last", last)):
@@ -236,7 +247,10 @@ def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN)
 
 
 def _tokens(question: Mapping[str, Any]) -> float:
-    """Return the tokens to train on in all: a number, which may end in K, M, B or T."""
+    """Return the question's number of training tokens, written with or without K, M, B or T.
+
+    Raises `ConfigError` if it is invalid; without one, it is 1T.
+    """
     text = str(question.get("tokens") or "").strip().replace(",", "")
     if not text:
         return _TOKENS
@@ -252,7 +266,7 @@ def _tokens(question: Mapping[str, Any]) -> float:
 
 
 def model_words(document: Any) -> list[str]:
-    """Return the arguments that describe the model of a Hugging Face `config.json`."""
+    """Return a Hugging Face `config.json`'s model as arguments `model.key=value`."""
     if not isinstance(document, dict):
         raise ConfigError("the model's config.json is not a JSON object")
     spec = planned_from_hf(document)
@@ -266,7 +280,7 @@ def model_words(document: Any) -> list[str]:
 
 
 def named_files(stated: Mapping[str, Values]) -> dict[str, str]:
-    """Return the keys of a config that name files or folders, with their values."""
+    """Return the config keys that name files or folders, with their values."""
     values = {f"{name}.{key}": value for name in SECTIONS for key, value in stated[name].items()}
     return {key: str(values[key].value) for key in FILES if key in values and values[key].value}
 
@@ -310,7 +324,7 @@ def _config(arguments: list[str]) -> Config:
 
 
 def _defaults(plan: Plan) -> dict[str, str]:
-    """Return what holds where a field of the page is empty, by its key."""
+    """Return the value, in words, that applies if a field of the page is empty, by config key."""
     train, cluster = plan.setting.train, plan.setting.cluster
     return {
         "model.preset": f"a {plan.config.model.family} of {plan.config.model.n_layers} layers",

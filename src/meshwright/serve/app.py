@@ -1,4 +1,4 @@
-"""The web application of `plan --serve`: its server, and the `Planner` that asks the process."""
+"""The web server of `plan --serve`, and the `Planner` that passes questions to a worker process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MODULE: Final = "meshwright.serve.worker"
 
 
 class Planner:
-    """A worker that starts with the first question, and again after it had to be ended."""
+    """A worker process for one kind of question, started when needed, also after it was killed."""
 
     def __init__(self, limit_s: float, conditions: Conditions) -> None:
         self.limit_s, self.conditions = limit_s, conditions
@@ -32,9 +32,10 @@ class Planner:
     async def ask(
         self, action: str, question: Any, is_gone: Callable[[], Awaitable[bool]]
     ) -> dict[str, Any]:
-        """Return the worker's reply, or an error if it takes longer than the limit.
+        """Return the worker's reply, or `{"error": ...}` after more than `limit_s` seconds.
 
-        A waiting question is dropped if `is_gone` says that its browser has disconnected.
+        Questions wait for their turn; one is dropped if `is_gone` says that its browser has
+        disconnected.
         """
         async with self._turn:
             if await is_gone():
@@ -70,7 +71,7 @@ class Planner:
         return reply
 
     async def close(self) -> None:
-        """End the worker."""
+        """Kill the worker, if it runs."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
@@ -95,7 +96,7 @@ except ImportError:
 
 
 def _refusal(request: Request, port: int) -> tuple[int, str] | None:
-    """Return why a request is not from a page of this server, with its status."""
+    """Return the status and message for a request not from this server's page, else None."""
     names = [f"{name}:{port}" for name in (HOST, "localhost")]
     host, origin = request.headers.get("host"), request.headers.get("origin")
     if host not in names:
@@ -109,7 +110,7 @@ def _refusal(request: Request, port: int) -> tuple[int, str] | None:
 
 
 async def _body(request: Request) -> bytes | None:
-    """Return a request's body, or None where it is too large; no more of it is read then."""
+    """Return a request's body, or None as soon as it is larger than `LARGEST_BODY`."""
     length = request.headers.get("content-length", "0")
     if not length.isdigit() or int(length[:20]) > LARGEST_BODY:
         return None
@@ -127,7 +128,7 @@ def application(
     conditions: Conditions = _PLAIN,
     limit_s: float = LIMIT_S,
 ) -> Starlette:
-    """Return the application for a port; `arguments` are the page's first question."""
+    """Return the web application for a port; `arguments` are the first question of its page."""
     # The curve over devices takes longer: the next plan does not wait for it.
     planners = {action: Planner(limit_s, conditions) for action in DEEDS}
     first = page(arguments)
@@ -185,9 +186,9 @@ def application(
 def serve(
     port: int, arguments: Sequence[str], conditions: Conditions, tell: Callable[[str], None]
 ) -> None:
-    """Serve until interrupted; `tell` receives the address. Port 0 means any free port.
+    """Serve the page until interrupted; `tell` receives its address. Port 0 means any free port.
 
-    Raises `ConfigError` if the extra is missing or the port is taken.
+    Raises `ConfigError` if the extra `ui` is not installed or the port is not available.
     """
     if not HAS_UI:
         raise ConfigError(MISSING)

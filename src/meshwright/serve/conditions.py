@@ -1,4 +1,4 @@
-"""`Conditions`: a command line's options besides the config, for all questions of a page."""
+"""`Conditions`: command-line options besides the config, for all questions of a page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ TOP: Final = 6
 class Conditions:
     """The options that apply to all questions of a page.
 
-    `environ` has the variables that say where calibrations are stored. Each question is priced by
-    the stored calibration of its cluster, like the command, or by `calibration` if the command line
-    sets it. `margin` is the share of memory to leave free, `top` the number of ranked layouts.
-    `flags` are these options as command-line arguments. `files` has the keys that name files or
-    folders, as the command set them: a question may not name others. `prices` are cached from
-    earlier questions to this process.
+    `environ` has the variables that determine where calibrations are stored. Predictions use
+    `calibration` if it is given, else the stored one of the question's cluster. `margin` is the
+    fraction of memory to leave free, `top` the number of ranked layouts. `flags` are these options
+    as command-line arguments. `files` has the config keys that name files or folders, as set on the
+    command line: a question may not name others. `prices` caches prices between questions.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -37,19 +36,19 @@ class Conditions:
     prices: KnownPrices = field(default_factory=KnownPrices, compare=False)
 
     def plan(self, config: Config) -> Plan:
-        """Return the plan of a config under these conditions."""
+        """Return the plan of a config under these conditions, priced by the right calibration."""
         if self.calibration is None:
             config = as_measured_here(config, self.environ)
         return plan(config, self.top, self.calibration, self.margin, prices=self.prices)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the conditions, without cached prices, as JSON values."""
         fields = asdict(replace(self, prices=KnownPrices()))
         return {name: value for name, value in fields.items() if name != "prices"}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Conditions:
-        """Return the conditions that `as_json` has written."""
+        """Return the conditions that `as_json` wrote."""
         known = document["calibration"]
         return cls(
             document["environ"],

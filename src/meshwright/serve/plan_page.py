@@ -1,4 +1,4 @@
-"""`page`: the page, live at a server, or static with the answer in it."""
+"""The HTML of a plan's page: live at a server, or static with the answer in it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from meshwright.version import __version__
 
 
 def page(arguments: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> str:
-    """Return the page; with an answer, it is static: it shows this and sends no request.
+    """Return the HTML of the page; with an answer it is static, so sends no request.
 
-    `arguments` are its question, as overrides.
+    `arguments` are its question, as command-line overrides.
     """
     given = {
         "words": list(arguments),
@@ -55,12 +55,12 @@ def page(arguments: Sequence[str] = (), answer: Mapping[str, Any] | None = None)
 
 
 def _drawn(look: Look) -> dict[str, str]:
-    """Return a look for the page's script: a fill, and stripes over it if it has a pattern."""
+    """Return a look as JSON: its fill, and the colour of its stripes if it has a pattern."""
     return {"fill": look.colour, "stripe": look.stripe if look.pattern else ""}
 
 
 def policy() -> str:
-    """Return the Content-Security-Policy of the page: requests only to its own server."""
+    """Return a Content-Security-Policy that allows requests only to the page's own server."""
     return _policy("'self'") + "; frame-ancestors 'none'"
 
 

@@ -1,7 +1,7 @@
-"""The process that plans for the page: a line of JSON in, a line of JSON out.
+"""The process that plans for the page: reads a line of JSON per question, writes one per answer.
 
-It is a separate process, so that a search that takes too long can be ended. It caches prices of a
-model and a cluster between questions. The first line has the conditions for all questions.
+It is a separate process, so that a search that takes too long can be killed. It caches prices of a
+model and a cluster between questions. The first line has the `Conditions` of all questions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _PLAIN: Final = Conditions()
 
 
 def reply(action: str, question: Any, conditions: Conditions = _PLAIN) -> dict[str, Any]:
-    """Return `{"answer": ...}`, or `{"error": ...}` if a question cannot be answered."""
+    """Return `{"answer": ...}`, or `{"error": ...}` if the question cannot be answered.
+
+    `action` is "plan", "devices" or "model".
+    """
     try:
         if action != "model" and not isinstance(question, dict):
             return {"error": "a question is a JSON object"}
@@ -37,7 +40,7 @@ def reply(action: str, question: Any, conditions: Conditions = _PLAIN) -> dict[s
 
 
 def main() -> None:
-    """Answer questions until the input ends."""
+    """Answer questions from stdin on stdout until the input ends."""
     conditions = Conditions.from_json(parse_json(sys.stdin.readline()))
     for line in sys.stdin:
         action, question = parse_json(line)

@@ -1,1 +1,1 @@
-"""Checks before a run starts: refusals and notes."""
+"""Checks before a run starts, which raise an error or print a note."""

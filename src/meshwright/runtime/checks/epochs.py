@@ -1,4 +1,4 @@
-"""How often a run reads its training data, and how many steps read it so often."""
+"""Converts `train.epochs` to steps, and computes how often a run reads its training data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from meshwright.units import counted, format_count
 
 
 def with_epochs(config: Config, dataset: Dataset | StreamedDataset) -> Config:
-    """Return a config whose steps read the data `train.epochs` times, if it says so.
+    """Return a config with the number of steps that reads the data `train.epochs` times.
 
-    Raises `ConfigError` for data without epochs: streams, and blends by weight.
+    Returns it unchanged if `train.epochs` is not set. Raises `ConfigError` for streamed data and
+    for sources drawn by weight, which have no epochs.
     """
     epochs = config.train.epochs
     if epochs is None:
@@ -38,7 +39,7 @@ def with_epochs(config: Config, dataset: Dataset | StreamedDataset) -> Config:
 
 
 def samples_of_epoch(config: Config, dataset: Dataset | StreamedDataset) -> int | None:
-    """Return the samples of the training data; None for a stream or a blend, which have no end."""
+    """Return the samples in an epoch; None for a stream or for sources drawn by weight."""
     if isinstance(dataset, StreamedDataset):
         return None
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
@@ -46,7 +47,7 @@ def samples_of_epoch(config: Config, dataset: Dataset | StreamedDataset) -> int 
 
 
 def fine_tuning_words(config: Config, dataset: Dataset | StreamedDataset) -> str | None:
-    """Return what a fine-tuning run trains and how often it reads its data; None for another."""
+    """Return a line on a fine-tuning run's trained parameters and epochs; None for pretraining."""
     model, train = config.model, config.train
     if model.init_from is None and model.lora is None:
         return None

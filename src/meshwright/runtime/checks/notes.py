@@ -1,4 +1,4 @@
-"""Notes before a run starts: it can run, but may not do what was intended."""
+"""Notes before a run starts, on settings that are legal but may not be intended."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from meshwright.units import format_bytes
 
 
 def check_room(config: Config, root: Place, *, for_all: bool = False) -> str:
-    """Return what the steps of a run take of the disk of `root`, and what is free there.
+    """Return a line on the disk space that saved steps need and what is free on the disk of `root`.
 
-    A store has no limit that is known.
-
-    Raises `ConfigError` if a single step does not fit, and `for_all` if all that are kept don't.
+    Of an object store, no limit is known. Raises `ConfigError` if a single step does not fit; with
+    `for_all`, if all kept steps do not.
     """
     step = saved_bytes(config.model, config.train, config.optimizer)
     # The newest is there before the oldest goes.
@@ -45,7 +44,7 @@ def check_room(config: Config, root: Place, *, for_all: bool = False) -> str:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the nearest folder on a path that is there."""
+    """Return the path if it is an existing folder, else its nearest existing parent."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
@@ -82,13 +81,13 @@ _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vo
 
 
 def plan_notes(config: Config) -> list[str]:
-    """Return notes on what a plan leaves out."""
+    """Return the notes to print with a plan: whether model sizes differ from the preset's."""
     note = preset_note(config)
     return [] if note is None else [note]
 
 
 def preset_note(config: Config) -> str | None:
-    """Return a note if the given sizes differ from those of the preset."""
+    """Return a note if model sizes in the config differ from those of its preset, else None."""
     of_preset = ("preset ", "derived", "default", "data.tokenizer")
     origins = {key: config.origins[f"model.{key}"] for key in _SIZES}
     given = [
@@ -102,7 +101,10 @@ def preset_note(config: Config) -> str | None:
 
 
 def schedule_note(config: Config) -> str | None:
-    """Return a note if the learning rate never reaches `optimizer.lr`, or falls before it has."""
+    """Return a note if the learning rate never reaches `optimizer.lr` or drops after warm-up.
+
+    None if neither is the case.
+    """
     spec, steps = config.optimizer, config.train.steps
     end, warmup = spec.schedule_steps or steps, spec.warmup_steps
     if warmup > min(end, steps):
@@ -120,7 +122,7 @@ def schedule_note(config: Config) -> str | None:
 
 
 def tokenizer_note(config: Config) -> str | None:
-    """Return a note if a stored model gets a tokenizer other than its own."""
+    """Return a note if `data.tokenizer` is not the tokenizer of `model.init_from`, else None."""
     init_from, given = config.model.init_from, config.data.tokenizer
     stored = None if init_from is None else stored_tokenizer(Path(init_from))
     if stored is None or given == stored[0]:
@@ -135,7 +137,7 @@ def tokenizer_note(config: Config) -> str | None:
 
 
 def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield notes on a run that starts on this machine, or resumes."""
+    """Yield notes on a run that starts, or resumes, on this machine."""
     config, layout, machine = job.config, job.layout, job.machine
     unused = unused_note(config.cluster.device, machine.device, find_gpus(environ))
     if unused is not None:
@@ -160,7 +162,7 @@ def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def layout_notes(config: Config, layout: Layout, machine: Machine) -> Iterator[str]:
-    """Yield notes on what a layout leaves unused, and on ranks that share cores."""
+    """Yield notes on devices that a layout leaves unused, and on ranks that share CPU cores."""
     unused = left_over(config, layout, machine.devices * config.cluster.nodes)
     for text in (None if unused is None else unused.text, unsharded(layout)):
         if text is not None:
@@ -174,7 +176,7 @@ def layout_notes(config: Config, layout: Layout, machine: Machine) -> Iterator[s
 
 
 def resume_notes(job: Job) -> Iterator[str]:
-    """Yield notes on changes to training from the step at which a run resumes."""
+    """Yield notes on training settings of a resumed run that differ from its previous ones."""
     try:
         before = load_config(job.folder.config)
         done = int(steps(job.checkpoints)[-1].name.rpartition("-")[2])
@@ -191,7 +193,10 @@ def resume_notes(job: Job) -> Iterator[str]:
 
 
 def _change_note(before: Config, current: Config, done: int) -> str | None:
-    """Return a note on training settings that change on resuming, besides the learning rate."""
+    """Return a note on changed training settings other than the learning rate's, or None.
+
+    `done` is the last finished step.
+    """
     changed = []
     for section, keys in _OF_STEPS.items():
         for key in keys:
@@ -202,7 +207,7 @@ def _change_note(before: Config, current: Config, done: int) -> str | None:
 
 
 def _schedule_note(before: Config, current: Config, done: int) -> str | None:
-    """Return how the learning rate of a resumed run departs from its schedule so far."""
+    """Return a note if the learning rate jumps at the resumed step because its schedule changed."""
     step = done + 1
     rates = [
         learning_rate(step, config.train.steps, config.optimizer) for config in (before, current)

@@ -1,4 +1,4 @@
-"""Refusals before a process starts, and whether a run may resume from its newest step."""
+"""Checks that raise before any rank starts, and whether a run may resume from its newest step."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ _USUAL_FILES: Final = 1024  # Linux's default
 
 
 def check_extras(config: Config) -> None:
-    """Refuse an experiment tracker whose package is not installed."""
+    """Raise `ConfigError` if the package of an experiment tracker is not installed."""
     for name in trackers_of(config.log):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(without_package(name))
 
 
 def check_device(config: Config, machine: Machine, environ: Mapping[str, str]) -> None:
-    """Refuse GPUs that this torch cannot use, and a cluster that isn't this machine.
+    """Raise `ConfigError` if torch does not support the GPUs, or for another device's preset.
 
-    The cluster is one of the catalogue.
+    The latter is a `cluster.preset` of the catalogue that is not this machine's device.
     """
     check_torch("training")
     check_build(machine.device, find_gpus(environ), torch_build())
@@ -81,7 +81,7 @@ def check_device(config: Config, machine: Machine, environ: Mapping[str, str]) -
 
 
 def check_tokenizer(config: Config) -> None:
-    """Refuse to train a stored model if nobody has named its tokenizer."""
+    """Raise `ConfigError` if `model.init_from` is set but no tokenizer is known for it."""
     init_from, data = config.model.init_from, config.data
     if init_from is None or config.origins.get("data.tokenizer") != "default":
         return
@@ -94,9 +94,9 @@ def check_tokenizer(config: Config) -> None:
 
 
 def open_files(layout: Layout) -> int:
-    """Return how many files and connections a rank of a layout has open, about.
+    """Return about how many files and connections a rank of a layout has open.
 
-    Each group of an axis has a connection to each of its ranks, and so has the group of all.
+    A rank has a connection to each rank of each of its process groups, including that of all ranks.
     """
     axes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
     peers = sum(size - 1 for size in (layout.world, *axes))
@@ -104,9 +104,9 @@ def open_files(layout: Layout) -> int:
 
 
 def allow_open_files(layout: Layout) -> None:
-    """Raise this process's limit of open files to what ranks need, which inherit it.
+    """Raise this process's limit of open files, which ranks inherit, to what the layout needs.
 
-    Raises `ConfigError` if the system does not allow as many.
+    Raises `ConfigError` if the system's hard limit is lower.
     """
     needed = open_files(layout)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -121,10 +121,10 @@ def allow_open_files(layout: Layout) -> None:
 
 
 def check_limit(config: Config, layout: Layout, machine: Machine) -> None:
-    """Refuse a `cluster.memory` on a CPU that is too small for any step of a layout.
+    """Raise `ConfigError` if `cluster.memory` on a CPU is too small for any step of the layout.
 
-    Counts what the ranks always hold and the memory of their threads. Whether the activations fit
-    shows only in a step; then the rank's error says what helps.
+    Counts weights, gradients, optimizer states and the memory of threads. Whether the activations
+    fit shows only in a step.
     """
     limit = config.cluster.memory
     if limit is None or machine.device != "cpu":
@@ -152,9 +152,9 @@ def check_limit(config: Config, layout: Layout, machine: Machine) -> None:
 
 
 def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
-    """Return a line on predicted memory; raises `ConfigError` if it exceeds what is free.
+    """Return a line on predicted memory; raises `ConfigError` if it exceeds what is available.
 
-    Only tensors are counted: if these do not fit, nothing does.
+    Only tensors are counted, so the real use is higher.
     """
     try:
         setting = cost_inputs_on(config, machine, layout)
@@ -185,14 +185,14 @@ def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
 
 
 class Resume(NamedTuple):
-    """A run to resume, and the parts of its identity that may have changed."""
+    """A run to resume, and the `allowed` parts of its identity, such as "data", that may differ."""
 
     run: Path
     allowed: tuple[str, ...] = ()
 
 
 def resumed_folder_with_steps(config: Config, resume: Resume) -> RunFolder:
-    """Return the folder of a run to resume; raises `ConfigError` if it is none or has no step."""
+    """Return the folder of a run to resume; raises `ConfigError` if it is no run or has no step."""
     folder = resumed_folder(resume.run)
     where = folder.steps_of(config)
     if not steps(where):
@@ -201,10 +201,15 @@ def resumed_folder_with_steps(config: Config, resume: Resume) -> RunFolder:
 
 
 def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job:
-    """Return the job of a resumed run; refuses a step that another run has written."""
+    """Return the job changed to resume its run from the newest readable step.
+
+    Raises `ConfigError` or `CheckpointError` if no step is readable, if another run wrote it, if
+    the model, the data or other parts of the identity differ and are not allowed to, or if all
+    steps are done.
+    """
     check_parts(resume.allowed)
     for step in reversed(steps(job.checkpoints)):
-        # A step that is corrupt is the ranks' to set aside: one before it is looked at here.
+        # Ranks set corrupt steps aside; here, the newest readable one counts.
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(step)
             break
@@ -230,9 +235,9 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
 
 
 def _check_shapes(before: Config, current: Config, changes: str) -> None:
-    """Refuse a model whose weights have other names or shapes than the run's, whatever is allowed.
+    """Raise `CheckpointError` if weights of the model have other names or shapes than the run's.
 
-    `changes` says how the models differ.
+    No option allows this. `changes` describes how the models differ, for the message.
     """
     old, new = (
         {part.name: part.real_shape for part in parts(config.model)} for config in (before, current)
@@ -245,7 +250,7 @@ def _check_shapes(before: Config, current: Config, changes: str) -> None:
 
 
 def _changed_model(before: Config, current: Config) -> Iterator[str]:
-    """Yield the keys of the model and its adapters that differ from the run's, with both values."""
+    """Yield a line with both values for each key of the model or its adapters that has changed."""
     for section in ("model", "lora"):
         old, new = (getattr(config, section).model_dump() for config in (before, current))
         for key in KEYS[section]:
@@ -254,6 +259,6 @@ def _changed_model(before: Config, current: Config) -> Iterator[str]:
 
 
 def _has_ended(folder: RunFolder) -> bool:
-    """Whether a run's events say that it ended, or was stopped on request after its last step."""
+    """Return whether the run's last event is a normal end, including a stop on request."""
     last = ending(Events.read(folder.events)) if folder.events.is_file() else None
     return last is not None and last["event"] == "end"

@@ -1,6 +1,6 @@
-"""`JobSpec`: what a job runs, where, and for how long; its scripts and manifests use it.
+"""`JobSpec`: what a job runs, where and for how long, independent of the scheduler.
 
-No torch here, so that a job can be written on a laptop.
+Does not import torch, so that a job can be written on a laptop.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _LONGEST_NAME: Final = 52  # what JobSet adds to it must stay below 63
 
 
 class Expression(str):
-    """An expression that a shell evaluates: `shell` does not quote it."""
+    """A shell expression, which `shell` does not quote."""
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job: `arguments` are those of `meshwright train`, `per_node` the ranks per node.
+    """A training job: `arguments` are those of `meshwright train`, `per_node` the ranks per node.
 
-    `accelerator` is the device by its cloud name ("H100"), None on CPUs. `time_limit_s` is what the
-    scheduler grants; `grace_s` before its end, ranks are asked to save and stop. `setup` runs
-    before, on each node; `image` is a container's. `log_dir` is the folder of runs, `steps_dir`
-    that of this run's steps, None for its own folder. `files` has the texts of the files that the
-    arguments name, by path: a Kubernetes job carries them. `volume` is the PersistentVolumeClaim,
-    or the bucket, that keeps data and runs, `wheel` the file of Meshwright's package, `identity` a
-    random id of this job. Ranks prove that they know `secret`.
+    `accelerator` is the device by its cloud name ("H100"), None on CPUs. `time_limit_s` is the
+    scheduler's limit; `grace_s` before it, ranks are asked to save and stop. `setup` is a script
+    that runs first on each node; `image` is a container's. `log_dir` is the folder of runs,
+    `steps_dir` the folder of this run's steps, None for the run's own. `files` has the texts of
+    files that the arguments name, by path, for Kubernetes. `volume` is the PersistentVolumeClaim or
+    the bucket for data and runs, `wheel` the file of Meshwright's package, `identity` a random id
+    of this job. Ranks authenticate each other by `secret`.
     """
 
     name: str
@@ -93,7 +93,7 @@ class JobSpec:
             )
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """Yield the names and texts of all fields but the setup script and the files."""
+        """Yield (field, text) for all text fields except the setup script and the files."""
         for spec_field in fields(self):
             value = getattr(self, spec_field.name)
             if spec_field.name in ("setup", "files") or value is None:
@@ -104,42 +104,43 @@ class JobSpec:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.nodes * self.per_node
 
     @property
     def train(self) -> list[str]:
-        """The command of a rank."""
+        """The command line of a rank."""
         return ["meshwright", "train", *self.arguments]
 
     @property
     def python(self) -> str:
-        """The Python of a node: this one on shared file systems, or the one of `setup`."""
+        """The Python on a node: this one, on a shared file system, or the one of `setup`."""
         return sys.executable if self.setup is None else "python"
 
     @property
     def run_folder(self) -> str:
-        """The run folder of a job that names its run."""
+        """The run folder, if the run is named like the job."""
         return str(PurePosixPath(self.log_dir) / self.name)
 
     @property
     def checkpoints(self) -> str:
-        """The folder of steps of a job that names its run."""
+        """The checkpoint folder, if the run is named like the job."""
         return self.steps_dir or str(PurePosixPath(self.run_folder) / "checkpoints")
 
     @property
     def elastic(self) -> list[str]:
-        """The torchrun command, with the job's grace period for saving.
+        """The start of a torchrun command, which sets the grace period for saving.
 
-        By default, torchrun kills its ranks 30 seconds after SIGTERM; torch 2.11 has no option for
-        it.
+        By default torchrun kills its ranks 30 seconds after SIGTERM; torch 2.11 has no option for
+        it, only an environment variable.
         """
         return ["env", f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}", "torchrun"]
 
     def torchrun(self, endpoint: str) -> list[str]:
-        """Return a node's command; ranks meet at an endpoint, under this job's own id.
+        """Return a node's torchrun command; `endpoint` is the host:port where ranks meet.
 
-        Otherwise, a second job of the same name would join the rest of the first one.
+        The rendezvous id is unique to this job, so that a second job of the same name does not join
+        processes left by the first.
         """
         return [
             *self.elastic,
@@ -152,7 +153,7 @@ class JobSpec:
 
 
 def local(job: JobSpec) -> str:
-    """Return the command that starts the ranks of this machine."""
+    """Return the shell command that starts the ranks on this machine; one node only."""
     if job.nodes > 1:
         raise ConfigError(
             refusal(f"local is one node, and the config has {job.nodes}", legal=["torchrun"])
@@ -161,7 +162,7 @@ def local(job: JobSpec) -> str:
 
 
 def torchrun(job: JobSpec) -> str:
-    """Return a command for each node; ranks meet on the first, and torchrun restarts them."""
+    """Return a torchrun command for each node; ranks meet on the first node."""
     hosts = job.hosts or tuple(f"NODE{number}" for number in range(job.nodes))
     first = hosts[0] if job.nodes > 1 else "localhost"
     lines = [] if job.nodes == 1 or job.hosts else ["# NODE0 and so on stand for the nodes' names"]
@@ -174,7 +175,7 @@ def torchrun(job: JobSpec) -> str:
 
 
 def shell(arguments: Sequence[str]) -> str:
-    """Return arguments as a line of a shell; all quoting of jobs is done here."""
+    """Return arguments as a shell command line; all quoting of jobs is done here."""
     return " ".join(
         argument if isinstance(argument, Expression) else shlex.quote(argument)
         for argument in arguments
@@ -182,16 +183,16 @@ def shell(arguments: Sequence[str]) -> str:
 
 
 def environment(job: JobSpec) -> Mapping[str, str]:
-    """Return the environment variables of ranks: one thread each if CPU ranks share cores."""
+    """Return environment variables for ranks: empty on GPUs; on CPUs, one thread per rank."""
     if job.device == "cuda":
         return {}
     return {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": ALLOCATOR}
 
 
 def parse_time(text: str) -> int:
-    """Return a duration such as `90m`, `24h`, `2d` or `12:30:00` in seconds.
+    """Return the seconds of a duration such as `90m`, `24h`, `2d` or `12:30:00`.
 
-    Raises `ConfigError` for anything else.
+    Raises `ConfigError` for any other text.
     """
     match = re.fullmatch(r"(\d+)([smhd])", text)
     if match:
@@ -204,7 +205,7 @@ def parse_time(text: str) -> int:
 
 
 def clock(seconds: int) -> str:
-    """Return seconds as Slurm writes them: `days-hours:minutes:seconds`."""
+    """Return seconds in Slurm's notation, `[days-]hours:minutes:seconds`."""
     minutes, remaining = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,4 +1,4 @@
-"""A job as a SkyPilot task and as Kubernetes manifests: JobSet, and PyTorchJob of Kubeflow."""
+"""A job as a SkyPilot task, or as Kubernetes manifests: JobSet, or Kubeflow's PyTorchJob."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WHEELS: Final = "/tmp/meshwright"
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that writes scripts as blocks, and never an alias."""
+    """A YAML dumper that writes multi-line strings as blocks, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Never write YAML aliases."""
+        """Return True: never write YAML aliases."""
         return True
 
 
@@ -46,19 +46,22 @@ def _yaml(document: dict[str, Any]) -> str:
 
 
 def _script(job: JobSpec, endpoint: str, node: str) -> str:
-    """Return the script of a node; `endpoint` is a shell expression for where ranks meet."""
+    """Return the shell script of a node; `endpoint` is a shell expression for where ranks meet.
+
+    `node` is the environment variable with the node's index.
+    """
     if job.nodes == 1:  # our own supervisor: it waits for ranks that save, as long as they take
         return _run_or_resume(job, job.train, node)
     return _run_or_resume(job, job.torchrun(Expression(endpoint)), node)
 
 
 def _run_or_resume(job: JobSpec, command: Sequence[str], node: str) -> str:
-    """Return a script that begins the job's run, or resumes it if it has saved a step.
+    """Return a shell script that starts the job's run, or resumes it if it has saved a step.
 
     The command replaces the shell (`exec`), so that the stop signal reaches it. The folder of an
-    attempt that saved no step cannot be resumed, and is renamed: only by the first node, which the
-    environment variable `node` tells, as the others may start later. Raises `ConfigError` for steps
-    in an object store.
+    attempt that saved no step cannot be resumed and is renamed, by the first node only, since other
+    nodes may start later. `node` is the environment variable with the node's index. Raises
+    `ConfigError` for steps in an object store.
     """
     if is_url(job.checkpoints):
         rule = f"checkpoint.dir = {job.checkpoints}: this job looks for steps in a folder"
@@ -82,7 +85,7 @@ def _run_or_resume(job: JobSpec, command: Sequence[str], node: str) -> str:
 
 
 def skypilot(job: JobSpec) -> str:
-    """Return the YAML of a SkyPilot task: `sky launch`, or `sky jobs launch` on spot nodes."""
+    """Return the YAML of a SkyPilot task for `sky launch`, or `sky jobs launch` on spot nodes."""
     _check_skypilot(job)
     resources: dict[str, Any] = {}
     if job.device == "cuda":
@@ -134,16 +137,16 @@ def _check_skypilot(job: JobSpec) -> None:
 
 
 def _check_inside(paths: Iterable[str], reason: str, hint: str) -> None:
-    """Refuse paths that lead out of the folder that a job has."""
+    """Raise `ConfigError` for paths that are absolute or contain ".."."""
     for path in paths:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise ConfigError(f"{reason}: {path} lies outside; {hint}")
 
 
 def jobset(job: JobSpec) -> str:
-    """Return a JobSet: a pod for each node; ranks meet on the first one by its name.
+    """Return the YAML of a JobSet with a pod per node; ranks meet on the first pod.
 
-    A ConfigMap with the files that the command names precedes it, and a Secret if the job has one.
+    Preceded by a ConfigMap with the files that the command names, and on several nodes a Secret.
     """
     job = _carrying(job)
     first = f"{job.name}-node-0-0.{job.name}:{PORT}"
@@ -172,9 +175,9 @@ def jobset(job: JobSpec) -> str:
 
 
 def pytorchjob(job: JobSpec) -> str:
-    """Return a PyTorchJob: Kubeflow's operator sets torchrun's rendezvous (`PET_...`).
+    """Return the YAML of a PyTorchJob; Kubeflow's operator sets torchrun's rendezvous (`PET_...`).
 
-    A ConfigMap with the files that the command names and a Secret precede it.
+    Preceded by a ConfigMap with the files that the command names, and a Secret.
     """
     job = _carrying(job)
     command = [*job.elastic, "-m", *job.train]
@@ -200,7 +203,10 @@ def pytorchjob(job: JobSpec) -> str:
 
 
 def _carrying(job: JobSpec) -> JobSpec:
-    """Return the job with the paths of its files in a pod; refuses names that clash there."""
+    """Return the job with its files' paths replaced by those in a pod.
+
+    Raises `ConfigError` for file names that are equal, or not allowed in a ConfigMap.
+    """
     names = [PurePosixPath(file).name for file in job.files]
     for name in names:
         if names.count(name) > 1 or not _KEY.fullmatch(name):
@@ -219,7 +225,7 @@ def _path(file: str) -> str:
 
 
 def _before(job: JobSpec, *, has_secret: bool) -> str:
-    """Return the ConfigMap of a job's files, if any, and its Secret, as documents of their own."""
+    """Return the YAML documents of the job's ConfigMap, if it has files, and of its Secret."""
     documents = []
     if job.files:
         data = {PurePosixPath(name).name: text for name, text in job.files.items()}
@@ -239,7 +245,10 @@ def _secret_of(job: JobSpec) -> str:
 
 
 def _pod(job: JobSpec, name: str, command: list[str], *, has_secret: bool) -> dict[str, Any]:
-    """Return the pod of a node: its files, its volume, and memory that NCCL's ranks share."""
+    """Return a node's pod spec: container, files, volume, and shared memory for NCCL.
+
+    Raises `ConfigError` if the job has no image or no volume.
+    """
     if job.image is None:
         hint = "Meshwright's Dockerfile makes one: docker build --tag NAME ."
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""A job inside a Ray placement group: a bundle per node, with an actor that starts its ranks.
+"""Runs a job in a Ray placement group: a bundle per node, with an actor that starts its ranks.
 
-Ranks are those of `meshwright train` under torchrun, with the same environment. No torch here, and
-Ray only if a job is submitted.
+The ranks are `meshwright train` processes with the environment that torchrun would set. Imports no
+torch, and Ray only to submit a job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PASSED: Final = ("NCCL_", "GLOO_", "TORCH_", "PYTHONPATH", "FAULT")
 
 
 def ray_job(job: JobSpec) -> str:
-    """Return the command that submits a job to a Ray cluster, from its folder."""
+    """Return the shell command that submits a job to a Ray cluster from the current folder."""
     inside = shell(["meshwright", "launch", "ray", *job.arguments, *_options(job), "--submit"])
     line = f"cd {shlex.quote(str(Path.cwd()))} && {inside}"
     return shell(["ray", "job", "submit", "--no-wait", "--", "sh", "-c", line]) + "\n"
@@ -54,7 +54,7 @@ def _options(job: JobSpec) -> list[str]:
 
 
 def bundles(job: JobSpec) -> list[dict[str, float]]:
-    """Return the resources of each node; Ray keeps a bundle on one node."""
+    """Return the resources of each node, as bundles of a Ray placement group."""
     bundle = {"CPU": float(job.per_node * (job.cores or 1))}
     if job.device == "cuda":
         bundle["GPU"] = float(job.per_node)
@@ -62,16 +62,16 @@ def bundles(job: JobSpec) -> list[dict[str, float]]:
 
 
 def strategy(job: JobSpec) -> str:
-    """Return Ray's placement strategy: one bundle per node, or bundles close to each other."""
+    """Return the placement strategy: all on one node if there is one, else nodes close together."""
     return "STRICT_PACK" if job.nodes == 1 else "PACK"
 
 
 def environments(
     job: JobSpec, node: int, endpoint: tuple[str, int], attempt: int, identity: str
 ) -> list[dict[str, str]]:
-    """Return the variables that torchrun would set for a node's ranks.
+    """Return, for each rank of a node, the environment variables that torchrun would set.
 
-    They meet at an endpoint.
+    `endpoint` is the host and port where ranks meet, `identity` the job's id.
     """
     common = {
         **environment(job),
@@ -91,27 +91,27 @@ def environments(
 
 
 def passed(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the submitter's environment variables that ranks receive."""
+    """Return those of the submitter's environment variables that ranks receive."""
     return {key: value for key, value in environ.items() if key.startswith(_PASSED)}
 
 
 class NodeRanks:
-    """The ranks of one node, inside an actor of Ray; they end when it does."""
+    """A Ray actor with the ranks of one node; they end when it does."""
 
     def __init__(self, folder: str) -> None:
-        """Work in a folder that has to be on this node, too."""
+        """Set the working folder of the ranks, which must exist on this node."""
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lifeline = os.pipe()
 
     def port(self) -> int:
-        """Return a port that is free here."""
+        """Return a TCP port that is free on this node."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
     def start(self, arguments: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank in each environment; raises `OSError` if the folder is missing here."""
+        """Start a rank for each environment; raises `OSError` if the folder is missing."""
         follow = self._lifeline[0]
         for environ in environs:
             self._processes.append(
@@ -130,13 +130,13 @@ class NodeRanks:
         return [process.poll() for process in self._processes]
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to every running rank, which saves and ends."""
+        """Send SIGTERM to every running rank, which then saves and ends."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
 
     def end(self) -> None:
-        """End every rank at once."""
+        """Kill every rank."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -145,16 +145,16 @@ class NodeRanks:
 
 
 class Nodes(Protocol):
-    """The nodes of one attempt, as `follow` sees them."""
+    """The nodes of one attempt, as `follow` uses them."""
 
     def codes(self) -> list[int | None]:
-        """Return the exit code of every rank; raises `NodeLost` where a node is gone."""
+        """Return each rank's exit code or None; raises `NodeLost` if a node is gone."""
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to save and end."""
 
     def end(self) -> None:
-        """End all ranks on the nodes that are left."""
+        """Kill all ranks on the remaining nodes."""
 
 
 class NodeLost(Exception):
@@ -164,10 +164,11 @@ class NodeLost(Exception):
 def follow(
     start: Callable[[int], Nodes], restarts: int, grace_s: float, stop: Callable[[], bool]
 ) -> int:
-    """Start attempts until one succeeds, and return the exit code of the job.
+    """Start attempts with `start` until one succeeds, and return the exit code of the job.
 
-    A failed rank or a lost node ends all other ranks of its attempt. Raises `RankFailed` after
-    `restarts` failed restarts.
+    A failed rank or a lost node ends the attempt's other ranks. Raises `RankFailed` after
+    `restarts` failed restarts, or if ranks do not stop within `grace_s` seconds of a request by
+    `stop`.
     """
     for attempt in range(restarts + 1):
         nodes = start(attempt)
@@ -189,7 +190,7 @@ def follow(
 
 
 def _watch(nodes: Nodes, grace_s: float, stop: Callable[[], bool]) -> list[int | None]:
-    """Return the codes of ranks once all have ended or one has failed."""
+    """Wait until all ranks have ended or one has failed, and return the exit codes."""
     asked_at: float | None = None
     while True:
         codes = nodes.codes()
@@ -205,7 +206,7 @@ def _watch(nodes: Nodes, grace_s: float, stop: Callable[[], bool]) -> list[int |
 
 
 class _RayNodes:
-    """The actors of one attempt, one in each bundle."""
+    """The Ray actors of one attempt, one in each bundle."""
 
     def __init__(self, ray: Any, job: JobSpec, group: Any, attempt: int, identity: str) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -234,7 +235,7 @@ class _RayNodes:
             raise ConfigError(f"a node could not start its ranks: {error.cause}") from None
 
     def codes(self) -> list[int | None]:
-        """Return the exit code of every rank."""
+        """Return each rank's exit code or None; raises `NodeLost` if an actor is gone."""
         try:
             codes_by_node = self._ray.get([actor.codes.remote() for actor in self._actors])
         except self._ray.exceptions.RayActorError as error:
@@ -254,11 +255,11 @@ class _RayNodes:
 
 
 def submit(job: JobSpec, address: str, wait_s: float) -> int:
-    """Run a job on a Ray cluster to its end and return its exit code.
+    """Run a job on a Ray cluster until it ends, and return its exit code.
 
-    `address` is the cluster's, "auto" for an existing one, "local" for a new one on this machine.
-    Raises `ConfigError` without Ray, without a cluster, or if there is no room within `wait_s`, and
-    `RankFailed`.
+    `address` is "auto" for an existing cluster, "local" for a new one on this machine, or a
+    cluster's address. Raises `ConfigError` without Ray, without a cluster or if resources are not
+    free within `wait_s` seconds, and `RankFailed`.
     """
     try:
         import ray

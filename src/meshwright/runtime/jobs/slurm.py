@@ -1,4 +1,4 @@
-"""A job as an sbatch script, and its submission."""
+"""A job as an sbatch script, and its submission to Slurm."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LEFT_S: Final = 60
 
 
 def slurm(job: JobSpec) -> str:
-    """Return the sbatch script of a job: a task of srun is a rank.
+    """Return the sbatch script of a job, in which each task of srun is a rank.
 
-    Slurm sends the ranks SIGTERM before the time limit: they save and exit with code 4, and the job
-    is requeued and resumes the run. A job with a failed rank is requeued a limited number of times.
+    Slurm sends the ranks SIGTERM before the time limit; they save and exit with code 4, and the job
+    is requeued and resumes the run. A job with a failed rank is requeued `restarts` times.
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {shell([option])}" for option in _options(job)), ""]
     lines += [f"export {shell([f'{name}={value}'])}" for name, value in environment(job).items()]
@@ -81,9 +81,9 @@ def _cores(job: JobSpec) -> int:
 
 
 def submit(script: str) -> str:
-    """Submit a script with sbatch and return the number of the job.
+    """Submit a script with sbatch and return the job number.
 
-    Raises `ConfigError` without sbatch, `MeshwrightError` with its message if it refuses.
+    Raises `ConfigError` if sbatch is missing, and `MeshwrightError` if it rejects the script.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)

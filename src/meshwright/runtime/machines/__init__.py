@@ -1,1 +1,1 @@
-"""Finds a machine's devices, compilers and links."""
+"""Detects a machine's devices, compilers and links."""

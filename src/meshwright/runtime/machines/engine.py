@@ -1,4 +1,4 @@
-"""What `train.engine`, `fp8` and `async_tp` ask of a layout, a machine and what is installed."""
+"""Checks of `train.engine`, `train.fp8` and `train.async_tp`: the layout, GPUs and packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.loading import Config
 
 
 def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
-    """Refuse what DeepSpeed's engine does not support here, and a missing DeepSpeed."""
+    """Raise `ConfigError` if DeepSpeed's engine is not installed or does not support the config."""
     train = config.train
     if train.engine == "native":
         return
@@ -65,7 +65,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
 
 
 def check_fp8(config: Config, device: str) -> None:
-    """Refuse float8 if torchao is missing, or if the GPU has no float8 matmuls."""
+    """Raise `ConfigError` for `train.fp8` without torchao, or on a GPU without float8 matmuls."""
     if not config.train.fp8:
         return
     if importlib.util.find_spec("torchao") is None:
@@ -84,7 +84,7 @@ def check_fp8(config: Config, device: str) -> None:
 
 
 def check_async_tp(config: Config, layout: Layout, device: str, gpus: Gpus | None) -> None:
-    """Refuse `train.async_tp` without compiled blocks, or without memory that ranks share."""
+    """Raise `ConfigError` for `train.async_tp` without compiled blocks or GPU shared memory."""
     if not config.train.async_tp:
         return
     per_node = config.cluster.devices_per_node or (gpus.visible if gpus is not None else layout.tp)

@@ -1,8 +1,8 @@
 """The run folder of ranks on several nodes: shared by all nodes, or gathered at the end.
 
 A node that cannot access rank 0's folder creates one under the same path. The files of its ranks
-are sent to rank 0 through the rendezvous store, at the end or after a failure. No torch here: the
-store is an argument.
+are sent to rank 0 through the rendezvous store, at the end or after a failure. Does not import
+torch: the store is an argument.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _FAILED_S: Final = 5.0  # and after a failure, where some of them may be gone
 
 
 class KeyValueStore(Protocol):
-    """The interface of torch's stores that is needed here."""
+    """The methods of torch's rendezvous stores that are used here."""
 
     def set(self, key: str, value: str) -> None:
-        """Keep a text under a key."""
+        """Store a text under a key."""
 
     def get(self, key: str) -> bytes:
-        """Return what is kept under a key."""
+        """Return the value stored under a key."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether something is kept under all of some keys."""
+        """Return whether all of the keys exist."""
 
 
 def hand_over(job: Job) -> str:
-    """Return what rank 0 tells the other ranks about the run, whose locks it holds."""
+    """Return, as JSON, what rank 0 sends to the other ranks: its folder, locks, config and plan."""
     # A store needs no look: whoever can't reach it says so at the start of a save.
     locks = [job.folder.lock, job.checkpoints / LOCK]
     seen = {str(path): path.read_text(encoding="utf-8") for path in locks if isinstance(path, Path)}
@@ -64,7 +64,11 @@ def hand_over(job: Job) -> str:
 
 
 def sight(announcement: Mapping[str, Any]) -> list[bool]:
-    """Return whether this node can access rank 0's run folder, and its checkpoint folder."""
+    """Return whether this node can access rank 0's run folder, and its checkpoint folder.
+
+    `announcement` is the parsed result of `hand_over`. Waits some seconds, since network file
+    systems show new folders late.
+    """
     until = time.monotonic() + _LOOK_S
     while True:
         visible = [_reads(Path(path), text) for path, text in announcement["seen"].items()]
@@ -84,9 +88,10 @@ def _reads(path: Path, text: str) -> bool:
 def check_sights(
     announcement: Mapping[str, Any], sights: Iterable[tuple[str, Sequence[bool]]]
 ) -> None:
-    """Refuse a run whose steps would be split over folders; `sights` have node names.
+    """Raise `ConfigError` if a node cannot access rank 0's checkpoint folder.
 
-    Every rank writes its part of a step, and rank 0 commits it, so all need access to one folder.
+    `sights` has each rank's node name and the result of its `sight`. Every rank writes its part of
+    a step and rank 0 commits it, so all of them need one folder.
     """
     blind = sorted({node for node, (_, checkpoints) in sights if not checkpoints})
     if blind:
@@ -97,7 +102,7 @@ def check_sights(
 
 
 def make_copy(announcement: Mapping[str, Any]) -> None:
-    """Create a run folder on a node that cannot access rank 0's."""
+    """Create a run folder with rank 0's config and plan on a node that cannot access rank 0's."""
     folder = Path(announcement["folder"])
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     for name, text in announcement["texts"].items():
@@ -106,14 +111,17 @@ def make_copy(announcement: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Gathering:
-    """Copies the files of ranks on nodes `apart` from their run folders to rank 0's."""
+    """Sends the files of ranks that have another run folder than rank 0 to rank 0.
+
+    `apart` are the numbers of these ranks.
+    """
 
     store: KeyValueStore
     folder: RunFolder
     apart: tuple[int, ...]
 
     def send(self, rank: int) -> None:
-        """Send the files of this node's rank; ignores a store that is gone with rank 0."""
+        """Send this rank's log, flight record and failure; ignores a store that is gone."""
         contents = {}
         for path in (
             self.folder.log(rank),
@@ -127,9 +135,9 @@ class Gathering:
             self.store.set(f"left/{rank}", json.dumps(contents))
 
     def collect(self, *, is_failure: bool) -> list[int]:
-        """Write received files into this folder; returns the ranks that sent nothing.
+        """Write the files received so far into rank 0's folder; returns ranks that sent none.
 
-        For rank 0 only; waits for a limited time.
+        Called by rank 0 only; waits for a limited time, which is shorter after a failure.
         """
         missing = list(self.apart)
         until = time.monotonic() + (_FAILED_S if is_failure else _END_S)
@@ -145,9 +153,10 @@ class Gathering:
 
 
 def one_folder(world: World, announcement: Mapping[str, Any]) -> Gathering:
-    """Return how the ranks share a run folder; a collective.
+    """Return the `Gathering` of the ranks, after creating a run folder on nodes without rank 0's.
 
-    Raises `ConfigError` on every rank if they have no common folder to save into.
+    All ranks must call this together. Raises `ConfigError` on every rank if they have no common
+    checkpoint folder.
     """
     own_sight = sight(announcement)
     sights = [
@@ -163,13 +172,13 @@ def one_folder(world: World, announcement: Mapping[str, Any]) -> Gathering:
 
 
 class _Tee:
-    """A stream whose text goes to a log, too."""
+    """A text stream that also writes to a log."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        """Write to both."""
+        """Write the text to the stream and the log."""
         with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to end
             self._log.write(text)
         return self._stream.write(text)
@@ -180,10 +189,10 @@ class _Tee:
 
 @contextlib.contextmanager
 def logged(path: Path, *, stdout: bool) -> Iterator[None]:
-    """Keep a log of what this rank prints, which otherwise only its launcher has.
+    """Write what this process prints to a log file as well, for the duration of the context.
 
-    Without `stdout`, only of stderr, because rank 0 shows the run on stdout. Includes the stacks of
-    a crash.
+    The log includes stacks after a crash. Without `stdout` it has stderr only, because rank 0 shows
+    the run on stdout.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ["stdout", "stderr"] if stdout else ["stderr"]

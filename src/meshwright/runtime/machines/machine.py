@@ -1,4 +1,4 @@
-"""This machine: its devices, whether this torch was built for them, and its compilers."""
+"""This machine's devices, whether the installed torch supports them, and its compilers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.units import MIB
 
 ROOT: Final = Path("/")
 _INTEL: Final = "0x8086"
-# Which variable hides GPUs of whom, in the order in which torch asks.
+# The variables that hide a vendor's GPUs, in the order in which torch reads them.
 _HIDES: Final[Mapping[str, tuple[str, ...]]] = {
     "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
     "AMD": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
@@ -35,19 +35,25 @@ _SMI_S: Final = 20.0
 
 
 class Build(NamedTuple):
-    """What an installed torch was built for: versions of CUDA and ROCm, None if not."""
+    """The version of an installed torch, and the CUDA and ROCm versions it was built for.
+
+    None if it was not built for CUDA or ROCm.
+    """
 
     torch: str
     cuda: str | None = None
     hip: str | None = None
 
     def lacks(self, vendor: str) -> bool:
-        """Whether it cannot compute on the GPUs of a vendor."""
+        """Return whether this torch cannot compute on GPUs of "NVIDIA" or "AMD"."""
         return (self.cuda if vendor == "NVIDIA" else self.hip) is None
 
 
 class Gpus(NamedTuple):
-    """GPUs with a driver: how many there are, and how many this process may use."""
+    """GPUs with a driver: the number `present` and the number `visible` to this process.
+
+    `hidden_by` is the environment variable that restricts them, or "".
+    """
 
     vendor: Literal["NVIDIA", "AMD"]
     present: int
@@ -56,7 +62,7 @@ class Gpus(NamedTuple):
 
 
 def torch_build(file: Path | None = None) -> Build | None:
-    """Return what torch was built for, from its version.py; None without torch."""
+    """Return what the installed torch was built for, from its version.py; None without torch."""
     if file is None:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -70,15 +76,16 @@ def torch_build(file: Path | None = None) -> Build | None:
 
 
 def check_torch(command: str) -> None:
-    """Refuse commands that compute if torch is not installed."""
+    """Raise an error that names the command if torch is not installed."""
     if torch_build() is None:
         raise lacks_training(command)
 
 
 def find_gpus(environ: Mapping[str, str], root: Path = ROOT) -> Gpus | None:
-    """Return the NVIDIA or AMD GPUs whose driver files exist; None without any.
+    """Return the NVIDIA or AMD GPUs whose driver files exist; None if there are none.
 
-    Under WSL2, the driver shows no devices: there is one, unless the environment names more.
+    Under WSL2 the driver's files do not list the devices: one is assumed, unless the environment
+    names more.
     """
     nvidia, amd = _nvidia(environ, root), _amd(root)
     if not nvidia and not amd:
@@ -98,9 +105,9 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def gpu_memory(root: Path = ROOT, command: Sequence[str] = _SMI) -> int | None:
-    """Return the bytes of the smallest GPU, as its driver says; None if it does not.
+    """Return the bytes of the smallest GPU as reported by its driver; None if unknown.
 
-    NVIDIA's driver is asked by nvidia-smi. AMD's has a file for each GPU.
+    Asks nvidia-smi for NVIDIA, and reads a file per GPU for AMD.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
@@ -112,7 +119,10 @@ def gpu_memory(root: Path = ROOT, command: Sequence[str] = _SMI) -> int | None:
 
 
 def check_build(device: str, gpus: Gpus | None, build: Build | None) -> None:
-    """Refuse to start ranks on GPUs that this torch cannot use; `device` as in `Machine`."""
+    """Raise `ConfigError` if this machine has GPUs that the installed torch cannot use.
+
+    `device` is "cpu" or "cuda", as in `Machine`.
+    """
     if device != "cuda" or gpus is None or build is None or not build.lacks(gpus.vendor):
         return
     needed = "CUDA" if gpus.vendor == "NVIDIA" else "ROCm"
@@ -129,7 +139,10 @@ def check_build(device: str, gpus: Gpus | None, build: Build | None) -> None:
 def unused_note(
     asked: str, device: str, gpus: Gpus | None, root: Path = ROOT, system: str | None = None
 ) -> str | None:
-    """Return a note if ranks use the CPU by default although there is a GPU."""
+    """Return a note if a GPU exists but training uses the CPU by default, else None.
+
+    `asked` is `cluster.device`.
+    """
     if device != "cpu" or asked != "auto":
         return None
     if gpus is not None:
@@ -146,7 +159,7 @@ def unused_note(
 
 
 def unsupported(name: Literal["Apple", "Intel"]) -> str:
-    """Return why GPUs of another vendor are not used."""
+    """Return a line that GPUs of a vendor are not supported."""
     torch_name = {"Apple": "mps", "Intel": "xpu"}[name]
     return f"GPUs of {name} (torch's {torch_name}) are not supported, only those of NVIDIA and AMD"
 
@@ -163,7 +176,7 @@ def _nvidia(environ: Mapping[str, str], root: Path) -> int:
 
 
 def _amd(root: Path) -> int:
-    """Return how many nodes of the compute driver have units of a GPU; CPUs are nodes, too."""
+    """Return the number of AMD GPUs: nodes of the compute driver that have SIMD units."""
     count = 0
     for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         match = re.search(r"^simd_count (\d+)", file.read_text(errors="replace"), re.MULTILINE)
@@ -187,11 +200,11 @@ def _named(text: str) -> list[str]:
 
 
 def lacks_compiler(device: str, environ: Mapping[str, str]) -> str | None:
-    """Return what compiling lacks here for "cpu" or "cuda", in words; None for nothing.
+    """Return a line on what torch.compile lacks for "cpu" or "cuda"; None if nothing is missing.
 
-    On a CPU, it needs a C++ compiler, as torch looks for it (`cpp.cxx` of
-    torch/_inductor/config.py), and Python's headers; on CUDA Triton, a C compiler for its kernel
-    launchers, and the headers.
+    On a CPU it needs a C++ compiler, found as torch does (`cpp.cxx` of torch/_inductor/config.py),
+    and Python's headers; on CUDA it needs Triton, a C compiler for its kernel launchers, and the
+    headers.
     """
     if device == "cuda" and not importlib.util.find_spec("triton"):
         return "triton is not installed"
@@ -210,7 +223,7 @@ def lacks_compiler(device: str, environ: Mapping[str, str]) -> str | None:
 
 
 def check_compiler(train: TrainSpec, lacks: str | None) -> None:
-    """Refuse `train.compile = true` if something that it needs is missing."""
+    """Raise `ConfigError` if `train.compile = true` and `lacks` says that something is missing."""
     if train.is_compiled and lacks is not None:
         rule = f"train.compile = true, but {lacks}"
         raise ConfigError(refusal(rule, legal=["train.compile = false", 'train.compile = "auto"']))
@@ -224,10 +237,11 @@ CPU_RANKS = 2
 def detect(
     cluster: ClusterSpec, environ: Mapping[str, str], rendezvous: Rendezvous | None = None
 ) -> Machine:
-    """Return this machine as the [cluster] section describes it.
+    """Return this machine's device type, number of devices, cores and load.
 
-    If another launcher started the ranks, `rendezvous` says how many there are on this node.
-    Raises `ConfigError` if CUDA is requested without a GPU, or with fewer GPUs than requested.
+    The [cluster] section may select the device and the number; if another launcher started the
+    ranks, `rendezvous` gives their number on this node. Raises `ConfigError` if CUDA is requested
+    without a GPU, or more GPUs than there are.
     """
     gpus = count_gpus(environ)
     cores = (
@@ -257,7 +271,7 @@ def detect(
 
 
 def memory_of_machine() -> tuple[int, int]:
-    """Return the bytes of total and available memory, 0 if the system doesn't say."""
+    """Return the bytes of total and of available memory; 0 if unknown."""
     path = Path("/proc/meminfo")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     matches = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
@@ -266,10 +280,10 @@ def memory_of_machine() -> tuple[int, int]:
 
 
 def on_nodes(config: Config, rendezvous: Rendezvous) -> Config:
-    """Return a config with the nodes on which its ranks were started.
+    """Return a config with `cluster` set to the nodes and ranks per node that a launcher started.
 
-    Raises `ConfigError` if it was written, or planned, for other nodes: its axes would not use the
-    links that they were placed on.
+    Raises `ConfigError` if the config was written or planned for other nodes, since its layout
+    assumes their links.
     """
     if rendezvous.size % rendezvous.local_size:
         problem = (
@@ -303,7 +317,7 @@ def on_nodes(config: Config, rendezvous: Rendezvous) -> Config:
 
 
 def gpu_name(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
-    """Return the driver's name of the first GPU, such as "NVIDIA H100 80GB HBM3", if any."""
+    """Return the driver's name of the first NVIDIA GPU ("NVIDIA H100 80GB HBM3"), or None."""
     for file in sorted(folder.glob("*/information")):
         match = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
         if match:

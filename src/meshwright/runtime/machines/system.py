@@ -1,6 +1,6 @@
 """A machine's properties besides devices: links, shared memory, the disk, the clock, limits.
 
-Quick ones are measured. No torch here: `bench device` measures collectives.
+Includes quick measurements. Does not import torch: `bench device` measures collectives.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ State = Literal["ok", "note", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check; "bad" prevents a run, a "note" does not."""
+    """The result of one check; state "bad" prevents a run, a "note" does not."""
 
     name: str
     text: str
     state: State = "ok"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
+        """Return the fields as JSON-ready values."""
         return asdict(self)
 
 
@@ -51,7 +51,7 @@ _UNSYNCHRONISED: Final = 5  # TIME_ERROR of adjtimex(2)
 
 
 def examine_system(folder: Path) -> Iterator[Finding]:
-    """Yield findings; the disk is that of an existing folder."""
+    """Yield findings on driver, limits, shared memory, clock, loopback and the folder's disk."""
     yield _driver()
     yield from _limits()
     yield _shared_memory()
@@ -92,7 +92,10 @@ def _shared_memory() -> Finding:
 
 
 def _clock() -> Finding:
-    """Say whether something keeps the clock right: logs of several nodes are read together."""
+    """Return a finding on whether NTP synchronizes the clock.
+
+    Logs of several nodes are compared by time.
+    """
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     state = _clock_state()
     if state is None:
@@ -105,7 +108,7 @@ def _clock() -> Finding:
 
 
 def _clock_state() -> int | None:
-    """Return the state of the clock by adjtimex(2); None where the system lacks that call."""
+    """Return the clock's state by adjtimex(2), which reads only; None if the system lacks it."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "adjtimex"):
         return None
@@ -114,7 +117,7 @@ def _clock_state() -> int | None:
 
 
 def _loopback() -> Finding:
-    """Measure the throughput of a TCP stream on loopback, and the latency of a small message."""
+    """Return a finding with the measured throughput and latency of TCP on loopback."""
     try:
         rate, turn = loopback_speed()
     except OSError as error:
@@ -127,7 +130,7 @@ def _loopback() -> Finding:
 
 
 def loopback_speed() -> tuple[float, float]:
-    """Return bytes/s of a TCP stream on loopback, and the round trip of a small message."""
+    """Return the bytes/s of a TCP stream on loopback and the round trip of a byte in seconds."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as near,
@@ -172,7 +175,7 @@ def _turn(client: socket.socket, server: socket.socket, times: int = 200) -> flo
 
 
 def _disk(folder: Path) -> Finding:
-    """Measure how fast a checkpoint would get to the disk: written and synchronised."""
+    """Return a finding with the measured write speed of the disk, including fsync."""
     byte_count = min(_WRITTEN, shutil.disk_usage(folder).free // 10 // _PIECE * _PIECE)
     if not byte_count:
         return Finding("disk", f"{folder} is full", "bad")

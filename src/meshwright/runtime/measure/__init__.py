@@ -1,1 +1,1 @@
-"""Ranks that measure."""
+"""Starts ranks that measure this machine."""

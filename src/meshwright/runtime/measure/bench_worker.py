@@ -21,7 +21,10 @@ TIMEOUT_S: Final = 300.0
 
 
 def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]]:
-    """Yield the results of a request as they come; all ranks of the world call it."""
+    """Yield the results of a measurement request as they become available.
+
+    `request["what"]` is "device", "blocks" or else layouts to compare. All ranks must call this.
+    """
     if request["what"] == "device":
         case, budget_s = Case.from_json(request["case"]), request["budget_s"]
         effort = quick(case.train.precision) if budget_s is None else Effort(budget_s)
@@ -36,7 +39,7 @@ def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]
 
 
 def measure_all(path: Path, rendezvous: Rendezvous) -> None:
-    """Measure what the request in a folder asks for; rank 0 writes the results."""
+    """Join the other ranks and run the request in a folder; rank 0 writes the results there."""
     request = json.loads((path / REQUEST).read_text(encoding="utf-8"))
     world = join(rendezvous, request["device"], TIMEOUT_S)
     lines = JsonLines(path / FOUND) if world.rank == 0 else None
@@ -46,7 +49,7 @@ def measure_all(path: Path, rendezvous: Rendezvous) -> None:
 
 
 def main() -> None:
-    """Run one rank of the measurement whose folder is named on the command line."""
+    """Run one rank of the measurement in the folder named on the command line."""
     run_process(measure_all, int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 

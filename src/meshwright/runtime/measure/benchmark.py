@@ -1,6 +1,6 @@
-"""Measures on local ranks: starts them with a request and passes on rank 0's results.
+"""Starts local ranks that measure, and passes on rank 0's results.
 
-No torch here: the ranks are processes of `runtime.measure.bench_worker`.
+Does not import torch: the ranks are processes of `runtime.measure.bench_worker`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def measure_on_ranks(
     threads: int = 1,
     keeps_memory: bool = True,
 ) -> None:
-    """Make local ranks measure a request; `show` receives each line of rank 0.
+    """Run a measurement request on local ranks; `show` receives each result.
 
-    `threads` and `keeps_memory` as in `rank_environ`.
-    Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM, `ConfigError`
-    where torch is not installed, or was not built for this machine's GPUs.
+    `threads` and `keeps_memory` are as in `rank_environ`. Raises `RankFailed` if a rank fails,
+    `StoppedOnRequest` on SIGINT or SIGTERM, `ConfigError` if torch is not installed or lacks
+    support for this machine's GPUs.
     """
     check_torch("measuring")
     check_build(request["device"], find_gpus(environ), torch_build())

@@ -1,4 +1,4 @@
-"""The quick measurement of a machine at its first `train` or `plan`, for pricing."""
+"""The quick measurement of a CPU at its first `train` or `plan`, used for predictions."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def measured_first(
     say: Callable[[str], None] | None = None,
     measure: Measure | None = None,
 ) -> Config:
-    """Return a config that is priced by this machine, measured now if not before.
+    """Return a config that uses this machine's calibration, measuring the machine if needed.
 
-    Only CPUs are measured, again if other processes took their cores meanwhile and no longer do.
-    `say` receives a line before and one after it, by default for stderr; `measure` does it. If it
-    fails or cannot be stored, the shipped constants apply. Raises `StoppedOnRequest` on SIGINT or
-    SIGTERM.
+    Only CPUs are measured, and again if other processes used their cores during the last
+    measurement and no longer do. `say` receives a line before and after it, by default printed to
+    stderr. If measuring fails or cannot be stored, the shipped constants apply. Raises
+    `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     left = left_open(config, environ)
     if left is None:
@@ -61,7 +61,7 @@ def measured_first(
 def _measured(
     config: Config, environ: Mapping[str, str], say: Callable[[str], None], measure: Measure
 ) -> Kept | None:
-    """Measure this machine for a config and keep what is found; None where it can't be."""
+    """Measure this machine and store the calibration; None if that is impossible."""
     machine = machine_of(config, environ)
     if machine.device != "cpu":
         return None
@@ -98,13 +98,13 @@ def _measured(
 
 
 def _is_quiet(config: Config, environ: Mapping[str, str]) -> bool:
-    """Whether a measurement that other processes disturbed would be better now."""
+    """Return whether the machine is idle enough for a better measurement now."""
     machine = machine_of(config, environ)
     return busy(machine.load, machine.cores) is None
 
 
 def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path | None:
-    """Return the file in which to store a measurement; None if its folder cannot be created."""
+    """Return the file in which to store a measurement; None if its folder is not writable."""
     try:
         path = kept_at(machine, environ, precision)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def _place(machine: Machine, environ: Mapping[str, str], precision: str) -> Path
 
 
 def _told(stored: Kept, took: float) -> str:
-    """Return what was measured, in a line."""
+    """Return a line on where and how long a CPU was measured, and whether it was disturbed."""
     text = f"this CPU was measured in {format_seconds(took)}: {stored.path}"
     if stored.calibration.is_quiet:
         return text
@@ -126,12 +126,12 @@ def _told(stored: Kept, took: float) -> str:
 
 
 def _case(config: Config, machine: Machine) -> str:
-    """Return the case whose blocks are measured; raises `ConfigError` for no legal layout."""
+    """Return, as JSON, the model and layout to measure; raises `ConfigError` if not legal."""
     return Case(config.model, config.train, resolve_layout(config, machine)).as_json()
 
 
 def _on_ranks(case: str, ranks: int, threads: int, environ: Mapping[str, str]) -> Mapping[str, Any]:
-    """Have local ranks measure a case in seconds."""
+    """Measure a device on local ranks within seconds, and return the result."""
     # Only here, and only once: most starts need neither the ranks nor their folder for this.
     from meshwright.runtime.measure.benchmark import measure_on_ranks
 

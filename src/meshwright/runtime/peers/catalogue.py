@@ -1,4 +1,7 @@
-"""What is compared: the model, the modes, and which peer runs which of them. Imports no torch."""
+"""What is compared: the model, the modes of parallelism, and which peers have which of them.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from typing import NamedTuple
 
 RANKS = 2
 SINGLE = "single"  # one rank with the threads of all
-DATA = (SINGLE, "ddp", "zero1", "zero2", "zero3", "bf16")  # each rank reads rows of its own
+DATA = (SINGLE, "ddp", "zero1", "zero2", "zero3", "bf16")  # each rank reads other rows
 CONTEXT = ("ring", "ulysses")  # each rank reads half of each row
 MODES = (SINGLE, "ddp", "zero1", "zero2", "zero3", "tp", "pp", *CONTEXT, "bf16")
 
 
 @dataclass(frozen=True)
 class PeerSizes:
-    """The model, and the rows and tokens of a step."""
+    """The sizes of the model and of a step: `seq` tokens per row, `batch` rows."""
 
     vocab: int = 8192
     dim: int = 512
@@ -27,7 +30,7 @@ class PeerSizes:
 
 
 class Peer(NamedTuple):
-    """A peer: the modules that it needs to import, the package whose version counts, its modes."""
+    """A framework to compare: modules it needs, the package whose version to report, its modes."""
 
     needs: tuple[str, ...]
     package: str
@@ -65,5 +68,5 @@ def ranks_of(mode: str) -> int:
 
 
 def adapter(peer: str) -> str:
-    """Return the module that runs a peer."""
+    """Return the name of the module that trains with a peer."""
     return f"meshwright.runtime.peers.{peer if peer == 'native' else f'run_{peer}'}"

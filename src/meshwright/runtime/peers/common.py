@@ -1,7 +1,7 @@
-"""What the runs of all peers share: sizes, ranks, random tokens, the clock, the line they print.
+"""Shared by the adapters of all peers: sizes, ranks, random tokens, timing and output.
 
-A step is timed from the end of the one before: reading tokens, forward, backward, gradient clipping
-to norm 1, AdamW, and the loss as a number on every rank. The slowest rank counts.
+The time of a step includes reading tokens, forward, backward, gradient clipping to norm 1, AdamW,
+and the loss as a number on every rank. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLIP_NORM = 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """What one run does; `microbatch` is in rows."""
+    """One run of a peer: its mode, steps, rows per microbatch, and sizes."""
 
     mode: str
     steps: int
@@ -37,27 +37,27 @@ class Task:
 
     @property
     def is_bf16(self) -> bool:
-        """Whether products are in bf16; the master weights are fp32 all the same."""
+        """Whether matmuls are in bf16; master weights are fp32 in any case."""
         return self.mode == "bf16"
 
     @property
     def reads_share(self) -> bool:
-        """Whether each rank reads rows of its own."""
+        """Whether each rank reads different rows (data parallelism)."""
         return self.mode in DATA
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks."""
         return ranks_of(self.mode)
 
     @property
     def local_rows(self) -> int:
-        """Rows of a step that a rank reads."""
+        """The number of rows of a step that a rank reads."""
         return self.sizes.batch // self.ranks if self.reads_share else self.sizes.batch
 
     @property
     def parts(self) -> int:
-        """Microbatches of a step on a rank."""
+        """The number of microbatches of a step on a rank."""
         return self.local_rows // self.microbatch
 
     def rows(self, step: int) -> Tensor:
@@ -71,12 +71,12 @@ class Task:
 
     @property
     def places(self) -> Tensor:
-        """The positions of a row's tokens that this rank reads, int64 `[seq or its half]`."""
+        """The positions in a row that this rank reads, int64 `[seq]`, or half of them under cp."""
         positions = torch.arange(self.sizes.seq)
         return positions.chunk(RANKS)[dist.get_rank()] if self.mode in CONTEXT else positions
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return inputs and targets `[microbatch, seq or its half]` of a step."""
+        """Return (inputs, targets) for each microbatch of a step, each `[microbatch, tokens]`."""
         positions = self.places
         microbatches = self.rows(step).split(self.microbatch)
         return [
@@ -85,7 +85,7 @@ class Task:
 
 
 class PeerClock:
-    """The seconds of each step, wall clock and this process's CPU time."""
+    """The wall-clock and CPU seconds of each step, and its loss."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -94,7 +94,7 @@ class PeerClock:
         self._last = (time.perf_counter(), time.process_time())
 
     def mark(self, loss: float = float("nan")) -> None:
-        """End a step."""
+        """Record the end of a step."""
         moment = (time.perf_counter(), time.process_time())
         self.seconds.append(moment[0] - self._last[0])
         self.cpu_seconds.append(moment[1] - self._last[1])
@@ -102,9 +102,9 @@ class PeerClock:
         self._last = moment
 
     def slowest(self) -> dict[str, Any]:
-        """Return each step's times on its slowest rank, the losses, the peak; a collective.
+        """Return each step's times on its slowest rank, the losses and the peak memory.
 
-        The peak is the resident bytes of the rank that had most.
+        The peak is the resident bytes of the largest rank. All ranks must call this.
         """
         own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of Linux, in KiB
         everyone: list[tuple[PeerClock, int] | None] = [None] * dist.get_world_size()
@@ -120,7 +120,7 @@ class PeerClock:
 
 
 def timed(task: Task, step: Callable[[int], float]) -> PeerClock:
-    """Run a task's steps; `step` takes its number and returns this rank's share of the loss."""
+    """Run the steps of a task, timing each; `step` returns this rank's share of the loss."""
     clock = PeerClock()
     for number in range(task.steps):
         total = torch.tensor(step(number))
@@ -130,7 +130,7 @@ def timed(task: Task, step: Callable[[int], float]) -> PeerClock:
 
 
 def main(peer: str, run: Callable[[Task], PeerClock]) -> None:
-    """Run a peer from the command line: start the ranks, or be one of them."""
+    """Run an adapter from the command line: start the ranks or, if RANK is set, be one of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=PEERS[peer].modes, required=True)
     parser.add_argument("--steps", type=int, default=6)

@@ -1,4 +1,4 @@
-"""The same Llama as a config of transformers, for the peers that train its models."""
+"""The compared Llama as a transformers config, for peers that train its models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.runtime.peers.catalogue import PeerSizes
 
 
 def llama_config(sizes: PeerSizes) -> LlamaConfig:
-    """Return the config; the head is not tied."""
+    """Return the transformers config of the compared Llama, with an untied head."""
     return LlamaConfig(
         vocab_size=sizes.vocab,
         hidden_size=sizes.dim,

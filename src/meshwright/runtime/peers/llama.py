@@ -1,4 +1,4 @@
-"""The Llama of `benchmarks.plain_loop` in any size: torch's own operations and nothing else."""
+"""The compared Llama in torch operations only, like that of `benchmarks.plain_loop`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.runtime.peers.catalogue import PeerSizes
 
 
 class LlamaBlock(nn.Module):
-    """A Llama block; heads are counted by the width of the projections, which may be a share."""
+    """A Llama block whose number of heads follows from the width of its weights or shards."""
 
     def __init__(self, sizes: PeerSizes) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ def _half_turned(x: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """A Llama, or the stage of one that holds `layers`.
+    """A Llama, or a pipeline stage of one with the given `layers`.
 
-    `positions` are those of the tokens that it reads, by default of the whole sequence.
+    `positions` are those of the tokens that it reads; by default those of the whole sequence.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, or the stream `[rows, seq, dim]` that the next stage takes."""
+        """Return logits or, unless it is the last stage, hidden states `[rows, seq, dim]`."""
         if self.embed is not None:
             x = self.embed(x)
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
@@ -79,5 +79,5 @@ class Llama(nn.Module):
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats, in fp32."""
+    """Return the mean cross-entropy in nats, computed in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,10 +1,10 @@
-"""Meshwright's modes beside the same modes of its peers: two ranks with one thread each.
+"""Compares the speed of Meshwright with that of its peers, mode by mode, on two CPU ranks.
 
-All train the same Llama on the same number of random tokens a step, with gradient clipping and
-AdamW. Each run of a peer says how long its steps took, see `runtime.peers.common`; Meshwright's are
-`step_time_s` of its events. The first two steps of a run do not count. Runs alternate, so that the
-machine's noise hits all alike. A peer gets the microbatch that is fastest in a short sweep,
-Meshwright its default. PyTorch's own wrappers always take part.
+All train the same Llama on the same number of random tokens per step, with gradient clipping and
+AdamW. Adapters print their step times, see `runtime.peers.common`; Meshwright's are `step_time_s`
+of its events. The first two steps of a run do not count. Runs of all systems alternate, so that the
+machine's noise affects all alike. A peer gets the microbatch that is fastest in a short sweep,
+Meshwright its default. PyTorch's own wrappers are always included.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ print(json.dumps({
 
 
 class PeerFailure(Exception):
-    """A run ended without step times."""
+    """Raised when a run ends without printing step times."""
 
 
 @dataclass
 class Entrant:
-    """One system in one mode: its microbatch in rows and the sweep for it.
+    """One framework in one mode, with its microbatch in rows, the results of the sweep, and times.
 
-    `seconds` are of its counted steps, `peaks` the resident bytes of each run's largest rank.
+    `seconds` are the times of its counted steps, `peaks` the peak resident bytes of each run's
+    largest rank.
     """
 
     system: str
@@ -89,7 +90,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Bench:
-    """How runs are made: the model, the interpreters of the peers, Meshwright's data."""
+    """What all runs share: the model, the interpreter of each peer, and Meshwright's data."""
 
     sizes: PeerSizes
     pythons: Mapping[str, str]
@@ -97,7 +98,7 @@ class Bench:
     environ: Mapping[str, str]
 
     def run(self, entrant: Entrant, steps: int) -> None:
-        """Add the counted steps of one run; a failure takes the entrant out."""
+        """Train once and add the times of the counted steps; a failure excludes the entrant."""
         try:
             if entrant.system == OURS:
                 seconds, peak, entrant.microbatch = self.ours(entrant.mode, steps)
@@ -110,7 +111,7 @@ class Bench:
             entrant.failure = str(failure)
 
     def sweep(self, entrant: Entrant) -> None:
-        """Give a peer the microbatch with its fastest counted step."""
+        """Set a peer's microbatch to the one with the fastest counted step."""
         shares = ranks_of(entrant.mode) if entrant.mode in DATA else 1
         sequences = self.sizes.batch // shares
         failures = []
@@ -127,7 +128,7 @@ class Bench:
         entrant.microbatch = int(min(entrant.sweep, key=lambda size: entrant.sweep[size]))
 
     def peer(self, system: str, mode: str, microbatch: int, steps: int) -> tuple[list[float], int]:
-        """Return the step times of a peer and its peak of resident bytes."""
+        """Return the step times of one run of a peer and its peak resident bytes."""
         arguments = ["--mode", mode, "--steps", str(steps), "--microbatch", str(microbatch)]
         for name, value in vars(self.sizes).items():
             arguments += [f"--{name}", str(value)]
@@ -139,7 +140,7 @@ class Bench:
         return result["seconds"], result["peak_bytes"]
 
     def ours(self, mode: str, steps: int) -> tuple[list[float], int, int]:
-        """Return the step times of `meshwright train`, its peak, the microbatch that it chose."""
+        """Return the step times, peak bytes and chosen microbatch of `meshwright train`."""
         sizes = self.sizes
         with tempfile.TemporaryDirectory() as folder:
             settings = {
@@ -173,10 +174,10 @@ class Bench:
 
 
 def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return what a command prints, run by this interpreter or by a peer's.
+    """Return what a command prints, run by this interpreter or by that of a peer.
 
-    A peer's finds this package alone, by a link: not what else is installed beside it. Raises
-    `PeerFailure` where it fails.
+    A peer's interpreter gets only this package on its PYTHONPATH, through a link. Raises
+    `PeerFailure` if the command fails.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-peer-") as folder:
         is_ours = command[0] == sys.executable
@@ -203,7 +204,7 @@ def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
 def random_tokens(folder: Path, sizes: PeerSizes, steps: int) -> Path:
     """Write random tokens as a Megatron pair, enough for a run, and return its path.
 
-    Beside it lies a tokenizer of as many entries as the model has.
+    A tokenizer with the model's vocabulary size is written beside it.
     """
     import numpy as np
     from tokenizers import Tokenizer, models
@@ -222,9 +223,9 @@ def random_tokens(folder: Path, sizes: PeerSizes, steps: int) -> Path:
 
 
 def versions(python: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions of the peers that an interpreter can import.
+    """Return the versions of the peers that a Python interpreter can import.
 
-    Raises `ConfigError` where it is none.
+    Raises `ConfigError` if it is not a Python interpreter.
     """
     try:
         installed: dict[str, str] = json.loads(
@@ -236,7 +237,7 @@ def versions(python: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
-    """Return a row for each entrant with times; `ratio` is Meshwright's to the mode's best peer."""
+    """Return a row per entrant with times; Meshwright's has its `ratio` to the mode's best peer."""
     medians = {
         (e.mode, e.system): tokens / statistics.median(e.seconds) for e in entrants if e.seconds
     }
@@ -267,7 +268,10 @@ def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
 
 
 def line_up(modes: Sequence[str], systems: Sequence[str], chosen: Path | None) -> list[Entrant]:
-    """Return who runs in which mode, with the microbatches of an earlier result if one is given."""
+    """Return an entrant for each mode of each system; `chosen` is an earlier result.
+
+    Microbatches are those of the earlier result if one is given.
+    """
     earlier: dict[tuple[str, str], Mapping[str, Any]] = {}
     if chosen is not None:
         rows = json.loads(chosen.read_text())["rows"]
@@ -284,9 +288,9 @@ def line_up(modes: Sequence[str], systems: Sequence[str], chosen: Path | None) -
 
 
 def sizes_of(config: Config) -> PeerSizes:
-    """Return the model and the step of a config in the words of the peers.
+    """Return a config's model and batch as `PeerSizes`.
 
-    Raises `ConfigError` for what their adapters do not build.
+    Raises `ConfigError` for features that the adapters do not build.
     """
     model, train = config.model, config.train
     plain = {
@@ -326,7 +330,7 @@ def measure(
     steps: int,
     progress: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """Sweep, then run all in turns; yields the result after each round."""
+    """Sweep microbatches, then run all entrants in turns; yields the results after each round."""
     for entrant in entrants:
         if entrant.system != OURS and entrant.microbatch is None:
             bench.sweep(entrant)

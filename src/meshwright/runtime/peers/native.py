@@ -31,7 +31,7 @@ from meshwright.runtime.peers.llama import Llama, mean_loss
 
 
 class Replicated:
-    """DDP; under `zero1` each rank keeps half of the optimizer's state, under `bf16` autocast."""
+    """DDP; with ZeroRedundancyOptimizer in mode `zero1`, and autocast in mode `bf16`."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -63,7 +63,7 @@ class Replicated:
 
 
 class Sharded:
-    """FSDP2: `zero3` gathers weights for each use, `zero2` keeps them until the backward ends."""
+    """FSDP2: `zero3` gathers weights for each use, `zero2` keeps them until the backward."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -86,7 +86,7 @@ class Sharded:
 
 
 class TensorParallel:
-    """DTensor's column and row layers, embedding, head and loss cut over the vocabulary."""
+    """DTensor's tensor parallelism; embedding, head and loss are sharded over the vocabulary."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -125,7 +125,7 @@ class TensorParallel:
 
 
 class Pipelined:
-    """`torch.distributed.pipelining` with 1F1B, as many layers on each rank."""
+    """`torch.distributed.pipelining` with 1F1B and as many layers on each rank."""
 
     def __init__(self, task: Task) -> None:
         self.task, rank = task, dist.get_rank()
@@ -151,7 +151,7 @@ class Pipelined:
 
 
 def clip_over_stages(parameters: Iterable[nn.Parameter]) -> None:
-    """Clip to the norm of the gradients of all ranks, which hold different parameters."""
+    """Clip gradients to the norm over all ranks, which hold different parameters."""
     parameters = list(parameters)
     square = get_total_norm([p.grad for p in parameters]).square()
     dist.all_reduce(square)
@@ -163,7 +163,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def train(task: Task) -> PeerClock:
-    """Train by one mode in the process group at hand."""
+    """Train a task in its mode with PyTorch's own wrappers."""
     kinds = {"zero2": Sharded, "zero3": Sharded, "tp": TensorParallel, "pp": Pipelined}
     return timed(task, kinds.get(task.mode, Replicated)(task).step)
 

@@ -1,6 +1,6 @@
 """transformers' Llama under accelerate: DDP, its FSDP2 plugin, autocast; `tp_plan="auto"` for TP.
 
-On a CPU accelerate takes its FSDP plugin and silently trains with DDP; `_sharded` mends that.
+On a CPU accelerate accepts its FSDP plugin but silently trains with DDP; `_sharded` fixes that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DeepSpeed: its engine with ZeRO 0 to 3, AutoTP over transformers' Llama, PipelineModule, Ulysses.
 
-`bf16` is its own: bf16 weights with fp32 masters, ZeRO-1. Gradients travel in bf16 there.
+`bf16` is DeepSpeed's: bf16 weights with fp32 master weights, ZeRO-1, gradients reduced in bf16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "bf16": 1}
 
 
 def settings(task: Task) -> dict[str, Any]:
-    """Return DeepSpeed's config."""
+    """Return the DeepSpeed config of a task."""
     return {
         "train_micro_batch_size_per_gpu": task.microbatch,
         "gradient_accumulation_steps": task.parts,
@@ -67,7 +67,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A block that keeps the rotary tables, since stages hand on one tensor only."""
+    """A block with its own rotary tables, since pipeline stages pass on only one tensor."""
 
     def __init__(self, block: LlamaBlock, net: Llama) -> None:
         super().__init__()

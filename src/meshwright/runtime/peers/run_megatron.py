@@ -1,7 +1,7 @@
-"""Megatron-core 0.16 on the CPU, through a shim that says "cuda" and means the CPU.
+"""Megatron-core 0.16 on the CPU, through a shim that answers torch.cuda calls for the CPU.
 
 Its local layers, with torch's attention in place of its unfused one, which is what it would use on
-a GPU. `zero1` is its distributed optimizer; `bf16` keeps fp32 masters and reduces in fp32.
+a GPU. `zero1` is its distributed optimizer; `bf16` has fp32 master weights and reduces in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.runtime.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, m
 
 
 class Nothing:
-    """A stream or an event that does nothing."""
+    """A stand-in for CUDA streams and events that does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -38,7 +38,7 @@ class Nothing:
 
 
 def pretend_cuda() -> None:
-    """Make torch.cuda answer for the CPU."""
+    """Replace functions of torch.cuda by ones that answer for the CPU."""
     cuda: Any = torch.cuda
     cpu = torch.device("cpu")
     cuda.Stream = cuda.Event = Nothing
@@ -106,7 +106,7 @@ rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
 
 
 def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return causal attention of q, k, v `[seq, rows, heads, head_dim]`."""
+    """Return causal attention of q, k, v `[seq, rows, heads, head_dim]`, with heads flattened."""
     out = F.scaled_dot_product_attention(
         *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True
     )
@@ -117,7 +117,7 @@ DotProductAttention.forward = attend
 
 
 def model_config(is_bf16: bool, **sizes: Any) -> TransformerConfig:
-    """Return the config of a Llama with such sizes and degrees, without kernels for GPUs."""
+    """Return Megatron's config of a Llama with the given sizes, without GPU kernels."""
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     return TransformerConfig(
         **sizes,
@@ -143,9 +143,9 @@ def model_config(is_bf16: bool, **sizes: Any) -> TransformerConfig:
 
 
 def wrapped(net: Any, shards: bool = False, **options: Any) -> tuple[Any, Any]:
-    """Return a model in Megatron-Core's data parallelism, and its Adam with such options.
+    """Return a model in Megatron-core's DistributedDataParallel, and its Adam optimizer.
 
-    `shards`: the optimizer is distributed.
+    `shards` selects the distributed optimizer; `options` are those of the optimizer.
     """
     config = net.config
     if config.bf16:
@@ -171,7 +171,7 @@ def wrapped(net: Any, shards: bool = False, **options: Any) -> tuple[Any, Any]:
 
 
 def build(task: Task) -> tuple[Any, Any]:
-    """Return the wrapped model and its optimizer."""
+    """Return the wrapped model and the optimizer of a task."""
     sizes = task.sizes
     config = model_config(
         task.is_bf16,

@@ -1,7 +1,7 @@
 """OLMo-core: its Trainer with its own Llama, on gloo without changes.
 
-`bf16` is FSDP with bf16 weights and fp32 reduction; it has no other data parallelism in bf16 that
-keeps fp32 masters on a CPU.
+`bf16` is FSDP with bf16 weights and fp32 reduction, its only data parallelism in bf16 on a CPU that
+has fp32 master weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshwright.runtime.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, m
 
 
 def parallelism(task: Task) -> dict[str, Any]:
-    """Return the parts of the train module's config that a mode sets."""
+    """Return the settings of OLMo-core's train module that select a task's mode."""
     sharded = TransformerDataParallelConfig(
         name=DataParallelType.fsdp,
         param_dtype=DType.bfloat16 if task.is_bf16 else None,
@@ -64,7 +64,7 @@ def parallelism(task: Task) -> dict[str, Any]:
 
 
 class Marks(Callback):
-    """Ends each step on the clock, which starts with the first."""
+    """A callback that records the end of each step; the clock starts with the first."""
 
     def pre_train(self) -> None:
         self.clock = PeerClock()

@@ -1,7 +1,7 @@
-"""picotron: its buckets, tensor, pipeline and ring parallelism, on gloo.
+"""picotron: its data (bucketed), tensor, pipeline and ring parallelism, on gloo.
 
-Its model imports flash-attention even where it does not use it; a stand-in answers for it. It has
-no gradient clipping of its own, so the clipping here is ours, as in `native`.
+Its model imports flash-attention even where it does not use it; a stand-in replaces it. It has no
+gradient clipping, so the clipping here is that of `native`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def model(task: Task) -> Any:
 
 
 def clip(task: Task, net: Any) -> None:
-    """Clip to the norm of the whole model's gradient."""
+    """Clip gradients to the norm over the whole model."""
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
     square = get_total_norm(gradients).square()
     if task.mode in ("tp", "pp"):
@@ -81,7 +81,7 @@ def clip(task: Task, net: Any) -> None:
 
 
 class Loader:
-    """Gives the microbatches of a step as picotron's pipeline asks for them."""
+    """Yields the microbatches of a step in the form that picotron's pipeline expects."""
 
     def __init__(self, task: Task) -> None:
         self.grad_acc_steps = task.parts
@@ -98,7 +98,7 @@ class Loader:
 
 
 def backward(task: Task, net: Any, number: int) -> float:
-    """Accumulate a step's gradients as picotron's `train_step` does."""
+    """Accumulate a step's gradients as picotron's `train_step` does; returns the loss share."""
     total, last = 0.0, task.parts - 1
     for index, (inputs, targets) in enumerate(task.microbatches(number)):
         net.require_backward_grad_sync = index == last

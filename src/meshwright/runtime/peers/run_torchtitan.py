@@ -1,7 +1,7 @@
 """torchtitan 0.3: its Trainer on the CPU, through a shim for the accelerator that it expects.
 
-`bf16` is FSDP2's mixed precision with the weights kept until the backward, which is the nearest to
-plain data parallelism that it has in bf16.
+`bf16` is FSDP2's mixed precision with weights kept until the backward, the nearest to plain data
+parallelism that it has in bf16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.runtime.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, m
 
 
 def pretend_accelerator() -> None:
-    """Make torch.cpu look like the module of an accelerator; torchtitan asks on import."""
+    """Make torch.cpu look like an accelerator's module, which torchtitan needs at import."""
     cpu: Any = torch.cpu
     original = torch._utils._get_device_module
     torch._utils._get_available_device_type = lambda: "cpu"
@@ -55,7 +55,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: 
 
 
 def model_config(task: Task) -> Any:
-    """Return the model's config with torch's own attention."""
+    """Return torchtitan's config of the compared Llama, with torch's attention."""
     sizes = task.sizes
     rope = ComplexRoPE.Config(
         dim=sizes.dim // sizes.heads, max_seq_len=sizes.seq, theta=10000, scaling="none"
@@ -94,7 +94,7 @@ def model_config(task: Task) -> Any:
 
 
 def random_text(task: Task) -> type:
-    """Return what stands in for the data set: rows of the task, one by one."""
+    """Return a class that replaces torchtitan's data set: the rows of the task, one by one."""
 
     class Text(torch.utils.data.IterableDataset):
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -150,7 +150,7 @@ def settings(task: Task, folder: str) -> Any:
 
 
 def step_microbatches(schedule: Any) -> None:
-    """Give a pipeline the call that torchtitan makes and torch 2.13 lacks."""
+    """Give a pipeline schedule the method that torchtitan calls and torch 2.13 lacks."""
     loss_fn = schedule._loss_fn
     if loss_fn is not None:
 

@@ -1,4 +1,4 @@
-"""A run on GPUs of the catalogue corrects its prediction at its 20th step, in the background.
+"""After 20 steps of a run on known GPUs, corrects its predicted step time in the background.
 
 `correction` runs as a separate process, so that no rank waits for it.
 """
@@ -21,20 +21,20 @@ _PATIENCE_S: Final = 60.0
 
 
 class Correcting:
-    """Receives a run's events; starts the correction at the 20th step since the start."""
+    """An event sink that starts the correction at the 20th step since the start."""
 
     def __init__(self, begin: Callable[[], subprocess.Popen[bytes]]) -> None:
         self._begin, self._steps = begin, 0
         self._started: subprocess.Popen[bytes] | None = None
 
     def write(self, event: Event) -> None:
-        """Receive one event."""
+        """Count an event if it is a step, and start the correction at the 20th."""
         self._steps += event["event"] == "step"
         if self._started is None and self._steps == AT:
             self._started = self._begin()
 
     def close(self) -> None:
-        """Wait for the event, so that the report has it."""
+        """Wait for the correction to end, so that the run's report includes it."""
         if self._started is not None:
             try:
                 self._started.wait(_PATIENCE_S)
@@ -43,7 +43,7 @@ class Correcting:
 
 
 def correcting(job: Job, environ: Mapping[str, str]) -> list[Correcting]:
-    """Return the corrector of predictions for a run's cluster; none if that is unknown."""
+    """Return the sink that corrects predictions, in a list that is empty for unknown devices."""
     is_on_it = job.machine.device == "cuda" and kept_of_cluster(job.config, environ) is not None
     if not is_on_it:
         return []

@@ -1,6 +1,6 @@
-"""The correction that a run's steps imply for its cluster: stores it, and finds faster layouts.
+"""Derives a correction of predictions from a run's measured steps, and finds faster layouts.
 
-`python -m meshwright.runtime.pricing.correction RUN_FOLDER` appends it to the run's events.
+`python -m meshwright.runtime.pricing.correction RUN_FOLDER` appends the result to the run's events.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _WORTH: Final = 0.02
 
 
 def corrected_event(job: Job, environ: Mapping[str, str]) -> Event:
-    """Return the event of a run's correction and of faster layouts; stores the correction."""
+    """Return the "measured" event: a run's correction, and a faster layout if one is predicted.
+
+    Also stores the correction for later predictions of the same cluster.
+    """
     base = uncorrected(calibration_named(None))
     try:
         measured = measurement_of(job.folder.path, base)
@@ -60,7 +63,10 @@ def corrected_event(job: Job, environ: Mapping[str, str]) -> Event:
 
 
 def faster(setting: CostInputs, job: Job, own_seconds: float) -> dict[str, Any] | None:
-    """Return a layout that is predicted to be faster than a run's own on its devices, if any."""
+    """Return a layout predicted to be at least 2% faster than the run's own, else None.
+
+    `own_seconds` is the predicted step time of the run's layout.
+    """
     ranked = Search(setting, job.layout.world).run(1).ranked
     if not ranked or ranked[0].time.total > (1 - _WORTH) * own_seconds:
         return None
@@ -83,9 +89,9 @@ def _words(best: Mapping[str, Any] | None, own_seconds: float) -> str:
 
 
 def measurement_of(path: Path, base: Calibration) -> Measurement:
-    """Return the median step of a run, without warm-up steps, and its largest peak.
+    """Return a run's median step time, without warm-up steps, and its largest peak memory.
 
-    Raises `ConfigError` if there is no run, or no step.
+    Raises `ConfigError` if there is no run or no step.
     """
     job = read_job(path)
     try:
@@ -109,7 +115,7 @@ def measurement_of(path: Path, base: Calibration) -> Measurement:
 
 
 def applied(base: Calibration, corrections: Sequence[Correction]) -> Calibration:
-    """Return a calibration with corrections, which its source names."""
+    """Return a calibration with corrections applied, and mentioned in its source."""
     for correction in corrections:
         base = correction.applied(base)
     source = "; ".join([base.source, "corrected by what was measured"])
@@ -117,7 +123,7 @@ def applied(base: Calibration, corrections: Sequence[Correction]) -> Calibration
 
 
 def uncorrected(calibration: Calibration) -> Calibration:
-    """Return a calibration without the factors of earlier measurements."""
+    """Return a calibration without factors from earlier measurements of a cluster."""
     constants = {
         name: value
         for name, value in calibration.constants.items()
@@ -129,7 +135,10 @@ def uncorrected(calibration: Calibration) -> Calibration:
 def keep_correction(
     correction: Correction, config: Config, environ: Mapping[str, str], by: str
 ) -> Path | None:
-    """Store a correction for a config's cluster; None if it is this machine, or not writable."""
+    """Store a correction for the config's cluster and return its file.
+
+    `by` names what measured it. None if the cluster is this machine, or the file cannot be written.
+    """
     path = kept_of_cluster(config, environ)
     if path is None:
         return None
@@ -145,7 +154,7 @@ def _today() -> str:
 
 
 def main() -> None:
-    """Correct predictions by the given run folder, and append the event to its events."""
+    """Run as a script: append the correction of the given run folder to its events."""
     try:
         job = read_job(Path(sys.argv[1]))
         append_event(job.folder.events, corrected_event(job, os.environ))

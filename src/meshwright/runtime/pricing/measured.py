@@ -1,4 +1,4 @@
-"""Stored calibrations of this machine, and configs that are priced by them."""
+"""Stored calibrations (measured device constants), and configs that use them for predictions."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ _CLUSTERS: Final = "clusters-1"
 
 
 class Kept(NamedTuple):
-    """A stored calibration of this machine and its file."""
+    """A stored calibration and its file."""
 
     path: Path
     calibration: Calibration
 
 
 def user_cache(environ: Mapping[str, str]) -> Path:
-    """Return the folder in the user's cache folder: the XDG Base Directory Specification."""
+    """Return Meshwright's folder in the user's cache folder, by the XDG Base Directory rules."""
     home = Path(environ.get("HOME", "~")).expanduser()
     return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "meshwright"
 
 
 def kept_at(machine: Machine, environ: Mapping[str, str], precision: str = "") -> Path:
-    """Return the file for measurements here: by processor, cores or GPU, and torch.
+    """Return the file for this machine's calibration, named by its processor or GPU and torch.
 
-    With a `precision`, the file of what a start measures for it. Raises `ConfigError` without
-    torch, whose version is a part of what is measured.
+    With a `precision`, it is the file of the quick measurement that `train` or `plan` makes for
+    this precision; without, that of `bench device`. Raises `ConfigError` without torch, whose
+    version is in the name.
     """
     if machine.device == "cuda":
         name = gpu_name() or machine.name
@@ -62,7 +63,7 @@ def kept_at(machine: Machine, environ: Mapping[str, str], precision: str = "") -
 
 
 def keep(text: str, path: Path) -> bool:
-    """Store a calibration; False if the folder can't be written."""
+    """Write a calibration's text to a file; returns False if that is impossible."""
     # Only here: data's room brings numpy, which a config has no use for.
     from meshwright.files import write_atomic
 
@@ -75,7 +76,7 @@ def keep(text: str, path: Path) -> bool:
 
 
 def as_measured_here(config: Config, environ: Mapping[str, str]) -> Config:
-    """Return a config priced by this machine's measurements, if it names nothing else.
+    """Return a config that uses a stored calibration, unless it names one or none is stored.
 
     The origin of its `cluster.calibration` has the date and the source of the measurement.
     """
@@ -85,9 +86,10 @@ def as_measured_here(config: Config, environ: Mapping[str, str]) -> Config:
 
 
 def kept_of_cluster(config: Config, environ: Mapping[str, str]) -> Path | None:
-    """Return the file of `--measured` for a config's cluster of the catalogue.
+    """Return the file for corrections of predictions for the config's cluster preset.
 
-    None for this machine, which measures itself, and if the config names a calibration.
+    None for `cluster.preset = local`, which is measured itself, and if the config or the
+    environment names a calibration.
     """
     cluster = config.cluster
     origin = config.origins.get(CALIBRATION, "")
@@ -100,7 +102,7 @@ def kept_of_cluster(config: Config, environ: Mapping[str, str]) -> Path | None:
 
 
 def _kept_for(config: Config, environ: Mapping[str, str]) -> Kept | None:
-    """Return the stored calibration of a config's cluster of the catalogue, if there is one."""
+    """Return the stored correction for the config's cluster preset, or None."""
     path = kept_of_cluster(config, environ)
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         if path is not None:
@@ -109,10 +111,10 @@ def _kept_for(config: Config, environ: Mapping[str, str]) -> Kept | None:
 
 
 def left_open(config: Config, environ: Mapping[str, str]) -> Config | None:
-    """Return a config as given, if its pricing is left to this machine.
+    """Return the config, without a calibration of this machine, if this machine may price it.
 
     None if it names a calibration or another cluster, or if the environment selects the shipped
-    one.
+    constants.
     """
     cluster = config.cluster
     if config.origins.get(CALIBRATION, "").startswith(MEASURED_HERE):
@@ -124,12 +126,12 @@ def left_open(config: Config, environ: Mapping[str, str]) -> Config | None:
 
 
 def machine_of(config: Config, environ: Mapping[str, str]) -> Machine:
-    """Return this machine with its default number of ranks."""
+    """Return this machine with its default number of ranks, ignoring the config's."""
     return detect(config.cluster.model_copy(update={"devices_per_node": None}), environ)
 
 
 def find_kept(config: Config, environ: Mapping[str, str]) -> Kept | None:
-    """Return the stored calibration of this machine: of `bench device`, else of a start."""
+    """Return this machine's stored calibration: by `bench device`, else the quick one, or None."""
     with contextlib.suppress(ConfigError, OSError, RuntimeError):  # no home, nothing to look into
         if not (user_cache(environ) / _FOLDER).is_dir():
             return None
@@ -142,7 +144,7 @@ def find_kept(config: Config, environ: Mapping[str, str]) -> Kept | None:
 
 
 def priced_by(config: Config, stored: Kept) -> Config:
-    """Return a config that is priced by a stored calibration."""
+    """Return a config that uses a stored calibration, with the origin of the setting recorded."""
     about = stored.calibration
     cluster = config.cluster.model_copy(update={"calibration": str(stored.path)})
     origins = {**config.origins, CALIBRATION: f"{MEASURED_HERE}, {about.date}: {about.source}"}
@@ -150,7 +152,7 @@ def priced_by(config: Config, stored: Kept) -> Config:
 
 
 def source_of(machine: Machine, measured: Mapping[str, Any], how: str) -> str:
-    """Return the source of constants in words; a GPU has its driver's name."""
+    """Return a line on the source of measured constants: how, machine, ranks and torch version."""
     name = measured["machine"] if machine.device == "cuda" else machine.name
     ranks = "1 rank" if measured["ranks"] == 1 else f"{measured['ranks']} ranks"
     return f"{how}: {name}, {ranks}, torch {measured['torch']}"
@@ -159,7 +161,7 @@ def source_of(machine: Machine, measured: Mapping[str, Any], how: str) -> str:
 def calibration_in_use(
     config: Config, environ: Mapping[str, str], today: datetime.date | None = None
 ) -> Finding:
-    """Return which calibration prices a config, and how old it is."""
+    """Return a finding on the calibration that a config's predictions use, and its age."""
     name, left = "calibration", left_open(config, environ)
     if left is None:
         named = config.cluster.calibration
@@ -179,7 +181,7 @@ def calibration_in_use(
 
 
 def _age(date: str, today: datetime.date) -> str:
-    """Return how long ago a date was, where it is one."""
+    """Return how many days ago an ISO date was, in words; "" if it is not a date."""
     try:
         days = (today - datetime.date.fromisoformat(date)).days
     except ValueError:

@@ -1,4 +1,4 @@
-"""Resolves `layout.auto` and the cluster "local" for a plan, and predicts a run."""
+"""Lets the planner choose what a config leaves to it, on this machine, and predicts a run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ANY_GPU: Final = "a100-80gb"
 
 
 def settled(config: Config, machine: Machine, lacks: str | None = None) -> Config:
-    """Return a config with its layout and `train.compile` resolved, by the planner if requested.
+    """Return a config with its layout and `train.compile` chosen, if left to the planner.
 
-    On GPUs, this includes missing precision and microbatch. `lacks` is what a compiler is missing
-    here. Raises `ConfigError` if no layout fits, or if the planner does not know the machine's
-    GPUs.
+    On GPUs, a missing precision and microbatch are chosen as well. `lacks` is a line on what
+    torch.compile lacks here, or None. Raises `ConfigError` if no layout fits, or if the catalogue
+    lacks the machine's GPUs.
     """
     config = in_precision_of(config, machine)
     if config.layout.auto:
@@ -62,7 +62,7 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
 
 
 def in_precision_of(config: Config, machine: Machine) -> Config:
-    """Return a config with the usual precision of this machine's GPUs, if it sets none."""
+    """Return a config with the usual precision of this machine's GPUs if it does not set one."""
     is_given = config.origins.get("train.precision", "default") != "default"
     if is_given or machine.device != "cuda" or config.cluster.preset != "local":
         return config
@@ -73,10 +73,10 @@ def in_precision_of(config: Config, machine: Machine) -> Config:
 
 
 def with_microbatch(config: Config, machine: Machine) -> Config:
-    """Return a config with the fastest predicted microbatch that fits, if it sets none.
+    """Return a config with the fastest predicted microbatch that fits, unless it sets one.
 
-    Of GPUs that the catalogue lacks, the driver says the memory: the largest that fits it. Nothing
-    changes if none fits, or if the driver says nothing.
+    For GPUs that the catalogue lacks, it is the largest that fits into the memory stated by the
+    driver. The config is unchanged if none fits, or if the memory is unknown.
     """
     if config.layout.microbatch is not None:
         return config
@@ -101,7 +101,7 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
 
 
 def cost_inputs_on(config: Config, machine: Machine, layout: Layout) -> CostInputs:
-    """Return the setting of a layout on this machine; raises `ConfigError` as `on_machine`."""
+    """Return the cost inputs of a layout on this machine; raises `ConfigError` as `on_machine`."""
     from meshwright.planner.plan import cost_inputs_of, on_cluster
 
     ranks_per_node = layout.world // config.cluster.nodes
@@ -114,10 +114,11 @@ def cost_inputs_on(config: Config, machine: Machine, layout: Layout) -> CostInpu
 
 
 def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
-    """Return how many times slower a rank of this machine is than the catalogue's device.
+    """Return how many times slower a rank of this machine is than the catalogue's CPU device.
 
-    `ranks` is their number on a node, by default the cluster's. Ranks share a CPU's cores, and the
-    catalogue's device is one rank's share with the default number of ranks.
+    `ranks` is their number per node; None means `cluster.devices_per_node` or the default. Ranks
+    share a CPU's cores; the catalogue's device is the share of one rank with the default number of
+    ranks. 1.0 for GPUs.
     """
     if machine.device != "cpu" or config.cluster.preset != "local":
         return 1.0
@@ -126,10 +127,10 @@ def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
 
 
 def on_machine(config: Config, machine: Machine) -> Config:
-    """Return a config with a cluster of so many devices of this machine, for the planner.
+    """Return a config whose `cluster` is this machine's devices, for the planner.
 
-    A CPU runs as many ranks as the given degrees need. Raises `ConfigError` if the machine's GPUs
-    are not in the catalogue.
+    A CPU gets as many ranks as the config's degrees need. Raises `ConfigError` if the machine's
+    GPUs are not in the catalogue.
     """
     from meshwright.cost.catalogue import device_named
     from meshwright.planner.space import degree_of, given
@@ -153,7 +154,7 @@ def on_machine(config: Config, machine: Machine) -> Config:
 
 
 def predicted(job: Job) -> StepProfile | None:
-    """Return the prediction of a run's steps; None if the machine's device is unknown."""
+    """Return the predicted step profile of a run; None if the catalogue lacks the device."""
     from meshwright.cost.profile import predicted_profile
 
     try:

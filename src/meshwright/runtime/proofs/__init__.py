@@ -1,1 +1,1 @@
-"""Local ranks that prove."""
+"""Starts ranks that prove layouts."""

@@ -1,6 +1,7 @@
-"""Proves cases on local ranks: starts them, follows their results, and survives their failures.
+"""Proves layouts on local ranks: compares their training steps with those of one process.
 
-No torch here: the ranks are processes of `runtime.proofs.proof_worker`.
+Does not import torch: the ranks are processes of `runtime.proofs.proof_worker`. A `Case` is a
+layout with a small model.
 """
 
 from __future__ import annotations
@@ -57,32 +58,32 @@ _MOST_CASES: Final = 32
 
 @dataclass(frozen=True)
 class ProofFolder:
-    """The folder of the ranks' cases and verdicts; has the logs of a run folder."""
+    """The folder through which ranks receive cases and return verdicts."""
 
     path: Path
 
     @property
     def cases(self) -> Path:
-        """The cases as JSON, one per line."""
+        """The file of the cases as JSON, one per line."""
         return self.path / "cases.jsonl"
 
     @property
     def verdicts(self) -> Path:
-        """Rank 0's output: an object when a case begins, one with its verdicts when it ends."""
+        """The file of rank 0's output: a line when a case begins, and one with its verdicts."""
         return self.path / "verdicts.jsonl"
 
     def write_cases(self, cases: Sequence[Case]) -> None:
-        """Write the cases for the ranks."""
+        """Write the cases for the ranks to read."""
         text = "".join(f"{case.as_json()}\n" for case in cases)
         self.cases.write_text(text, encoding="utf-8")
 
     def read_cases(self) -> list[Case]:
-        """Return what `write_cases` wrote."""
+        """Return the cases that `write_cases` wrote."""
         return [Case.from_json(line) for line in self.cases.read_text("utf-8").splitlines()]
 
 
 def worker_command(folder: Path, device: str = "cpu") -> list[str]:
-    """Return the command line of a rank process on a device, "cpu" or "cuda"."""
+    """Return the command line of a rank process that computes on "cpu" or "cuda"."""
     return [sys.executable, "-m", "meshwright.runtime.proofs.proof_worker", str(folder), device]
 
 
@@ -96,13 +97,12 @@ def prove_cases(
     device: str = "cpu",
     seconds: float = math.inf,
 ) -> list[Outcome]:
-    """Prove cases with the same number of ranks; `show` receives each outcome at once.
+    """Prove cases that all have the same number of ranks; `show` receives each outcome at once.
 
-    Ranks compute on `device`, "cpu" or "cuda", and are started by `worker_command` unless given. If
-    a rank fails, its layout counts as failed, and fresh ranks prove the rest. Ranks are also
-    replaced after `_MOST_CASES`. After so many `seconds` the ranks are ended, but not before the
-    first outcome; the other cases are left out.
-    Raises `RankFailed` if the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
+    Ranks compute on `device`, "cpu" or "cuda". If a rank fails, its case counts as failed, and new
+    ranks prove the remaining cases. Ranks are also replaced after `_MOST_CASES` cases. After
+    `seconds`, but not before the first outcome, ranks are ended and the remaining cases are left
+    out. Raises `RankFailed` if the ranks do not start, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     check_torch("proving")
     deadline = time.monotonic() + seconds
@@ -121,7 +121,7 @@ def prove_cases(
 def fails_alike(
     outcome: Outcome, environ: Mapping[str, str], device: str
 ) -> Callable[[Case], bool]:
-    """Return a predicate: whether a case, alone on fresh ranks, fails in one of these claims."""
+    """Return a predicate: does a case, alone on new ranks, fail one of the outcome's claims?"""
 
     def fails(case: Case) -> bool:
         (retried,) = prove_cases([case], environ, lambda outcome: None, device=device)
@@ -131,11 +131,11 @@ def fails_alike(
 
 
 class _TimeIsUp(Exception):
-    """The deadline has passed."""
+    """Raised when the deadline of a proof has passed."""
 
 
 class _Proof:
-    """One set of ranks and what it found."""
+    """The proof of some cases by one set of ranks, and its outcomes so far."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Proof:
     def run(
         self, environ: Mapping[str, str], timing: Timing, command: Callable[[Path], list[str]]
     ) -> list[Outcome]:
-        """Return the outcomes up to the end, the deadline, or the case at which a rank failed."""
+        """Return the outcomes until all cases are done, time is up, or a rank has failed."""
         self._folder.write_cases(self._cases)
         ranks = LocalRanks(
             command(self._folder.path),
@@ -185,7 +185,7 @@ class _Proof:
             raise _TimeIsUp
 
     def _take(self) -> None:
-        """Take what the ranks have found since the last time."""
+        """Add the outcomes that the ranks have written since the last call."""
         for record in self._tail.new():
             self._has_begun = "verdicts" not in record
             if not self._has_begun:
@@ -203,7 +203,7 @@ class _Proof:
 
 
 def _crash_text(core: Path, file: Path) -> str:
-    """Return the C++ stack of a crash; the folder of a proof, and so the file, does not last."""
+    """Return the C++ stack of a crash as text, since the folder of a proof is temporary."""
     return "\n".join(["C++ stack of the crash:", *crash_stack(write_stacks(core, file))])
 
 
@@ -213,7 +213,7 @@ def _outcome(case: Case, record: Mapping[str, Any]) -> Outcome:
 
 
 def by_world(cases: Sequence[Case]) -> Iterator[list[Case]]:
-    """Yield the cases in lists with the same number of ranks, the smallest first."""
+    """Yield the cases grouped by their number of ranks, the smallest number first."""
     for world in sorted({case.layout.world for case in cases}):
         yield [case for case in cases if case.layout.world == world]
 
@@ -223,7 +223,11 @@ _COLUMNS = ("case", "claim", "passed", "error", "tolerance")
 
 
 class Question(NamedTuple):
-    """A layout to prove: the small cases that stand for it, and what they don't show."""
+    """A layout to prove: the small cases used in its place, and what these do not cover.
+
+    `not_kept` are config keys with other values in the cases, `not_proven` keys that no proof
+    covers.
+    """
 
     layout: Layout
     cases: tuple[Case, ...]
@@ -233,10 +237,10 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Proof:
-    """The answer of `prove_layout`: an outcome for each small case, with its verdicts.
+    """The result of `prove_layout`: an outcome with verdicts for each small case.
 
-    `not_kept` are keys that the small cases have other values of, and `not_proven` keys that no
-    proof covers. Prints as the command does, also in a notebook.
+    `not_kept` are config keys with other values in the small cases, and `not_proven` keys that no
+    proof covers. Its `repr` is what the command prints, also in a notebook.
     """
 
     layout: Layout
@@ -246,7 +250,7 @@ class Proof:
 
     @property
     def passed(self) -> bool:
-        """Whether every claim holds; no outcome is no proof."""
+        """Whether there is an outcome and every claim holds."""
         return bool(self.outcomes) and all(outcome.passed for outcome in self.outcomes)
 
     @property
@@ -263,7 +267,7 @@ class Proof:
         return lines
 
     def __repr__(self) -> str:
-        """Return the lines that the command prints."""
+        """Return the lines that `meshwright prove` prints."""
         lines = [line for outcome in self.outcomes for line in outcome.lines()]
         return "\n".join([*self._headlines(), *lines])
 
@@ -288,9 +292,9 @@ def prove_layout(
 ) -> Proof:
     """Prove that a config's layout computes the losses, gradients and updates of one device.
 
-    The same as `meshwright prove CONFIG`: local ranks, on the `device`, train a small model of the
-    same kind, and one process does so without a layout. `environ` is this process's own unless
-    given. Raises `ConfigError` for a layout that is not legal or has no GPUs, `RankFailed` if ranks
+    The same as `meshwright prove CONFIG`: local ranks on `device` train a small model of the same
+    architecture, and one process does so without a layout. `environ` defaults to this process's
+    environment. Raises `ConfigError` for an illegal layout or too few GPUs, `RankFailed` if ranks
     do not start.
     """
     environ = dict(os.environ) if environ is None else environ
@@ -308,7 +312,10 @@ def prove_layout(
 
 
 def question_of(config: Config, environ: Mapping[str, str]) -> Question:
-    """Return the small cases that stand for a config's layout; raises `ConfigError`."""
+    """Return the small cases that represent a config's layout, and what they do not cover.
+
+    Raises `ConfigError` for a config that cannot be proven.
+    """
     if config.train.routing != "learned":
         rule = f'train.routing = "{config.train.routing}" depends on positions in a rank\'s batch'
         raise ConfigError(refusal(f"{rule}, which no other layout has", legal=["learned"]))
@@ -322,7 +329,7 @@ def question_of(config: Config, environ: Mapping[str, str]) -> Question:
 
 
 def layout_of(config: Config, environ: Mapping[str, str]) -> Layout:
-    """Return the layout as `train` would resolve it; no GPU needs to be there."""
+    """Return the layout that `train` would use; on a machine without GPUs, for the CPU."""
     cluster = config.cluster
     if not count_gpus(environ):
         cluster = cluster.model_copy(update={"device": "cpu"})
@@ -333,7 +340,7 @@ def layout_of(config: Config, environ: Mapping[str, str]) -> Layout:
 
 
 def check_gpus(cases: Sequence[Case], environ: Mapping[str, str]) -> None:
-    """Refuse cases with more ranks than there are GPUs."""
+    """Raise `ConfigError` if a case has more ranks than there are GPUs."""
     check_build("cuda", find_gpus(environ), torch_build())
     ranks, gpus = max((case.layout.world for case in cases), default=0), count_gpus(environ)
     if ranks > gpus:
@@ -351,9 +358,10 @@ def prove_all(
     seconds: float,
     also: tuple[Verdict, ...] = (),
 ) -> list[Outcome]:
-    """Return the outcomes, smallest worlds first: a part of the time for each, by its ranks.
+    """Prove cases and return their outcomes, those with the fewest ranks first.
 
-    Each has the verdicts of `also`, too, and is shown as soon as it is there.
+    Each number of ranks gets a share of `seconds` in proportion to its ranks. The verdicts `also`
+    are added to each outcome, which `show` receives as soon as it is available.
     """
     outcomes: list[Outcome] = []
 

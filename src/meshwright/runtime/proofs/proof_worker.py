@@ -17,7 +17,7 @@ TIMEOUT_S: Final = 300.0
 
 
 def prove_all(folder: ProofFolder, world: World) -> None:
-    """Prove the folder's cases in order; rank 0 writes the results."""
+    """Prove the cases in a folder in order; rank 0 writes the verdicts there."""
     suite = Suite(world, TIMEOUT_S)
     lines = JsonLines(folder.verdicts) if world.rank == 0 else None
     for index, case in enumerate(folder.read_cases()):
@@ -32,7 +32,7 @@ def prove_all(folder: ProofFolder, world: World) -> None:
 
 
 def main() -> None:
-    """Run one rank of the proof whose folder is named on the command line."""
+    """Run one rank of the proof in the folder named on the command line."""
     device = sys.argv[2]
     run_process(
         lambda path, rendezvous: prove_all(ProofFolder(path), join(rendezvous, device, TIMEOUT_S))

@@ -1,1 +1,1 @@
-"""One rank of a run, and the ranks of this machine."""
+"""The process of one rank of a run, and the ranks of this machine."""

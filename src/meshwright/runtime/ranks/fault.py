@@ -1,7 +1,7 @@
-"""Injected faults: a rank that is killed, stopped or corrupted in a given phase and step.
+"""Faults injected for tests: a rank is killed, stopped or corrupted in a given phase and step.
 
-`FAULT=rank:phase:step:action` in the environment of `train`; docs/faults.md lists the actions. No
-torch here: `runtime.ranks.worker` acts them out.
+`FAULT=rank:phase:step:action` in the environment of `train`; docs/faults.md lists the actions. Does
+not import torch: `runtime.ranks.worker` executes them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ACTIONS: Final = ("kill", "stop", "segfault", "hang_gil", "sleep", "raise", "exi
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank in a phase of a step, or of each step if it is None.
+    """An action on a rank in a phase of a step; `step` None means each step.
 
-    `always`: in every attempt, not only in the first.
+    `always` means in every attempt, not only in the first.
     """
 
     rank: int
@@ -34,9 +34,9 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read `rank:phase:step:action[=argument][:always]`, with `*` for every step.
+        """Parse `rank:phase:step:action[=argument][:always]`, with `*` for every step.
 
-        Raises `ConfigError` naming what is wrong.
+        Raises `ConfigError` naming the part that is wrong.
         """
         fields = text.split(":")
         form = "FAULT is rank:phase:step:action, with :always at the end for every attempt"

@@ -1,4 +1,4 @@
-"""`LocalRun`: the ranks of a run on this machine, attempt after attempt. No torch here."""
+"""`LocalRun`: the ranks of a run on this machine, with restarts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def rank_environ(
     keeps_memory: bool = True,
     on_gpus: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of ranks with so many threads each.
+    """Return the environment variables of ranks with `threads` threads each.
 
-    `keeps_memory` False leaves the allocator alone, for ranks with a memory limit. Variables that
-    are already set stay.
+    With `keeps_memory`, glibc is told to keep freed memory for reuse; pass False for ranks with a
+    memory limit. Variables that are already set stay.
     """
     variables = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     tunables = environ.get("GLIBC_TUNABLES", "")
@@ -78,12 +78,12 @@ def gpu_environ(environ: Mapping[str, str], threads: int) -> dict[str, str]:
 
 
 def sets_allocator(environ: Mapping[str, str]) -> bool:
-    """Return whether to set up glibc's allocator for ranks: only where the user has not."""
+    """Return whether to tune glibc's allocator for ranks: False if the user configures one."""
     return "glibc.malloc" not in environ.get("GLIBC_TUNABLES", "") and "LD_PRELOAD" not in environ
 
 
 class LocalRun:
-    """The local ranks of a run, attempt after attempt."""
+    """Runs the local ranks of a run, restarting them after failures."""
 
     def __init__(
         self,
@@ -105,9 +105,10 @@ class LocalRun:
         self._environ = rank_environ(environ, threads, keeps_memory=keeps, on_gpus=on_gpus)
 
     def train(self, listener: socket.socket, view: Sink, signals: StopSignals) -> int:
-        """Train to the end and return the exit code; the first attempt meets at `listener`.
+        """Train until the run ends, and return its exit code.
 
-        Also raises what `Stopping.look` and `RunLock.check` raise.
+        Ranks of the first attempt meet at `listener`. Also raises what `run_attempts`,
+        `Stopping.look` and `RunLock.check` raise.
         """
         job = self._job
         stopping = Stopping(
@@ -146,13 +147,13 @@ class LocalRun:
                 reader.join()
 
     def _read_later(self, core: Path, file: Path) -> str:
-        """Have a thread read a core dump, which takes seconds, while the run goes on."""
+        """Start a thread that reads a core dump, which takes seconds, and return a note on it."""
         self._readers.append(threading.Thread(target=write_stacks, args=(core, file)))
         self._readers[-1].start()
         return f"The C++ stacks of its threads will be in {file}"
 
     def _traces(self) -> AbstractContextManager[dict[str, str]]:
-        """Yield the environment variables that make ranks on GPUs write NCCL's last operations."""
+        """Return a context with the environment variables for NCCL's flight record on GPUs."""
         on_gpus = self._job.machine.device == "cuda"
         return traced(self._environ, self._job.folder) if on_gpus else nullcontext({})
 

@@ -1,4 +1,4 @@
-"""The process of a rank that measures or proves: it joins the others, works, and ends."""
+"""The process of a rank that measures or proves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshwright.training.run_folder import RunFolder
 
 
 def run_process(work: Callable[[Path, Rendezvous], None], threads: int = 1) -> None:
-    """Do a rank's work for the folder on the command line, and end the process.
+    """Run `work` as one rank for the folder on the command line, then end the process.
 
-    `work` receives the folder and the rendezvous, joins the others, and computes with so many
-    `threads`. It leaves an error in the folder, like a training rank.
+    `work` receives the folder and the rendezvous. torch uses `threads` threads. An exception is
+    recorded in the folder, as by a training rank.
     """
     environ = os.environ
     tell_stacks()
@@ -43,7 +43,7 @@ def run_process(work: Callable[[Path, Rendezvous], None], threads: int = 1) -> N
 
 
 def end_process(code: int) -> None:
-    """End this process at once: threads of a broken process group can block a normal exit."""
+    """End this process without cleanup, which threads of a broken process group can block."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,6 +1,6 @@
-"""The process of one rank: `python -m meshwright.runtime.ranks.worker RUN_FOLDER`.
+"""The process of one training rank: `python -m meshwright.runtime.ranks.worker RUN_FOLDER`.
 
-It joins the others, trains, and leaves either an exit code or a failure file with the reason.
+It joins the other ranks, trains, and leaves either an exit code or a file with its exception.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ from meshwright.units import format_bytes
 _SHOWN: Final = 3  # of the files that differ
 _DIGITS: Final = 12  # of a digest, or more where these are the same
 
-Digests = Mapping[str, str]  # by the name of what they are of
+Digests = Mapping[str, str]  # by the name of the input
 
 
 def refuse_unlike(own_digests: Digests, world: World) -> None:
-    """Raise `ConfigError` on every rank if digests differ, with files and ranks; a collective.
+    """Raise `ConfigError` on every rank if the digests of their inputs differ.
 
-    If they agree, ranks exchange only 64 bytes.
+    The message names the inputs and ranks. All ranks must call this; if they agree, they exchange
+    only 64 bytes.
     """
     if world.size == 1:
         return
@@ -83,7 +84,7 @@ def refuse_unlike(own_digests: Digests, world: World) -> None:
 
 
 def differences(everyone: Sequence[Digests]) -> Iterator[str]:
-    """Yield a sentence for each input that differs between ranks, with its value on each."""
+    """Yield a sentence for each input whose digest differs between ranks, with the values."""
     for name in dict.fromkeys(name for digests in everyone for name in digests):
         ranks: dict[str, list[int]] = {}
         for rank, digests in enumerate(everyone):
@@ -98,14 +99,17 @@ def differences(everyone: Sequence[Digests]) -> Iterator[str]:
 
 
 def _telling(values: Collection[str]) -> int:
-    """Return how many leading characters distinguish all values, at least `_DIGITS`."""
+    """Return how many leading characters tell all values apart, at least `_DIGITS`."""
     return next(n for n in count(_DIGITS) if len({value[:n] for value in values}) == len(values))
 
 
 def digests_of(
     job: Job, dataset: Dataset | StreamedDataset, *, has_weights: bool
 ) -> dict[str, str]:
-    """Return digests of a rank's inputs; without `has_weights`, not of the first weights."""
+    """Return digests of a rank's config, data, initial weights and code, by name.
+
+    Without `has_weights`, initial weights are left out.
+    """
     files = (job.folder.config, job.folder.plan)
     digests = {str(path): sha256_bytes(path.read_bytes()) for path in files}
     digests |= dataset.files or dataset.identity
@@ -116,7 +120,7 @@ def digests_of(
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield digests of a step's manifest, or of parts of the files of a Hugging Face folder."""
+    """Yield (path, digest) for a saved step's manifest or the files of a Hugging Face folder."""
     step = find_step(folder)
     paths = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     for path in sorted(paths) if step is None else [step / MANIFEST]:
@@ -124,7 +128,7 @@ def _weights(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _code() -> Iterator[tuple[str, str]]:
-    """Yield digests of this package's files, and the version of torch."""
+    """Yield (name, digest) for this package's files, and the version of torch."""
     root = Path(meshwright.__file__).parent
     for path in sorted(root.rglob("*")):
         if path.suffix in (".py", ".toml"):
@@ -133,14 +137,14 @@ def _code() -> Iterator[tuple[str, str]]:
 
 
 class Injector:
-    """Executes a fault, once for each of its steps; called with each phase of a recorder."""
+    """Executes a fault once per step; a flight recorder calls it at each phase."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
         self._acted: set[int] = set()
 
     def __call__(self, phase: str, step: int) -> None:
-        """Inject the fault if this is its phase and step."""
+        """Execute the fault if it is for this phase and step."""
         fault = self._fault
         if phase != fault.phase or fault.step not in (None, step) or step in self._acted:
             return
@@ -149,7 +153,7 @@ class Injector:
 
 
 def injector(text: str | None, rank: int, attempt: int) -> Injector | None:
-    """Return the injector of this rank and attempt, if there is one."""
+    """Return the fault injector for this rank and attempt, or None; `text` is `FAULT`."""
     fault = Fault.parse(text) if text else None
     if fault is None or fault.rank != rank or (attempt > 0 and not fault.always):
         return None
@@ -165,7 +169,7 @@ def _segfault(argument: str) -> None:
 
 
 def _hang_with_gil(argument: str) -> None:
-    """Stop as a C extension does that never returns: no other thread can run Python again."""
+    """Hang while holding the GIL, like a C extension that never returns."""
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
     ctypes.PyDLL(None).pause()
 
@@ -175,7 +179,7 @@ def _raise(argument: str) -> None:
 
 
 def _spoil(argument: str) -> None:
-    """Make the next module return numbers that are not finite."""
+    """Multiply the output of the next module by `argument`, by default NaN."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
@@ -205,13 +209,16 @@ NO_THREAD: Final = "Resource temporarily unavailable"
 
 
 class StopRequest:
-    """Whether this process was asked to stop, by SIGTERM, SIGINT or SIGHUP."""
+    """Whether this process was asked to stop by SIGTERM, SIGINT or SIGHUP."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def listen(self) -> None:
-        """Handle the signals: our supervisor sends SIGTERM, torchrun passes on what it received."""
+        """Install the signal handlers.
+
+        Meshwright's supervisor sends SIGTERM; torchrun passes on the signal that it received.
+        """
         for number in stop_signals():
             signal.signal(number, self._ask)
 
@@ -220,10 +227,10 @@ class StopRequest:
 
 
 def follow_parent(environ: Mapping[str, str]) -> None:
-    """End this process as soon as the supervisor is gone, however it ended.
+    """End this process as soon as its supervisor has ended, for whatever reason.
 
-    The supervisor holds the other end of a pipe; reading it returns only when that end closes. This
-    needs a thread that runs Python, so on Linux, the system also ends a process that cannot.
+    The supervisor holds the other end of a pipe; reading it returns only when that end closes. That
+    needs a thread that can run Python; on Linux, the system also kills a process in which none can.
     """
     descriptor = environ.get("MESHWRIGHT_PARENT_FD")
     if descriptor is None:
@@ -240,19 +247,18 @@ def follow_parent(environ: Mapping[str, str]) -> None:
 
 
 def tell_stacks() -> None:
-    """Print the stacks of all threads on SIGUSR1 and in a crash.
+    """Install handlers that print the stacks of all threads on SIGUSR1 and in a crash.
 
-    This needs no Python, so it works while a thread holds the GIL and never releases it.
+    They are in C, so they work while a thread holds the GIL and never releases it.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 class MemoryLimit:
-    """A context that limits a rank's further allocations, enforced by the system.
+    """A context manager that limits how much more memory a rank may allocate, by RLIMIT_DATA.
 
-    Raises `RankFailed` instead of the error of a refused allocation, and `ConfigError` if the
-    system cannot enforce the limit.
+    A refused allocation raises `RankFailed`; `ConfigError` if the system has no such limit.
     """
 
     def __init__(self, job: Job, rank: int, device: torch.device) -> None:
@@ -291,23 +297,23 @@ class MemoryLimit:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that an allocation was refused."""
+    """Return whether an exception means that an allocation failed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in REFUSED)
 
 
 def private_memory() -> int:
-    """Return this process's bytes that RLIMIT_DATA counts, including malloc's free ones."""
+    """Return the bytes of this process that RLIMIT_DATA counts, including malloc's free memory."""
     match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) * 1024
 
 
 def _set_data_limit(limit: int | None) -> None:
-    """Limit this process's private writable memory to `limit` bytes; None: to the hard limit.
+    """Set the soft RLIMIT_DATA, the limit of private writable memory; None: the hard limit.
 
-    The soft limit only: that one may be raised again.
+    The hard limit stays, so that the soft one can be raised again.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     unlimited = hard == resource.RLIM_INFINITY
@@ -316,11 +322,11 @@ def _set_data_limit(limit: int | None) -> None:
 
 
 def tune_libc() -> None:
-    """Make freed memory return to the system at once, and threads reserve 1 MiB stacks, not 8.
+    """Make freed memory return to the system at once, and thread stacks reserve 1 MiB, not 8.
 
-    By default, glibc keeps freed pieces of up to 32 MiB, and the gaps between them are lost: alone,
-    examples/long_context.toml needs 543 MiB instead of 455. Gloo starts up to three threads for
-    each group. Other libraries lack these functions and are left alone.
+    By default, glibc keeps freed pieces of up to 32 MiB, and gaps between them are lost: a rank of
+    examples/long_context.toml needs 543 MiB instead of 455. Gloo starts up to three threads per
+    process group. C libraries without these functions are left alone.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -341,10 +347,10 @@ def run_rank(
     *,
     view: Sink | None = None,
 ) -> int:
-    """Train as one rank of a world and return the exit code.
+    """Train as one rank of a run, and return the exit code.
 
-    An `attempt` above 0 continues the run of the previous attempt. Without a supervisor, rank 0
-    shows the run in its `view`.
+    An `attempt` above 0 resumes the run of the previous attempt. `view` is where rank 0 shows the
+    run if there is no supervisor.
     """
     config = job.config
     world.recorder.phase("load")
@@ -379,7 +385,7 @@ def run_rank(
 def open_flight_recorder(
     folder: RunFolder, rendezvous: Rendezvous, environ: Mapping[str, str]
 ) -> FlightRecorder:
-    """Start the flight recorder of this rank, with its injected fault if any."""
+    """Create the flight recorder of this rank, with an injected fault if `FAULT` names one."""
     path = folder.flight_recorder(rendezvous.rank)
     fault = injector(environ.get("FAULT"), rendezvous.rank, rendezvous.attempt)
     return FlightRecorder.open(path, rendezvous.rank, rendezvous.size, rendezvous.attempt, fault)
@@ -388,7 +394,7 @@ def open_flight_recorder(
 def record_failure(
     folder: RunFolder, rank: int, error: BaseException, recorder: FlightRecorder | None = None
 ) -> None:
-    """Write what ended this rank, for the supervisor."""
+    """Write the exception that ended this rank to a file for the supervisor."""
     causes = [error, error.__cause__]
     failure = {
         "rank": rank,
@@ -406,7 +412,7 @@ def record_failure(
 
 
 def main() -> None:
-    """Run one rank of the run folder named on the command line."""
+    """Run one training rank of the run folder named on the command line."""
     environ = os.environ
     stop = StopRequest()
     stop.listen()

@@ -1,4 +1,4 @@
-"""The folder that `meshwright prove -- COMMAND` puts on PYTHONPATH: see `sitecustomize.py`."""
+"""The folder that `meshwright prove -- COMMAND` adds to PYTHONPATH: see `sitecustomize.py`."""
 
 from typing import Final
 

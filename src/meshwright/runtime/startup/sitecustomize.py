@@ -1,6 +1,6 @@
-"""Runs in every Python that `meshwright prove -- COMMAND` starts: watches what torch trains there.
+"""Runs in every Python process that `meshwright prove -- COMMAND` starts.
 
-Nothing happens before a program imports torch; then the first model that it trains is watched.
+Nothing happens before the program imports torch; then the first model that it trains is watched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REACHED = "process-"
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Attaches as soon as torch has been imported."""
+    """An import hook that attaches the watcher as soon as torch has been imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "torch":
@@ -49,14 +49,14 @@ def _attach() -> None:
 
 
 def _end(watched: Any) -> None:
-    """End the program: the rest of its training is not what was asked for."""
+    """Exit the process, since the steps to compare have been recorded."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _run_next() -> None:
-    """Run the `sitecustomize` that this one hides, if there is one."""
+    """Run the environment's own `sitecustomize`, which this file hides, if there is one."""
     folder = Path(__file__).parent.resolve()
     search_path = [path for path in sys.path if Path(path or ".").resolve() != folder]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", search_path)

@@ -1,4 +1,4 @@
-"""Attempts of a run: restarts of failed ranks, here or under another launcher, and stops."""
+"""Attempts of a run: restarts of failed ranks, here or by another launcher, and stop requests."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def run_attempts(
     stop: Callable[[], bool],
     tell: Callable[[Event], None] | None = None,
 ) -> int:
-    """Call `run` with the number of each attempt until one ends well; returns its exit code.
+    """Call `run` with the number of each attempt until one succeeds, and return its exit code.
 
-    Before each further attempt, an event with the cause goes to `tell`, by default to the run's
-    events. Raises what `run` raises if another attempt cannot help, or if `stop` says that none is
-    wanted, and `NoProgress` after `checkpoint.restarts` in a row without progress.
+    Before each further attempt an event with the cause is passed to `tell`, by default appended to
+    the run's events. Re-raises the failure of `run` if another attempt cannot help or `stop`
+    returns true, and raises `NoProgress` after `checkpoint.restarts` failures in a row without
+    progress.
     """
     limit = job.config.checkpoint.restarts
     tell = tell or (lambda event: append_event(job.folder.events, event))
@@ -75,22 +76,22 @@ def run_attempts(
 
 
 def reached(job: Job) -> int:
-    """Return the newest committed step, or without intermediate saves the last one done."""
+    """Return how far a run has got: its newest committed step or, if it saves none, its last."""
     return committed(job) if job.config.checkpoint.every else last_step(job)
 
 
 def committed(job: Job) -> int:
-    """Return the newest committed step; 0 where there is none."""
+    """Return the number of the newest committed step; 0 if there is none."""
     return max((step_of(path) for path in steps(job.checkpoints)), default=0)
 
 
 def step_of(path: Place) -> int:
-    """Return the step of a step folder."""
+    """Return the step number of a folder named `step-N`."""
     return int(path.name.removeprefix("step-"))
 
 
 def last_step(job: Job) -> int:
-    """Return the last step that any rank finished in the latest attempt, from the recorders."""
+    """Return the last step that any rank of the latest attempt finished, by flight recorders."""
     readings = (
         read_flight_recorder(job.folder.flight_recorder(rank)) for rank in range(job.layout.world)
     )
@@ -105,10 +106,10 @@ def _done(reading: Reading) -> int:
 def restart_event(
     job: Job, attempt: int, cause: str, noticed: float, detect_s: float | None
 ) -> dict[str, Any]:
-    """Return the event of a restart: the number of the next attempt, the cause, the cost.
+    """Return the event of a restart, with the number of the next attempt, the cause and lost steps.
 
-    `noticed` is the time in seconds since 1970, and `detect_s` the most seconds since the failure;
-    None if nobody watched.
+    `noticed` is the time of detection, in seconds since 1970. `detect_s` is an upper bound on the
+    seconds between failure and detection; None if the ranks were not watched.
     """
     from_step = committed(job)
     return {
@@ -123,7 +124,7 @@ def restart_event(
 
 
 def failed_event(error: RanksFailed) -> dict[str, Any]:
-    """Return the event of a failure after which the ranks are not restarted."""
+    """Return the "failed" event of a failure after which the ranks are not restarted."""
     return {
         "event": "failed",
         "time": error.noticed,
@@ -134,10 +135,7 @@ def failed_event(error: RanksFailed) -> dict[str, Any]:
 
 
 class Recovery(NamedTuple):
-    """The cost of one failure, in seconds: until it was detected, until ranks were ready again.
-
-    `lost_s` is the time of the repeated steps; None if it is unknown.
-    """
+    """The cost in seconds of one failure: detection, restart, repeated steps; None if unknown."""
 
     attempt: int
     cause: str
@@ -148,7 +146,7 @@ class Recovery(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The sum of the known parts."""
+        """The sum of the known costs, in seconds."""
         return sum(part for part in (self.detect_s, self.restart_s, self.lost_s) if part)
 
 
@@ -171,7 +169,10 @@ def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[Recovery]:
 
 
 def _between(event: Mapping[str, Any], later: Mapping[str, Any]) -> float | None:
-    """Return the seconds between two events, by the clocks of two processes; None if not known."""
+    """Return the seconds between two events; None if unknown or negative.
+
+    The events may be from different processes' clocks.
+    """
     times = finite(event.get("time")), finite(later.get("time"))
     if times[0] is None or times[1] is None or times[1] < times[0]:
         return None
@@ -195,10 +196,10 @@ def _note(config: Config, rendezvous: Rendezvous) -> Path:
 
 
 class Word(NamedTuple):
-    """Rank 0's record: its run's folder and id, a digest of the given config, and who started it.
+    """Rank 0's record of its run, by which a restarted attempt of the same job finds it.
 
-    `host` is its machine, `agent` the torchrun there, `parent` the process that started rank 0,
-    with its start time.
+    It has the run's folder and id, a digest of the given config, the host, torchrun's `agent`
+    process there, and the `parent` process of rank 0 with its start time.
     """
 
     folder: str
@@ -210,7 +211,7 @@ class Word(NamedTuple):
 
 
 def read_word(note: Path) -> Word | None:
-    """Return a file's record of a job; None if it is missing or damaged."""
+    """Return the record in a file; None if it is missing or damaged."""
     try:
         word = Word(**parse_json(note.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -220,9 +221,9 @@ def read_word(note: Path) -> Word | None:
 
 
 def recorded(config: Config, rendezvous: Rendezvous, say: Callable[[str], None]) -> Path | None:
-    """Return the run folder of the previous attempt, if there was one.
+    """Return the run folder of this job's previous attempt, or None.
 
-    Removes the record of another job; unless this is a first attempt, `say` receives a line about
+    Removes the record of another job; if this is not a first attempt, `say` receives a line about
     it.
     """
     note = _note(config, rendezvous)
@@ -238,7 +239,7 @@ def recorded(config: Config, rendezvous: Rendezvous, say: Callable[[str], None])
 
 
 def _is_own(word: Word, config: Config, rendezvous: Rendezvous) -> bool:
-    """Whether a record was left by an earlier attempt of this job."""
+    """Return whether an earlier attempt of this job left the record."""
     with contextlib.suppress(ConfigError):
         if read_job(Path(word.folder)).run == word.run:
             if starter(rendezvous) != "torchrun":  # a scheduler gives no id twice
@@ -251,13 +252,13 @@ def _is_own(word: Word, config: Config, rendezvous: Rendezvous) -> bool:
                 and word.agent != rendezvous.agent
                 and _began(word.parent[0]) != word.parent[1]
             ):
-                return False  # what started it is gone, and its job with it
+                return False  # its launcher is gone, and so is its job
             return word.config == _asked(config)
     return False
 
 
 def tell(job: Job, config: Config, rendezvous: Rendezvous) -> None:
-    """Leave a record of this run for later attempts; `config` is the given one."""
+    """Write a record of this run for later attempts; `config` is as the user gave it."""
     note, parent = _note(config, rendezvous), os.getppid()
     word = Word(
         folder=str(job.folder.path.resolve()),
@@ -271,7 +272,7 @@ def tell(job: Job, config: Config, rendezvous: Rendezvous) -> None:
 
 
 def _asked(config: Config) -> str:
-    """Return a digest of a config; the cluster of a later attempt may be smaller."""
+    """Return a digest of a config without `cluster`, which may be smaller in a later attempt."""
     text = json.dumps(config.model_dump(mode="json", exclude={"cluster"}), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -281,7 +282,7 @@ def _host() -> list[str]:
 
 
 def _began(pid: int) -> int:
-    """Return when a process of this machine began, in ticks since the boot; 0 if it is gone."""
+    """Return a process's start time in clock ticks since boot; 0 if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -290,18 +291,21 @@ def _began(pid: int) -> int:
 
 
 def forget(job: Job, rendezvous: Rendezvous) -> None:
-    """Remove the record, after the run has ended well."""
+    """Remove the record for later attempts, after the run has succeeded."""
     _note(job.config, rendezvous).unlink(missing_ok=True)
 
 
 def starter(rendezvous: Rendezvous) -> str:
-    """Return the name of the launcher of these ranks."""
+    """Return the name of the ranks' launcher: "Slurm", "Ray" or "torchrun"."""
     kind = (rendezvous.job or "").partition("-")[0]
     return {"slurm": "Slurm", "ray": "Ray"}.get(kind, "torchrun")
 
 
 def restarted(job: Job, rendezvous: Rendezvous) -> dict[str, Any]:
-    """Return the event of this attempt; the cause and time of the last end are unknown."""
+    """Return the "restart" event of an attempt that another launcher started.
+
+    Its cause is the first recorded exception of the ranks, if any; when they ended is unknown.
+    """
     causes = []
     for rank in range(job.layout.world):
         failure = read_failure(job.folder, rank)
@@ -311,12 +315,12 @@ def restarted(job: Job, rendezvous: Rendezvous) -> dict[str, Any]:
     return restart_event(job, rendezvous.attempt, cause, time.time(), None)
 
 
-# In these a first step is under way, or has not begun.
+# Phases before the end of a first step.
 _BEFORE: Final = ("start", "load", "data", "forward", "backward", "reduce")
 
 
 class Stopping:
-    """Reacts to requests to stop the local ranks of a job; `say` shows a line at once.
+    """Handles the user's requests to stop the local ranks of a job; `say` shows a line.
 
     The first request makes the ranks finish their step and save. Another Ctrl-C ends them at once;
     if they are already saving, it takes two.
@@ -327,10 +331,10 @@ class Stopping:
         self._is_answered, self._repeats = False, 0
 
     def look(self) -> None:
-        """React to requests since the last look.
+        """Handle stop requests since the last call.
 
-        To end the ranks at once, raises `StoppedOnRequest` if nothing is lost, otherwise
-        `RankFailed` if the user asked for it.
+        To end the ranks at once, raises `StoppedOnRequest` if every finished step is saved, else
+        `RankFailed`.
         """
         signals = self._signals
         if not signals.asked or (self._is_answered and signals.repeats == self._repeats):
@@ -369,7 +373,7 @@ class Stopping:
 
 
 def has_made_no_progress(readings: Sequence[Reading | None]) -> bool:
-    """Whether no rank has finished a step since its start, by their flight recorders."""
+    """Return whether no rank has finished a step since its start, by the flight recorders."""
     return all(
         reading is None or (not reading.stepped_s and reading.phase in _BEFORE)
         for reading in readings
@@ -385,7 +389,7 @@ def _step(readings: Sequence[Reading | None]) -> int:
 
 
 def _under_way(readings: Sequence[Reading | None], saved: int) -> str:
-    """Return what the ranks still do before they stop; `saved` is the newest saved step."""
+    """Return in words what the ranks do before they stop; `saved` is the newest saved step."""
     step = _step(readings)
     phases = {reading.phase for reading in readings if reading is not None and reading.step == step}
     if "eval" in phases:
@@ -399,14 +403,14 @@ def _under_way(readings: Sequence[Reading | None], saved: int) -> str:
 
 
 def cut_short(job: Job) -> dict[str, Any]:
-    """Return the end event of a run whose ranks were ended at once without a loss."""
+    """Return the "end" event of a run whose ranks were ended at once without losing a step."""
     return {"event": "end", "step": committed(job), "loss": math.nan, "stopped": True}
 
 
 def going_on(job: Job, rendezvous: Rendezvous | None = None) -> str:
-    """Return the command that resumes a run that ended before its last step.
+    """Return the command that resumes a run that has ended before its last step.
 
-    With `rendezvous`, it is for the launcher that has started the ranks.
+    With `rendezvous`, it is a command for the launcher that started the ranks.
     """
     saved, run = committed(job), shlex.quote(str(job.folder.path))
     config, launcher = job.config, "meshwright"

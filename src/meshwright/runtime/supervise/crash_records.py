@@ -1,6 +1,6 @@
-"""What ranks leave when they crash or hang: core dumps with C++ stacks, and NCCL's own record.
+"""Records of ranks that crash or hang: core dumps with C++ stacks, and NCCL's flight record.
 
-No torch here.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ET_CORE: Final = 4
 def allow_core_dump(pid: int) -> None:
     """Let a running process of this user leave a core dump of up to `LARGEST` bytes.
 
-    Does nothing where the system does not allow it, or where the process has ended.
+    Does nothing if the system does not allow it, or if the process has ended.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -45,9 +45,10 @@ def allow_core_dump(pid: int) -> None:
 
 
 def core_dump(pid: int, folder: Path, since: float) -> Path | None:
-    """Return the core dump that a process left in its working folder after a time since 1970.
+    """Return the core dump that a process with this working folder left, no older than `since`.
 
-    None if there is none, or where the system pipes dumps to a program, such as systemd-coredump.
+    `since` is in seconds since 1970. None if there is none, or if the system pipes dumps to a
+    program such as systemd-coredump.
     """
     if not _PATTERN.is_file():
         return None
@@ -65,7 +66,7 @@ def core_dump(pid: int, folder: Path, since: float) -> Path | None:
 
 
 def _is_dump(file: Path, since: float) -> bool:
-    """Whether a file is a new core dump, and no other file that the user calls "core"."""
+    """Return whether a file is an ELF core dump newer than `since`, not any file named "core"."""
     if not file.is_file() or file.stat().st_mtime < since:
         return False
     with file.open("rb") as content:
@@ -78,7 +79,10 @@ def _is_dump(file: Path, since: float) -> bool:
 
 
 def take_core_dump(pid: int, folder: Path, since: float) -> Path | None:
-    """Return the core dump of `core_dump` under a name that no other dump takes."""
+    """Return the path of a process's core dump, renamed if its name lacks the process id.
+
+    Arguments and None are as in `core_dump`.
+    """
     core = core_dump(pid, folder, since)
     if core is None or str(pid) in core.name:
         return core
@@ -86,9 +90,10 @@ def take_core_dump(pid: int, folder: Path, since: float) -> Path | None:
 
 
 def write_stacks(core: Path, file: Path) -> str:
-    """Write the C++ stacks of all threads in a core dump to a file, remove the dump, return them.
+    """Write the C++ stacks of all threads in a core dump to a file, and return them as text.
 
-    That of the crash comes first. Takes seconds. Without gdb, the dump stays, and the text says so.
+    The crashed thread comes first. Removes the dump. Takes seconds. Without gdb, the dump remains
+    and the text says so.
     """
     try:
         stacks = _stacks_of(core)
@@ -124,7 +129,7 @@ def _stacks_of(core: Path) -> str:
 
 
 def crash_stack(stacks: str) -> list[str]:
-    """Return the first frames of the thread that crashed, of what `write_stacks` returned."""
+    """Return the first stack frames of the crashed thread, given the text of `write_stacks`."""
     first, _, _ = stacks.partition("\nThread ")
     frames = [line for line in first.splitlines() if line.startswith("#")]
     return list(dict.fromkeys(frames))[:FRAMES] or stacks.splitlines()[:1]
@@ -138,7 +143,10 @@ _LOOK_S: Final = 0.1
 
 
 def trace_files(folder: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that put traces into a run's folder, unless the user sets them."""
+    """Return environment variables that make NCCL's flight record go to the run folder.
+
+    Empty if the user has set them.
+    """
     if any(name in environ for name in _FILES):
         return {}
     return dict.fromkeys(_FILES, str(folder.nccl_trace))
@@ -146,10 +154,10 @@ def trace_files(folder: RunFolder, environ: Mapping[str, str]) -> dict[str, str]
 
 @contextlib.contextmanager
 def traced(environ: Mapping[str, str], folder: RunFolder) -> Iterator[dict[str, str]]:
-    """Yield the environment in which ranks on GPUs write traces when they are asked to.
+    """Yield the environment in which ranks on GPUs write NCCL's flight record on request.
 
-    The pipes are in a separate folder on a local disk: if torch cannot create one, as on some
-    network file systems, it ends the rank.
+    The pipes for requests are in a temporary folder on a local disk: if torch cannot create one, as
+    on some network file systems, the rank ends.
     """
     files = trace_files(folder, environ)
     if _PIPES in environ:
@@ -165,10 +173,10 @@ def ask_for_traces(
     wait_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Path]:
-    """Make ranks with such an environment write traces; return the written files.
+    """Make ranks write NCCL's flight record, and return the files that were written.
 
-    Waits at most `wait_s` for them: a rank that holds the GIL, which torch needs for stacks, writes
-    none, nor does one that has no communicator yet.
+    `environ` is that of `traced`. Waits at most `wait_s`: a rank that holds the GIL, which torch
+    needs for stacks, writes none, nor does one without a communicator.
     """
     prefix = next((environ[name] for name in _FILES if name in environ), None)
     if prefix is None or _PIPES not in environ:
@@ -187,7 +195,7 @@ def ask_for_traces(
 
 
 def _write(pipe: Path) -> bool:
-    """Write into a pipe; returns whether somebody reads it."""
+    """Write a byte to a named pipe; returns whether a process reads it."""
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -198,6 +206,6 @@ def _write(pipe: Path) -> bool:
 
 
 def _sizes(paths: Iterator[Path]) -> dict[Path, int]:
-    """Return the bytes of those files that have any."""
+    """Return the sizes in bytes of the files that exist and are not empty."""
     sizes = {path: path.stat().st_size for path in paths if path.is_file()}
     return {path: size for path, size in sizes.items() if size}

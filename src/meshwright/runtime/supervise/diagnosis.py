@@ -1,6 +1,6 @@
-"""`doctor RUN`: the state of a run in words, from its recorders, failures, events and steps.
+"""`doctor RUN`: finds the state of a run from its flight recorders, failures, events and steps.
 
-It only reads, so the run may be training. No torch here.
+Only reads files, so the run may be training. Does not import torch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ SILENT_S: Final = 10.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of a run.
+    """The state of a run, with evidence.
 
-    `state`: "done", "stopped" on request, "running", "silent" (no activity for a while) or
-    "failed". `reason` is in words; `failures` are the ranks' exceptions, by rank. `stacks` are the
-    files with the C++ stacks of ranks that crashed, in this attempt or an earlier one.
+    `state`: "done", "stopped" on request, "running", "silent" (no activity for 10 s) or "failed".
+    `reason` is in words. `witnesses` are the ranks as seen from outside, `failures` their
+    exceptions by rank, `costs` those of restarts, `slow` the events of slow ranks, and `good` names
+    the newest intact step. `stacks` are files with the C++ stacks of ranks that crashed in any
+    attempt.
     """
 
     run: Path
@@ -57,11 +59,11 @@ class Diagnosis:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether the run is done, stopped on request or running."""
         return self.state in ("done", "stopped", "running")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
+        """Return the diagnosis as a JSON-ready dict."""
         ranks = [
             {
                 "rank": witness.rank,
@@ -124,7 +126,7 @@ def _state(
     events: Sequence[Event],
     failures: Mapping[int, Mapping[str, Any]],
 ) -> tuple[str, str]:
-    """Return the state of a run and why it is in it."""
+    """Return the state of a run, as in `Diagnosis`, and the reason for it in words."""
     if _is_held(folder, seen):
         clock_s = time.monotonic()
         local = [witness for witness in seen if witness.process != ELSEWHERE]
@@ -150,7 +152,7 @@ def _state(
 
 
 def _is_held(folder: RunFolder, seen: tuple[Witness, ...]) -> bool:
-    """Whether a supervisor or a rank of the run is alive; on another machine it counts as alive."""
+    """Return whether a supervisor or a rank of the run is alive; True if on another machine."""
     holder = read_holder(folder.lock)
     if holder is None:
         return False
@@ -162,7 +164,7 @@ def _is_held(folder: RunFolder, seen: tuple[Witness, ...]) -> bool:
 
 
 def _good(job: Job) -> str:
-    """Return a sentence with the newest step whose manifest is intact."""
+    """Return the newest step whose manifest is intact, and its folder, in words; else "none"."""
     for path in reversed(steps(job.checkpoints)):
         try:
             read_manifest(path)

@@ -1,4 +1,4 @@
-"""Disk usage of runs and prepared data, and their removal. No torch here."""
+"""Disk usage of runs and prepared data, and their removal. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PREPARED: Final = {"stores": "a prepared corpus", "downloads": "a download"}
 
 
 class DiskEntry(NamedTuple):
-    """A removable folder or file: its bytes on disk, and when it last changed or was read.
+    """A removable folder or file: its bytes on disk, and when it was last changed or used.
 
-    The time is in seconds since 1970. `in_use` names its user; such an entry is never removed.
+    `time` is in seconds since 1970. `in_use` says who uses it; such an entry is never removed.
     """
 
     path: Path
@@ -39,9 +39,9 @@ class DiskEntry(NamedTuple):
 
 
 def runs_of(root: Path) -> list[DiskEntry]:
-    """Return the runs in a folder, newest first; anything else in it is ignored.
+    """Return the runs in a folder, newest first; raises `ConfigError` if it does not exist.
 
-    Raises `ConfigError` if there is no such folder.
+    Other contents of the folder are ignored.
     """
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder of runs; log.dir says where they are")
@@ -64,7 +64,7 @@ def _run(folder: RunFolder) -> DiskEntry:
 
 
 def _user(folder: RunFolder) -> str:
-    """Say who writes into a run; empty where nobody does."""
+    """Return a phrase on the process that writes to a run, or "" if none does."""
     holder = read_holder(folder.lock)
     is_elsewhere = holder is not None and holder["host"] != socket.gethostname()
     if is_elsewhere or _is_locked(folder.lock):
@@ -87,7 +87,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def prepared_in(cache: Path) -> list[DiskEntry]:
-    """Return the prepared stores and downloads in a cache folder, last used first."""
+    """Return the prepared stores and downloads in a cache folder, most recently used first."""
     folders = [cache / name for name in PREPARED if (cache / name).is_dir()]
     paths = [path for folder in folders for path in folder.iterdir() if not path.is_symlink()]
     mapped = dict(_mapped(paths))
@@ -120,18 +120,24 @@ def _mapped(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def size_of(path: Path) -> int:
-    """Return the disk usage of a file or folder in bytes; doesn't follow links."""
+    """Return the disk usage of a file or folder in bytes; symbolic links are not followed."""
     return sum(file.lstat().st_blocks * 512 for file in (path, *path.rglob("*")))
 
 
 class DiskSelection(NamedTuple):
-    """What to remove: all but the newest `keep`, if older than `age_s`; None: any."""
+    """Which entries to remove: all but the newest `keep`, if older than `age_s` seconds.
+
+    None means that a criterion does not apply.
+    """
 
     keep: int | None = None
     age_s: float | None = None
 
     def of(self, entries: Sequence[DiskEntry], unix_time: float | None = None) -> list[DiskEntry]:
-        """Return the entries to remove; none if nothing was selected."""
+        """Return the entries to remove, given newest first; none if both criteria are None.
+
+        Entries in use are never selected.
+        """
         if self.keep is None and self.age_s is None:
             return []
         before = (time.time() if unix_time is None else unix_time) - (self.age_s or 0.0)
@@ -140,7 +146,7 @@ class DiskSelection(NamedTuple):
 
 
 def remove(entries: Iterable[DiskEntry]) -> Iterator[tuple[DiskEntry, str]]:
-    """Remove entries, and yield each with its error, empty on success."""
+    """Remove entries, yielding each with an error message, empty on success."""
     for entry in entries:
         problem = ""
         try:
@@ -158,7 +164,7 @@ def remove(entries: Iterable[DiskEntry]) -> Iterator[tuple[DiskEntry, str]]:
 
 
 def forget_gone(root: Path) -> None:
-    """Remove references to runs that are gone: `latest`, and records of restarted jobs."""
+    """Remove references to deleted runs: the link `latest`, and records of restarted jobs."""
     latest = root / "latest"
     if latest.is_symlink() and not latest.exists():
         latest.unlink()

@@ -1,4 +1,7 @@
-"""Explains from the ranks' recorders who waits for whom, and in what. No torch here."""
+"""Explains from the ranks' flight recorders which rank waits for which, in which collective.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ _FAILURE: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 
 def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
-    """Return a rank's record of its failure; None if there is none, or it is damaged."""
+    """Return a rank's record of its exception; None if there is none or it is damaged."""
     try:
         failure = parse_json(read_text(folder.failure(rank)))
     except (OSError, ValueError):
@@ -77,10 +80,10 @@ def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
 
 
 def raised(rank: int, failure: Mapping[str, Any]) -> str:
-    """Return what a rank raised, as a sentence that names a rank once.
+    """Return a sentence on the exception that a rank raised.
 
-    An error that all ranks raise together, such as one of comparing them, names the rank at fault
-    itself.
+    If the message already names the rank at fault, as in errors that all ranks raise together, it
+    is returned as it is.
     """
     message = str(failure["message"])
     if _NAMES_RANKS.match(message):
@@ -89,9 +92,9 @@ def raised(rank: int, failure: Mapping[str, Any]) -> str:
 
 
 def out_of_memory(folder: RunFolder, rank: int, limit: int | None, message: str) -> str:
-    """Return the message of a rank whose allocation was refused; `message` is the allocator's own.
+    """Return a message for a rank that ran out of memory; `message` is the allocator's own.
 
-    `limit` is `cluster.memory` in bytes, if the config sets it.
+    `limit` is `cluster.memory` in bytes, or None if the config does not set it.
     """
     size = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", message)
     asked_bytes = "" if size is None else format_bytes(parse_bytes(size[1] + (size[2] or "")))
@@ -104,7 +107,7 @@ def out_of_memory(folder: RunFolder, rank: int, limit: int | None, message: str)
 
 
 def lost_a_peer(failure: Mapping[str, Any]) -> bool:
-    """Whether a rank's failure says that another rank was gone before."""
+    """Return whether a rank failed only because another rank had ended before."""
     return failure["type"] in _SECOND_HAND or any(
         phrase in failure["message"] for phrase in _SECOND_HAND_WORDS
     )
@@ -112,7 +115,7 @@ def lost_a_peer(failure: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Witness:
-    """A rank seen from outside: its recorder, if it has one, and the state of its process."""
+    """A rank seen from outside: its flight recorder, if any, and the state of its process."""
 
     rank: int
     reading: Reading | None
@@ -120,13 +123,13 @@ class Witness:
 
     @property
     def waits_in(self) -> Record | None:
-        """What the rank waits for."""
+        """The collective or transfer that the rank waits for, or None."""
         records = () if self.reading is None else self.reading.records
         return next((record for record in records if record.is_waited_for), None)
 
     @property
     def place(self) -> str:
-        """Where the rank is."""
+        """The step and phase that the rank is in, in words."""
         return "before its first entry" if self.reading is None else self.reading.place()
 
 
@@ -134,7 +137,7 @@ ELSEWHERE: Final = "on another machine"
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process in words, from /proc; empty where that is not known."""
+    """Return the state of a process in words, from /proc; "" if that is not available."""
     status = Path(f"/proc/{pid}/status")
     try:
         match = re.search(r"^State:\s+(\w)", status.read_text(encoding="utf-8"), re.MULTILINE)
@@ -144,7 +147,10 @@ def process_state(pid: int) -> str:
 
 
 def witnesses(folder: RunFolder, world: int, pids: Sequence[int] = ()) -> list[Witness]:
-    """Return what can be seen of each rank; without `pids`, those in the recorders."""
+    """Return what can be seen of each rank from outside.
+
+    `pids` are the ranks' processes; if empty, the pids in the flight recorders are used.
+    """
     seen, own_machine = [], machine_id()
     for rank in range(world):
         reading = read_flight_recorder(folder.flight_recorder(rank))
@@ -157,9 +163,9 @@ def witnesses(folder: RunFolder, world: int, pids: Sequence[int] = ()) -> list[W
 
 
 def explain(seen: Sequence[Witness], clock_s: float | None = None) -> str:
-    """Return why ranks do not continue: who is missing, and what the others wait in.
+    """Return in words why ranks do not continue: which are missing, and who waits for them.
 
-    `clock_s` is of the monotonic clock.
+    `clock_s` is the current time of the monotonic clock; None reads it.
     """
     clock_s = time.monotonic() if clock_s is None else clock_s
     sentences = [*_mismatches(seen), *_missing(seen, clock_s), *_waiting(seen)]
@@ -167,7 +173,7 @@ def explain(seen: Sequence[Witness], clock_s: float | None = None) -> str:
 
 
 def _missing(seen: Sequence[Witness], clock_s: float) -> Iterator[str]:
-    """Yield what is said of each rank that others wait for, or that does nothing."""
+    """Yield a phrase on each rank that is stopped, gone, on another machine or silent."""
     for witness in seen:
         inside = "" if witness.waits_in is None else f", inside {witness.waits_in}"
         if witness.process.startswith("stopped"):
@@ -188,7 +194,7 @@ def _missing(seen: Sequence[Witness], clock_s: float) -> Iterator[str]:
 
 
 def _waiting(seen: Sequence[Witness]) -> Iterator[str]:
-    """Yield what ranks wait in, those that wait in the same together, and for whom."""
+    """Yield a phrase on the ranks that wait in the same collective, and which they wait for."""
     groups: dict[tuple[str, str], list[int]] = {}
     for witness in seen:
         if witness.waits_in is not None and not witness.process.startswith(("stopped", "gone")):
@@ -204,10 +210,9 @@ def _has(ranks: Sequence[int]) -> str:
 
 
 def memory_words(folder: RunFolder, rank: int) -> str:
-    """Return what a CPU rank and those beside it last held of their machine, in brackets.
+    """Return in brackets the memory of a CPU rank and of all ranks on its machine at the last step.
 
-    Processes are compared with the memory that the system has for them. Empty if it isn't known,
-    and for ranks on GPUs: what the system ends them for is the memory of the host.
+    It is for ranks that the system killed. Empty if unknown, and for ranks on GPUs.
     """
     with contextlib.suppress(MeshwrightError, OSError, LookupError, TypeError, ValueError):
         job = read_job(folder.path)
@@ -233,7 +238,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _not_there(record: Record, rank: int, seen: Sequence[Witness]) -> list[int]:
-    """Return the ranks of a record's group that have not begun their part of it."""
+    """Return the ranks of a record's process group that have not begun this collective."""
     missing = []
     for witness in seen:
         if witness.rank == rank or witness.reading is None:
@@ -260,7 +265,7 @@ def _not_there(record: Record, rank: int, seen: Sequence[Witness]) -> list[int]:
 
 
 def _mismatches(seen: Sequence[Witness]) -> Iterator[str]:
-    """Yield the first collective at which the ranks of a group do not do the same."""
+    """Yield a sentence on the first collective in which ranks of a group differ in kind or size."""
     by_collective: dict[tuple[str, tuple[int, ...], int], dict[int, Record]] = {}
     for witness in seen:
         for record in () if witness.reading is None else witness.reading.records:
@@ -286,13 +291,13 @@ def _mismatches(seen: Sequence[Witness]) -> Iterator[str]:
 
 
 def _same_for_all(record: Record) -> int:
-    """Return the bytes of a collective where all its ranks must have as many, else 0.
+    """Return the bytes of a collective if all ranks must have the same number, else 0.
 
-    Of an all-to-all each rank may hand on as much as it has: tokens for experts, uneven rows.
+    In an all-to-all each rank may send a different number, such as tokens to experts.
     """
     return 0 if record.kind == "all_to_all" else record.bytes
 
 
 def mismatch(seen: Sequence[Witness]) -> str:
-    """Return the first collective at which ranks of a group differ; empty if none does."""
+    """Return a sentence on the first collective in which ranks of a group differ, or ""."""
     return next(_mismatches(seen), "")

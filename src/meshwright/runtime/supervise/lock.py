@@ -1,4 +1,7 @@
-"""`RunLock`: one run at a time writes into a run folder, or a folder of steps. No torch here."""
+"""`RunLock`: only one run at a time writes to a run folder or checkpoint folder.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,20 @@ from meshwright.parsing import parse_json
 
 
 class RunLock:
-    """The exclusive right to write into a folder, as a context; the lock names the run.
+    """The exclusive right to write to a folder, as a context manager; the lock file names the run.
 
-    The system holds the lock and releases it when the last process with the open file ends, however
-    it ended: no stale lock remains. Ranks inherit the open file, so the folder of a killed
+    The system holds the lock (flock) until the last process with the open file ends, however it
+    ends, so no stale lock remains. Ranks inherit the open file, so the folder of a killed
     supervisor stays locked as long as one of them runs.
     """
 
     def __init__(self, path: Path, run: str = "", folder_kind: str = "run folder") -> None:
         self._path, self._run, self._what = path, run, folder_kind
         self.descriptor = -1
-        self.left_by: dict[str, Any] | None = None  # who held it last and did not let go of it
+        self.left_by: dict[str, Any] | None = None  # the last holder, if not released
 
     def __enter__(self) -> RunLock:
-        """Take the lock; raises `ConfigError` with who holds it, or where its file is a link."""
+        """Take the lock; raises `ConfigError` naming its holder, or if the file is a link."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.descriptor = open_own(self._path, os.O_RDWR)
@@ -56,7 +59,7 @@ class RunLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the locked file is no longer the one at its path: someone removed the folder."""
+        """Whether the locked file has been removed or replaced, as with a deleted folder."""
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(self.descriptor))
         except (FileNotFoundError, NotADirectoryError):
@@ -65,7 +68,7 @@ class RunLock:
             return False
 
     def check(self) -> None:
-        """Raise `RankFailed` if the lock is lost."""
+        """Raise `RankFailed` if the locked file has been removed or replaced."""
         if self.is_lost:
             raise RankFailed(
                 f"{self._what} {self._path.parent} was removed or replaced while the run wrote "
@@ -79,7 +82,7 @@ class RunLock:
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:
-    """Return pid, host and time of a lock's holder, if it was not released."""
+    """Return the pid, host and time of a lock's holder; None if it has been released."""
     try:
         entry = parse_json(read_text(path))
         time.localtime(entry["time"])
@@ -89,7 +92,7 @@ def read_holder(path: Path) -> dict[str, Any] | None:
 
 
 def refused(path: Path, holder: dict[str, Any] | None, folder_kind: str = "run folder") -> str:
-    """Return the refusal of a folder that is in use."""
+    """Return a message that a folder is in use, and by which process."""
     text = f"{folder_kind} {path.parent} is in use"
     if holder is None:
         return f"{text} by another process"

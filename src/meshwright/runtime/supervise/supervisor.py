@@ -59,7 +59,7 @@ _APART_S: Final = 0.5
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask to stop: not SIGHUP where it is ignored, as under nohup."""
+    """Return the signals that request a stop; without SIGHUP if it is ignored, as under nohup."""
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signals.append(signal.SIGHUP)
@@ -67,9 +67,9 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class StopSignals:
-    """A context that handles signals as requests to stop.
+    """A context manager that handles SIGINT, SIGTERM and SIGHUP as requests to stop.
 
-    `asked`: there was one. `repeats` counts further Ctrl-Cs.
+    `asked` is whether there was one; `repeats` counts further Ctrl-Cs.
     """
 
     def __init__(self) -> None:
@@ -101,16 +101,16 @@ _WAITED_FOR: Final = 0.5
 
 
 class Hang(NamedTuple):
-    """Ranks without activity: why, and for how many seconds."""
+    """A hang of the ranks: its explanation, and for how many seconds they have been silent."""
 
     cause: str
     silent_s: float
 
 
 class Watchdog:
-    """Watches the ranks of one attempt; with `hang_s` 0, it reports no hangs.
+    """Detects hangs and slow ranks of one attempt from the flight recorders.
 
-    `clock` is that of the flight recorders, in seconds.
+    `hang_s` 0 disables the detection of hangs. `clock` is that of the recorders, in seconds.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Watchdog:
         self._before: list[RankPace] | None = None
 
     def look(self, pids: Sequence[int]) -> Hang | None:
-        """Read the flight recorders; returns why the ranks hang, if they do."""
+        """Read the flight recorders; returns the hang if there is one, else None."""
         self._map()
         moves = [self._files[r].moves if r in self._files else 0 for r in range(self._world)]
         clock_s = self._clock()
@@ -153,7 +153,7 @@ class Watchdog:
                     continue
 
     def slow(self) -> dict[str, Any] | None:
-        """Return the event of a rank for which all others waited over the last steps, if any."""
+        """Return an event if all other ranks waited for one rank in the last steps, else None."""
         if len(self._files) < self._world or self._world < 2:
             return None
         paces = [self._files[rank].pace() for rank in range(self._world)]
@@ -195,8 +195,12 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: between looks at the ranks, for others to report after one failed, for ranks that
-    hang to write what NCCL has done: torch looks once a second whether it is asked to."""
+    """Times in seconds of a supervisor.
+
+    `poll_s` is between looks at the ranks, `settle_s` for other ranks to report after one has
+    failed, and `trace_s` for hung ranks to write NCCL's flight record, a request that torch polls
+    once a second.
+    """
 
     poll_s: float = 0.1
     settle_s: float = 1.0
@@ -213,11 +217,11 @@ FailureKind = Literal["memory", "killed", "hang", "diverged", "other"]
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How a rank ended: its own exception if it left one, else its signal or exit code.
+    """How a rank failed: by its recorded exception if there is one, else by signal or exit code.
 
-    `can_retry`: another attempt may succeed; false for refusals. `deed` says what failed where, in
-    words that are the same if it happens again: out of memory, or an error that is raised on
-    purpose. It is empty for what may have an outside cause.
+    `can_retry`: another attempt may succeed (False for refusals). `is_first_hand`: it did not only
+    lose its connection to another failed rank. `deed` identifies a failure that would repeat, out
+    of memory or an error raised on purpose at some place; it is empty if the cause may be outside.
     """
 
     rank: int
@@ -231,7 +235,10 @@ class RankFailure:
 
 
 class RanksFailed(RankFailed):
-    """Ranks failed, or hang; noticed at a time since 1970, at most `detect_s` later."""
+    """Ranks failed or hang: `first` is the root cause, `noticed` the time since 1970.
+
+    It happened at most `detect_s` seconds before.
+    """
 
     def __init__(self, text: str, first: RankFailure, noticed: float, detect_s: float) -> None:
         super().__init__(text)
@@ -239,7 +246,7 @@ class RanksFailed(RankFailed):
 
 
 def listen_on_loopback(port: int | None) -> socket.socket:
-    """Return a socket that listens on loopback only, on a given port or a free one.
+    """Return a socket that listens on loopback only, on a given port or, for None, a free one.
 
     Raises `ConfigError` with the nearest free ports if the port is taken.
     """
@@ -272,7 +279,7 @@ def _free_ports(taken_port: int, count: int = 2) -> list[int]:
 
 
 class LocalRanks:
-    """The rank processes of one run on this machine, as a context that leaves none behind."""
+    """The rank processes of a run on this machine, as a context manager that ends all of them."""
 
     def __init__(
         self,
@@ -286,10 +293,10 @@ class LocalRanks:
         *,
         read_core: ReadCore | None = None,
     ) -> None:
-        """Prepare them; `locks` are the open files of the run's locks, for them to hold, too.
+        """Store how to start the ranks; `locks` are file descriptors of locks for them to inherit.
 
-        A rank that crashes leaves a core dump if there is `read_core`, which reads the C++ stacks
-        of its threads into a file beside its log.
+        If `read_core` is given, a rank that crashes leaves a core dump, and `read_core` writes the
+        C++ stacks of its threads to a file beside its log.
         """
         self._command, self._world, self.folder = list(command), world, folder
         self._environ, self._listener, self._timing = dict(environ), listener, timing
@@ -357,18 +364,18 @@ class LocalRanks:
                 process.terminate()
 
     def ask_for_stacks(self) -> None:
-        """Make every rank that can print its threads' stacks into its log."""
+        """Make every running rank write its Python stacks to its log, by SIGUSR1."""
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
 
     def ask_for_traces(self) -> list[Path]:
-        """Make every rank that can write NCCL's last operations; returns the files."""
+        """Make every running rank write NCCL's flight record; returns the files."""
         running = [rank for rank, code in enumerate(self.codes()) if code is None]
         return ask_for_traces(self._environ, running, self._timing.trace_s)
 
     def failures(self) -> list[RankFailure]:
-        """Return how the failed ranks have ended, the likeliest root cause first.
+        """Return how each failed rank ended, the likeliest root cause first.
 
         A rank that was killed, or raised its own error, comes before those that only lost a peer.
         """
@@ -382,7 +389,7 @@ class LocalRanks:
         return sorted(failures, key=lambda f: (not f.is_first_hand, f.raised_at))
 
     def _cpp(self, rank: int, code: int | None) -> str:
-        """Return what to say of the C++ stacks of a crashed rank, or "" if there are none."""
+        """Return a text with or about the C++ stacks of a crashed rank; "" if there are none."""
         if self._read_core is None or code is None or -code not in _CRASHES:
             return ""
         core = take_core_dump(self._processes[rank].pid, Path.cwd(), self._began)
@@ -404,7 +411,7 @@ class LocalRanks:
 
 
 def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
-    """Return a rank's failure from its own record, or from how the process ended."""
+    """Return a rank's failure, from its recorded exception or else its process's exit code."""
     failure = read_failure(folder, rank)
     if failure is not None:
         is_lost = lost_a_peer(failure)
@@ -445,14 +452,17 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
 
 
 def _kind(failure: Mapping[str, Any]) -> FailureKind:
-    """Return what an exception is that a rank has left."""
+    """Return the kind of a recorded exception: "memory", "diverged" or "other"."""
     if failure["out_of_memory"]:
         return "memory"
     return "diverged" if failure["type"] == Diverged.__name__ else "other"
 
 
 def _deed(failure: Mapping[str, Any]) -> str:
-    """Return what failed where, without rank numbers: any rank may report a failure of all."""
+    """Return a text that is the same if the failure repeats, as for `RankFailure.deed`.
+
+    It has no rank numbers, since any rank may report a failure that all share.
+    """
     if failure["out_of_memory"]:
         return f"{failure['place']}: out of memory"
     same = re.sub(r"\brank \d+", "rank", failure["message"])
@@ -472,11 +482,11 @@ def supervise(
     stop: Callable[[], bool],
     watchdog: Watchdog | None = None,
 ) -> int:
-    """Watch started ranks to their end and return the exit code.
+    """Watch started ranks until they end, and return the run's exit code.
 
-    `on_poll` is called at every look. When `stop` turns true, the ranks are asked to save and end;
-    they have time for it as long as they make progress. Raises `RanksFailed` with the first failing
-    rank's own traceback, or with the watchdog's explanation of a hang.
+    `on_poll` is called at every look. When `stop` returns true, the ranks are asked to save and
+    end, with no time limit as long as they make progress. Raises `RanksFailed` with the traceback
+    of the first failed rank, or with the watchdog's explanation of a hang.
     """
     is_asked = False
     looked_at = time.monotonic()
@@ -504,7 +514,7 @@ def supervise(
 
 
 def _traces_text(traces: Sequence[Path]) -> str:
-    """Say how to read what NCCL has done last."""
+    """Return a phrase with the command that reads NCCL's flight records, or "" without any."""
     if not traces:
         return ""
     prefix = traces[0].name.rstrip("0123456789")
@@ -513,7 +523,7 @@ def _traces_text(traces: Sequence[Path]) -> str:
 
 
 def _raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:
-    """Let the other ranks report for a moment, then raise what the first one to fail says."""
+    """Give the other ranks a moment to report, then raise `RanksFailed` for the first failure."""
     noticed, deadline = time.time(), time.monotonic() + timing.settle_s
     seen = witnesses(ranks.folder, len(ranks.codes()), ranks.pids())
     while None in ranks.codes() and time.monotonic() < deadline:

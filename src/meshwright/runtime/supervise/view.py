@@ -1,4 +1,4 @@
-"""The terminal view of a run from its events: live in a terminal, otherwise plain lines."""
+"""The terminal view of a run, drawn from its events: live in a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _ASCII: Final = "_.-=+*#@"
 
 
 class Trend:
-    """The last losses, as text: a column is the mean of a few steps, low marks are low losses."""
+    """The recent losses as a sparkline: each column is the mean of a few steps."""
 
     def __init__(self, *, is_ascii: bool = False) -> None:
         self._marks = _ASCII if is_ascii else _BLOCKS
         self._points: deque[tuple[int, float]] = deque(maxlen=_BACK)
 
     def clear(self) -> None:
-        """Forget the losses."""
+        """Remove all losses."""
         self._points.clear()
 
     def add(self, step: int, loss: float | str) -> None:
-        """Add a step; a non-finite loss, which events have as text, has no trend."""
+        """Add the loss of a step; non-finite losses, which events have as text, are ignored."""
         if not isinstance(loss, str) and math.isfinite(loss):
             self._points.append((step, loss))
 
     @property
     def text(self) -> str:
-        """The sparkline, and nats per 100 steps by least squares; empty after only a few steps."""
+        """The sparkline and the least-squares slope in nats per 100 steps; "" for few steps."""
         if len(self._points) < _LEAST:
             return ""
         steps, losses = zip(*self._points, strict=True)
@@ -89,7 +89,7 @@ _PACED_BY: Final = 20
 
 
 def notice(event: Mapping[str, Any]) -> str:
-    """Return the line of an event of `NOTICES`, with its durations and shares in units."""
+    """Return a line that describes an event of a kind in `NOTICES`."""
     shown = {k: number(v) if isinstance(v, float) else v for k, v in event.items()}
     shown |= {key: f"{event[key]:.0%}" for key in ("others_wait", "waits") if key in event}
     detect_s = event.get("detect_s")  # nobody watches the ranks of torchrun
@@ -98,16 +98,16 @@ def notice(event: Mapping[str, Any]) -> str:
 
 
 class Lasting:
-    """An output that may disappear during a run, for example when its terminal closes.
+    """An output stream whose end, for example when the terminal closes, raises no error.
 
-    Later writes are dropped, and none raises an error.
+    Writes after that are dropped.
     """
 
     def __init__(self, out: TextIO) -> None:
         self._out, self.is_lost = out, False
 
     def write(self, text: str) -> int:
-        """Write a text, at once."""
+        """Write a text and flush."""
         if not self.is_lost:
             try:
                 self._out.write(text)
@@ -117,10 +117,10 @@ class Lasting:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: each text was written at once."""
+        """Do nothing, since `write` flushes."""
 
     def _lose(self) -> None:
-        """Let what the stream still holds go nowhere, too: Python writes it as it ends."""
+        """Redirect the stream to the null device, since Python flushes it at exit."""
         self.is_lost = True
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), self._out.fileno())
@@ -130,9 +130,9 @@ class Lasting:
 
 
 def open_view(out: Lasting, *, quiet: bool = False) -> View:
-    """Return the live view if `out` is a terminal, otherwise one that prints lines.
+    """Return a live view if `out` is a terminal, else one that prints lines.
 
-    A `quiet` one shows only unusual events, and how the run ended.
+    `quiet` returns one that shows only unusual events and how the run ended.
     """
     console = Console(file=cast(TextIO, out), highlight=False)
     if quiet:
@@ -141,7 +141,7 @@ def open_view(out: Lasting, *, quiet: bool = False) -> View:
 
 
 class View:
-    """Plain lines: one for the run, one for each step event and each other event."""
+    """Prints a line for the start of a run and for each event, such as a step."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -150,7 +150,7 @@ class View:
         self._dead = 0
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Show one event."""
+        """Print a line for an event."""
         kind = event["event"]
         if kind == "step":
             self._pace.append(event["step_time_s"])
@@ -177,7 +177,7 @@ class View:
             self._print(notice(event))
 
     def close(self) -> None:
-        """Release the terminal."""
+        """Release the terminal; nothing to do for plain lines."""
 
     def _print(self, text: str) -> None:
         if self._console.is_terminal:  # a file has a line for each event
@@ -188,14 +188,14 @@ class View:
         self._print(step_line(event, self._start, self._remaining_s(event)))
 
     def _experts(self, event: Mapping[str, Any]) -> None:
-        """Show a line on the routers at the end, and when the experts without tokens change."""
+        """Print a line on expert load at the last step, or if the count of idle experts changes."""
         dead, is_last = len(event["dead"]), event["step"] == self._start.get("steps")
         if dead != self._dead or is_last:
             self._print(experts_line(event))
         self._dead = dead
 
     def _remaining_s(self, event: Mapping[str, Any]) -> float:
-        """Return the seconds that the steps left will take at the pace of the last ones."""
+        """Return the seconds until the last step, at the median time of recent steps."""
         left = self._start.get("steps", event["step"]) - event["step"]
         return float(median(self._pace) * left)
 
@@ -216,10 +216,10 @@ class View:
 
 
 class QuietView(View):
-    """Shows problems, and how the run ended."""
+    """Prints only problems and how the run ended."""
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Show one event, unless every run has it."""
+        """Print an event unless its kind occurs in every run."""
         if event["event"] == "start":
             self._start = event
         if event["event"] not in _CHATTER:
@@ -227,7 +227,7 @@ class QuietView(View):
 
 
 class LiveView(View):
-    """A block that is redrawn with each step, with a progress bar below."""
+    """Redraws a block with the latest step and a progress bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -237,7 +237,7 @@ class LiveView(View):
         self._trend = Trend(is_ascii=console.options.ascii_only)
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Show one event; a restarted run has a new trend."""
+        """Show an event; the trend of losses starts again when a run restarts."""
         if event["event"] == "start":
             self._trend.clear()
         super().write(event)
@@ -252,7 +252,7 @@ class LiveView(View):
         super()._end(event)
 
     def close(self) -> None:
-        """Leave the last block on the screen."""
+        """Stop redrawing, leaving the last block on the screen."""
         self._live.stop()
 
 
@@ -262,7 +262,7 @@ def number(value: float | str) -> str:
 
 
 def experts_line(event: Mapping[str, Any]) -> str:
-    """Return an `experts` event as a line."""
+    """Return an "experts" event as a line on tokens per expert and dropped tokens."""
     if event.get("routing") == "balanced":
         return (
             f"step {event['step']}: experts: tokens met them in turn, by train.routing = balanced"
@@ -279,7 +279,7 @@ def experts_line(event: Mapping[str, Any]) -> str:
 
 
 def start_line(event: Mapping[str, Any]) -> str:
-    """Return a line that says what runs where."""
+    """Return a "start" event as a line: parameters, ranks, device, layout and tokens."""
     tokens = event["train_tokens"]
     tokens_text = "a stream" if tokens is None else f"{format_count(tokens)} training tokens"
     text = (
@@ -291,7 +291,7 @@ def start_line(event: Mapping[str, Any]) -> str:
 
 
 def step_line(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float) -> str:
-    """Return one step as a line."""
+    """Return a "step" event as a line; `left_s` is the time until the end of the run."""
     mfu = "" if event["mfu"] is None else f" mfu {event['mfu']:.1%}"
     peak = max(event["peak_memory_bytes"].values())
     return (
@@ -305,7 +305,7 @@ def step_line(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float)
 def step_block(
     event: Mapping[str, Any], start: Mapping[str, Any], left_s: float, trend: str = ""
 ) -> Group:
-    """Return one step as a block of at most 80 columns, with the trend of its loss."""
+    """Return a "step" event as a block of at most 80 columns, with the trend of the loss."""
     steps = start.get("steps", event["step"])
     table = Table.grid(padding=(0, 2))
     peak_rank, peak = max(event["peak_memory_bytes"].items(), key=lambda item: item[1])
@@ -345,13 +345,13 @@ def step_block(
 
 
 class Room:
-    """Detects that the disk of a run folder is full."""
+    """Detects that the disk of a run folder becomes full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._was_full = folder, False
 
     def new(self) -> list[dict[str, Any]]:
-        """Return the event of a full disk, once each time."""
+        """Return a "disk_full" event in a list if the disk has become full since the last call."""
         was_full, self._was_full = self._was_full, is_full(self._folder)
         if was_full or not self._was_full:
             return []
@@ -359,7 +359,7 @@ class Room:
 
 
 class EventTail:
-    """Follows an `events.jsonl` that another process appends to."""
+    """Reads new lines of an `events.jsonl` to which another process appends."""
 
     def __init__(
         self,
@@ -368,16 +368,16 @@ class EventTail:
         only_new: bool = False,
         read: Callable[[bytes], dict[str, Any] | None] = parse_json,
     ) -> None:
-        """Follow a file from its beginning, or with `only_new` from its last whole line on.
+        """Start at the beginning of the file or, with `only_new`, after its last complete line.
 
-        A line of which `read` makes None is left out.
+        `read` parses a line; lines for which it returns None are skipped.
         """
         self._path, self._at, self._read = path, 0, read
         if only_new and path.is_file():
             self._at = path.read_bytes().rfind(b"\n") + 1
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the events written since the last call; skips an unfinished line."""
+        """Yield the complete lines written since the last call, parsed."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
