@@ -1,4 +1,4 @@
-"""What the optimizer keeps of each parameter, and how it updates it, as the program says it."""
+"""The states and the update rule that the optimizer has for each parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FP32 = 4
 
 
 def rule_of(spec: OptimizerSpec, part: Part) -> UpdateRule:
-    """Return how a config's optimizer updates a parameter."""
+    """Return the rule by which a config's optimizer updates a parameter."""
     return OPTIMIZERS[spec.name].rule_of(part)
 
 
@@ -26,10 +26,11 @@ class Settings(NamedTuple):
 
 
 def settings_of(spec: OptimizerSpec, part: Part) -> Settings:
-    """Return the settings of a parameter: those of the first group of the config that it matches.
+    """Return a parameter's learning-rate factor and weight decay, from the first config group that
+    it matches.
 
-    Where that has no decay of its own, matrices have that of the config. Biases, norms and sinks
-    have none, and the biases of experts are no matrix: they are a vector for each expert.
+    Without a decay of the group, matrices have that of the config; biases, norms and sinks have
+    none. Biases of experts are not matrices but a vector per expert.
     """
     group = group_of(spec.groups, part.name)
     decay = spec.weight_decay if part.is_matrix else 0.0
@@ -39,14 +40,15 @@ def settings_of(spec: OptimizerSpec, part: Part) -> Settings:
 
 
 def needs_matrices(spec: OptimizerSpec) -> bool:
-    """Whether a config's optimizer updates some parameters by whole matrices."""
+    """Whether a config's optimizer updates some parameters as whole matrices, such as Muon."""
     return any(rule.needs_matrix for rule in OPTIMIZERS[spec.name].rules)
 
 
 def saved_bytes(model: ModelSpec, spec: OptimizerSpec) -> int:
-    """Return the bytes of a saved step: all weights in fp32, and the states of those trained.
+    """Return the bytes of a saved checkpoint: all weights in fp32, and the optimizer states of the
+    trained ones.
 
-    What is kept once for each parameter goes into the manifest.
+    Numbers kept once per parameter are in the manifest and not counted.
     """
     weights = sum(part.numel for part in parts(model)) * _FP32
     states = (
