@@ -39,7 +39,8 @@ def lightest_of(
     """Return the layout with the least memory among those with the parallel degrees of `division`.
 
     Tries each ZeRO stage over all data-parallel ranks, with the schedule that holds the fewest
-    activations; microbatch and recomputation stay. None if no schedule is legal for `microbatches`.
+    activations; microbatch and recomputation stay. None if no schedule is legal for `microbatches`,
+    or no ZeRO stage with this offload.
     """
     layers, is_even = setting.model.n_layers, setting.system.even_stages
     legal = [
@@ -108,7 +109,7 @@ def _of_batch(
 ) -> Light | None:
     """Return `lightest_of` a division for the global batch of the cost inputs.
 
-    None if the data-parallel ranks do not divide the batch, or no schedule is legal.
+    None if the data-parallel ranks do not divide the batch, or if `lightest_of` finds none.
     """
     if setting.train.batch % division.dp:
         return None
