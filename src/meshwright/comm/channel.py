@@ -1,8 +1,8 @@
-"""Shared-memory channels: messages between the ranks of one machine through memory they share.
+"""Shared-memory channels: collectives between the ranks of one machine.
 
 gloo sends through sockets, in a thread that competes with the computation for its core. In a
-channel, a rank writes its part to its own room and continues, and reads the parts of all when it
-needs the result: no thread has to run meanwhile, and each byte is copied once.
+channel, a rank writes its part into its own buffer and continues, and reads the parts of all ranks
+when it needs the result: no thread has to run meanwhile, and each byte is copied once.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ Finish = Callable[[list[Tensor]], None]
 
 
 class _Due(NamedTuple):
-    """A message to be finished: its number, and the bytes, shape and dtype of each rank's part.
+    """A message that is not finished: its number, and the bytes, shape and dtype of each rank's
+    part.
 
-    `entries` are those of the flight recorder that it belongs to.
+    `finish` combines the parts. `entries` are those of the message in the flight recorder.
     """
 
     number: int
@@ -55,7 +56,8 @@ class _Due(NamedTuple):
 
 
 class Channel:
-    """The rooms of some ranks, of which this one is `rank`.
+    """A file in shared memory with a buffer for each rank of a group, of which this rank has index
+    `rank`.
 
     Every rank writes equally many parts, which are read in that order. `recorder` records waits for
     other ranks inside of `leave`. Only for processors on which writes become visible in order, such
@@ -65,10 +67,10 @@ class Channel:
     def __init__(
         self, file: int, rank: int, ranks: Sequence[int], timeout_s: float, recorder: FlightRecorder
     ) -> None:
-        """Map an open file of `bytes_of(len(ranks))` bytes, and hold this rank's lock of it.
+        """Map an open file of `bytes_of(len(ranks))` bytes, and lock this rank's byte of it.
 
-        `rank` is its place among `ranks`, which are numbers of the world. The system lets go of
-        the lock when the process ends, however it does.
+        `rank` is this rank's index in `ranks`, which are global ranks. The system releases the lock
+        when the process ends, however it does, which is how others notice.
         """
         self._file, self._rank, self._timeout_s, self.recorder = file, rank, timeout_s, recorder
         self._ranks, size = tuple(ranks), len(ranks)
@@ -84,12 +86,12 @@ class Channel:
         weakref.finalize(self, os.close, file)
 
     def leave(self, part: Tensor, finish: Finish, entries: Sequence[int] = ()) -> int:
-        """Write this rank's part, as large as the others'; returns the message's number.
+        """Write this rank's part, as large as the others', and return the message's number.
 
-        `finish` is called with the parts of all, in the part's shape, when `collect` needs it, or
-        earlier: pending messages use at most half of a room. So a rank waits here only until the
-        others reach the same point, whatever they do in between. The recorder records the wait
-        under the `entries` of the message.
+        `finish` is called with the parts of all ranks, in the part's shape, when `collect` needs
+        it, or earlier: pending messages use at most half of a buffer. So a rank waits here only
+        until the others reach the same point, whatever they do in between. The recorder records the
+        wait under the `entries` of the message.
         """
         number, part_bytes = self._next, part.numel() * part.itemsize
         assert part_bytes <= LARGEST, "a larger message goes another way"
@@ -110,10 +112,10 @@ class Channel:
         return number
 
     def collect(self, number: int) -> None:
-        """Finish all messages up to a number; waits for the others' parts.
+        """Finish all messages up to `number`, waiting for the other ranks' parts.
 
-        The caller records the wait. Raises `torch.distributed.DistError` if a rank has ended or is
-        too late.
+        The caller records the wait. Raises `torch.distributed.DistError` if a rank has ended or
+        exceeds the time-out.
         """
         while self._due and self._due[0].number <= number:
             self._collect_first(())
@@ -137,7 +139,8 @@ class Channel:
         self._words[self._rank][_READ] = number + 1
 
     def _place(self, part_bytes: int, entries: Sequence[int]) -> int:
-        """Return the offset for a part of some bytes, once nobody reads the memory there."""
+        """Return the offset in the buffer for a part, waiting until no rank reads the memory
+        there."""
         start = self._at if self._at + part_bytes <= ROOM else 0
         self._forget()
         if not self._live:
@@ -153,18 +156,20 @@ class Channel:
         return start
 
     def _forget(self) -> None:
-        """Forget the parts of this rank that all have read."""
+        """Forget this rank's parts that all ranks have read."""
         if self._live:
             read = min(int(counters[_READ]) for counters in self._words)
             while self._live and self._live[0][0] < read:
                 self._live.popleft()
 
     def _late(self, word: int, number: int) -> list[int]:
-        """Return the ranks, by their places, that have not left or not read a message."""
+        """Return the indices of ranks that have not written (`_LEFT`) or not read (`_READ`) a
+        message."""
         return [rank for rank, counters in enumerate(self._words) if counters[word] <= number]
 
     def _wait(self, word: int, number: int, entries: Sequence[int]) -> None:
-        """Wait until all have left or read a message; enter it by `entries`, if there are any."""
+        """Wait until all ranks have written or read a message; records the wait under `entries`, if
+        any."""
         for _ in range(_SPINS):
             if not self._late(word, number):
                 return
@@ -184,9 +189,10 @@ class Channel:
             self.recorder.go_on(*entries)
 
     def _look(self, word: int, number: int, late: Sequence[int], waited_s: float) -> None:
-        """Raise where there is nothing to wait for any more.
+        """Raise `DistError` if a late rank has ended, or after the time-out.
 
-        In gloo's words, by which `runtime.supervise.explain` tells what has befallen others.
+        The messages use gloo's words, by which `runtime.supervise.explain` recognizes failures of
+        other ranks.
         """
         for rank in late:  # never this one, which would lose its own lock
             try:
@@ -208,17 +214,18 @@ class Channel:
 
 
 def bytes_of(size: int) -> int:
-    """Return the bytes of a channel's file."""
+    """Return the size in bytes of a channel's file for `size` ranks."""
     return size * (_PAGE + ROOM)
 
 
 def open_channel(
     group: dist.ProcessGroup, timeout_s: float, recorder: FlightRecorder
 ) -> Channel | None:
-    """Return a channel for a gloo group, or None on all its ranks if one isn't possible.
+    """Return a new channel for a gloo group, or None on all its ranks if one isn't possible; a
+    collective.
 
-    A collective. The file has no name in any folder, so nothing remains of it, however the ranks
-    end: the first of them creates it, and the others open it through that process.
+    The file has no name in any folder, so nothing remains of it, however the ranks end: the first
+    rank creates it, and the others open it through that process.
     """
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     name = f"meshwright-{uuid.uuid4().hex}"
@@ -238,7 +245,8 @@ def open_channel(
 
 
 def _made(name: str, size: int) -> int | None:
-    """Return a new file with all its memory, or None where there can't be one."""
+    """Return a new anonymous file with all its memory allocated, or None if that is not
+    possible."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     try:
@@ -254,9 +262,9 @@ def _made(name: str, size: int) -> int | None:
 
 
 def _opened(place: str, name: str) -> int | None:
-    """Return the file that a process of this machine has open.
+    """Return a descriptor of the file `name` that another process has open at `place`.
 
-    None where it can't be had, or where there is another: containers count processes each anew.
+    None if it can't be opened, or is another file: containers number processes separately.
     """
     try:
         if os.readlink(place) != f"/memfd:{name} (deleted)":

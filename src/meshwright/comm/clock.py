@@ -1,4 +1,4 @@
-"""Clocks of a recorded step: of a GPU's stream, and the offsets between machines."""
+"""Clocks for recorded steps: the progress of a GPU's stream, and the offsets between machines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DeviceClock:
-    """Events on the compute stream: when the GPU reached each of the host's stamps.
+    """Stamps moments by events on the compute stream: when the GPU, not the host, reaches them.
 
-    Other streams are not stamped: their work overlaps with that of the compute stream. Created
-    while the stream is idle, so that its first event is now.
+    Other streams are not stamped: their work overlaps with that of the compute stream. It must be
+    created while the stream is idle, so that its first event is now.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,26 +39,28 @@ class DeviceClock:
         return event
 
     def stamp(self) -> torch.cuda.Event | None:
-        """Return an event of this moment; None if another stream is current."""
+        """Record an event on the compute stream and return it; None if another stream is
+        current."""
         if torch.cuda.current_stream(self._device) != self._stream:
             return None
         self._last = self._event()
         return self._last
 
     def seconds(self, stamp: Any) -> float:
-        """Return when the GPU reached a stamp, by the host's clock; waits for the last."""
+        """Return when the GPU reached a stamp, in seconds of the host's clock; waits for the last
+        stamp."""
         self._last.synchronize()
         elapsed_ms: float = self._first.elapsed_time(stamp)
         return self._began + elapsed_ms / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock of a device's progress."""
+    """Return the clock that follows a device: of the GPU's stream, or the host's for a CPU."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def machine_name() -> str:
-    """Return the id of a kernel's boot: processes that have it share a monotonic clock."""
+    """Return the boot id of this machine; processes with the same one share a monotonic clock."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -93,7 +95,8 @@ def clock_offset(
 
 
 def _ask(world: World, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the seconds of an exchange with rank 0, and the offset to its clock."""
+    """Return the seconds of an exchange with rank 0, and the offset from this rank's clock to rank
+    0's."""
     reply = torch.zeros(1, dtype=torch.float64)
     sent = clock()
     Pending(world.recorder, dist.isend(reply, 0)).wait()
@@ -103,7 +106,7 @@ def _ask(world: World, clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def _answer(world: World, rank: int, clock: Callable[[], float]) -> None:
-    """Tell a rank the time as soon as it asks."""
+    """Send this rank's time to another rank as soon as it asks."""
     message = torch.zeros(1, dtype=torch.float64)
     Pending(world.recorder, dist.irecv(message, rank)).wait()
     message.fill_(clock())

@@ -1,8 +1,8 @@
 """`CollectiveRecorder` records every collective of this process in its flight recorder.
 
-It runs before torch's own kernels of the c10d operations, which all collectives use: ours, those of
-FSDP2 and DTensor, functional ones. It is registered at BackendSelect, which no guard of autograd or
-of a dispatch mode skips. Other operations are not slowed down.
+It runs before torch's own kernels of the c10d operations, which all collectives use: Meshwright's,
+those of FSDP2 and DTensor, functional ones. It is registered at BackendSelect, which no guard of
+autograd or of a dispatch mode skips. Other operations are not slowed down.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class CollectiveRecorder:
             library._destroy()
 
     def _stand_before(self, name: str, make: Callable[[Kernel], Kernel]) -> None:
-        """Register the kernel that `make` wraps around an operation's own kernels."""
+        """Register the kernel that `make` returns for an operation, given the kernels that it
+        wraps."""
         space, _, operation = name.partition("::")
         if space not in self._libraries:
             library = torch.library.Library(space, "IMPL")  # type: ignore[no-untyped-call]
@@ -140,7 +141,8 @@ class CollectiveRecorder:
 
 
 def _marked() -> Callable[[], bool]:
-    """Mark the device's stream as it is now; returns a function: whether the mark is reached."""
+    """Mark the present end of the device's stream; returns a function that says whether it is
+    reached."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return lambda: bool(event.query())

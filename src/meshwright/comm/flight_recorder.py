@@ -1,8 +1,8 @@
 """A rank's activity in a small mapped file that others can read while the rank hangs.
 
-A record is a store to memory: no system call, no lock, nothing that could wait. The file outlives
-the rank, however it ended. No torch here;
-`comm.collective_recorder` enters the collectives.
+Recording is a store to memory: no system call, no lock, nothing that could wait. The file outlives
+the rank, however it ended. Doesn't import torch; `comm.collective_recorder` records the
+collectives.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _PHASE_OF: Final = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward"}
 class FlightRecorder:
     """The flight recorder of this process; in private memory until `open` maps a file.
 
-    `on_phase` is called with each phase and step as it begins, so that tests can act there. A
-    `tape` keeps everything that is recorded while it is set. `clock` gives the recorded times in
+    `on_phase` is called with each phase and step as it begins, so that tests can act there. While a
+    `tape` is set, it also receives everything that is recorded. `clock` gives the recorded times in
     seconds.
     """
 
@@ -132,7 +132,7 @@ class FlightRecorder:
         self._enter(name)
 
     def beat(self) -> None:
-        """Record that the rank is at work where nothing else shows it."""
+        """Record activity of the rank where nothing else would."""
         self._move()
 
     def saving(self, place: str, step: int) -> None:
@@ -170,9 +170,10 @@ class FlightRecorder:
         )
 
     def group(self, name: str, ranks: Sequence[int], label: str = "") -> int:
-        """Return the number of a process group, by torch's name; `label` is for people.
+        """Return the recorder's number of a process group, given torch's name; `label` is for
+        people.
 
-        A known group keeps its number, and its label unless there is a new one.
+        A known group keeps its number, and its label unless a new one is given.
         """
         number = next((i for i, known in enumerate(self._groups) if known.name == name), None)
         if number is None:
@@ -192,9 +193,9 @@ class FlightRecorder:
     def begin(
         self, kind: str, group: int, size: int, peer: int = -1, *, waits: bool = False
     ) -> int:
-        """Record that a collective or a transfer of some bytes begins; returns its entry.
+        """Record that a collective, send or receive of `size` bytes begins, and return its entry.
 
-        `waits`: the rank does nothing else before it ends.
+        `peer` is the other rank of a send or receive. `waits`: the rank waits for it at once.
         """
         code = KINDS.index(kind)
         number = self._number = next(self._numbers)
@@ -218,15 +219,15 @@ class FlightRecorder:
         return number
 
     def label(self, group: int) -> str:
-        """Return the purpose of a group, by its number: an axis, or its ranks."""
+        """Return the label of a group, given its number: an axis, or its ranks."""
         return self._groups[group].label
 
     def begun_last(self, count: int) -> tuple[int, ...]:
-        """Return the entries that this thread began last; empty if nothing records them."""
+        """Return the last `count` entries that this thread began; empty if nothing records them."""
         return tuple(self._mine.entries)[-count:] if hasattr(self._mine, "entries") else ()
 
     def wait(self, *entries: int) -> None:
-        """Record that the rank waits for something that it began."""
+        """Record that the rank waits for messages, given by their entries."""
         time_s = self._clock()
         for entry in entries:
             self._stamp(entry, "waiting", time_s)
@@ -235,9 +236,9 @@ class FlightRecorder:
             self.tape.wait(*entries)
 
     def end(self, *entries: int) -> None:
-        """Record that something has ended, or that the rank no longer waits for it.
+        """Record that messages have ended, and waits for them too.
 
-        With a `mark`, it was enqueued on the device: `look` records its end there.
+        With a `mark`, they were only enqueued on the device: `look` records their ends there.
         """
         time_s, field = self._clock(), "ended"
         if self.mark is not None and entries:
@@ -249,7 +250,8 @@ class FlightRecorder:
         self._waited(entries, time_s - since)
 
     def look(self) -> None:
-        """Record what has ended on the device; from any thread, also while the rank hangs.
+        """Record which messages have ended on the device; from any thread, also while the rank
+        hangs.
 
         A device reaches its marks in order. This is no activity of the rank, so the entry count
         stays.
@@ -261,7 +263,7 @@ class FlightRecorder:
             self._on_device.pop(entry, None)
 
     def go_on(self, *entries: int) -> None:
-        """Record that the rank no longer waits for something that has not ended."""
+        """Record that the rank no longer waits for messages, although they have not ended."""
         time_s = self._clock()
         since = min(
             (self._stamp(entry, "waiting", 0.0) or time_s for entry in entries), default=time_s
@@ -275,7 +277,7 @@ class FlightRecorder:
             self.tape.end(*entries)
 
     def _stamp(self, entry: int, field: str, time_s: float) -> float:
-        """Set a time of an entry; returns since when it was waited for, 0 where it was not."""
+        """Set a time of an entry, and return since when the rank waited for it; 0 if it did not."""
         if entry <= self._number - SLOTS:  # written over meanwhile
             return 0.0
         offset = RING_AT + entry % SLOTS * RECORD.size
@@ -284,7 +286,8 @@ class FlightRecorder:
         return since
 
     def left_open(self) -> tuple[int, ...]:
-        """Return the collective that this thread began last, if it has not ended."""
+        """Return the entry of the last collective that this thread began if it has not ended, else
+        ()."""
         for entry in self.begun_last(1):
             fields = RECORD.unpack_from(self._memory, RING_AT + entry % SLOTS * RECORD.size)
             is_open = not fields[3] and entry not in self._on_device
@@ -294,22 +297,22 @@ class FlightRecorder:
 
 
 class Pending:
-    """Sends and receives in flight, recorded as waited for and as ended."""
+    """Sends and receives in flight, whose waits and ends are recorded."""
 
     def __init__(self, recorder: FlightRecorder, *works: Any) -> None:
-        """Take the works that this thread began last."""
+        """Take torch's works for the messages that this thread began last."""
         self._recorder, self._works = recorder, works
         self._entries = recorder.begun_last(len(works))
 
     def wait(self) -> None:
-        """Wait until all have been received, or sent."""
+        """Wait until all are completed."""
         self._recorder.wait(*self._entries)
         for work in self._works:
             work.wait()
         self._recorder.end(*self._entries)
 
     def is_completed(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """Whether all are completed; records their ends if so."""
         done = all(work.is_completed() for work in self._works)
         if done:
             self._recorder.end(*self._entries)
@@ -317,7 +320,7 @@ class Pending:
 
 
 def _mapped(path: Path, flags: int) -> mmap.mmap:
-    """Open a recorder's file with some flags more, fill it with zeros, and map it."""
+    """Open a recorder's file with additional open `flags`, fill it with zeros, and map it."""
     with os.fdopen(os.open(path, os.O_RDWR | flags, 0o644), "r+b", buffering=0) as file:
         # Written, not only sized: a store to a page that the full disk lacks ends the process.
         if (written := file.write(bytes(SIZE))) < SIZE:

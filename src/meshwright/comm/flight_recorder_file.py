@@ -68,7 +68,8 @@ _MOST_RANKS: Final = 2**20
 
 
 class Group(NamedTuple):
-    """A process group: torch's name for it, its axis or other purpose, its ranks."""
+    """A process group: torch's name for it, its label (an axis or another purpose), and its
+    ranks."""
 
     name: str
     label: str
@@ -101,7 +102,7 @@ class Record(NamedTuple):
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the rank can do nothing else before it ends."""
+        """Whether the rank is blocked until it ends."""
         return self.waiting > 0 and not self.ended
 
     def __str__(self) -> str:
@@ -141,14 +142,15 @@ class Reading(NamedTuple):
     machine: int = 0
 
     def begun(self, group: Group) -> int:
-        """Return how many collectives of a group have begun here; -1 if unknown."""
+        """Return how many collectives of a group this rank has begun; -1 if unknown."""
         for known, count in zip(self.groups, self.counts, strict=False):
             if known.name == group.name and known.ranks == group.ranks:
                 return count
         return -1
 
     def place(self) -> str:
-        """Say where the rank is, as `step 7, forward of microbatch 2 on stage 1`."""
+        """Return what the rank is doing in words, such as "step 7, forward of microbatch 2 on stage
+        1"."""
         if self.phase in ("start", "load", "end"):
             phrases = {
                 "start": "before it joined the others",
@@ -164,7 +166,7 @@ class Reading(NamedTuple):
 
 
 class RankPace(NamedTuple):
-    """A rank's step, and the seconds of all steps before it: total, and spent waiting."""
+    """A rank's present step, and the seconds of all steps before it: in all, and spent waiting."""
 
     step: int
     waited_s: float
@@ -172,10 +174,11 @@ class RankPace(NamedTuple):
 
 
 class FlightRecorderFile:
-    """A rank's flight recorder, seen from another process."""
+    """A reader of another process's flight recorder."""
 
     def __init__(self, path: Path) -> None:
-        """Map a flight recorder; raises `OSError` or `ValueError` where there is none to read."""
+        """Map a flight recorder's file; raises `OSError` or `ValueError` if it is missing or no
+        recorder."""
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
         if self._memory[:8] != MAGIC:
@@ -183,7 +186,7 @@ class FlightRecorderFile:
 
     @property
     def moves(self) -> int:
-        """The number of entries, which stands still when the rank does."""
+        """The number of recorded entries, which stops growing when the rank hangs."""
         return int(struct.unpack_from("=Q", self._memory, NOW_AT)[0])
 
     def pace(self) -> RankPace:
@@ -192,7 +195,7 @@ class FlightRecorderFile:
         return RankPace(fields[2], fields[-2], fields[-1])
 
     def read(self) -> Reading:
-        """Return all that the flight recorder holds."""
+        """Return the contents of the flight recorder at this moment."""
         _, attempt, rank, world, machine, pid, started = HEAD.unpack_from(self._memory, 0)
         moves, entered, step, phase, action, stage, _, microbatch, _, waited_s, stepped_s = (
             NOW.unpack_from(self._memory, NOW_AT)

@@ -1,8 +1,8 @@
-"""Waits for gloo's threads to let go of messages that are over.
+"""Waits for gloo's threads to release the tensors of completed messages.
 
-`Work.wait` returns when a message has arrived. The thread of gloo that has carried it lets go of
-its tensors only afterwards, so until then memory is held that nothing needs: by how much, and for
-how long, depends on when the system runs that thread. What counts a rank's memory waits for it.
+`Work.wait` returns when a message has arrived, but gloo's thread that carried it releases its
+tensors only afterwards; how much memory that holds, and how long, depends on when the system runs
+the thread. Code that measures a rank's memory therefore waits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _PAUSE_S: Final = 5e-5
 
 
 def wait_for_gloo_threads(tasks: Path = _TASKS, longest_s: float = _LONGEST_S) -> bool:
-    """Return once every thread of gloo sleeps; whether they all did within `longest_s`.
+    """Wait until every gloo thread sleeps, and return whether they all did within `longest_s`
+    seconds.
 
-    A thread that sleeps waits for its next message, or for the other ranks of one on the way.
+    A sleeping thread waits for its next message, or for other ranks of a message under way.
     """
     deadline = time.monotonic() + longest_s
     while any(state != "S" for state in _states(tasks)):
@@ -34,7 +35,7 @@ def wait_for_gloo_threads(tasks: Path = _TASKS, longest_s: float = _LONGEST_S) -
 
 
 def _states(tasks: Path) -> Iterator[str]:
-    """Yield the state of each thread of gloo as /proc names it; nothing on other systems."""
+    """Yield the state of each gloo thread as in /proc; nothing on other systems than Linux."""
     for path in tasks.glob("*/stat"):
         try:
             before, _, after = path.read_text().rpartition(")")

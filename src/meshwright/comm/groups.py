@@ -1,4 +1,4 @@
-"""The process groups of a layout: one for each axis that a rank communicates along."""
+"""The process groups of a layout: one for each axis along which a rank communicates."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from meshwright.program.schedule import stage_ranks
 
 @dataclass(frozen=True)
 class Link:
-    """The ranks along one axis or several, and this rank's index among them; `size` 1 has no group.
+    """The ranks along one axis or several, and this rank's index (`rank`) among them.
 
-    `in_pieces`: what is sent in compiled code goes on beside its products, see `async_tp`.
-    `channel` is the group's through the memory of the machine that they all are on, if it has one.
+    `group` is None if there is one rank. `in_pieces`: messages of compiled code overlap with
+    matmuls in pieces, see `async_tp`. `channel` is the group's channel through shared memory, None
+    without one.
     """
 
     group: dist.ProcessGroup | None
@@ -38,7 +39,7 @@ class Link:
 
     @property
     def is_shared(self) -> bool:
-        """Whether messages go through memory that the ranks share."""
+        """Whether messages go through shared memory."""
         return self.channel is not None
 
     @property
@@ -48,25 +49,25 @@ class Link:
 
     @property
     def name(self) -> str:
-        """The group's name, as torch's functional collectives want it."""
+        """The group's name, which torch's functional collectives take."""
         assert self.group is not None
         return self.group.group_name
 
     @property
     def required(self) -> dist.ProcessGroup:
-        """The group, where one must exist."""
+        """The group; asserts that there is one."""
         assert self.group is not None
         return self.group
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The groups and mesh of experts' parameters, if ranks divide the experts.
+    """The groups and the mesh of experts' parameters, if ranks divide the experts.
 
     `parameters` is torch's mesh with the axes `pp, replicate, shard, ep, tp`, on which they are
-    placed. `ep` are ranks that have all experts between them; `shard` and `replicate` are like
-    those of `Groups`, for the ranks that have the same experts. The mesh's `tp` are the ranks that
-    cut an expert's width: in layouts that fold, this rank alone.
+    placed. `ep` are ranks that together have all experts; `shard` and `replicate` are like those of
+    `Groups`, among ranks with the same experts. The mesh's `tp` are the ranks that split an
+    expert's width: this rank alone if tp ranks are among those of `ep`.
     """
 
     parameters: DeviceMesh
@@ -77,7 +78,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups that a rank communicates through.
+    """All groups in which a rank communicates; `at` are its coordinates.
 
     `parameters` is torch's mesh with the axes `pp, replicate, shard, tp` on which parameters are
     placed: `shard` joins dp_shard and cp; without ZeRO, `replicate` joins dp_replicate and cp,
@@ -151,7 +152,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
 
 
 def _of_experts(layout: Layout, world: World, opener: _Opener, plain: DeviceMesh) -> ExpertGroups:
-    """Return the groups of experts of a layout that divides them over ranks."""
+    """Return the groups of experts, for a layout with expert parallelism."""
     names = ("pp", "replicate", "shard", "ep", "tp")
     sizes = (layout.expert_replica_ranks, layout.expert_shard_ranks, layout.ep)
     shared = ("pp", "tp") if layout.folds == 1 else ("pp",)
@@ -169,7 +170,7 @@ def _of_experts(layout: Layout, world: World, opener: _Opener, plain: DeviceMesh
 
 
 def _shared(link: Link, world: World, timeout_s: float) -> Link:
-    """Return a link with a channel, where it has CPU ranks of one machine."""
+    """Return the link with a shared-memory channel added, if its CPU ranks are on one machine."""
     on_gloo = world.device.type == "cpu" and "gloo" in dist.get_backend()
     nodes = {world.node(rank) for rank in link.ranks}
     if link.group is None or not on_gloo or len(nodes) > 1:
@@ -178,7 +179,7 @@ def _shared(link: Link, world: World, timeout_s: float) -> Link:
 
 
 def _label(groups: Groups) -> None:
-    """Enter the purpose of each group into the flight recorder."""
+    """Record the axis of each group in the flight recorder."""
     by_axis = {"world": cast(dist.ProcessGroup, dist.group.WORLD)}
     for axis in ("replicate", "shard", "tp", "cp", "pp", "data", "ends"):
         link: Link = getattr(groups, axis)
@@ -232,7 +233,7 @@ def warm(groups: Groups, layout: Layout, device: torch.device) -> None:
 
 
 def _collective(groups: Groups) -> Iterator[dist.ProcessGroup]:
-    """Yield this rank's groups of more than one rank, each once, in one order for all ranks."""
+    """Yield this rank's groups of more than one rank, each once, in the same order on all ranks."""
     links = [groups.tp, groups.cp, groups.pp, groups.shard, groups.replicate, groups.data]
     if groups.experts is not None:
         links += [groups.experts.ep, groups.experts.shard, groups.experts.replicate]
@@ -243,7 +244,8 @@ def _collective(groups: Groups) -> Iterator[dist.ProcessGroup]:
 
 
 def _ends(mesh: Mesh, world: World, opener: _Opener) -> Link:
-    """Return the link between the first and the last stage; a rank between them is alone."""
+    """Return the link between the first and the last pipeline rank; other ranks are alone in
+    theirs."""
     columns = {mesh.group(rank, ("pp",)) for rank in range(mesh.size)}
     pairs = sorted({(column[0], column[-1]) for column in columns if column[0] != column[-1]})
     joined = [pair for pair in pairs if world.rank in pair]
@@ -258,10 +260,9 @@ def _ends(mesh: Mesh, world: World, opener: _Opener) -> Link:
 
 
 class _Opener:
-    """Opens the groups of one layout: a world's group at most once, and no two axes share one.
+    """Opens the groups of one layout, or reuses those of the world; no two axes share a group.
 
-    Were two axes of the same ranks to share a group, the transfers of one would wait for the
-    other's.
+    If two axes of the same ranks shared a group, the transfers of one would wait for the other's.
     """
 
     def __init__(self, world: World, timeout: datetime.timedelta) -> None:
@@ -269,7 +270,8 @@ class _Opener:
         self._uses: Counter[tuple[tuple[int, ...], ...]] = Counter()
 
     def open(self, everyone: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Open groups of these ranks, on all ranks in one order; return the one with this rank."""
+        """Open a group for each set of ranks, in the same order on all ranks; return the one with
+        this rank."""
         parts = tuple(everyone)
         key = (parts, self._uses[parts])
         if any(len(ranks) > 1 for ranks in parts):  # a rank alone sends nothing
@@ -288,7 +290,7 @@ class _Opener:
         names: tuple[str, ...],
         known: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> DeviceMesh:
-        """Return a mesh over all ranks; some of its axes may have `known` groups."""
+        """Return a device mesh over all ranks; `known` has existing groups for some of its axes."""
         ranks = torch.arange(math.prod(shape)).view(shape)
         groups = []
         for dim, size in enumerate(shape):

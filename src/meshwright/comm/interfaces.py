@@ -32,7 +32,7 @@ def machine_id() -> int:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to another; sends nothing.
+    """Return this machine's address on the route to a host; sends nothing.
 
     Empty if there is no route.
     """
@@ -99,7 +99,8 @@ def interfaces() -> dict[str, str]:
 
 
 def asked_for(environ: Mapping[str, str]) -> str | None:
-    """Return the interface that the environment selects; raises `ConfigError` if it's missing.
+    """Return the network interface that the environment selects; `ConfigError` if this machine
+    lacks it.
 
     NCCL accepts `=eth0` for exactly that name, `eth` as a prefix and `^eth` to exclude, gloo one or
     several names: only a plain name is compared with the interfaces here.
@@ -130,6 +131,6 @@ def own_address(towards: str, addresses: Sequence[str], port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with an address; 127.0.0.0/8 is loopback's."""
+    """Return the name of the interface that has an address; 127.0.0.0/8 belongs to loopback."""
     by_address = {has: name for name, has in interfaces().items()}
     return by_address.get("127.0.0.1" if is_loopback(address) else address)

@@ -1,6 +1,6 @@
-"""From a tape to a `RankProfile`: spans, messages and seconds by cause of a recorded step.
+"""Converts a tape into a `RankProfile`'s contents: spans, messages and seconds by cause of a step.
 
-No torch here.
+Doesn't import torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ SHORTEST: Final = 1 / 2000
 
 
 class _Waited(NamedTuple):
-    """A wait in seconds since the step began on this rank, and its messages."""
+    """A wait, in seconds since the step began on this rank, with its axis and the awaited
+    messages."""
 
     since: float
     until: float
@@ -54,9 +55,10 @@ class _Waited(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step on one rank: `began` by its monotonic clock, the rest in seconds since then.
+    """A recorded step on one rank: `began` by its monotonic clock, other times in seconds since
+    then.
 
-    `turns` are the times at which the turns of the tape began, and the end.
+    `turns` are the times at which the tape's actions and phases began, and the end of the step.
     """
 
     began: float
@@ -68,10 +70,10 @@ class Recorded:
 
 
 def recorded(tape: Tape, label: Callable[[int], str], *, pp: int, dp: int) -> Recorded:
-    """Return a tape's record of a step; `label` maps a group's number to its axis.
+    """Return the spans, messages and causes of a tape; `label` maps a group's number to its axis.
 
-    A wait for the whole world counts as waiting for other stages if there are any, otherwise for
-    other replicas, of which there are `dp`: it is at the end of the backward, where they meet.
+    A wait for the whole world counts as waiting for other stages if there are any (`pp` > 1),
+    otherwise for the `dp` replicas: it is at the end of the backward, where they meet.
     """
     began = tape.clock.seconds(tape.began)
 
@@ -102,7 +104,8 @@ def recorded(tape: Tape, label: Callable[[int], str], *, pp: int, dp: int) -> Re
 def _waits(
     tape: Tape, label: Callable[[int], str], seconds_of: Callable[[object], float]
 ) -> Iterator[_Waited]:
-    """Yield the waits along the layout's axes, not those of a save, which has its own groups."""
+    """Yield the waits along the layout's axes; those of a save have groups of their own and are
+    left out."""
     for wait in tape.waits:
         messages = tuple(tape.sent[entry] for entry in wait.entries if entry in tape.sent)
         axis = label(messages[-1].group) if messages else ""
@@ -111,9 +114,9 @@ def _waits(
 
 
 def _worked(turn: Turn, interval: tuple[float, float], waits: Sequence[_Waited]) -> Span:
-    """Return the span of a turn: of an action, of beginning a transfer, or of a phase.
+    """Return the span of an action, of the beginning of a transfer, or of a phase.
 
-    An action begins where its input has arrived: the wait for it is no part of the work.
+    A computing action begins when its input has arrived: the wait for it is not part of it.
     """
     start, end = interval
     if turn.name in COMPUTE:
@@ -126,7 +129,7 @@ def _worked(turn: Turn, interval: tuple[float, float], waits: Sequence[_Waited])
 
 
 def _waiting(turns: Sequence[Turn], waits: Sequence[_Waited]) -> Iterator[Span]:
-    """Yield the waits; one between stages is named for its action."""
+    """Yield the spans of waits; a wait between stages has the name of its action."""
     for wait in waits:
         last, size = wait.messages[-1], sum(message.bytes for message in wait.messages)
         turn = turns[last.turn]
@@ -141,7 +144,7 @@ def _traffic(
 ) -> tuple[Traffic, ...]:
     """Return the step's messages by kind, axis and bytes, with the seconds of waiting for them.
 
-    What was waited for together counts for the last of them.
+    A wait for several messages counts for the last of them.
     """
     times: dict[tuple[str, str, int], int] = {}
     seconds: dict[tuple[str, str, int], float] = {}
@@ -164,9 +167,9 @@ def _by_cause(
     waits: Sequence[_Waited],
     causes: Mapping[str, str],
 ) -> Mapping[str, float]:
-    """Return the seconds of a step by cause; they sum to all of it.
+    """Return the seconds of a step by cause; they add up to the whole step.
 
-    A wait inside of another one counts once, for the one that began first.
+    Where waits overlap, the time counts for the one that began first.
     """
     by_cause = dict.fromkeys(CAUSES, 0.0)
     del by_cause["recompute"]  # cannot be told from computation here
@@ -187,7 +190,7 @@ def _by_cause(
 def _without(
     intervals: Sequence[tuple[float, float]], waits: Sequence[tuple[float, float]]
 ) -> float:
-    """Return the seconds of intervals that no wait covers; both are in order, without overlap."""
+    """Return the seconds of intervals outside of waits; both are sorted and do not overlap."""
     total, first = 0.0, 0
     for start, end in intervals:
         total += end - start
@@ -201,7 +204,11 @@ def _without(
 
 
 class MeasuredMoment(NamedTuple):
-    """Memory at a point of a turn, as a share of its time: bytes by `program.profile.MEMORY`."""
+    """Measured memory within an action or phase, given by its index `turn` and the `share` of its
+    time.
+
+    `bytes` are by category of `program.profile.MEMORY`.
+    """
 
     turn: int
     share: float
@@ -211,9 +218,9 @@ class MeasuredMoment(NamedTuple):
 def memory_points(
     turns: Sequence[Turn], moments: Sequence[MeasuredMoment], times: Sequence[float] | None
 ) -> tuple[MemoryPoint, ...]:
-    """Return measured memory as points of a step with the same turns.
+    """Return measured memory as the memory points of a step with the same actions and phases.
 
-    `times` are the beginnings of its turns, then its end; None if its turns differ.
+    `times` are the beginnings of its turns, then its end, in seconds; None if its turns differ.
     """
     points = []
     for moment in moments:
@@ -229,5 +236,5 @@ def memory_points(
 
 
 def name_of(turn: Turn) -> str:
-    """Return the name of a turn in a step profile: `F 0 1`, `input`."""
+    """Return the name of a turn in a step profile, such as "F 0 1" or "input"."""
     return PHASES.get(turn.name, str(turn))

@@ -1,7 +1,7 @@
-"""The rendezvous of a rank, read from the environment. No torch here.
+"""The rendezvous of a rank, read from the environment. Doesn't import torch.
 
-torchrun and our own supervisor set these variables for their ranks. Slurm's `srun` sets its own
-equivalents, so that `srun meshwright train run.toml` needs no wrapper.
+torchrun and Meshwright's supervisor set these variables for their ranks. Slurm's `srun` sets its
+own equivalents, so that `srun meshwright train run.toml` needs no wrapper.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Rendezvous | None:
-        """Return the rendezvous set by torchrun, `srun`, a wrapper or our supervisor, if any."""
+        """Return the rendezvous that torchrun, `srun`, a wrapper or the supervisor has set; None if
+        none has."""
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(name not in environ for name in needed):
             return _of_slurm(environ)
@@ -84,10 +85,10 @@ def _agent(error_file: str) -> str | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
-    """Return the rendezvous of one of several tasks of `srun`, the ranks; None elsewhere.
+    """Return the rendezvous of a rank that is one of several tasks of `srun`; None elsewhere.
 
-    The batch script itself has no step, and a step of one task starts its ranks itself. Rank 0
-    is on the first node of the list. `MASTER_ADDR` and `MASTER_PORT` win where they are set.
+    The batch script itself has no step, and a step of one task starts its ranks itself. Rank 0 is
+    on the first node of the list. `MASTER_ADDR` and `MASTER_PORT` take precedence if they are set.
     """
     size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size == 1 or "SLURM_PROCID" not in environ:
@@ -121,7 +122,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
 
 
 def _tasks_of(text: str) -> Iterator[int]:
-    """Yield the tasks of each node, as Slurm writes them: `2(x3),1`."""
+    """Yield the number of tasks of each node from Slurm's notation, such as "2(x3),1"."""
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         yield from [int(tasks)] * int(times or 1)
 
@@ -140,7 +141,7 @@ def loopback_interface() -> str:
 
 
 class Seat(NamedTuple):
-    """Where a rank was started: its node's name and boot, its index among the ranks there.
+    """Where a rank was started: its node's name and boot id, and its index among the ranks there.
 
     `address` is the node's on the route to the rendezvous.
     """
@@ -169,7 +170,7 @@ def own_seat(rendezvous: Rendezvous, environ: Mapping[str, str]) -> Seat:
 
 
 def seated(seats: Sequence[Seat]) -> list[int]:
-    """Return each rank's new number, by the number that it was started with.
+    """Return each rank's new number, indexed by the number with which it was started.
 
     Meshes and plans assume that the ranks of a node are consecutive, so that inner axes use a
     node's own links. Launchers may distribute ranks cyclically (Slurm's `--distribution=cyclic`),
@@ -192,7 +193,7 @@ def seated(seats: Sequence[Seat]) -> list[int]:
 
 
 def _check_reachable(seats: Sequence[Seat]) -> None:
-    """Raise `ConfigError` for machines that reach each other by loopback alone."""
+    """Raise `ConfigError` for several machines that have only loopback addresses."""
     several = len({seat.boot for seat in seats}) > 1
     if several and all(is_loopback(seat.address) for seat in seats):
         known = "; ".join(sorted({f"{seat.node} {seat.address}" for seat in seats}))

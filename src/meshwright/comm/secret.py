@@ -1,4 +1,5 @@
-"""The secret of a job: a rank proves that it knows it before it may join. No torch here."""
+"""The secret of a job: a rank must prove that it knows it before it may join. Doesn't import
+torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _LONGEST: Final = 4096
 
 @dataclass(frozen=True)
 class Secret:
-    """What all ranks of a job know and nobody else; false if the job has none."""
+    """A text that only the ranks of a job know; falsy if the job has none."""
 
     key: bytes = field(default=b"", repr=False)
 

@@ -1,4 +1,4 @@
-"""Collectives through a `Channel`, as operators like torch's functional ones.
+"""Collectives through a shared-memory `Channel`, as operators like torch's functional ones.
 
 `torch.ops.meshwright_channel` has some of `torch.ops._c10d_functional`, with their arguments and
 meaning: an operator returns a tensor that is filled once `wait_tensor` returns. Because they are
@@ -34,7 +34,8 @@ _REDUCTIONS: Final[Mapping[str, Callable[..., Tensor]]] = {"sum": torch.add, "ma
 
 @dataclass
 class Open:
-    """A group's channel, and its number in the channel's flight recorder."""
+    """A group's channel, this rank's index in the group, and the group's number in the flight
+    recorder."""
 
     group: dist.ProcessGroup
     channel: Channel
@@ -44,9 +45,10 @@ class Open:
 
 @dataclass
 class _Process:
-    """A process's channels by the names of groups, and its open collectives by their memory.
+    """A process's channels by group name, and its pending collectives by the address of their
+    results.
 
-    The channels are those that links keep.
+    A channel lasts as long as a link refers to it.
     """
 
     channels: WeakValueDictionary[str, Open] = field(default_factory=WeakValueDictionary)
@@ -54,7 +56,7 @@ class _Process:
 
 
 def share(group: dist.ProcessGroup, recorder: FlightRecorder, timeout_s: float) -> Open | None:
-    """Return the channel of a gloo group, a new one if it has none. A collective.
+    """Return the channel of a gloo group, opening one if it has none; a collective.
 
     None on all its ranks if a channel isn't possible. A channel lasts as long as the returned
     object: those of unused layouts would add up.
@@ -76,12 +78,13 @@ def share(group: dist.ProcessGroup, recorder: FlightRecorder, timeout_s: float) 
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
-    """Return the channel of a group that shares memory."""
+    """Return the open channel of a group; raises `KeyError` if it has none."""
     return _process().channels[group.group_name].channel
 
 
 def operators(message: Tensor, *, is_shared: bool) -> Any:
-    """Return the operators that send a message: a channel's or torch's functional ones.
+    """Return the operators for a message: a channel's, or torch's functional ones if it is too
+    large or not shared.
 
     The message size must be the same on every rank. Code that is being compiled uses torch's.
     """
@@ -127,7 +130,10 @@ def _reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Tensor:
 def _begin(
     opened: Open, kind: str, x: Tensor, out: Tensor, message: Tensor, finish: Finish
 ) -> Tensor:
-    """Leave this rank's part `x` of what `out` will be; `message` is what the recorder counts."""
+    """Begin a collective: write this rank's part `x`, and return `out`, which `finish` fills later.
+
+    The recorder counts the bytes of `message`.
+    """
     message_bytes = message.numel() * message.element_size()
     entry = opened.channel.recorder.begin(kind, opened.number, message_bytes)
     _process().begun[out.data_ptr()] = (opened, opened.channel.leave(x, finish, (entry,)), entry)
@@ -135,7 +141,7 @@ def _begin(
 
 
 def _wait(x: Tensor) -> Tensor:
-    """Return a tensor once its collective is complete; any other tensor is returned as it is."""
+    """Wait for the collective that fills x, if there is one, and return x."""
     begun = _process().begun.pop(x.data_ptr(), None)
     if begun is not None:
         opened, number, entry = begun
@@ -147,7 +153,8 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def _sum(out: Tensor, reduced: Callable[..., Tensor], parts: list[Tensor]) -> None:
-    """Reduce the parts of all ranks, on each in the same order: they get the same bits."""
+    """Reduce the parts of all ranks into `out`, on each rank in the same order, so that all get the
+    same bits."""
     reduced(parts[0], parts[1], out=out)
     for part in parts[2:]:
         reduced(out, part, out=out)
@@ -155,7 +162,7 @@ def _sum(out: Tensor, reduced: Callable[..., Tensor], parts: list[Tensor]) -> No
 
 @cache
 def _process() -> _Process:
-    """Return this process's channels; the operators are defined once, with the first one."""
+    """Return this process's channels; the first call registers the operators."""
     _define()
     return _Process()
 

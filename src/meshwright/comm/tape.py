@@ -1,7 +1,7 @@
 """`Tape`: everything that a rank records in its flight recorder during one step, with the times.
 
-A flight recorder holds the current activity; a tape that is attached to it keeps the history. No
-torch here: the tape's clock defines times.
+A flight recorder holds the present activity; a tape that is attached to it stores the history.
+Doesn't import torch: the tape's clock defines times.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ class Clock(Protocol):
     """Stamps moments cheaply, and converts the stamps to times afterwards."""
 
     def stamp(self) -> Any:
-        """Return this moment, or None if it isn't on the compute stream."""
+        """Return a stamp of this moment, or None if it isn't on the compute stream."""
 
     def seconds(self, stamp: Any) -> float:
-        """Return a stamp in seconds of the host's monotonic clock."""
+        """Return the time of a stamp in seconds of the host's monotonic clock."""
 
 
 class HostClock:
-    """The monotonic clock, which the processes of a machine share."""
+    """The host's monotonic clock, which the processes of a machine share."""
 
     def stamp(self) -> float:
-        """Return this moment."""
+        """Return the time in seconds."""
         return time.monotonic()
 
     def seconds(self, stamp: float) -> float:
-        """Return a stamp as it is."""
+        """Return the stamp itself, which is in seconds."""
         return stamp
 
 
 class Turn(NamedTuple):
-    """An action of the rank's table or a phase of the step, and when it began."""
+    """An action of the rank's table or a phase of the step, with the stamp of its beginning.
+
+    `stage` is -1 for a phase.
+    """
 
     name: str
     stage: int
@@ -45,7 +48,8 @@ class Turn(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A message that the rank began, and in which turn; `group` is its number in the recorder."""
+    """A message that the rank began; `group` is its number in the recorder, `turn` the index of its
+    turn."""
 
     kind: str
     group: int
@@ -54,7 +58,7 @@ class Sent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A wait of the rank for some messages, by their entries in the flight recorder."""
+    """A wait for some messages, given by their entries in the flight recorder, with stamps."""
 
     entries: tuple[int, ...]
     since: Any
@@ -62,10 +66,10 @@ class Wait(NamedTuple):
 
 
 class Tape:
-    """A rank's step: its turns, its messages, and its waits."""
+    """The record of a rank's step: its actions and phases (turns), its messages, and its waits."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        """Begin to listen, by the host's clock unless another one is given."""
+        """Begin the record of a step, by the host's clock unless another one is given."""
         self.clock: Clock = clock or HostClock()
         self.turns: list[Turn] = []
         self.sent: dict[int, Sent] = {}
@@ -74,21 +78,21 @@ class Tape:
         self.began = self.ended = self.clock.stamp()
 
     def turn(self, name: str, stage: int, microbatch: int) -> None:
-        """Record that the rank begins something."""
+        """Record that an action or phase begins."""
         self.turns.append(Turn(name, stage, microbatch, self.clock.stamp()))
 
     def begin(self, entry: int, kind: str, group: int, size: int, *, waits: bool) -> None:
-        """Record that a message of some bytes begins; `waits`: the rank waits for it at once."""
+        """Record that a message of `size` bytes begins; `waits`: the rank waits for it at once."""
         self.sent[entry] = Sent(kind, group, size, len(self.turns) - 1)
         if waits:
             self.wait(entry)
 
     def wait(self, *entries: int) -> None:
-        """Record that the rank begins to wait."""
+        """Record that the rank begins to wait for messages, given by their entries."""
         self._open[entries] = self.clock.stamp()
 
     def end(self, *entries: int) -> None:
-        """Record that it no longer waits, if it did."""
+        """Record that the rank no longer waits for these messages, if it did."""
         since = self._open.pop(entries, None)
         until = self.clock.stamp() if since is not None else None
         if until is not None:

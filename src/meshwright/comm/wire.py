@@ -1,4 +1,4 @@
-"""What really happens on a rank: `Wire` records its messages, `WorkCounter` counts its FLOPs.
+"""What a rank really sends and computes: `Wire` records its messages, `WorkCounter` its FLOPs.
 
 Both are dispatch modes, so they see every operation that reaches the kernels, in the forward, the
 backward and a recomputed forward, and those that torch's own data parallelism issues. For an
@@ -72,7 +72,7 @@ class WireMessage(NamedTuple):
 
 
 class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the messages of all ordinary and functional collectives and of sends and receives.
+    """Records the messages of ordinary and functional collectives, sends and receives.
 
     `messages` counts them. Groups of one rank send nothing and are left out, although torch's data
     parallelism reduces over them, too.
@@ -95,7 +95,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and note it if it is a collective."""
+        """Run an operation, and record it if it is a collective."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace in _SPACES:
@@ -129,9 +129,10 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def expected_messages(
     program: Program, rank: int, wire: Wire, *, updates: bool = False
 ) -> Counter[WireMessage]:
-    """Return a rank's messages in a step by the program, with axes as `wire` names them.
+    """Return the messages of a rank in a step according to the program, with axes as `wire` names
+    them.
 
-    With `updates`, also those of the optimizer's update, which comes after the gradients.
+    With `updates`, includes those of the optimizer's update, which comes after the gradients.
     """
     expected: Counter[WireMessage] = Counter()
     of_update = matrix_gathers(program, program.layout.mesh.coordinates(rank)) if updates else ()
@@ -148,7 +149,7 @@ def _message(kind: str, axis: str, size: int) -> WireMessage:
 def message_differences(
     expected: Counter[WireMessage], observed: Counter[WireMessage]
 ) -> Iterator[str]:
-    """Yield descriptions of differences between actual and expected messages."""
+    """Yield sentences about messages whose observed count differs from the expected one."""
     for message in sorted(expected | observed):
         if expected[message] != observed[message]:
             yield (
@@ -158,7 +159,7 @@ def message_differences(
 
 
 def _named(groups: Groups) -> Mapping[str, str]:
-    """Return the name of each axis' group, where the axis has one."""
+    """Return the group name of each axis that has a group."""
     links = {"tp": groups.tp, "cp": groups.cp, "pp": groups.pp, "data": groups.data}
     links["ends"] = groups.ends
     names = {axis: link.name for axis, link in links.items() if link.group is not None}
@@ -174,7 +175,7 @@ def _named(groups: Groups) -> Mapping[str, str]:
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of an operation's arguments by their names."""
+    """Return an operation's arguments by name."""
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -217,12 +218,12 @@ _FORWARD, _BACKWARD = 2, 5
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the FLOPs of this rank's matrix products, `2 m n k` each, and of its attention.
+    """Counts the FLOPs of this rank's matmuls, `2 m n k` each, and of its attention.
 
-    Attention has two products forward and five backward over the pairs of query and key: half of
-    the pairs if the kernel is causal, fewer if it knows a window, otherwise all. Rows of several
-    documents count as if each were one document, which is an upper bound. Products while
-    `in_update` is set are those of the optimizer.
+    Attention has two matmuls forward and five backward over the pairs of query and key: half of the
+    pairs if the kernel is causal, fewer if it knows a window, otherwise all. Packed sequences count
+    as if each were one document, which is an upper bound. Matmuls while `in_update` is set are
+    those of the optimizer.
     """
 
     def __init__(self) -> None:
@@ -260,7 +261,8 @@ def _product(name: str, args: tuple[Any, ...], index: int) -> float:
 def _recurrence(
     flops: Callable[[int, int, int, int], float], name: str, values: Mapping[str, Any]
 ) -> float:
-    """Return the FLOPs of a recurrence, whose backward is to it as that of attention."""
+    """Return the FLOPs of a recurrence; its backward counts 2.5 times its forward, as for
+    attention."""
     key, value = values["key"], values["value"]
     batch, length, key_heads, key_dim = map(int, key.shape)
     heads, value_dim = map(int, value.shape[2:])

@@ -40,12 +40,12 @@ _READ_S: Final = 5.0  # for other ranks to read why rank 0 ends
 
 @dataclass(frozen=True)
 class World:
-    """All ranks as one of them sees them, numbered node by node (`rendezvous.seated`).
+    """All ranks, as seen by one of them; they are numbered node by node (`rendezvous.seated`).
 
-    `store` holds small texts that all ranks can read. `opened` are the groups that
-    `comm.groups` has opened so far, by how they divide the ranks. `recorder` is where
-    this rank enters what it does. `nodes` are the names of the nodes, which have equally many ranks
-    in a row; ranks that a supervisor has started have none.
+    `store` holds small texts that all ranks can read. `opened` has the groups that `comm.groups`
+    has opened so far, by how they divide the ranks. `recorder` is this rank's flight recorder.
+    `nodes` are the names of the nodes, each with equally many consecutive ranks; empty for ranks
+    that a supervisor has started.
     """
 
     rank: int
@@ -57,14 +57,14 @@ class World:
     nodes: tuple[str, ...] = ()
 
     def sum_on_host(self, values: list[float]) -> list[float]:
-        """Return the sums over all ranks of some numbers, in float64."""
+        """Return the sums of the numbers over all ranks, in float64; a collective."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(total)
         return cast(list[float], total.tolist())
 
     def gather_on_host(self, values: list[float]) -> list[list[float]]:
-        """Return the numbers of every rank, by rank, in float64."""
+        """Return the numbers of every rank, indexed by rank, in float64; a collective."""
         local = torch.tensor(values, dtype=torch.float64)
         gathered = [torch.empty_like(local) for _ in range(self.size)]
         if self.size > 1:
@@ -74,9 +74,10 @@ class World:
         return [cast(list[float], row.tolist()) for row in gathered]
 
     def from_rank_0(self, key: str, make: Callable[[], str]) -> str:
-        """Return the text that rank 0 computes; if that fails, every rank raises.
+        """Return, on every rank, the text that `make` returns on rank 0.
 
-        Raises `MeshwrightError` with rank 0's message on the other ranks.
+        If that fails, every rank raises: the others `MeshwrightError` with rank 0's message. `key`
+        must be unused.
         """
         return _from_rank_0(self.store, self, key, make)
 
@@ -85,11 +86,11 @@ class World:
         return self.nodes[rank * len(self.nodes) // self.size] if self.nodes else ""
 
     def anyone(self, vote: bool) -> bool:
-        """Return whether any rank votes yes; a collective."""
+        """Return whether any rank votes True; a collective."""
         return self.sum_on_host([float(vote)])[0] > 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.sum_on_host([0.0])
 
 
@@ -133,10 +134,10 @@ def join(
 
 @dataclass(frozen=True)
 class Meeting:
-    """Ranks that know of each other and have a store, but no process group yet.
+    """Ranks that have met in a store, but have no process group yet.
 
-    `rank` is this one's number from here on, `interface` its network interface, `address` its own
-    address there; `is_chosen` if the environment did not select that interface.
+    `rank` is this rank's new number, `interface` its network interface, `address` its own address
+    there; `is_chosen` if the environment did not select that interface.
     """
 
     rank: int
@@ -148,7 +149,7 @@ class Meeting:
 
 
 def meet(rendezvous: Rendezvous, timeout_s: float) -> Meeting:
-    """Meet the other ranks in a store, and find this one's number and interface.
+    """Meet the other ranks in a store, and determine this rank's number and network interface.
 
     If the job has a secret, only ranks that know it may join, and their keys in the store are
     derived from it, so nobody can guess them. Raises like `join`, and `MeshwrightError` if ranks do
@@ -225,7 +226,8 @@ def _proved(answer: str | None, rank: int) -> str:
 
 
 def _awaited(store: Store, key: str, ranks: Sequence[int]) -> str:
-    """Return the text of a key in the store; a timeout names the `ranks` that have not come."""
+    """Return the value of a key in the store; on a time-out, the error names the `ranks` that did
+    not come."""
     try:
         return str(store.get(key).decode("utf-8", "replace"))
     except dist.DistError as error:
@@ -237,7 +239,8 @@ def _awaited(store: Store, key: str, ranks: Sequence[int]) -> str:
 
 
 def shared(store: Store, world: World | Rendezvous, key: str, text: str) -> list[str]:
-    """Return every rank's text, by its index in `world`; rank 0 collects them."""
+    """Return every rank's text, by rank, on all ranks; rank 0 collects them in the store under
+    `key`."""
     store.set(f"{key}/{world.rank}", text)
 
     def gather() -> str:
@@ -247,7 +250,7 @@ def shared(store: Store, world: World | Rendezvous, key: str, text: str) -> list
 
 
 def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
-    """Return the store that the ranks of this attempt meet in."""
+    """Return the store in which the ranks of this attempt meet."""
     if rendezvous.is_local:
         listen = rendezvous.listen_fd if rendezvous.rank == 0 else None
         return _tcp_store(rendezvous, rendezvous.host, timeout, listen)
@@ -259,9 +262,9 @@ def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
 
 
 def _met_on_network(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
-    """Return the store of torchrun, or rank 0's own where no launcher keeps one.
+    """Return the store of torchrun, or the one that rank 0 hosts if no launcher does.
 
-    Raises `MeshwrightError` where rank 0 is not to be found, or cannot listen.
+    Raises `MeshwrightError` if rank 0 cannot be found, or cannot listen.
     """
     try:
         if rendezvous.is_given:
@@ -292,7 +295,11 @@ def _met_on_network(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Stor
 def _tcp_store(
     rendezvous: Rendezvous, host: str, timeout: datetime.timedelta, listen_fd: int | None = None
 ) -> Store:
-    """Return rank 0's store; `TCPStore` itself would listen on every interface."""
+    """Return the `TCPStore` that rank 0 hosts.
+
+    `listen_fd` is a socket of rank 0 that already listens; without it, `TCPStore` would listen on
+    every interface.
+    """
     return dist.TCPStore(  # type: ignore[attr-defined]
         host,
         rendezvous.port,
@@ -304,7 +311,8 @@ def _tcp_store(
 
 
 def _from_rank_0(store: Store, world: World | Rendezvous, key: str, make: Callable[[], str]) -> str:
-    """Return the text that rank 0 makes, on every rank; raises on every rank if rank 0 fails."""
+    """Return, on every rank, the text that `make` returns on rank 0; raises on every rank if that
+    fails."""
     if world.rank == 0:
         try:
             text = make()
@@ -322,7 +330,7 @@ def _from_rank_0(store: Store, world: World | Rendezvous, key: str, make: Callab
 
 
 def part(store: Store, world: World | Rendezvous) -> None:
-    """Leave the store in which ranks have met; the rank that hosts it leaves last."""
+    """Disconnect from the store; the rank that may host it waits a moment for the others."""
     if world.rank == 0:
         _wait_for_readers(store, "end", world.size)
     else:
@@ -330,14 +338,15 @@ def part(store: Store, world: World | Rendezvous) -> None:
 
 
 def _wait_for_readers(store: Store, key: str, size: int) -> None:
-    """Give the others a moment to read: this process may be the one that the store is in."""
+    """Wait a limited time until the other ranks have read a key, because this process may host the
+    store."""
     until = time.monotonic() + _READ_S
     while store.add(f"{key}/read", 0) < size - 1 and time.monotonic() < until:
         time.sleep(0.02)
 
 
 def leave() -> None:
-    """Leave the process group."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

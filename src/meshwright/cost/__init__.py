@@ -1,1 +1,1 @@
-"""Predicts what a program costs: memory of each rank, time of a step. Never imports torch."""
+"""Predicts the memory of each rank and the time of a step for a program. Never imports torch."""

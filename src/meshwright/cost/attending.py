@@ -1,7 +1,7 @@
-"""Which kernel computes attention on a GPU, and its rate relative to plain causal attention.
+"""Which kernel computes attention on a GPU, and its speed relative to plain causal attention.
 
 FlexAttention computes windows, soft caps and sinks; FlashAttention's varlen kernel computes windows
-of packed rows: `models.attention`, `kernels.varlen`.
+of packed sequences: `models.attention`, `kernels.varlen`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ Attends = Literal["", "window", "sinks", "capped"]
 
 
 def attends(model: ModelSpec, kind: LayerSpec, span: int) -> Attends:
-    """Return what decides on the kernel of a kind of layer, for rows of `span` tokens."""
+    """Return the feature that decides which attention kernel a kind of layer needs: "capped" (soft
+    cap), "sinks", "window", or "" for plain causal attention.
+
+    A window of at least `span` tokens, the sequence length, counts as none.
+    """
     bounds = ScoreBounds.of(model, kind).within(span)
     if bounds.cap is not None:
         return "capped"
@@ -28,7 +32,11 @@ def attends(model: ModelSpec, kind: LayerSpec, span: int) -> Attends:
 
 
 def rates(target: Target, find: Callable[[str], float]) -> Mapping[Attends, float]:
-    """Return each kernel's rate as a multiple of the plain one's; `find` returns a constant."""
+    """Return the speed of each attention kernel as a multiple of the plain one's; empty on devices
+    without masked attention.
+
+    `find` returns a constant of the calibration by name.
+    """
     if not target.traits.has_masked_attention:
         return {}
     bounded = find("attention.bounded")

@@ -1,4 +1,4 @@
-"""`ByteCount`: the bytes currently held, by category, and the recorded moments."""
+"""`ByteCount`: the bytes that a rank has allocated, by category, with snapshots over a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class PredictedMoment(NamedTuple):
-    """The bytes held at a moment: during which action of the table and which operation."""
+    """A snapshot of a rank's allocated bytes by category, with the action of the pipeline's table
+    and the operation (`what`) during which it was taken."""
 
     action: str
     what: str
@@ -15,12 +16,12 @@ class PredictedMoment(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Total bytes."""
+        """The bytes of all categories."""
         return sum(self.held.values())
 
 
 class ByteCount:
-    """A count of bytes by category."""
+    """Counts allocated bytes by category, and collects snapshots (`moments`) of them."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -28,26 +29,28 @@ class ByteCount:
         self.action = ""
 
     def add(self, category: str, size: int) -> None:
-        """Count more bytes."""
+        """Add `size` bytes to a category."""
         self.held[category] = self.held.get(category, 0) + size
 
     def drop(self, category: str, size: int) -> None:
-        """Count fewer bytes."""
+        """Subtract `size` bytes from a category, which must not fall below zero."""
         self.add(category, -size)
         assert self.held[category] >= 0, f"{category} is below zero at {self.action}"
 
     def spike(self, category: str, size: int) -> _Spike:
-        """Count bytes only for the body of a `with` statement."""
+        """Return a context manager that counts `size` more bytes inside of its `with` block."""
         return _Spike(self, category, size)
 
     def note(self, operation: str) -> None:
-        """Record a moment."""
+        """Record a snapshot of the present bytes, taken during `operation` of the current
+        action."""
         sizes = {category: size for category, size in self.held.items() if size}
         self.moments.append(PredictedMoment(self.action, operation, sizes))
 
 
 class _Spike:
-    """Bytes that are counted within a `with`; a class, as a walk enters thousands of them."""
+    """Counts bytes inside a `with` block; a class, because a simulated step enters thousands of
+    them."""
 
     def __init__(self, count: ByteCount, category: str, size: int) -> None:
         self.count, self.category, self.size = count, category, size

@@ -1,4 +1,5 @@
-"""`Calibration`: the measured constants, from a data file; no other number here is fitted."""
+"""`Calibration`: the measured constants of the cost model, read from a data file. No number in the
+code is fitted."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ SHIPPED: Final = "shipped"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants by name, `KIND.what`, and their source.
+    """Measured constants by name, such as "h100.overlap", and where they come from.
 
-    KIND is a kind of device, the name of a system, or "any". A kind such as "h100-500w" falls back
-    to "h100". `blocks` identifies the model whose blocks were measured, see `blocks_of`. `had_core`
-    is the share of time in which the measuring ranks had their cores.
+    The first part of a name is a kind of device, a training system, or "any". A kind such as
+    "h100-500w" falls back to "h100". `blocks` identifies the model whose blocks were measured, see
+    `blocks_of`. `had_core` is the share of time in which the measuring ranks had a CPU core.
     """
 
     constants: Mapping[str, float]
@@ -56,18 +57,19 @@ class Calibration:
 
     @cached_property
     def _found(self) -> dict[tuple[str, ...], float]:
-        """What `find` has found: a search asks for the same a hundred thousand times."""
+        """The cache of `find`, which a search calls a hundred thousand times."""
         return {}
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the machine was mostly idle while it was measured."""
+        """Whether the machine had no other load to speak of while it was measured."""
         return self.had_core >= QUIET
 
     def of(self, model: ModelSpec, seq_len: int) -> Calibration:
-        """Return it without measurements of the blocks of other models.
+        """Return the calibration without constants that were measured on blocks of another model or
+        sequence length.
 
-        Returns all of it if it doesn't identify its blocks.
+        If the calibration does not say whose blocks were measured, returns all of it.
         """
         if self.blocks in ("", blocks_of(model, seq_len)):
             return self
@@ -75,7 +77,8 @@ class Calibration:
         return replace(self, constants=constants)
 
     def find(self, constant: str, *kinds: str) -> float:
-        """Return a constant of the first kind that has it, otherwise that of "any".
+        """Return the value of a constant for the first of `kinds` (devices, systems) that has it,
+        otherwise for "any".
 
         If none has it, looks for the name without its last part: a value for "moves" also applies
         to "moves.fp32". Raises `KeyError` if that fails, too.
@@ -98,9 +101,9 @@ class Calibration:
 
 
 def parse_calibration(text: str) -> Calibration:
-    """Return the calibration in a TOML text: tables of constants by kind, and `[about]`.
+    """Return the calibration in a TOML text: tables of constants by kind, and the table `[about]`.
 
-    Raises `ValueError` for anything else.
+    Raises `ValueError` if the text is no such TOML.
     """
     content = parse_toml(text)
     for kind, table in content.items():
@@ -120,7 +123,11 @@ def parse_calibration(text: str) -> Calibration:
 
 
 def blocks_of(model: ModelSpec, seq_len: int) -> str:
-    """Return a fingerprint of what determines the speed of a model's blocks, not their number."""
+    """Return a hash of the model's fields that determine the speed of one block, and of the
+    sequence length.
+
+    The number of layers and the vocabulary are left out.
+    """
     excluded = {"n_layers", "vocab_size", OF_PADDING, "tie_embeddings"}
     fields = model.model_dump(mode="json", exclude=excluded)
     return hashlib.sha256(json.dumps([fields, seq_len], sort_keys=True).encode()).hexdigest()[:16]
@@ -140,7 +147,8 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float
 
 
 def _checked(name: str, value: float) -> float:
-    """Refuse a constant that no measurement gives."""
+    """Return the value of a constant; raises `ValueError` if it is infinite, negative, or a rate of
+    0."""
     is_rate = not _RATES.isdisjoint(name.split("."))
     if not math.isfinite(value) or value < 0 or (is_rate and value == 0):
         rule = "finite and above 0" if is_rate else "finite and not negative"
@@ -156,7 +164,8 @@ def shipped_calibration() -> Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return your own calibration on top of the shipped one; raises `ConfigError`."""
+    """Return the calibration in a file, completed with shipped constants; `ConfigError` if it
+    cannot be read."""
     try:
         calibration = parse_calibration(read_text(path))
     except (OSError, ValueError) as error:
@@ -166,7 +175,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def over_shipped(calibration: Calibration) -> Calibration:
-    """Return a calibration, with shipped constants where it has none of its own."""
+    """Return the calibration with the shipped value of each constant that it lacks."""
     known, shipped = calibration.constants, dict(shipped_calibration().constants)
     for kind in {name.split(".")[0] for name in known if ".inner." in name}:
         # Where links were measured and no channels, there are none.
@@ -180,9 +189,10 @@ def over_shipped(calibration: Calibration) -> Calibration:
 
 
 def calibration_named(name: str | None) -> Calibration:
-    """Return the calibration that `cluster.calibration` names; raises `ConfigError`.
+    """Return the calibration of `cluster.calibration`: a path, or "shipped" or None for the shipped
+    one.
 
-    It names a file, or the shipped calibration, which is also the default.
+    Raises `ConfigError` if the file cannot be read.
     """
     return shipped_calibration() if name in (None, SHIPPED) else read_calibration(Path(name))
 
@@ -198,7 +208,7 @@ def as_toml(
     blocks: str = "",
     had_core: float = 1.0,
 ) -> str:
-    """Return constants by kind as a TOML text that `parse_calibration` reads."""
+    """Return constants, by kind and name, as a TOML text that `parse_calibration` reads."""
     lines = ["[about]", f"date = {json.dumps(date)}", f"source = {json.dumps(source)}"]
     lines += [f"blocks = {json.dumps(blocks)}"] if blocks else []
     lines += [f"had_core = {had_core:.3g}"] if had_core < 1 else []

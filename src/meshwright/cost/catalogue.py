@@ -1,4 +1,5 @@
-"""`Cluster`: the devices and links that a program is priced for, from a catalogue with sources."""
+"""Devices, links and clusters for which programs are priced, from a catalogue that names its
+sources."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ _LINK_TITLES: Final = {
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """A link between devices: bytes/s of one device in one direction, and latency in seconds."""
+    """A link between devices: its bandwidth in bytes/s of one device in one direction, and its
+    latency in seconds."""
 
     name: str
     bandwidth: float
@@ -63,7 +65,7 @@ class DeviceLink:
 
     @property
     def title(self) -> str:
-        """The name as people write it, such as `PCIe 4` or `25 GbE`."""
+        """The name as people write it, such as "PCIe 4" or "25 GbE"."""
         if self.name.startswith("ethernet-"):
             return f"{self.name.removeprefix('ethernet-')} GbE"
         kind = next((kind for kind in _LINK_TITLES if self.name.startswith(kind)), None)
@@ -74,9 +76,12 @@ class DeviceLink:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator: memory in bytes, memory bandwidth in bytes/s, dense FLOP/s by dtype.
+    """An accelerator or CPU: memory in bytes, memory bandwidth in bytes/s, and dense FLOP/s by
+    dtype.
 
-    `kind` names its rows in the calibration. `processor` is that of a CPU.
+    `kind` names its constants in the calibration. `per_node` is the usual number in a node; `links`
+    are the names of its usual links inside a node, between nodes and to the host. `processor` is
+    set for a CPU.
     """
 
     name: str
@@ -90,7 +95,10 @@ class Device:
     processor: Processor = _NAMELESS
 
     def peak(self, products: str, *, tf32: bool = False) -> float:
-        """Return the FLOP/s of products such as "fp8-mx"; fp32 products may use TF32."""
+        """Return the peak FLOP/s of matmuls in a format such as "bf16" or "fp8-mx".
+
+        With `tf32`, fp32 matmuls have the peak of TF32.
+        """
         dtype = products.partition("-")[0]
         if tf32 and dtype == "fp32":
             return self.peaks.get("tf32", self.peaks[dtype])
@@ -98,14 +106,16 @@ class Device:
 
 
 def slowed(device: Device, times: float) -> Device:
-    """Return a device that computes and moves data so many times slower, such as a shared CPU."""
+    """Return the device with its FLOP/s and memory bandwidth divided by `times`, as for a shared
+    CPU."""
     peaks = {dtype: peak / times for dtype, peak in device.peaks.items()}
     return replace(device, peaks=peaks, bandwidth=device.bandwidth / times)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` of `per_node` devices: links `inner` in a node, `outer` across, `host` to the CPU."""
+    """`nodes` nodes of `per_node` devices, with the links inside a node (`inner`), between nodes
+    (`outer`) and to the CPU (`host`)."""
 
     device: Device
     nodes: int
@@ -128,7 +138,7 @@ class Cluster:
 
 @cache
 def catalogue() -> tuple[Mapping[str, Device], Mapping[str, DeviceLink]]:
-    """Return the devices and links by name."""
+    """Return the devices and the links of the catalogue, each by name."""
     content = catalogue_rows()
     links = {
         name: DeviceLink(name, row["gbs"] * 1e9, row["latency_us"] * 1e-6, row["source"])
@@ -159,7 +169,8 @@ def find_device(name: str) -> Device:
 
 
 def device_named(text: str) -> Device | None:
-    """Return the device with a driver's or paper's name, "NVIDIA H100 80GB HBM3", or None."""
+    """Return the catalogue's device for a name from a driver or a paper, such as "NVIDIA H100 80GB
+    HBM3"; None if there is none."""
     devices, _ = catalogue()
     for pattern, name in _DEVICES:
         if re.search(pattern, text, re.IGNORECASE):
@@ -178,7 +189,10 @@ def find_link(name: str) -> DeviceLink:
 def cluster_of(
     device: Device, devices: int, per_node: int | None = None, links: tuple[str, ...] | None = None
 ) -> Cluster:
-    """Return a cluster of so many devices with the usual links for them."""
+    """Return a cluster of `devices` devices.
+
+    `per_node` and `links` (inside a node, between nodes) default to the device's usual ones.
+    """
     inner, outer, host = (*(links or device.links[:2]), device.links[2])
     size = min(per_node or device.per_node, devices)
     nodes = -(-devices // size)
@@ -188,10 +202,10 @@ def cluster_of(
 def resolve_cluster(
     spec: ClusterSpec, local_devices: int, processor: Processor | None = None
 ) -> Cluster:
-    """Return the cluster of a [cluster] section; "local" has `local_devices` devices.
+    """Return the cluster of a [cluster] section; the preset "local" has `local_devices` devices.
 
-    `processor` is this machine's, if it is known. Raises `ConfigError` for names that the catalogue
-    lacks.
+    `processor` is this machine's CPU, None if unknown. Raises `ConfigError` for names that the
+    catalogue lacks.
     """
     if spec.preset == LOCAL:
         device = find_device(LOCAL_DEVICE)

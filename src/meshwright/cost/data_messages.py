@@ -1,6 +1,8 @@
-"""Seconds of data-parallel messages: ZeRO's in each microbatch, and those sent once per step.
+"""Seconds of data-parallel messages: ZeRO's gathers and reductions of each microbatch, and the
+messages sent once per step.
 
-The messages are those of `program.zero_collectives`; tests compare the sums.
+The messages are those of `program.zero_collectives`; tests compare the sums. A unit is a group of
+weights that ZeRO gathers together: a layer, the embedding, or the head.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from meshwright.program.messages import CollectiveKind
 
 
 class EndWaits(NamedTuple):
-    """Seconds that the embedding or head waits for ZeRO in a forward and in a backward."""
+    """Seconds that the embedding or the head waits for ZeRO's messages in a forward and in a
+    backward."""
 
     forward: float = 0.0
     backward: float = 0.0
 
 
 class Waits(NamedTuple):
-    """Seconds that a microbatch waits for ZeRO: layers by kind, and the ends; for each pass.
+    """Seconds that a microbatch waits for ZeRO's messages, in a forward and in a backward.
 
-    `first` belongs to the embedding, `last` to the final norm and the head. An embedding that
-    `is_joined` is gathered with the head on a rank that has both.
+    `forward` and `backward` have a layer of each kind, `first` has the embedding, `last` the final
+    norm and the head. `is_joined`: on a rank that has both, the embedding is gathered with the
+    head.
     """
 
     forward: tuple[float, ...]
@@ -39,7 +43,8 @@ class Waits(NamedTuple):
     is_joined: bool = False
 
     def passes(self, held_layers: RankLayers) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward for the layers of a pipeline rank."""
+        """Return the seconds of waiting in a forward and in a backward of a pipeline rank with
+        these layers."""
         forward = backward = 0.0
         if held_layers.has_head:
             forward, backward = self.last
@@ -50,12 +55,16 @@ class Waits(NamedTuple):
         ) + backward
 
     def of(self, held_layers: RankLayers) -> float:
-        """Return both together."""
+        """Return the seconds of waiting in forward and backward together."""
         return sum(self.passes(held_layers))
 
 
 class _Peers(NamedTuple):
-    """Ranks that some elements meet: along which axes, how many, and how far apart they are."""
+    """The ranks with which a rank exchanges `elements` elements of weights or gradients.
+
+    For sharding and for replication: the name of the axis, the number of ranks, and the distance
+    between their numbers.
+    """
 
     elements: float
     shard: str
@@ -67,7 +76,8 @@ class _Peers(NamedTuple):
 
 
 def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
-    """Yield the ranks that elements meet over data: those of experts have others."""
+    """Yield the data-parallel ranks for `plain` elements, and those for the elements of `experts`,
+    which differ with expert parallelism."""
     tp, ranks, replicas = layout.tp, layout.shard_ranks, layout.replica_ranks
     yield _Peers(plain, "shard", ranks, tp, "replicate", replicas, tp * ranks)
     if experts:
@@ -78,7 +88,8 @@ def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
 
 
 class EndSeconds(NamedTuple):
-    """ZeRO's seconds for the embedding or the head: gathers in each pass, and a reduction."""
+    """Seconds of ZeRO's messages for the embedding or the head: a gather in each pass, and a
+    reduction."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -86,9 +97,11 @@ class EndSeconds(NamedTuple):
 
 
 class UnitSeconds(NamedTuple):
-    """ZeRO's seconds in a microbatch: a layer's gather and reduction, the ends, the host.
+    """Seconds of ZeRO's messages of a microbatch: the gather and the reduction of a layer, and
+    those of the ends.
 
-    `host` is that of a layer in one pass. `first`, `last` and `is_joined` as in `Waits`.
+    `host` is the host's overhead of a layer in one pass. `first`, `last` and `is_joined` are as in
+    `Waits`.
     """
 
     gather: float
@@ -100,17 +113,19 @@ class UnitSeconds(NamedTuple):
 
     @property
     def is_none(self) -> bool:
-        """Whether there are no messages."""
+        """Whether layers have no such messages."""
         return not self.gather and not self.reduce
 
     @property
     def largest(self) -> tuple[float, ...]:
-        """Return the seconds by which layouts are compared: of a layer, and of each end."""
+        """The seconds of a layer, of the embedding and of the head, by which ZeRO choices are
+        compared."""
         return self.gather + self.reduce, sum(self.first), sum(self.last)
 
 
 def unit_messages(setting: CostInputs, kernels: Kernels, layout: Layout) -> UnitSeconds:
-    """Return the seconds of ZeRO's messages of a microbatch."""
+    """Return the seconds of ZeRO's messages in a microbatch; 0 below ZeRO-2, or with a single
+    sharding rank."""
     ranks, zero = layout.shard_ranks, layout.zero
     if ranks == 1 or zero < 2:
         return UnitSeconds(0.0, 0.0, 0.0)
@@ -134,10 +149,10 @@ def unit_messages(setting: CostInputs, kernels: Kernels, layout: Layout) -> Unit
 
 
 def _ends(setting: CostInputs, kernels: Kernels, layout: Layout) -> tuple[EndSeconds, EndSeconds]:
-    """Return the seconds of the embedding, and of the last norm and the head, in a microbatch.
+    """Return the seconds of ZeRO's messages for the embedding, and for the last norm and the head.
 
-    Of ranks that sum in place each step gathers the ends once, see `program.zero_collectives`. What
-    `System.parts_ends` does not part is gathered for both passes.
+    Without FSDP2, the ends are gathered once per step (`program.zero_collectives`) and not here.
+    Unless `System.parts_ends`, both passes gather an end.
     """
     model, zero, network = setting.model, layout.zero, kernels.network
     by_fsdp2 = setting.target.uses_fsdp2(layout)
@@ -175,21 +190,23 @@ def _ends(setting: CostInputs, kernels: Kernels, layout: Layout) -> tuple[EndSec
 
 
 def gathering(setting: CostInputs, layout: Layout) -> str:
-    """Return how ZeRO gathers a unit's weights, as a kind of collective in `cost.network`."""
+    """Return the kind of collective in `cost.network` by which ZeRO gathers the weights of a
+    unit."""
     return "all_gather" if setting.target.uses_fsdp2(layout) else "rows"
 
 
 def reduction(setting: CostInputs, layout: Layout) -> CollectiveKind:
-    """Return the collective that reduces gradients over the ranks that share rows."""
+    """Return the kind of collective that reduces gradients over the ranks that ZeRO shards over."""
     return "reduce_scatter" if setting.target.uses_fsdp2(layout) else "all_to_all"
 
 
 def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> Waits:
-    """Return how long the layers of a microbatch wait for ZeRO's gathers and reductions.
+    """Return the seconds that the layers and ends of a microbatch wait for ZeRO's gathers and
+    reductions.
 
     A unit is gathered while the previous one computes, and reduced while the next one does, so the
-    longer of the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3. The embedding is
-    gathered before anything computes, and its reduction overlaps with the first layer of the next
+    longer of the two counts (FSDP2's prefetch, arXiv:2304.11277, section 3.3). The embedding is
+    gathered before anything computes, and its reduction overlaps with a layer's forward of the next
     microbatch.
     """
     gather, reduce, host, first, last, is_joined = unit
@@ -221,12 +238,13 @@ def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> W
 def data_messages(
     setting: CostInputs, kernels: Kernels, layout: Layout, held_layers: RankLayers
 ) -> float:
-    """Return the seconds of data-parallel messages once per step: sums, ZeRO 1 and 2's gathers.
+    """Return the seconds of the data-parallel messages that a rank sends once per step.
 
-    For ZeRO 3, only the gathers of the ends, if ranks keep these for a whole step. For each stage,
-    the scales of weights that are gathered in float8. A ring needs one turn for each of its ranks
-    and each message; a layer has its share of the messages. A turn waits for the slowest node, and
-    the messages of all nodes compete.
+    These are gradient reductions of ZeRO 0 and 1, weight gathers of ZeRO 1 and 2, sums over
+    replicas, and the scales of weights gathered in float8; for ZeRO 3 without FSDP2, also the
+    gathers of embedding and head. Adds a measured latency per layer and turn of a ring over all
+    data ranks, which grows with the square of the number of further nodes, as messages of all nodes
+    compete.
     """
     trained = elements_of(setting.model, layout, held_layers, which="trained")
     gathered = gathered_elements(setting, layout, held_layers)
@@ -257,7 +275,8 @@ def data_messages(
 def _scales(
     setting: CostInputs, kernels: Kernels, layout: Layout, held_layers: RankLayers
 ) -> float:
-    """Return the seconds in which ranks find the scales of weights that they gather in float8."""
+    """Return the seconds of the all-reduce of the maxima from which float8 gathers compute their
+    scales."""
     if not gathers_float8(setting.train, layout, setting.target):
         return 0.0
     kinds = setting.model.layer_kinds
@@ -267,9 +286,10 @@ def _scales(
 
 
 def data_wait(setting: CostInputs, kernels: Kernels, seconds: float, room: float) -> float:
-    """Return how long a step waits for these messages.
+    """Return how long a step waits for once-per-step messages of `seconds` seconds.
 
-    They overlap with the backward of the last microbatch and the first forward, `room` seconds.
+    They overlap with the backward of the last microbatch and the first forward, which take `room`
+    seconds.
     """
     if not setting.system.overlaps_data:
         return seconds

@@ -1,4 +1,4 @@
-"""How many elements of weights a rank has: of all of them, of those trained, or in four bits."""
+"""Numbers of weight elements on a rank: all, only trained ones, or only those in NF4."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ Which = Literal["all", "trained", "four bits"] | tuple[str, int]
 
 
 class Weights(NamedTuple):
-    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm, the head.
+    """Numbers of weight elements on one tp rank: a layer of each kind, the embedding, the last
+    norm, the head.
 
-    `experts` are those of a layer that ranks share out, which `layers` count, too.
+    `experts` has, for each kind of layer, the elements of expert-parallel experts; `layers`
+    includes them.
     """
 
     layers: tuple[int, ...]
@@ -35,11 +37,12 @@ class Weights(NamedTuple):
 
     @property
     def layer(self) -> int:
-        """Those of the largest layer."""
+        """The elements of the largest layer."""
         return max(self.layers)
 
     def largest(self, held_layers: RankLayers) -> int:
-        """Return those of the largest unit of a pipeline rank: a layer or one of the ends."""
+        """Return the elements of a pipeline rank's largest unit: a layer, the embedding, or last
+        norm and head."""
         last = self.norm + self.head
         return max(
             self.layer, self.embedding * held_layers.has_embedding, last * held_layers.has_head
@@ -57,10 +60,12 @@ def weights(
     which: Which = "all",
     rounded: bool = False,
 ) -> Weights:
-    """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
+    """Return the numbers of weight elements on a tp rank, of which experts are those of one `ep`
+    rank.
 
-    Of experts those of one of `ep` ranks. `which` counts all, or alone what is trained or kept in
-    four bits. With `rounded`, they are counted as gathered: two in float8 are as one in bf16.
+    Rows are padded to a multiple of `shard_ranks`. `which` selects all weights, those trained,
+    those in NF4, or those that one rule of an optimizer updates. With `rounded`, weights that are
+    gathered in float8 count half, as sizes are in bf16 elements.
     """
     model = padded(model, tp)
     layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep, etp=etp)
@@ -85,7 +90,7 @@ def weights(
 
 
 def is_of(part: Part, which: Which) -> bool:
-    """Return whether a parameter is one of those that are counted."""
+    """Return whether `which` selects this parameter."""
     if isinstance(which, tuple):
         name, number = which
         return part.trained and OPTIMIZERS[name].rule_number(part) == number
@@ -93,26 +98,27 @@ def is_of(part: Part, which: Which) -> bool:
 
 
 def gathered_weights(setting: CostInputs, layout: Layout) -> Weights:
-    """Return the elements that ZeRO gathers: two in float8 count as one in bf16."""
+    """Return the weight elements that ZeRO gathers; those gathered in float8 count as half an
+    element of bf16."""
     rounded = gathers_float8(setting.train, layout, setting.target)
     cut = layout.tp, layout.shard_ranks, layout.ep, layout.etp
     return weights(setting.model, *cut, rounded=rounded)
 
 
 class Elements(NamedTuple):
-    """Elements that a pipeline rank holds, whole but for tp: of `experts` that ranks share out its
-    own, and `plain` ones, which are all others."""
+    """Weight elements of a pipeline rank before ZeRO's sharding: expert-parallel ones, and all
+    others (`plain`)."""
 
     plain: int
     experts: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All elements."""
         return self.plain + self.experts
 
     def share(self, layout: Layout) -> int:
-        """Return those that a rank trains, where ZeRO cuts them."""
+        """Return the elements in a rank's ZeRO shard."""
         return self.plain // layout.shard_ranks + self.experts // layout.expert_shard_ranks
 
 
@@ -125,9 +131,10 @@ def elements_of(
     which: Which = "all",
     rounded: bool = False,
 ) -> Elements:
-    """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
+    """Return the weight elements of a pipeline rank with these layers; options as in `weights`.
 
-    A tied head is a copy of the embedding.
+    Without `is_padded`, rows are not padded for sharding. A tied head counts as a copy of the
+    embedding.
     """
     ranks = layout.shard_ranks if is_padded else 1
     return _elements(model, layout.tp, ranks, layout.ep, layout.etp, held_layers, which, rounded)
@@ -144,7 +151,7 @@ def _elements(
     which: Which,
     rounded: bool,
 ) -> Elements:
-    """Return `elements_of`: layouts of a search differ by other things most of the time."""
+    """Return `elements_of`, cached by the few layout keys on which it depends."""
     unit_weights = weights(model, tp, ranks, ep, etp, which=which, rounded=rounded)
     experts = int(held_layers.total(unit_weights.experts))
     plain = int(held_layers.total(unit_weights.layers)) - experts
@@ -155,7 +162,8 @@ def _elements(
 def gathered_elements(
     setting: CostInputs, layout: Layout, held_layers: RankLayers, *, is_padded: bool = True
 ) -> Elements:
-    """Return the trained elements that ranks gather: two in float8 count as one in bf16."""
+    """Return the trained elements that ZeRO gathers; those in float8 count as half an element of
+    bf16."""
     rounded = gathers_float8(setting.train, layout, setting.target)
     return elements_of(
         setting.model, layout, held_layers, is_padded=is_padded, which="trained", rounded=rounded

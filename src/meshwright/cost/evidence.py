@@ -1,4 +1,5 @@
-"""How many published sources are near a prediction: of its system, its device, its kind of layout.
+"""How many published measurements are similar to a prediction: same system, kind of device, or kind
+of layout.
 
 The counts are in `evidence.toml`; `benchmarks.published_pooled --evidence` writes them.
 """
@@ -21,12 +22,14 @@ SEVERAL: Final = 2
 
 
 def kind_of_layout(layout: Layout) -> str:
-    """Return the axes of a layout beside data parallelism, such as "tp x pp", else "data"."""
+    """Return the parallel axes of a layout other than data parallelism, such as "tp x pp"; "data"
+    if none."""
     return " x ".join(axis for axis in _AXES if getattr(layout, axis) > 1) or "data"
 
 
 def evidence(setting: CostInputs, layout: Layout) -> str:
-    """Return in one line how many sources of step times are near a prediction."""
+    """Return a line with the numbers of published sources that share the prediction's system,
+    device or axes."""
     system, device, layouts = _kinds(setting, layout)
     of_system, of_device, of_layout = near_sources(system, device, layouts)
     shape = "data parallelism alone" if layouts == "data" else f"{layouts} layouts"
@@ -37,13 +40,15 @@ def evidence(setting: CostInputs, layout: Layout) -> str:
 
 
 def has_evidence(setting: CostInputs, layout: Layout) -> bool:
-    """Whether several sources have the prediction's system, several its device and its layout."""
+    """Whether at least two published sources each share the system, the device and the axes of a
+    prediction."""
     return min(near_sources(*_kinds(setting, layout))) >= SEVERAL
 
 
 @cache
 def near_sources(system: str, device: str, layouts: str) -> tuple[int, int, int]:
-    """Return the numbers of sources of a system, of a kind of device and of a kind of layout."""
+    """Return the numbers of published sources with this system, this kind of device, and these
+    axes."""
     counts = _counts()
     return (
         counts["systems"].get(system, 0),

@@ -1,4 +1,5 @@
-"""Activations in host memory: how many bytes, and how long a microbatch waits for their copies."""
+"""Offload of activations to host memory: the bytes, and the seconds that microbatches wait for
+copies."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from meshwright.layout.schedules import SCHEDULES
 
 
 class CopyWaits(NamedTuple):
-    """Seconds that a microbatch waits for copies: layers by kind, for each pass.
+    """Seconds that a microbatch waits for copies of activations, in a forward and in a backward.
 
-    `first` is the whole copy of a layer that nothing computes beside, with which the backward of a
-    stage begins unless it `is_there`: the last stage's, after its own forward.
+    `forward` and `backward` have a layer of each kind. `first` is the copy with which the backward
+    of a stage begins, which overlaps with nothing. With `is_there`, the last stage needs none,
+    because its backward follows its own forward.
     """
 
     forward: tuple[float, ...]
@@ -26,7 +28,8 @@ class CopyWaits(NamedTuple):
     is_there: bool
 
     def passes(self, held_layers: RankLayers, stages: int = 1) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward of so many stages with such layers."""
+        """Return the seconds of waiting in a forward and a backward of a rank with these layers in
+        `stages` stages."""
         if not self.first:  # nothing is copied, or in no time
             return 0.0, 0.0
         begins = stages - (self.is_there and held_layers.has_head)
@@ -35,17 +38,18 @@ class CopyWaits(NamedTuple):
         ) + begins * self.first
 
     def of(self, held_layers: RankLayers, stages: int = 1) -> float:
-        """Return both together."""
+        """Return the seconds of waiting in forward and backward together."""
         return sum(self.passes(held_layers, stages))
 
 
 def copy_waits(
     setting: CostInputs, kernels: Kernels, layout: Layout, parts: MicrobatchTimes
 ) -> CopyWaits:
-    """Return how long the layers of a microbatch wait for the link between device and host.
+    """Return the seconds that layers wait for copies of activations between device and host.
 
-    What a layer saves leaves while the next one computes, and comes back while the one after it
-    goes back, so the longer of the two counts. A CPU copies by itself, beside nothing.
+    The activations of a layer are copied to the host while the next one computes, and back while
+    the layer after it computes its backward, so the longer of the two counts. On a CPU, copies
+    overlap with nothing.
     """
     if layout.offload != "activations":
         nothing = (0.0,) * len(parts.layers)
@@ -71,10 +75,8 @@ def copy_waits(
 
 
 def host_bytes(setting: CostInputs, layout: Layout) -> float:
-    """Return the bytes of host memory that the activations of one rank take at most.
-
-    What all layers in flight have moved, in closed form.
-    """
+    """Return the most bytes of host memory that the offloaded activations of a rank take, in closed
+    form."""
     if layout.offload != "activations":
         return 0.0
     count = layout.microbatches(setting.train.batch)

@@ -1,4 +1,4 @@
-"""`CostInputs`: the inputs of pricing that all layouts share, and values derived for a layout."""
+"""`CostInputs`: what all layouts of a pricing share, and values derived from it for a layout."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 @dataclass(frozen=True)
 class CostInputs:
-    """The inputs that all layouts share: model, training, optimizer, cluster, system, calibration.
+    """What pricing needs besides the layout: model, training, optimizer, cluster, system and
+    constants.
 
-    `products` is the dtype of matrix products, such as "fp8". `packed`: rows hold several
-    documents. `imbalance` is that of `Target`. `unquantised` is the share of layers whose products
-    stay in the training's precision.
+    `products` is the dtype of matmuls, such as "fp8". `packed` says that sequences hold several
+    documents. `imbalance` is the tokens of the busiest expert-parallel rank over the mean.
+    `unquantised` is the share of layers whose matmuls stay in the training's precision.
     """
 
     model: ModelSpec
@@ -45,7 +46,7 @@ class CostInputs:
 
     @property
     def element(self) -> int:
-        """Bytes of an element of activations."""
+        """Bytes per element of activations."""
         return ELEMENT_BYTES[self.train.precision]
 
     @property
@@ -61,22 +62,22 @@ class CostInputs:
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of an element of gradients during a reduction."""
+        """Bytes per element of gradients while they are reduced."""
         return self.system.reduced_bytes or reduced_bytes(self.train)
 
     @cached_property
     def device(self) -> Device:
-        """Where the ranks compute."""
+        """Whether the ranks compute on a "cpu" or a "gpu"."""
         return "cpu" if self.cluster.device.kind == "cpu" else "gpu"
 
     @property
     def traits(self) -> DeviceTraits:
-        """What the device of the ranks does differently from others."""
+        """The differences in execution between CPU and GPU."""
         return TRAITS[self.device]
 
     @cached_property
     def target(self) -> Target:
-        """The target of a program on the cluster's ranks."""
+        """The `Target` for which programs of the cluster's ranks are lowered."""
         if self.device == "gpu":
             tf32 = takes_tf32(self.train.matmul)
             target = Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
@@ -86,58 +87,65 @@ class CostInputs:
 
     @property
     def peak(self) -> float:
-        """FLOP/s of the device in the dtype of products."""
+        """Peak FLOP/s of the device in the dtype of matmuls."""
         return self.cluster.device.peak(self.products, tf32=self.target.tf32)
 
     @property
     def compile_gain(self) -> float | None:
-        """The measured speedup of the model's own blocks, compiled; None without it."""
+        """The speedup of this model's compiled blocks as measured on this kind of device; None if
+        not measured."""
         return self.measured(f"compile.gain.{self.train.precision}")
 
     @property
     def compiles(self) -> bool:
-        """Whether blocks are priced as compiled: "auto" is, on GPUs whose gain is not measured."""
+        """Whether blocks are priced as compiled.
+
+        With `train.compile` = "auto", they are if the device compiles by default and the gain is
+        not measured.
+        """
         if self.train.compile != "auto":
             return self.train.is_compiled
         is_usual = self.traits.compiles_unmeasured and self.compile_gain is None
         return is_usual and self.train.engine == "native"
 
     def compile_saves(self, constant: str) -> float:
-        """Return what compiling saves of unmeasured blocks or of the loss: see `Kernels`."""
+        """Return a calibration constant of what compiling saves: see `saves` and `loss_saves` of
+        `Kernels`."""
         kind = self.cluster.device.kind
         return self.calibration.find(f"{constant}.{self.train.precision}", kind)
 
     @property
     def compile_seconds(self) -> float:
-        """The measured compile time at the start of a run; 0 without a measurement."""
+        """The measured seconds of compiling at the start of a run; 0 if not measured."""
         return self.measured(f"compile.seconds.{self.train.precision}") or 0.0
 
     def measured(self, constant: str) -> float | None:
-        """Return a measured constant of the cluster's own device, or None."""
+        """Return a constant that was measured on the cluster's kind of device, or None."""
         return self.calibration.constants.get(f"{self.cluster.device.kind}.{constant}")
 
     @cached_property
     def memory_factor(self) -> float:
-        """The measured factor of all memory but model states; 1 without a measurement."""
+        """The measured correction of predicted memory, without model states; 1 if not measured."""
         device, system = self.cluster.device, self.system.name
         names = f"{system}.{device.kind}", system, device.kind
         return self.calibration.find("measured.memory", *names)
 
     @cached_property
     def held(self) -> dict[tuple[str, int, int], tuple[RankLayers, ...]]:
-        """What pipeline ranks hold, as far as `layers_of_ranks` was asked for it."""
+        """The cache of `layers_of_ranks`, by schedule, pipeline ranks and stages per rank."""
         return {}
 
     @cached_property
     def works(self) -> Callable[..., LayoutWork]:
-        """`layout_work` of this model and length: a search need not hash the model each time."""
+        """`layout_work` for this model and sequence length, cached without hashing the model at
+        each call."""
         train = self.train
         remakes = remakes_inputs(train, self.target)
         known = partial(layout_work, self.model, train.seq_len, train.precision, remakes=remakes)
         return lru_cache(maxsize=8192)(known)
 
     def kernels(self) -> Kernels:
-        """Return the pricing of work on the cluster's device."""
+        """Return the `Kernels`, which compute seconds of work on the cluster's device."""
         kind, system = self.cluster.device.kind, self.system.name
         slower = self.calibration.find("measured.links", f"{system}.{kind}", system, kind)
         network = Network(self.cluster, self.calibration, slower)
@@ -165,9 +173,10 @@ class CostInputs:
 
 
 def imbalance_of(train: TrainSpec, calibration: Calibration, kind: str) -> float:
-    """Return the imbalance of a training's price: the configured one, or a default.
+    """Return the tokens of the busiest expert-parallel rank over the mean: as configured, or the
+    calibration's.
 
-    No expert has more than its capacity, if there is one.
+    Balanced routing gives 1; an expert capacity is an upper bound.
     """
     if train.routing == "balanced":
         return 1.0
@@ -176,7 +185,8 @@ def imbalance_of(train: TrainSpec, calibration: Calibration, kind: str) -> float
 
 
 def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
-    """Return a cluster with the measured peaks and bandwidth of its device, if any."""
+    """Return the cluster with the measured peak FLOP/s and bandwidth of its device, where there are
+    any."""
     device, known = cluster.device, calibration.constants
     peaks = {
         dtype: known.get(f"{device.kind}.peak.{dtype}", peak)
@@ -188,7 +198,7 @@ def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
 
 @lru_cache(maxsize=4096)
 def stages_of(model: ModelSpec, count: int, seq_len: int, is_even: bool) -> tuple[Stage, ...]:
-    """Return the stages, split by the program's costs or by number of layers alone."""
+    """Return `count` pipeline stages, split by cost, or by the number of layers if `is_even`."""
     if not is_even:
         return split_stages(model, count, seq_len)
     size, remainder = divmod(model.n_layers, count)
@@ -216,7 +226,7 @@ def _held(
 
 
 def layers_of_ranks(setting: CostInputs, layout: Layout) -> tuple[RankLayers, ...]:
-    """Return what each pipeline rank holds."""
+    """Return the layers of each kind, and the ends of the model, that each pipeline rank holds."""
     # A search asks thousands of times: `_held` alone would hash the model each time.
     key = layout.schedule, layout.pp, layout.virtual_stages
     if key not in setting.held:
@@ -226,9 +236,9 @@ def layers_of_ranks(setting: CostInputs, layout: Layout) -> tuple[RankLayers, ..
 
 
 def may_hold_most(setting: CostInputs, layout: Layout) -> list[int]:
-    """Return the pipeline ranks of which one needs most memory.
+    """Return the pipeline ranks among which is the one that needs most memory.
 
-    They are the first and the last of those that hold the same layers: see `price.worst_memory`.
+    Of ranks with the same layers, these are the first and the last: see `price.worst_memory`.
     """
     ends: dict[RankLayers, list[int]] = {}
     for rank, held_layers in enumerate(layers_of_ranks(setting, layout)):
@@ -237,10 +247,10 @@ def may_hold_most(setting: CostInputs, layout: Layout) -> list[int]:
 
 
 def work_of(setting: CostInputs, layout: Layout, recompute: str | None = None) -> LayoutWork:
-    """Return the work of a microbatch of a layout.
+    """Return the work of a microbatch of a layout; `recompute` replaces the layout's policy.
 
-    For a system that recomputes named modules, the work without recomputation: `cost.modules`
-    has the difference.
+    For a system that recomputes named modules, returns the work without recomputation, to which
+    `cost.modules` adds.
     """
     if recompute is None and layout.recompute == "selective":
         recompute = "none" if setting.system.selective == "modules" else None

@@ -1,4 +1,5 @@
-"""Seconds of a microbatch's work on a device: products, attention, memory-bound operations."""
+"""Seconds of a microbatch's work on a device: matmuls, attention, memory-bound operations, and
+exposed messages."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ _ANY: Final = Target("gpu")
 
 
 class Seconds(NamedTuple):
-    """Time of one microbatch in a layer or an end, forward and backward, by cause."""
+    """Seconds of one microbatch in a layer, or in an end of the model, by cause and pass.
+
+    The messages of tp, cp and ep count only as far as they are exposed.
+    """
 
     forward: float
     backward: float
@@ -53,33 +57,33 @@ class Seconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The seconds of all causes."""
         return sum(self)
 
 
 def _mixed(narrow: float, wide: float, share: float) -> float:
-    """Return the FLOP/s of products of which a share runs at the `wide` rate."""
+    """Return the mean FLOP/s of matmuls of which the share `share` runs at `wide` and the others at
+    `narrow`."""
     return 1 / ((1 - share) / narrow + share / wide) if share else narrow
 
 
 def forward_moved(work: Work, system: System) -> float:
-    """Return the bytes that a forward moves outside of products and attention.
-
-    Includes its norms.
-    """
+    """Return the bytes that a forward reads and writes outside of matmuls and attention, norms
+    included."""
     return work.moved + work.norm_moved * (1 if system.fused_norm else _EAGER_NORM)
 
 
 class Kernels:
-    """Prices work on a device with the kernels of a system.
+    """Prices the work of a layer on a device with the kernels of a training system.
 
-    Products follow the roofline of their peak and their bytes (Williams et al., 2009). The peak is
+    Matmuls follow the roofline of their peak and their bytes (Williams et al., 2009). The peak is
     reduced by `d / (d + half)` for each dimension d, because tiles at the edges are not full. A
-    kernel never takes less than the host's launch time. `compile_gain` divides the time of a
-    layer; `saves` is what compiling saves instead, in times of the bytes that a layer moves beside
-    products, and `loss_saves` of those that the loss moves. `matmul` names the route of fp32
-    products that has separate constants. Of the layers, the share `unquantised` has its products
-    in `precision`; a layer is priced as their mean.
+    kernel never takes less than the host's launch time. `compile_gain` divides the time of a layer.
+    Where it was not measured, `saves` is what compiling saves, in times of the bytes that a layer
+    moves outside of matmuls, and `loss_saves` likewise for the loss. `products` is the dtype of
+    matmuls, `matmul` the route of fp32 matmuls. `unquantised` is the share of layers whose matmuls
+    stay in `precision`; every layer is priced as the mean. `routed` describes routing to experts,
+    None without experts.
     """
 
     def __init__(
@@ -144,7 +148,8 @@ class Kernels:
         self.cast = find("casts", *kinds) if products != precision else 0.0
 
     def product(self, shape: Product, peak: float, element: int) -> float:
-        """Return the seconds of one pass of a product."""
+        """Return the seconds of the forward of a matmul at `peak` FLOP/s, with `element` bytes per
+        element."""
         rows, inner, outer, _, groups, *_ = shape
         rows_per_group = rows / groups
         half = self.half
@@ -172,9 +177,9 @@ class Kernels:
         *,
         defers: bool = False,
     ) -> Seconds:
-        """Return the seconds of a layer with such work.
+        """Return the seconds of a microbatch in a layer with this work.
 
-        `etp` as in `Layout`. `defers`: weight gradients are computed later.
+        `etp` is as in `Layout`. `defers` says that the schedule computes weight gradients later.
         """
         element = layout_work.sizes.element
         product_seconds = [self.product(shape, self.peak, element) for shape in work.products]
@@ -215,9 +220,10 @@ class Kernels:
         )
 
     def _with_host(self, device: float, launches: float, passes: int) -> float:
-        """Return the seconds of so many passes of a layer with what the host takes for them.
+        """Return the seconds of a layer's passes including the host's overhead.
 
-        A CPU is the host, which computes when it has called; before a GPU the host runs ahead.
+        A GPU computes while the host runs ahead, so the longer counts; a CPU is itself the host, so
+        both add up. A backward has twice the `passes` of a forward.
         """
         device, calls = max(device, passes * launches), self.per_layer * passes / PASSES
         return max(device, calls) if self.target.traits.runs_ahead else device + calls
@@ -230,7 +236,7 @@ class Kernels:
         attention: float,
         moved: float,
     ) -> float:
-        """Return what is computed again: see the system for which part it keeps."""
+        """Return the seconds of selective recomputation, which differs by training system."""
         if self.system.selective == "attention":  # arXiv:2205.05198, section 5
             return attention
         if self.system.selective == "modules":
@@ -245,7 +251,7 @@ class Kernels:
         return moved + (half if self.system.selective == "half" else 0.0)
 
     def _tp_recompute(self, recompute: str, forward: float, resent: float) -> float:
-        """Return the seconds of tensor parallelism's messages that are sent again."""
+        """Return the seconds of tensor-parallel messages that recomputation sends again."""
         if recompute == "full" or self.system.selective == "blocks":
             return resent
         # Those of the feed-forward are half of a layer's.
@@ -266,7 +272,8 @@ class Kernels:
     def ends(
         self, layout_work: LayoutWork, tp: int, *, defers: bool = False
     ) -> tuple[Seconds, Seconds]:
-        """Return the seconds outside of layers on the first and on the last stage; see `layer`."""
+        """Return the seconds of a microbatch in the embedding, and in the last norm, head and loss;
+        see `layer`."""
         ends = []
         for work in (layout_work.first, layout_work.last):
             rounds = self._rounds(layout_work, work)
@@ -307,33 +314,36 @@ class Kernels:
         return ends[0], ends[1]
 
     def _rounds(self, layout_work: LayoutWork, work: Work) -> int:
-        """Return in how many rounds the backward makes the logits, 1 for what makes none."""
+        """Return in how many chunks of tokens the backward computes the logits; 1 for a system that
+        does so in the forward."""
         if not (self.system.fuses_loss and work.loss_moved):
             return 1
         tokens, element = layout_work.sizes.tokens, layout_work.sizes.element
         return -(-tokens // loss_rows(tokens, element, self.target))
 
     def _moved(self, work: Work) -> float:
-        """Return the seconds of a forward beside products and attention."""
+        """Return the seconds of a forward outside of matmuls and attention."""
         return self.moves * forward_moved(work, self.system) / self.bandwidth
 
     def _saved(self, work: Work) -> float:
-        """Return the seconds that compiling takes off a layer's forward."""
+        """Return the seconds that compiling saves of a layer's forward."""
         return self.saves * forward_moved(work, self.system) / self.bandwidth
 
     def _loss(self, work: Work, tp: int) -> float:
-        """Return the seconds of the loss's forward; one that is cut over tp is not compiled."""
+        """Return the seconds of the loss's forward; with tp, its saving by compiling does not
+        apply."""
         moves = self.loss_moves - (self.loss_saves if tp == 1 else 0.0)
         return moves * work.loss_moved / self.bandwidth
 
     def _tp_regions(
         self, layout_work: LayoutWork, work: Work, tp: int, columns: float, defers: bool
     ) -> tuple[float, float, float]:
-        """Return the exposed seconds of tensor parallelism, forward, backward and again.
+        """Return the exposed seconds of tensor-parallel messages in forward, backward and
+        recomputation.
 
-        Of what travels beside one of the two backward products of column-parallel layers, what is
-        longer than those, which take `columns` seconds in a forward. Of other systems `exposed.tp`
-        was fitted to all that ours waits for.
+        A message that overlaps with one of the two backward matmuls of column-parallel layers,
+        which take `columns` seconds in a forward, is exposed only as far as it is longer. For other
+        systems, the constant `exposed.tp` was fitted to all their exposed messages.
         """
         if tp == 1:
             return _NONE
@@ -356,17 +366,20 @@ class Kernels:
         return sums["forward"], sums["backward"], sums["recompute"]
 
     def _phase(self, message: Message) -> Phase:
-        """Return the pass of a message: other systems make the logits in the forward."""
+        """Return the pass in which a message is sent; systems that do not fuse the loss compute
+        logits in the forward."""
         is_early = message.purpose in ("logits", "loss") and not self.system.fuses_loss
         return "forward" if is_early else message.phase
 
     def _dispatch(
         self, work: Work, ep: int, apart: int, products: Sequence[float]
     ) -> tuple[float, float, float]:
-        """Return the seconds of tokens on their way to experts and back, as for `_context`.
+        """Return the exposed seconds of expert dispatch and combine in forward, backward and
+        recomputation.
 
-        Ours travel while the shared expert computes; of other systems the share that was fitted is
-        seen. Ranks of `ep` are so far `apart`. `products` are the seconds of the layer's.
+        Meshwright overlaps them with the shared expert; for other systems, the exposed share is
+        fitted. `apart` is the distance between the ranks of `ep`; `products` are the seconds of the
+        layer's matmuls.
         """
         if ep == 1:
             return _NONE
@@ -392,9 +405,10 @@ class Kernels:
     def _context(
         self, work: Work, cp: int, tp: int, cp_kind: str, attention: tuple[float, float]
     ) -> tuple[float, float, float]:
-        """Return the exposed seconds of context parallelism, forward, backward and again.
+        """Return the exposed seconds of context-parallel messages in forward, backward and
+        recomputation.
 
-        The ring sends while it computes with what it has: arXiv:2310.01889, section 3.
+        A ring sends while it computes with the keys it has: arXiv:2310.01889, section 3.
         """
         if cp == 1:
             return _NONE

@@ -1,7 +1,9 @@
-"""Correction factors from measured steps: only as many as the measurements determine.
+"""Correction factors for predictions, from measured steps: only as many as the measurements
+determine.
 
-On a cluster that nobody has measured, a prediction is mostly wrong by one factor: the quality of
-the software, clocks and links. `correct` finds that factor, or two if rows determine both.
+On a cluster without measurements, a prediction is mostly wrong by one factor: the quality of
+software, clocks and links. `correct` computes that factor, or two if the measurements determine
+both.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ _FINE: Final = 0.01
 
 
 class Measurement(NamedTuple):
-    """A measured step: setting and layout, its seconds, and the largest rank's bytes if known.
+    """A measured step: cost inputs and layout, its seconds, and the largest rank's bytes; None if
+    not measured.
 
-    `is_allocated`: the bytes are those of tensors, without context and allocator overhead.
+    With `is_allocated`, the bytes are those of tensors, without context and allocator overhead.
     """
 
     setting: CostInputs
@@ -53,10 +56,10 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Correction:
-    """Factors of compute seconds, of message seconds, and of activation bytes.
+    """Correction factors of compute seconds, of message seconds, and of activation bytes.
 
-    `kind` names the system and device that they apply to, `text` says it in words; `before` and
-    `after` are the measurements' median errors.
+    `kind` names the system and device to which they apply, `text` explains them; `before` and
+    `after` are the measurements' median absolute errors (logarithms).
     """
 
     kind: str
@@ -69,17 +72,18 @@ class Correction:
 
     @property
     def constants(self) -> dict[str, float]:
-        """The factors as constants of a calibration."""
+        """The factors as constants of a calibration, by name."""
         factors = {"compute": self.compute, "links": self.links, "memory": self.memory}
         return {f"{self.kind}.measured.{name}": factor for name, factor in factors.items()}
 
     def applied(self, calibration: Calibration) -> Calibration:
-        """Return a calibration with these factors."""
+        """Return the calibration with these factors added."""
         return replace(calibration, constants={**calibration.constants, **self.constants})
 
 
 def kind_of(setting: CostInputs) -> str:
-    """Return the kind that a correction applies to: a system on a kind of device."""
+    """Return the name of what a correction applies to: training system and kind of device, as
+    "system.device"."""
     return f"{setting.system.name}.{setting.cluster.device.kind}"
 
 
@@ -108,7 +112,10 @@ def correct(measured: Sequence[Measurement]) -> Correction:
 
 
 def corrected(measured: Iterable[Measurement], calibration: Calibration) -> list[Correction]:
-    """Return a correction for each system and kind of device in the measurements."""
+    """Return a correction for each pair of system and kind of device among the measurements.
+
+    Each is computed with the constants of `calibration`.
+    """
     groups: dict[str, list[Measurement]] = {}
     for row in measured:
         plain = replace(row.setting, calibration=calibration)
@@ -130,7 +137,8 @@ def _of_seconds(timed: Sequence[Measurement]) -> tuple[float, float]:
 
 
 class _Line(NamedTuple):
-    """A row's seconds, as they change with the factors near some: `measured`, and at both 0."""
+    """The predicted seconds of a measurement, linearized in the two factors: fixed + computes *
+    compute + sends * links."""
 
     measured: float
     fixed: float
@@ -139,7 +147,7 @@ class _Line(NamedTuple):
 
     @classmethod
     def at(cls, row: Measurement, compute: float, links: float) -> _Line:
-        """Return the line through three points of a row."""
+        """Return the linearization near two factors, from three predictions."""
         assert row.seconds is not None
         base, slower, longer = (
             math.exp(_error(row, *factors)) * row.seconds
@@ -156,7 +164,8 @@ class _Line(NamedTuple):
 
 
 def _given(lines: Sequence[_Line], links: float) -> float:
-    """Return the median of the factors of computing that explain each line alone."""
+    """Return the median over the lines of the compute factor that explains each exactly, for a
+    given links factor."""
     factors = [
         (line.measured - line.fixed - line.sends * links) / line.computes
         for line in lines
@@ -170,7 +179,8 @@ def _one(lines: Sequence[_Line]) -> tuple[float, float]:
 
 
 def _both(lines: Sequence[_Line]) -> tuple[float, float]:
-    """Return the two factors with the least mean error, those of links on a grid made finer."""
+    """Return the compute and links factors with the smallest mean error, by a grid search over
+    links that gets finer."""
 
     def found(links: float) -> tuple[float, float, float]:
         compute = _given(lines, links)
@@ -190,7 +200,7 @@ def _both(lines: Sequence[_Line]) -> tuple[float, float]:
 def _left_out(
     lines: Sequence[_Line], fit: Callable[[Sequence[_Line]], tuple[float, float]]
 ) -> float:
-    """Return the mean error of each line by the factors of the others."""
+    """Return the mean leave-one-out error: each line's error with factors fitted to the others."""
     return statistics.fmean(
         line.error(*fit([*lines[:index], *lines[index + 1 :]])) for index, line in enumerate(lines)
     )
@@ -201,12 +211,12 @@ def _compute(timed: Sequence[Measurement], links: float) -> float:
 
 
 def _middle(timed: Sequence[Measurement], error: Callable[[Measurement, float], float]) -> float:
-    """Return the median of the factors that explain each row alone."""
+    """Return the median of the factors that explain each measurement by itself."""
     return math.exp(statistics.median(math.log(_root(row, error)) for row in timed))
 
 
 def _root(row: Measurement, error: Callable[[Measurement, float], float]) -> float:
-    """Return the factor with which a row's prediction is what was measured, or the nearest."""
+    """Return the factor for which `error` is zero, by bisection; at a bound if there is none."""
     low, high = math.log(_LEAST), math.log(_MOST)
     for _ in range(_TURNS):
         middle = (low + high) / 2
@@ -215,7 +225,7 @@ def _root(row: Measurement, error: Callable[[Measurement, float], float]) -> flo
 
 
 def _error(row: Measurement, compute: float, links: float) -> float:
-    """Return the logarithm of predicted over measured seconds with such factors."""
+    """Return the logarithm of predicted over measured seconds with these two factors."""
     assert row.seconds is not None
     kind, setting = kind_of(row.setting), row.setting
     constants = {f"{kind}.measured.compute": compute, f"{kind}.measured.links": links}
@@ -227,7 +237,8 @@ def _error(row: Measurement, compute: float, links: float) -> float:
 
 
 def _of_bytes(measured: Sequence[Measurement]) -> float:
-    """Return the median factor of activations, 1 where nothing was measured."""
+    """Return the median factor of measured over predicted activation bytes; 1 without
+    measurements."""
     factors = []
     for row in measured:
         assert row.bytes is not None
@@ -243,7 +254,7 @@ def _of_bytes(measured: Sequence[Measurement]) -> float:
 
 
 def _beside(memory: RankMemory) -> float:
-    """Return the bytes of context and communicators."""
+    """Return the bytes of CUDA context and communicators."""
     names = set(OUTSIDE) - {"allocator"}
     return sum(term.bytes for term in memory.terms if term.category in names)
 
@@ -256,7 +267,8 @@ def _share_wasted(memory: RankMemory) -> float:
 def _told(
     measured: Sequence[Measurement], timed: Sequence[Measurement], factors: dict[str, float]
 ) -> list[str]:
-    """Return what was concluded, in words."""
+    """Return sentences that explain the factors; raises `ConfigError` for a compute factor at its
+    bounds."""
     compute, links, memory = factors["compute"], factors["links"], factors["memory"]
     lines = []
     if len(timed) == 1:

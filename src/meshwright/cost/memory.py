@@ -1,7 +1,7 @@
 """Bytes of one rank at the peak of a step in closed form, by category, each with its formula.
 
-For Meshwright's engine, a search uses them only to skip layouts; `cost.peak` prices the results,
-see `cost.price.memory`. For other systems, they are the only estimate.
+For Meshwright's engine, they only preselect layouts in a search; the final price comes from
+`cost.peak`, see `cost.price.memory`. For other systems, they are the only estimate.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Term(NamedTuple):
 
 
 def model_states(setting: CostInputs, layout: Layout, held_layers: RankLayers) -> list[Term]:
-    """Return weights, gradients and optimizer states of a rank.
+    """Return the weights, gradients and optimizer states of a rank with these layers, as terms.
 
-    ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer states over the
-    sharding ranks, stage 2 also gradients, stage 3 also weights. In a system that keeps shards, the
-    weights that are trained are sharded: stage 1 shards them, too, and gathers a compute copy. On
-    CPUs, they stay whole if products take them as they are, see `Target.uses_fsdp2`.
+    ZeRO stage 1 divides the optimizer states over the sharding ranks, stage 2 also gradients, stage
+    3 also weights (arXiv:1910.02054, section 3.1 and figure 1). In a system that keeps shards, the
+    weights that the optimizer updates are sharded: stage 1 shards them and gathers a compute copy.
+    On CPUs, they stay whole where matmuls take them in their own dtype, see `Target.uses_fsdp2`.
     """
     model, system, element = setting.model, setting.system, setting.element
     ranks, zero = layout.shard_ranks, layout.zero
@@ -110,9 +110,10 @@ def model_states(setting: CostInputs, layout: Layout, held_layers: RankLayers) -
 def _optimizer_states(
     setting: CostInputs, layout: Layout, held_layers: RankLayers
 ) -> Iterator[Term]:
-    """Yield what the optimizer keeps of a rank's parameters: one term, with the bytes of each rule.
+    """Yield one term with the optimizer states of a rank's parameters, summed over the update
+    rules.
 
-    A system that keeps whole weights in half precision has the fp32 master weights there, too.
+    A system that keeps whole weights in half precision also has fp32 master weights there.
     """
     keeps_shards = setting.system.keeps == "shards"
     has_masters = not keeps_shards and setting.element != setting.weight_bytes
@@ -138,7 +139,7 @@ def _optimizer_states(
 def _gathered(
     setting: CostInputs, layout: Layout, held_layers: RankLayers, *, in_place: bool
 ) -> Term:
-    """Return what ZeRO-3 gathers of weights, of which a rank keeps shards."""
+    """Return the weights that ZeRO-3 has gathered at one time."""
     unit = gathered_weights(setting, layout)
     if in_place:
         all_elements = elements_of(setting.model, layout, held_layers, is_padded=False).total
@@ -153,7 +154,8 @@ def _gathered(
 def _gradients(
     setting: CostInputs, layout: Layout, held_layers: RankLayers, whole_elements: int, part: int
 ) -> list[Term]:
-    """Return the gradients of a rank that trains `part` of `whole_elements`."""
+    """Return the terms of a rank's gradients: `whole_elements` are trained, `part` of them in its
+    shard."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
     if layout.zero < 2:
         gradient = setting.gradient_bytes
@@ -177,16 +179,16 @@ def _gradients(
 
 
 def _counted(category: str, count: int, size: int, label: str) -> Term:
-    """Return the bytes of so many elements of a size."""
+    """Return the term of `count` elements of `size` bytes."""
     return Term(category, count * size, "{:,} elements x {} B: " + label, (count, size))
 
 
 class KeptBytes(NamedTuple):
-    """The bytes that a microbatch needs on any pipeline rank; see `kept_of`.
+    """The activation bytes of a microbatch, the same for all pipeline ranks; see `kept_of`.
 
-    `saved` is what a layer saves on the device, by kind of operation, with a number for each kind
-    of layer; `deferred` is what its deferred weight gradients hold; `at_work` and `loss` are what a
-    layer's backward and the head need. `moving` is what the largest layer has on the host.
+    `saved` has, by kind of operation, what each kind of layer saves on the device; `deferred` what
+    its deferred weight gradients hold; `at_work` the workspace of a layer's backward, and `loss`
+    that of the head. `moving` is what the largest layer copies to the host.
     """
 
     saved: Mapping[str, tuple[float, ...]]
@@ -197,7 +199,8 @@ class KeptBytes(NamedTuple):
 
 
 def kept_of(setting: CostInputs, layout: Layout) -> KeptBytes:
-    """Return what a layout's microbatch saves; the same for all schedules and data ranks."""
+    """Return the activation bytes of a layout's microbatch; they depend on neither schedule nor
+    data ranks."""
     system, calibration = setting.system, setting.calibration
     layout_work, plain = work_of(setting, layout), work_of(setting, layout, "none")
     kept_bytes = calibration.find("kept_bytes", system.name)
@@ -225,11 +228,12 @@ def kept_of(setting: CostInputs, layout: Layout) -> KeptBytes:
 def activations(
     setting: CostInputs, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
 ) -> list[Term]:
-    """Return the bytes that a pipeline rank saves for the backward, and the loss.
+    """Return the bytes that a pipeline rank saves for the backward, and those of the loss, as
+    terms.
 
-    The saved bytes of the program's operations, times the microbatches that the action table has in
-    flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one. `kept_bytes`
-    is the layout's `kept_of`, if the caller knows it.
+    These are the saved bytes of a microbatch times the microbatches in flight on this rank: 1F1B
+    holds `pp - rank` (arXiv:2006.09503). `kept_bytes` is the layout's `kept_of`, if the caller has
+    it.
     """
     held_layers = layers_of_ranks(setting, layout)[rank]
     kept_bytes = kept_bytes or kept_of(setting, layout)
@@ -266,7 +270,7 @@ def activations(
 
 
 def _loss_of(setting: CostInputs, layout: Layout, layout_work: LayoutWork) -> Term:
-    """Return what the loss needs on a rank that has the head."""
+    """Return the bytes of logits and loss on a rank that has the head."""
     if not setting.system.fuses_loss:
         return _loss(setting.system, layout_work, layout.tp, setting.calibration)
     sizes = layout_work.sizes
@@ -284,7 +288,7 @@ def _loss_of(setting: CostInputs, layout: Layout, layout_work: LayoutWork) -> Te
 
 
 def with_measured(setting: CostInputs, terms: list[Term]) -> list[Term]:
-    """Return terms with an additional one measured for this system on this machine.
+    """Return the terms with one more, the measured correction for this system on this machine.
 
     It is a share of everything except model states, which are exact.
     """
@@ -300,7 +304,7 @@ def with_measured(setting: CostInputs, terms: list[Term]) -> list[Term]:
 
 
 def _average(held_layers: RankLayers, per_kind: Sequence[float]) -> float:
-    """Return the mean over the layers of a rank of a number that each kind has."""
+    """Return the mean over a rank's layers of a number given for each kind of layer."""
     return (
         per_kind[0]
         if len(per_kind) == 1
@@ -309,10 +313,10 @@ def _average(held_layers: RankLayers, per_kind: Sequence[float]) -> float:
 
 
 def _deferred(layout: Layout, layout_work: LayoutWork, plain: LayoutWork) -> Iterator[float]:
-    """Yield what weights' gradients wait with where a schedule computes them later, by layer.
+    """Yield, for each kind of layer, the bytes that deferred weight gradients hold.
 
-    The gradients of all products' results, arXiv:2401.10241, section 2; their inputs are among
-    what is kept, unless they are made again in the backward before.
+    These are the gradients of all matmul outputs (arXiv:2401.10241, section 2). The matmul inputs
+    are among the saved bytes, unless the backward recomputes them.
     """
     for work, unsaved in zip(layout_work.layers, plain.layers, strict=True):
         remade = 0.0
@@ -329,7 +333,8 @@ def _at_work(
     calibration: Calibration,
     quantised: float,
 ) -> Term:
-    """Return what one layer needs at its backward: what it makes again, and unkept scores."""
+    """Return the bytes of one layer during its backward: what is recomputed, and scores that are
+    not saved."""
     size, template = 0.0, ""
     numbers: tuple[object, ...] = ()
     if layout.recompute != "none":
@@ -365,9 +370,10 @@ def kept_per_layer(
 ) -> dict[str, float]:
     """Return the bytes that a layer saves of one microbatch, by kind of operation.
 
-    `quantised` is the remaining share of the inputs of products, if they are saved in few bits.
-    `recomputed`: a recomputed layer, in a `layout` that recomputes nothing else. Includes what the
-    kernels of other systems save more or less than the program's.
+    `kept_bytes` is the measured factor of further copies in unfused kernels. `quantised` is the
+    remaining share of matmul inputs that are saved in few bits. `recomputed` asks for a recomputed
+    layer during its backward, with a `layout` that recomputes nothing. Includes what the kernels of
+    other systems save more or less than the program's.
     """
     saved = dict(work.kept)
     if layout.recompute == "full" or (
@@ -402,9 +408,10 @@ def kept_per_layer(
 
 
 def _loss(system: System, layout_work: LayoutWork, tp: int, calibration: Calibration) -> Term:
-    """Return the logits, their softmax and gradients, at the loss.
+    """Return the bytes of logits, softmax and gradients at the loss, for a system that does not
+    fuse it.
 
-    Their bytes are measured: they depend on how many copies a system makes in which dtype.
+    Bytes per logit are measured: they depend on how many copies a system makes in which dtype.
     """
     sizes = layout_work.sizes
     count = sizes.tokens * sizes.vocab * (1 if system.splits_loss else tp)
@@ -424,9 +431,10 @@ def _loss(system: System, layout_work: LayoutWork, tp: int, calibration: Calibra
 def outside(
     device: Device, layout: Layout, system: System, calibration: Calibration, allocated: float
 ) -> list[Term]:
-    """Return the bytes outside of the program: contexts, communicators, allocator overhead.
+    """Return the bytes outside of the program as measured: CUDA context, communicators, allocator
+    overhead.
 
-    Measured terms of the calibration.
+    `allocated` are the bytes of tensors.
     """
     kinds = (system.name, device.kind)
     context = calibration.find("context_bytes", *kinds)

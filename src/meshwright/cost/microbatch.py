@@ -14,14 +14,16 @@ from meshwright.layout.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class MicrobatchTimes:
-    """Seconds of a microbatch in a layer of each kind and in the ends."""
+    """Seconds of a microbatch in a layer of each kind, before the layers (`first`) and after them
+    (`last`)."""
 
     layers: tuple[Seconds, ...]
     first: Seconds
     last: Seconds
 
     def of(self, held_layers: RankLayers, cause: str) -> float:
-        """Return one cause's seconds of a microbatch on a pipeline rank."""
+        """Return the seconds of one cause, a field of `Seconds`, in a microbatch on a rank with
+        these layers."""
         seconds = held_layers.total(getattr(layer, cause) for layer in self.layers)
         if held_layers.has_embedding:
             seconds += getattr(self.first, cause)
@@ -31,7 +33,8 @@ class MicrobatchTimes:
 
     @cached_property
     def totals(self) -> tuple[tuple[float, ...], float, float]:
-        """Seconds over all causes: a layer of each kind, the first end, the last end."""
+        """The seconds over all causes of a layer of each kind, of the embedding, and of norm and
+        head."""
         return tuple(layer.total for layer in self.layers), self.first.total, self.last.total
 
     def total(self, held_layers: RankLayers) -> float:
@@ -48,10 +51,11 @@ class MicrobatchTimes:
 
 
 class TimesOfParts:
-    """Seconds of a microbatch in parts of a model, computed once for all layouts that share them.
+    """Computes and caches the seconds of a microbatch in each kind of layer and in the ends of the
+    model.
 
-    A layer without experts takes the same time however experts are shared out. So do the ends,
-    which recomputation leaves alone, too.
+    A layer without experts takes the same time whatever the expert parallelism. So do embedding and
+    head, which recomputation does not change either.
     """
 
     def __init__(self, setting: CostInputs, kernels: Kernels) -> None:
@@ -62,7 +66,7 @@ class TimesOfParts:
         self._ends: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
 
     def of(self, layout: Layout) -> MicrobatchTimes:
-        """Return the seconds of a layout's microbatch in layers and in the ends."""
+        """Return the seconds of a layout's microbatch."""
         layout_work = work_of(self._setting, layout)
         defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         cut = (layout.tp, layout.sp, layout.cp, layout.microbatch, defers)
@@ -82,5 +86,5 @@ class TimesOfParts:
 
 
 def parts_of(setting: CostInputs, kernels: Kernels, layout: Layout) -> MicrobatchTimes:
-    """Return the seconds of one layout's microbatch in layers and in the ends."""
+    """Return the seconds of one layout's microbatch, without a cache."""
     return TimesOfParts(setting, kernels).of(layout)

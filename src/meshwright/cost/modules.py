@@ -14,7 +14,8 @@ _OF_ATTENTION: Final = 4
 
 
 def hidden_bytes(sizes: Sizes, work: Work) -> float:
-    """Return the input bytes of a layer's last product: all its tokens' hidden width."""
+    """Return the bytes of the input of a layer's last matmul: the hidden activations of its MLP or
+    experts."""
     last = work.products[-1]
     shared = sizes.tokens * sizes.shared_ffn if last.groups > 1 else 0
     return float((last.rows * last.inner + shared) * sizes.element)
@@ -23,12 +24,11 @@ def hidden_bytes(sizes: Sizes, work: Work) -> float:
 def kept_without(
     modules: Set[Module], sizes: Sizes, work: Work, saved: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return what a layer saves, by kind, if the named modules are recomputed.
+    """Return the bytes that a layer saves, by kind, if the named modules are recomputed.
 
-    Each module saves its input: `mlp` drops its activation and the input of the last product;
+    Each module saves its input: `mlp` drops its activation and the input of the last matmul;
     `activation` keeps both of its inputs and drops its result; `layernorm` keeps the norm's input
-    and drops the input of the following products; `core_attn` keeps q, k and v and drops the
-    scores.
+    and drops the input of the following matmuls; `core_attn` keeps q, k and v and drops the scores.
     """
     remaining = dict(saved)
     # What experts' last product takes is made again anyway.
@@ -53,10 +53,10 @@ def made_again(
     norms: float,
     activation: float,
 ) -> float:
-    """Return the seconds of recomputing the named modules in a forward.
+    """Return the seconds of recomputing the named modules of a layer.
 
-    `products` are the seconds of a layer's products by position; the other arguments are those of
-    its attention, all its norms and its activation.
+    `products` are the seconds of the layer's matmuls in order; `attention`, `norms` and
+    `activation` those of its attention, all its norms and its activation.
     """
     seconds = attention if "core_attn" in modules else 0.0
     seconds += norms if "layernorm" in modules else 0.0

@@ -1,4 +1,4 @@
-"""`Moves`: when the device holds what layers save, where activations are offloaded."""
+"""`Moves`: when activations that are offloaded to the host are in device memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Moved = Mapping[str, int]
 
 
 class _Leaving(NamedTuple):
-    """A layer of a stage, the `place`-th, whose tensors of a microbatch left last."""
+    """The layer whose saved tensors were copied to the host last: its stage, index (`place`) and
+    microbatch."""
 
     stage: int
     place: int
@@ -27,10 +28,12 @@ class _Leaving(NamedTuple):
 
 
 class Moves:
-    """Counts what leaves the device and comes back, as `parallel.offload` has it.
+    """Counts the saved tensors that leave the device for the host and come back, as
+    `parallel.offload` does it.
 
-    A layer's tensors leave at the end of its forward, and are on the device until those of the
-    next have left; a backward has its own layer's there, and those of the layer before.
+    A layer's tensors leave at the end of its forward, and stay allocated until those of the next
+    layer have left. During a layer's backward, its own tensors and those of the layer before are on
+    the device.
     """
 
     def __init__(
@@ -53,7 +56,8 @@ class Moves:
         return {**moved, category: moved[category] - size} if size else moved
 
     def leave(self, action: Action, index: int) -> None:
-        """End the forward of a layer."""
+        """Start the copy to the host after the forward of the action's `index`-th layer; the
+        earlier copy ends."""
         if self._moves:
             self._let_go()
             self.leaving = _Leaving(action.stage, index, action.microbatch)
@@ -66,7 +70,8 @@ class Moves:
             self.leaving = None
 
     def come(self, action: Action, index: int) -> None:
-        """Begin the backward of a layer."""
+        """Bring back the tensors for the backward of the action's `index`-th layer, and prefetch
+        the layer's before."""
         if not self._moves:
             return
         stage = self._stages[action.stage]
@@ -83,14 +88,18 @@ class Moves:
             self._bytes_held.add(category, size)
 
     def before(self, action: Action) -> tuple[int, bool] | None:
-        """Return what an action finds: the stage that was left last, if for its own backward."""
+        """Return the stage whose tensors left last, and whether the action is on the same stage and
+        microbatch.
+
+        None if no tensors are leaving.
+        """
         left = self.leaving
         if left is None:
             return None
         return left.stage, (left.stage, left.microbatch) == (action.stage, action.microbatch)
 
     def skip(self, action: Action) -> None:
-        """Be as after an action."""
+        """Set the state that performing the action would leave, without counting bytes."""
         layers = self._stages[action.stage].layers
         if self._moves and action.kind != "W" and layers:
             last = len(layers) - 1
@@ -100,7 +109,7 @@ class Moves:
 
 
 def moved_bytes(ops: Iterable[Operation]) -> Moved:
-    """Return what operations have moved, by category."""
+    """Return the bytes that operations copy to the host, by category."""
     sums: dict[str, int] = {}
     for op in ops:
         category = f"activations: {op.kind}"
@@ -109,12 +118,14 @@ def moved_bytes(ops: Iterable[Operation]) -> Moved:
 
 
 def has_own_input(model: ModelSpec, stage: Stage) -> bool:
-    """Whether a stage's first layer's input is a leaf, which stays: of a frozen embedding."""
+    """Whether the input of a stage's first layer is not offloaded: with a frozen embedding it is a
+    leaf of autograd."""
     return stage.is_first and model.lora is not None
 
 
 def input_kept(program: Program, sizes: Sizes) -> tuple[str, int]:
-    """Return the category and the bytes of a layer's own input, among what it keeps."""
+    """Return the category and the bytes of a layer's input among the tensors that the layer
+    saves."""
     layout, model = program.layout, program.model
     if layout.recompute != "none":
         return "activations: block", sizes.stream_bytes

@@ -1,4 +1,4 @@
-"""Seconds of a collective: alpha and beta of each level of links that its ranks span."""
+"""Seconds of a collective: latency and bandwidth of the links inside nodes and between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sen
 
 
 class Placement(NamedTuple):
-    """The placement of `size` ranks: `inside` of them in each of `nodes` nodes."""
+    """The placement of `size` ranks of a group: `inside` of them in each of `nodes` nodes."""
 
     size: int
     inside: int
@@ -24,15 +24,16 @@ class Placement(NamedTuple):
 
 
 class Picks(NamedTuple):
-    """Each token selects `top_k` of so many experts, all equally likely."""
+    """A router: each token selects `top_k` of `experts` experts, all equally likely."""
 
     experts: int
     top_k: int
 
     def share(self, parts: int) -> float:
-        """Return how many parts have at least one of a token's experts, on average, over `top_k`.
+        """Return the expected number of ranks (or nodes) that have any of a token's experts,
+        divided by `top_k`.
 
-        Each part has the same number of experts.
+        The experts are divided evenly over `parts` ranks or nodes.
         """
         elsewhere = self.experts - self.experts // parts
         none = math.comb(elsewhere, self.top_k) / math.comb(self.experts, self.top_k)
@@ -41,16 +42,18 @@ class Picks(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def place(size: int, stride: int, per_node: int) -> Placement:
-    """Return the placement of ranks that are `stride` apart, `per_node` consecutive per node."""
+    """Return the placement of `size` ranks whose numbers are `stride` apart, with `per_node`
+    consecutive ranks per node."""
     inside = max(1, min(size, per_node // stride)) if stride < per_node else 1
     return Placement(size, inside, -(-size // inside))
 
 
 def through_channel(kind: str, size_bytes: float, size: int) -> tuple[float, float]:
-    """Return the bytes that a rank writes to a channel, and those that it moves in all.
+    """Return the bytes that a rank writes into shared memory for a collective, and those it writes
+    and reads.
 
-    It moves what it writes and what it reads from all `size` ranks. `size_bytes` is the whole
-    result of a gather, and the input of a reduce-scatter.
+    `size_bytes` is the whole result of a gather, and the input of a reduce-scatter; `size` is the
+    number of ranks.
     """
     left = size_bytes / size if kind == "all_gather" else size_bytes
     read = size * size_bytes if kind == "all_reduce" else size_bytes
@@ -58,15 +61,16 @@ def through_channel(kind: str, size_bytes: float, size: int) -> tuple[float, flo
 
 
 class Network:
-    """Times messages on a cluster; assumes that all groups of an axis communicate at once.
+    """Computes the seconds of messages on a cluster; assumes that all groups of an axis communicate
+    at once.
 
-    Ring all-gather and reduce-scatter pass `(n - 1) / n` of the bytes over each link and take
-    `n - 1` turns, an all-reduce twice that: Thakur, Rabenseifner and Gropp, 2005. A ring through
-    several nodes leaves each of them over the network devices of its own ranks there, so it has
-    `inside` times one device's share: "Demystifying NCCL", arXiv:2507.04786. Trees take turns in
-    the logarithm of the nodes. Messages that CPU ranks of one machine send through shared memory
-    take the measured time; without a measurement, they use the links. `slower` multiplies
-    everything.
+    Ring all-gather and reduce-scatter pass `(n - 1) / n` of the bytes over each link and take `n -
+    1` turns, an all-reduce twice that: Thakur, Rabenseifner and Gropp, 2005. A ring through several
+    nodes leaves each of them over the network devices of its own ranks there, so it has `inside`
+    times one device's bandwidth: "Demystifying NCCL", arXiv:2507.04786. Latencies between nodes
+    grow with the logarithm of the nodes, as in trees. Messages that CPU ranks of one machine send
+    through shared memory take the measured time; without a measurement, they use the links.
+    `slower` multiplies all seconds.
     """
 
     def __init__(self, cluster: Cluster, calibration: Calibration, slower: float = 1.0) -> None:
@@ -107,10 +111,11 @@ class Network:
         axis: str = "",
         routed: Picks | None = None,
     ) -> float:
-        """Return the seconds of one message of an axis among `size` ranks, `stride` apart.
+        """Return the seconds of one message of `size_bytes` among `size` ranks whose numbers are
+        `stride` apart.
 
-        If a token is sent only once to each rank and node, `routed` has the number of recipients of
-        an all-to-all.
+        `kind` is one of `KINDS`. `routed` describes the router of an all-to-all that sends a token
+        only once to each rank and node; None if it sends one copy per expert.
         """
         if size == 1 or not size_bytes:
             return 0.0
@@ -125,7 +130,8 @@ class Network:
         return seconds
 
     def _exchange(self, size_bytes: float, size: int, stride: int, routed: Picks) -> float:
-        """Return the seconds of an all-to-all where a node gets a token once for all its ranks."""
+        """Return the seconds of an all-to-all in which a node receives a token once for all its
+        ranks."""
         spread = place(size, stride, self.per_node)
         within = size_bytes * routed.share(size) * (size - 1) / size
         across = size_bytes * routed.share(spread.nodes) * (spread.nodes - 1) / spread.nodes

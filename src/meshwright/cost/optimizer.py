@@ -1,4 +1,5 @@
-"""What a rank's optimizer updates, by rule, and what whole matrices take beside that."""
+"""The elements that a rank's optimizer updates, by rule, and the time of updates of whole
+matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from meshwright.spec.parts import Part, parts
 
 
 class RuleShare(NamedTuple):
-    """What a rank updates by one rule: `elements` of its shards, of so many `parameters`."""
+    """What a rank updates by one rule of the optimizer: `elements` in its shards of `parameters`
+    parameters."""
 
     rule: UpdateRule
     elements: int
@@ -28,7 +30,7 @@ class RuleShare(NamedTuple):
 
 
 def updates(setting: CostInputs, layout: Layout, held_layers: RankLayers) -> Iterator[RuleShare]:
-    """Yield what a rank with such layers updates, by the rules of the optimizer."""
+    """Yield what a rank with these layers updates, for each rule of the optimizer."""
     optimizer = OPTIMIZERS[setting.optimizer.name]
     for number, rule in enumerate(optimizer.rules):
         which: Which = (optimizer.name, number)
@@ -38,7 +40,8 @@ def updates(setting: CostInputs, layout: Layout, held_layers: RankLayers) -> Ite
 
 @lru_cache(maxsize=1024)
 def _parameters(model: ModelSpec, held_layers: RankLayers, which: Which) -> int:
-    """Return the number of parameters that a rank has shards of; a tied head is one of its own."""
+    """Return the number of parameters of a rank that `which` selects; a tied head on another stage
+    counts again."""
     per_layer = []
     for kind in model.layer_kinds:
         block = parts(model.alike(kind, n_layers=1))
@@ -58,10 +61,11 @@ def _parameters(model: ModelSpec, held_layers: RankLayers, which: Which) -> int:
 def matrix_seconds(
     setting: CostInputs, kernels: Kernels, layout: Layout, held_layers: RankLayers
 ) -> float:
-    """Return the seconds in which a rank makes matrices whole and orthogonalizes them.
+    """Return the seconds in which a rank gathers whole matrices and orthogonalizes them (Muon);
+    else 0.
 
-    Each rank gathers all matrices that it has shards of, one after the other, and iterates on each
-    of them: messages and products wait for each other.
+    Each rank does so for all matrices of which it has shards, one after the other; messages and
+    matmuls do not overlap.
     """
     if not needs_matrices(setting.optimizer):
         return 0.0
@@ -79,7 +83,8 @@ def matrix_seconds(
 
 
 def _seconds_of(setting: CostInputs, kernels: Kernels, layout: Layout, part: Part) -> float:
-    """Return the seconds of one parameter: its gathers, and Newton-Schulz on its matrices."""
+    """Return the seconds of one parameter: its gathers, and Newton-Schulz iterations on its
+    matrices."""
     spec, sharding = setting.optimizer, shard(part, layout)
     element, peak = DTYPE_BYTES[spec.ns_precision], setting.cluster.device.peak(spec.ns_precision)
     network, seconds = kernels.network, 0.0

@@ -1,9 +1,10 @@
-"""`peak`: the peak moment of a step on a rank: the same as `timeline`'s, found faster.
+"""`peak`: the moment of a step at which a rank has most bytes allocated; equals `timeline`'s,
+computed faster.
 
 Most actions of a step repeat an earlier one: what an action allocates and releases depends on its
-kind, the layers of its stage and the state of the stage's units, not on its microbatch. So each
-distinct action is performed once, and its repetitions, in any stage with the same layers, are added
-up. So it is with the layers inside of an action, of which a stage has up to a hundred alike.
+kind, the layers of its stage and the state of its gathered weights and gradients (`units`), not on
+its microbatch. So each distinct action is simulated once, and its effect is added for repetitions
+in any stage with the same layers. The same holds for the layers within an action.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from meshwright.program.stages import Stage
 
 
 def peak(program: Program, rank: int, table: Table | None = None) -> PredictedMoment:
-    """Return the first moment at which a rank of the world holds most: `Timeline.peak`.
+    """Return the first moment at which rank `rank` of the world has most bytes allocated:
+    `Timeline.peak`.
 
-    `table` replaces the program's own action table.
+    `table` replaces the program's action table for the rank's place in the pipeline.
     """
     highest = _Highest()
     _Repeated(program, rank, highest, table).run()
@@ -31,7 +33,8 @@ def peak(program: Program, rank: int, table: Table | None = None) -> PredictedMo
 
 
 class _Effect(NamedTuple):
-    """What something did to what was held: at its highest moment, and at its end."""
+    """What an action or layer changed: the rise to its highest moment (`most`, and `highest` by
+    category), the operation there, and the change by category at its end."""
 
     most: int
     what: str
@@ -40,7 +43,7 @@ class _Effect(NamedTuple):
 
 
 class _Highest(ByteCount):
-    """A count that keeps the highest moment alone."""
+    """A byte count that records only the highest moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,19 +52,19 @@ class _Highest(ByteCount):
         self.moment = PredictedMoment("", "", {})
 
     def add(self, category: str, size: int) -> None:
-        """Count more bytes."""
+        """Add `size` bytes to a category."""
         self.held[category] = self.held.get(category, 0) + size
         self.total += size
 
     def note(self, operation: str) -> None:
-        """Keep a moment if it is the highest."""
+        """Record the present moment if it is the highest so far."""
         if self.total > self.most:
             self.most = self.total
             sizes = {category: size for category, size in self.held.items() if size}
             self.moment = PredictedMoment(self.action, operation, sizes)
 
     def watch(self, do: Callable[[], None]) -> _Effect:
-        """Do something, and return its effect."""
+        """Call `do`, and return what it changed."""
         before, total, (prior, moment) = dict(self.held), self.total, (self.most, self.moment)
         self.most = -1
         do()
@@ -72,7 +75,8 @@ class _Highest(ByteCount):
         return _Effect(effect_peak - total, highest.what, rise, change)
 
     def repeat(self, effect: _Effect, operation: Callable[[], str]) -> None:
-        """Add an effect; `operation` names what was at work at its highest moment."""
+        """Add an effect again; `operation` returns the name of the operation at its highest
+        moment."""
         if self.total + effect.most > self.most:
             self.most = self.total + effect.most
             self.moment = PredictedMoment(self.action, operation(), _sum(self.held, effect.highest))
@@ -81,8 +85,8 @@ class _Highest(ByteCount):
 
 
 class _Done(NamedTuple):
-    """What an action of a stage did: its effect on what is held, the state of the units after it,
-    and what it had wait for the gradients of weights."""
+    """The result of simulating an action of a stage: its effect, the number of the state that it
+    leaves the units in, and the bytes of its deferred weight gradients."""
 
     stage: int
     effect: _Effect
@@ -91,7 +95,8 @@ class _Done(NamedTuple):
 
 
 class _LayerDone(NamedTuple):
-    """What a pass through a layer did, as `_Done`: the state is that of the units near it."""
+    """The result of simulating a pass through a layer, as in `_Done`; the state is that of the
+    neighboring units."""
 
     layer: int
     effect: _Effect
@@ -100,7 +105,7 @@ class _LayerDone(NamedTuple):
 
 
 class _Repeated(Walk):
-    """A walk in which an action that was performed before is added up, and so is a layer."""
+    """A walk over the action table in which repeated actions and layers add a cached effect."""
 
     bytes_held: _Highest
 
@@ -118,12 +123,13 @@ class _Repeated(Walk):
         self._actual = dict(self._now)  # the states that the units themselves are in
 
     def _numbers(self, stage: Stage) -> tuple[int, ...]:
-        """Return a number for the kind of each layer of a stage."""
+        """Return the index of the kind of each layer of a stage."""
         number = {kind: place for place, kind in enumerate(self.layers)}
         return tuple(number[self.program.model.layer(layer)] for layer in stage.layers)
 
     def _first_alike(self) -> dict[int, int]:
-        """Return for each stage the first that the rank holds with the same layers and ends."""
+        """Return, for each stage of the rank, the first one with the same kinds of layers and the
+        same ends."""
         firsts: dict[tuple[object, ...], int] = {}
         first_of = {}
         for index, stage in self.stages.items():
@@ -132,7 +138,7 @@ class _Repeated(Walk):
         return first_of
 
     def compute(self, action: Action) -> None:
-        """Perform an action, or add the effect of an equal earlier one."""
+        """Simulate an action, or add the effect of an equal earlier one."""
         stage = action.stage
         left = self.moves.before(action)
         leaving = None if left is None else (self._alike[left[0]], left[1])
@@ -147,7 +153,8 @@ class _Repeated(Walk):
         self._now[stage] = done.state
 
     def _what(self, done: _Done, stage: int) -> str:
-        """Return what was at work at the highest moment of an action, in another stage like it."""
+        """Return the name of the operation at an action's highest moment, with layer numbers of
+        stage `stage`."""
         operation = done.effect.what
         if stage == done.stage:
             return operation
@@ -156,7 +163,7 @@ class _Repeated(Walk):
         return names.get(operation, operation)
 
     def _perform(self, action: Action) -> _Done:
-        """Perform an action, and return what it did."""
+        """Simulate an action, and return its result."""
         stage = action.stage
         self._settle(stage)
         effect = self.bytes_held.watch(lambda: super(_Repeated, self).compute(action))
@@ -164,18 +171,18 @@ class _Repeated(Walk):
         return _Done(stage, effect, self._actual[stage], self.deferred.get(stage, 0))
 
     def forward_layer(self, action: Action, index: int) -> None:
-        """Go forward through a layer, or add the effect of an equal earlier one."""
+        """Simulate a layer's forward, or add the effect of an equal earlier one."""
         self._layer(action, index, super().forward_layer)
 
     def backward_layer(self, action: Action, index: int) -> None:
-        """Go back through a layer, or add the effect of an equal earlier one."""
+        """Simulate a layer's backward, or add the effect of an equal earlier one."""
         self._layer(action, index, super().backward_layer)
 
     def _layer(self, action: Action, index: int, go: Callable[[Action, int], None]) -> None:
-        """Go through a layer, or add the effect of an equal earlier one.
+        """Simulate a pass through a layer by `go`, or add the effect of an equal earlier one.
 
-        What happens depends on the layer and the one on either side of it, of which the units are
-        gathered ahead or let go of. Those at the ends of a stage are like no other.
+        The effect depends on the layer and on its two neighbors, whose weights are gathered ahead
+        or released. The first and last layers of a stage are always simulated.
         """
         stage, place = self.stages[action.stage], action.stage
         if not 0 < index < len(stage.layers) - 1 or self.program.layout.offload == "activations":
@@ -196,20 +203,21 @@ class _Repeated(Walk):
         self.deferred[place] = before + done.deferred
 
     def finish(self) -> None:
-        """End the backwards of a step."""
+        """Complete the gradient reductions after the last backward."""
         for stage in self.units:
             self._settle(stage)
         super().finish()
 
     def _settle(self, stage: int) -> None:
-        """Bring the units of a stage into the state that they are counted to be in."""
+        """Put the units of a stage into the state that cached effects have left them in."""
         if self._actual[stage] != self._now[stage]:
             units = self.units[stage]
             units.restore(units.all, self._known[self._now[stage]])
             self._actual[stage] = self._now[stage]
 
     def _number(self, stage: int) -> int:
-        """Return the number of the state that a stage's units are in, among stages like it."""
+        """Return the number of the present state of a stage's units, the same for equal states of
+        equal stages."""
         units = self.units[stage]
         key = self._alike[stage], units.state_of(units.all)
         if key not in self._states:
@@ -219,7 +227,7 @@ class _Repeated(Walk):
 
 
 def _what_in(layer: int, done: _LayerDone) -> str:
-    """Return what was at work at the highest moment of a layer, in another one like it."""
+    """Return the name of the operation at a layer's highest moment, with the number `layer`."""
     operation = done.effect.what
     return of_layer(layer) if operation == of_layer(done.layer) else operation
 

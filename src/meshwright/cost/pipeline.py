@@ -53,9 +53,9 @@ def closed_form(
 
 
 def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
-    """Return the most activations of one stage and microbatch that a pipeline rank holds.
+    """Return how many activations, of one stage and microbatch each, a pipeline rank holds at most.
 
-    In closed form; a test compares it with the peaks of the tables.
+    In closed form; a test compares it with the peaks of the action tables.
     """
     pp, virtual = layout.pp, layout.virtual_stages
     if pp == 1:
@@ -74,9 +74,11 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
 
 
 def waiting(layout: Layout, rank: int, microbatches: int) -> int:
-    """Return the most deferred weight gradients, per stage and microbatch, on a rank.
+    """Return how many deferred weight gradients, of one stage and microbatch each, a pipeline rank
+    holds at most.
 
-    In closed form; a test compares it with the tables.
+    In closed form; a test compares it with the action tables. 0 for schedules that do not defer
+    them.
     """
     if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
         return 0
@@ -85,16 +87,17 @@ def waiting(layout: Layout, rank: int, microbatches: int) -> int:
 
 
 def _few(pp: int, microbatches: int) -> int:
-    """Return a number of microbatches that shows fill, steady state and drain."""
+    """Return a smaller number of microbatches that still has fill, steady state and drain."""
     few = _SIMULATED * pp
     return microbatches if microbatches <= 2 * few else few
 
 
 class Costs(NamedTuple):
-    """Seconds of a pipeline's work: each stage's forward and backward, and a message.
+    """Seconds of a pipeline's work: forward and backward of each stage, and a message between
+    stages.
 
     A rank waits for the share `exposed` of what it sends. `head` is the head's part of the last
-    stage's backward; if the backward is split, it belongs to the first half.
+    stage's backward; if the backward is split, it belongs to the part for inputs.
     """
 
     forward: Sequence[float]
@@ -107,9 +110,9 @@ class Costs(NamedTuple):
 def action_times(
     layout: Layout, microbatches: int, costs: Costs
 ) -> dict[Action, tuple[float, float]]:
-    """Return when each action of a step begins and ends, each stage with its own costs.
+    """Return the start and end in seconds of each action of a step, from the costs of each stage.
 
-    Prices by events and predicted timelines both use them: `program.timing.times_in`.
+    Both the price and predicted timelines use it: `program.timing.times_in`.
     """
     schedule, pp, virtual = layout.schedule, layout.pp, layout.virtual_stages
     splits = SCHEDULES[schedule].splits_backward
@@ -130,10 +133,12 @@ def action_times(
 
 
 def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:
-    """Return the seconds from the first action to the end of the last, see `action_times`.
+    """Return the seconds from the first action to the end of the last, by simulation; see
+    `action_times`.
 
-    For many microbatches, simulates two smaller numbers and extrapolates linearly. The slowest rank
-    may not yet limit the pace of so few, so the result is at least the time that a rank needs.
+    For many microbatches, simulates two smaller numbers and extrapolates linearly. With few
+    microbatches, the slowest rank may not yet limit the pace, so the result is at least the time
+    that a rank needs.
     """
     few = _few(layout.pp, microbatches)
     first = action_times(layout, few, costs)
@@ -156,10 +161,11 @@ def _least(
     few: int,
     microbatches: int,
 ) -> float:
-    """Return a lower bound: the longest time of a rank that never waits between its actions.
+    """Return a lower bound of a step: the longest time of a rank that never waits between its
+    actions.
 
-    `times` of a few microbatches show when ranks start, how long before the end of the step they
-    finish, and how long they are busy per microbatch.
+    `times` are those of a step with `few` microbatches. They show when ranks start, how long before
+    the end of the step they finish, and how long they are busy per microbatch.
     """
     sent = costs.exposed * costs.transfer
     starts, ends, busy = dict[int, float](), dict[int, float](), dict[int, float]()

@@ -1,4 +1,4 @@
-"""`price`: memory and time of a layout on a cluster, for the worst rank."""
+"""`price`: the memory of a layout's largest rank, and the time of its step, on a cluster."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ OUTSIDE: Final = ("context", "communicators", "allocator")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Terms of one rank's peak: the most that it holds at one moment of a step.
+    """The memory of one rank at its peak within a step, as terms.
 
-    `rank` is its place in the pipeline, `limit` the device's memory in bytes; `at` is the moment,
-    an action and an operation, or empty if only closed forms are known.
+    `rank` is its place in the pipeline, `limit` the device's memory in bytes; `at` names the action
+    and operation of the peak, or is empty if only closed forms are known.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes at the peak, including those outside of the program."""
+        """Bytes at the peak, including context, communicators and allocator overhead."""
         return sum(term.bytes for term in self.terms)
 
     @property
@@ -60,12 +60,12 @@ class RankMemory:
 
     @property
     def states(self) -> float:
-        """Bytes of model states at the peak, which are exact."""
+        """Bytes of model states and communication buffers at the peak, which are exact."""
         return sum(term.bytes for term in self.terms if term.category in STATES)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits into the device's memory."""
+        """Whether the peak is within the device's memory."""
         return self.total <= self.limit
 
     def by_category(self) -> dict[str, float]:
@@ -79,10 +79,10 @@ class RankMemory:
 def memory(
     setting: CostInputs, layout: Layout, rank: int, program: Program | None = None
 ) -> RankMemory:
-    """Return the peak of the ranks at one place in the pipeline.
+    """Return the peak memory of the ranks at one place in the pipeline.
 
-    For Meshwright's engine, the highest moment of the walk through the layout's `program`, which a
-    predicted timeline shows; for other systems, the closed form.
+    For Meshwright's engine, it is the highest moment of a simulation of `program` (lowered if
+    None), the same as in a predicted timeline; for other systems, the closed form.
     """
     if not _is_walked(setting, layout):
         return estimate(setting, layout, rank)
@@ -94,13 +94,14 @@ def memory(
 
 
 def _is_walked(setting: CostInputs, layout: Layout) -> bool:
-    """Return whether a layout has a program of ours; other systems and their rules have none."""
+    """Return whether memory is simulated: for Meshwright's engine, if the schedule allows the
+    microbatches."""
     count = layout.microbatches(setting.train.batch)
     return setting.system.name == OURS and has_table(layout, count)
 
 
 def _program(setting: CostInputs, layout: Layout, turns: int) -> Program:
-    """Return a layout's program of few microbatches: so many times the ranks of the pipeline."""
+    """Return the program of a layout with at most `turns` microbatches per pipeline rank."""
     train, count = setting.train, layout.microbatches(setting.train.batch)
     if not SCHEDULES[layout.schedule].holds_all:
         count = min(count, turns * layout.pp)
@@ -111,9 +112,9 @@ def _program(setting: CostInputs, layout: Layout, turns: int) -> Program:
 def estimate(
     setting: CostInputs, layout: Layout, rank: int, kept_bytes: KeptBytes | None = None
 ) -> RankMemory:
-    """Return a peak in closed form: a few percent off, and fast enough for a large search.
+    """Return the peak memory of a pipeline rank in closed form: a few percent off, and fast.
 
-    `kept_bytes` is the layout's `kept_of`, if the caller knows it.
+    `kept_bytes` is the layout's `kept_of`, if the caller has it.
     """
     return _rank_memory(setting, layout, rank, _forms(setting, layout, rank, kept_bytes))
 
@@ -137,7 +138,7 @@ def _rank_memory(
 
 
 def memories(setting: CostInputs, layout: Layout) -> list[RankMemory]:
-    """Return the peak of the ranks at each place in the pipeline."""
+    """Return the peak memory at each place in the pipeline."""
     program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
     return [memory(setting, layout, rank, program) for rank in range(layout.pp)]
 
@@ -157,7 +158,7 @@ def worst_memory(setting: CostInputs, layout: Layout) -> RankMemory:
 
 
 def brief(setting: CostInputs, layout: Layout, rank: int) -> RankMemory:
-    """Return about what `memory` does, faster: for a step of few microbatches.
+    """Return nearly what `memory` does, faster: by simulating a step with few microbatches.
 
     They fill the pipeline twice, and each transfer is next to the action that it belongs to.
     """
@@ -173,7 +174,8 @@ def brief(setting: CostInputs, layout: Layout, rank: int) -> RankMemory:
 def worst_estimate(
     setting: CostInputs, layout: Layout, kept_bytes: KeptBytes | None = None
 ) -> RankMemory:
-    """Return the highest estimate of the pipeline ranks; see `worst_memory` for which those are."""
+    """Return the highest closed-form memory of the pipeline ranks; see `worst_memory` and
+    `estimate`."""
     kept_bytes = kept_bytes or kept_of(setting, layout)
     return max(
         (estimate(setting, layout, rank, kept_bytes) for rank in may_hold_most(setting, layout)),
@@ -183,10 +185,12 @@ def worst_estimate(
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layout costs: the worst rank's memory, the time of a step, and the rates.
+    """The predicted cost of a layout: the largest rank's memory, the time of a step, and
+    throughput.
 
-    `spread` bounds the step's interval, in multiples of the predicted time; `memory_spread` bounds
-    the memory's, in multiples of the predicted bytes outside of model states.
+    `tokens` are those of a global batch; `flops_per_token` counts model FLOPs; `peak` is the
+    device's FLOP/s. `spread` bounds the interval of step times in multiples of the predicted one,
+    and `memory_spread` that of memory in multiples of the predicted bytes outside of model states.
     """
 
     layout: Layout
@@ -201,12 +205,13 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds of a step in 80% of cases, from sources that no constant was fitted to."""
+        """The interval in seconds that contains 80% of step times, from sources to which no
+        constant was fitted."""
         return self.time.total * self.spread[0], self.time.total * self.spread[1]
 
     @property
     def memory_interval(self) -> tuple[float, float]:
-        """Bytes of the peak in 80% of cases: see `memory_spread`."""
+        """The interval in bytes that contains 80% of peaks: see `memory_spread`."""
         states, (low, high) = self.memory.states, self.memory_spread
         other_bytes = self.memory.total - states
         return states + low * other_bytes, states + high * other_bytes
@@ -218,7 +223,8 @@ class Prediction:
 
     @property
     def tflops_per_device(self) -> float:
-        """Model TFLOP/s per device, attention over the whole square: arXiv:2204.02311."""
+        """Model TFLOP/s per device, with attention counted without the causal mask:
+        arXiv:2204.02311."""
         return self.tokens_per_s * self.flops_per_token / self.devices / 1e12
 
     @property
@@ -228,9 +234,9 @@ class Prediction:
 
 
 def price(setting: CostInputs, layout: Layout, *, worst: RankMemory | None = None) -> Prediction:
-    """Return the cost of a layout as it is shown: see `worst_memory` and `step_time`.
+    """Return the predicted cost of a layout, as plans show it: see `worst_memory` and `step_time`.
 
-    `worst` is its worst memory, if the caller knows it.
+    `worst` is its `worst_memory`, if the caller has it.
     """
     return _prediction(
         setting,
@@ -241,7 +247,8 @@ def price(setting: CostInputs, layout: Layout, *, worst: RankMemory | None = Non
 
 
 def estimated(setting: CostInputs, layout: Layout) -> Prediction:
-    """Return the closed-form cost of a layout, to compare thousands of them; never shown."""
+    """Return the closed-form cost of a layout, for comparing thousands of them; never shown to
+    users."""
     time = step_time(setting, setting.kernels(), layout, events=False)
     return _prediction(setting, layout, worst_estimate(setting, layout), time)
 
@@ -263,7 +270,8 @@ def _prediction(
 
 
 def _widened(setting: CostInputs, bounds: tuple[float, float]) -> tuple[float, float]:
-    """Return wider bounds for a model that is planned from its shapes: none like it is measured."""
+    """Return wider bounds for a model planned only from its config's shapes, as none like it is
+    measured."""
     if setting.model.planned is None:
         return bounds
     share = setting.calibration.find("interval.planned")
@@ -271,9 +279,10 @@ def _widened(setting: CostInputs, bounds: tuple[float, float]) -> tuple[float, f
 
 
 def _spread(setting: CostInputs, layout: Layout) -> tuple[float, float]:
-    """Return the bounds of an interval in predicted times.
+    """Return the lower and upper bound of step times, in multiples of the predicted one.
 
-    They are closer after a measurement here, and wider where few published sources are near.
+    They are narrower after a measurement on this machine, and wider if few published sources are
+    similar.
     """
     kind, find = setting.cluster.device.kind, setting.calibration.find
     is_measured = f"{setting.system.name}.{kind}.measured.compute" in setting.calibration.constants
@@ -283,6 +292,7 @@ def _spread(setting: CostInputs, layout: Layout) -> tuple[float, float]:
 
 
 def _memory_spread(setting: CostInputs) -> tuple[float, float]:
-    """Return the bounds of an interval of memory, in predicted bytes of all but model states."""
+    """Return the lower and upper bound of memory, in multiples of the predicted bytes outside of
+    model states."""
     system, find = setting.system.name, setting.calibration.find
     return find("interval.memory.low", system), find("interval.memory.high", system)

@@ -1,4 +1,5 @@
-"""`predicted_profile`: the predicted step of a layout, in the common schema."""
+"""`predicted_profile`: the predicted step of a layout as a `StepProfile`, the schema of measured
+steps too."""
 
 from __future__ import annotations
 
@@ -48,13 +49,13 @@ _CAUSE_OF_AXIS: Final = {
 def predicted_profile(
     setting: CostInputs, layout: Layout, *, ranks: Sequence[int] | None = None
 ) -> StepProfile:
-    """Return the predicted step, by default of one rank at each place in the pipeline.
+    """Return the predicted step, by default with one rank for each place in the pipeline.
 
-    The setting's cluster has the layout's number of devices (`planner.plan.on_cluster`). The spans
-    of the rank whose microbatches take longest end with the step; those of other ranks may end
-    earlier, because their sums or updates are smaller. In the price, the optimizer waits for all
-    ranks, because the norm includes all gradients, and for the host's overhead at the end of a
-    step. For other systems, only the peak of memory is known, and no messages.
+    The cluster must have the layout's number of devices (`planner.plan.on_cluster`). The spans of
+    the slowest rank end with the step; those of other ranks may end earlier, because their
+    reductions or updates are smaller. In the price, the optimizer waits for all ranks, because the
+    gradient norm needs all gradients, and for the host's overhead at the end of a step. For other
+    systems, only the peak of memory is predicted, and no messages.
     """
     kernels, prediction = setting.kernels(), price(setting, layout)
     pace = pace_of(setting, kernels, layout)
@@ -98,7 +99,7 @@ def predicted_profile(
 
 
 class _Ends:
-    """What comes after the pipeline: sums, update, what the host adds."""
+    """The times after the pipeline: gradient reduction, update, and the host's overhead."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class _Ends:
         self.reduce, self.update_seconds = rank_seconds["data"], rank_seconds["optimizer"]
 
     def spans(self, end: float) -> Iterator[Span]:
-        """Yield them for a rank whose last action has ended."""
+        """Yield the spans after the pipeline of a rank whose last action ends at `end` seconds."""
         if self.reduce > 0:
             yield Span("messages", "reduce", end, end + self.reduce, axis="data")
         if self.update_seconds > 0:
@@ -125,7 +126,7 @@ class _Ends:
 def _memory(
     setting: CostInputs, program: Program, rank: int, drawn: Drawn, ends: _Ends
 ) -> Iterator[MemoryPoint]:
-    """Yield what a rank holds: at the start, at the highest moment of each action, after it."""
+    """Yield a rank's memory: at the start, at the highest moment of each action, and at its end."""
     layout = program.layout
     if setting.system.name != OURS:
         terms = memory(setting, layout, layout.mesh.coordinates(rank)["pp"]).by_category()
@@ -156,7 +157,8 @@ def _memory(
 
 
 def _when(name: str, drawn: Drawn, ends: _Ends) -> tuple[float | None, float | None]:
-    """Return when an action or phase of the walk begins and ends."""
+    """Return the start and end in seconds of an action, given as "KIND STAGE MICROBATCH", or of
+    "start" or "update"."""
     if not drawn.actions:
         return None, None
     if name == "start":
@@ -178,7 +180,10 @@ def _by_category(sizes: Mapping[str, float]) -> dict[str, int]:
 def _traffic(
     setting: CostInputs, kernels: Kernels, program: Program, rank: int, spent: dict[str, float]
 ) -> Iterator[Traffic]:
-    """Yield the program's messages; an axis's wait is shared out by what they take on the links."""
+    """Yield a rank's messages with their waits.
+
+    The wait for a cause is divided among its messages in proportion to their time on the links.
+    """
     if setting.system.name != OURS:
         return
     layout = program.layout

@@ -1,4 +1,4 @@
-"""The experts of a row of measurements, and its latent attention, as fields of a model."""
+"""Reads the experts and the latent attention of a row of published measurements as model fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class RowError(Exception):
 
 
 def mixture(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row's experts; `RowError` for those that no family has."""
+    """Return the model fields of a row's experts; raises `RowError` if no model family has such
+    experts."""
     shared, width = int(row.get("shared_ffn") or 0), row.get("moe_ffn") or row.get("ffn")
     if not row.get("topk") or not width:
         raise RowError("the row has experts, but lacks topk or moe_ffn")
@@ -39,7 +40,7 @@ def mixture(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of latent attention; how experts are picked has no price."""
+    """Return the model fields of latent attention."""
     sizes = {key: int(row.get(key) or 0) for key in _LATENT}
     if missing := [key for key in _LATENT if not sizes[key] and key != "q_lora_rank"]:
         raise RowError(f"the row has latent attention, but lacks {' and '.join(missing)}")
@@ -48,7 +49,7 @@ def _latent(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dense_layers(row: Mapping[str, Any]) -> tuple[int, list[bool]]:
-    """Return how many layers are dense before the first with experts, and which ones have some."""
+    """Return how many leading layers have no experts, and for each layer whether it has some."""
     text, layers = str(row["moe_layer_freq"]), row["layers"]
     parts = re.fullmatch(r"\(?\[([01])\]\*(\d+)\+\[([01])\]\*(\d+)\)?", text)
     if parts is None:

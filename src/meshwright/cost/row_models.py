@@ -1,4 +1,5 @@
-"""Sizes of well-known models that a row leaves out, from `row_models.toml`."""
+"""Sizes of well-known models, from `row_models.toml`, for rows of measurements that leave them
+out."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _OF_SIZE = ("layers", "hidden", "heads")
 
 
 def known(row: Row, assumed: list[str]) -> Row:
-    """Return a row with the known sizes of its model; lists them in `assumed`."""
+    """Return the row with its missing sizes filled in from the model's name; notes these in
+    `assumed`."""
     entry = _found(row)
     if entry is None:
         return row
@@ -34,7 +36,8 @@ def known(row: Row, assumed: list[str]) -> Row:
 
 
 def whole(row: Row) -> ModelSpec | None:
-    """Return the Meshwright model that a row without sizes names."""
+    """Return the preset of the model that a row names, if the row states no sizes; otherwise
+    None."""
     entry = None if any(row.get(key) for key in _OF_SIZE) else _found(row)
     return None if entry is None else _preset(entry)
 

@@ -1,6 +1,7 @@
-"""Interprets the free text of a row: its system, kernels, precision and recomputation.
+"""Interprets the free text in a row of measurements: its system, kernels, precision and
+recomputation.
 
-For an unknown word, the likeliest meaning is assumed and reported.
+An unknown word gets its likeliest meaning, which is noted in `assumed`.
 """
 
 from __future__ import annotations
@@ -81,11 +82,11 @@ _OF_LOSS: Final = ("loss", "loss_impl", "kernels", "framework", "notes")
 def imbalance_of(
     row: Mapping[str, Any], system: System, default: float, assumed: list[str]
 ) -> float:
-    """Return how many times the mean of tokens the busiest rank of a row's `ep` receives.
+    """Return the tokens of the busiest expert-parallel rank over the mean, as a row states it.
 
-    `default` is for unforced routing. A row of another system that says nothing is assumed to be
-    balanced, like nearly all published ones and those that constants were fitted to. Raises
-    `ValueError` for an imbalance below 1.
+    `default` is for routing that is not forced to be balanced. A row of another system that says
+    nothing is assumed to be balanced, like nearly all published ones. Raises `ValueError` for an
+    imbalance below 1.
     """
     if row.get("imbalance") is not None:
         if not (given := float(row["imbalance"])) >= 1:
@@ -108,7 +109,8 @@ def first(patterns: tuple[tuple[str, Any], ...], text: object) -> Any:
 
 
 def system_of(row: Mapping[str, Any], assumed: list[str]) -> System:
-    """Return the system of a row with the kernels and recomputed modules that it names."""
+    """Return the training system of a row, with the attention kernel, recomputed modules, expert
+    dispatcher and loss that it states."""
     text = row.get("framework") or row.get("source_key")
     name = first(_FRAMEWORKS, text) if text else OURS
     if not text:
@@ -135,7 +137,8 @@ def system_of(row: Mapping[str, Any], assumed: list[str]) -> System:
 
 
 def _with_dispatcher(system: System, row: Mapping[str, Any], assumed: list[str]) -> System:
-    """Return a system that sends tokens to experts as a row's dispatcher does."""
+    """Return the system with the token dispatcher that a row of a mixture-of-experts model
+    states."""
     text = row.get("dispatcher")
     if not row.get("experts"):
         return system
@@ -151,7 +154,7 @@ def _with_dispatcher(system: System, row: Mapping[str, Any], assumed: list[str])
 
 
 def _attention(name: str, assumed: list[str]) -> str:
-    """Return the kernel of a name."""
+    """Return the attention kernel that a name means; an uncertain meaning is noted in `assumed`."""
     kernel, says_all = first(_KERNELS, name) or (UNKNOWN_ATTENTION, False)
     if not says_all:
         assumed.append(f"attention {name!r} priced as {kernel}")
@@ -159,7 +162,8 @@ def _attention(name: str, assumed: list[str]) -> str:
 
 
 def _with_modules(system: System, row: Mapping[str, Any]) -> System:
-    """Return a system that makes what a row names again, where that isn't what it does anyway."""
+    """Return the system with the recomputed modules that a row names, if they differ from its usual
+    ones."""
     text = f"{_recomputed(row)} {row.get('recompute_modules') or ''}"
     if text.startswith("full"):
         return system
@@ -170,7 +174,7 @@ def _with_modules(system: System, row: Mapping[str, Any]) -> System:
 
 
 def _with_loss(system: System, row: Mapping[str, Any], assumed: list[str]) -> System:
-    """Return a system whose loss cuts the logits into chunks, where a row says that it does."""
+    """Return the system with a loss that computes logits in chunks, if the row says so."""
     text = "; ".join(str(row[key]) for key in _OF_LOSS if row.get(key))
     match = _CHUNKED.search(text)
     if match is None or system.fuses_loss:
@@ -181,12 +185,12 @@ def _with_loss(system: System, row: Mapping[str, Any], assumed: list[str]) -> Sy
 
 
 def matmul_of(row: Mapping[str, Any]) -> Matmul:
-    """Return how a row's system computes fp32 products: in TF32 if the row says so."""
+    """Return the route of fp32 matmuls in a row: "auto" (TF32) if it states TF32, else "torch"."""
     return "auto" if str(row.get("precision") or "").lower() == "tf32" else "torch"
 
 
 def precision_of(row: Mapping[str, Any], assumed: list[str]) -> tuple[Precision, str]:
-    """Return the precision of a row's activations and that of its products."""
+    """Return the precision of a row's activations, and that of its matmuls."""
     text = str(row.get("precision") or "").lower()
     if not text:
         assumed.append("precision bf16")
@@ -205,9 +209,10 @@ def precision_of(row: Mapping[str, Any], assumed: list[str]) -> tuple[Precision,
 
 
 def unquantised_of(row: Mapping[str, Any]) -> float:
-    """Return the share of a row's layers whose products are in 16 bits beside those in fewer.
+    """Return the share of a row's layers whose matmuls are in 16 bits while others have fewer.
 
-    Its precision says which layers are, counted from 0: "nvfp4 (layers 0-26), bf16 (27-31, head)".
+    The row's precision names these layers, counted from 0: "nvfp4 (layers 0-26), bf16 (27-31,
+    head)".
     """
     match = _WIDE_LAYERS.search(str(row.get("precision") or ""))
     if match is None:
@@ -223,7 +228,7 @@ def _recomputed(row: Mapping[str, Any]) -> str:
 
 
 def recompute_of(row: Mapping[str, Any], assumed: list[str]) -> Recompute:
-    """Return the policy of a row: named modules mean selective recomputation."""
+    """Return the recomputation policy of a row; named modules mean "selective"."""
     text = _recomputed(row)
     if text.startswith("full"):
         return "full"

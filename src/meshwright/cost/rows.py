@@ -1,6 +1,6 @@
-"""Rows of measurements, our own or published, as settings and layouts: `predict --rows`.
+"""Reads rows of measurements, ours or published, as cost inputs and layouts: `predict --rows`.
 
-Measured fields are not read. Missing values are assumed, and reported as such.
+Measured values are not read. Missing values are assumed, and reported as such.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MLPS: Final = ("gated", "plain")
 
 @dataclass(frozen=True)
 class PricedRow:
-    """A row as something to price, and the assumptions."""
+    """The cost inputs and the layout of a row, and the assumptions that were made."""
 
     setting: CostInputs
     layout: Layout
@@ -60,7 +60,8 @@ class PricedRow:
 
 
 def _compile(row: Row, system: System) -> bool | Literal["auto"]:
-    """Return a row's `train.compile`, which is part of what other systems are."""
+    """Return `train.compile` for a row; for other systems, compiling is part of the system, so
+    False."""
     asked: bool | None = row.get("compile")
     if system.name != "meshwright":
         return False
@@ -68,7 +69,8 @@ def _compile(row: Row, system: System) -> bool | Literal["auto"]:
 
 
 def read_row(row: Row, calibration: Calibration) -> PricedRow:
-    """Return the setting and layout of a row; raises `RowError` if too little is given."""
+    """Return the cost inputs and the layout of a row; raises `RowError` if it says too little or is
+    inconsistent."""
     assumed: list[str] = []
     named, row = whole(row), known(row, assumed)
     missing = [key for key in _NEEDED if not row.get(key)]
@@ -157,7 +159,8 @@ def _device(row: Row, assumed: list[str]) -> Device:
 
 
 def _links(row: Row, device: Device) -> tuple[str, str] | None:
-    """Return the links of a cluster whose network between nodes a row states by its Gb/s."""
+    """Return the links inside a node and between nodes if the row states the network in Gb/s, else
+    None."""
     match = re.search(r"(\d+)\s*Gb/s", str(row.get("internode") or ""))
     if match is None:
         return None
@@ -226,7 +229,7 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
 
 
 def _adapted(row: Row, model: ModelSpec, assumed: list[str]) -> ModelSpec:
-    """Return a model with the low-rank adapters that a row trains, if it does."""
+    """Return the model with the LoRA adapters that a row trains, if any."""
     rank, targets = row.get("lora_rank"), row.get("lora_targets")
     if not rank:
         if "lora" in str(row.get("task", "")).lower():
@@ -300,7 +303,8 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
 
 
 def _splits_sequences(row: Row, tp: int, system: System, assumed: list[str]) -> bool:
-    """Return whether a row has sequence parallelism: if it says nothing, as its system does."""
+    """Return whether a row has sequence parallelism; if it does not say, what its system usually
+    does."""
     sp = row.get("sp")
     is_usual = system.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms")
     if sp is None and tp > 1 and is_usual:
@@ -310,10 +314,10 @@ def _splits_sequences(row: Row, tp: int, system: System, assumed: list[str]) -> 
 
 
 def _expert_tp(row: Row, ep: int, tp: int, ranks: Mapping[str, int], assumed: list[str]) -> int:
-    """Return how many ranks of tp cut an expert's width: what the row says, if there is that.
+    """Return how many tp ranks split an expert's width: as the row states, if that is possible.
 
-    Its `edp` says so, too: the `ranks` of a stage are ep x etp x edp. If it says nothing, and `ep`
-    does not divide the data ranks that are `alike`, it is 1.
+    A stated `edp` determines it, too: the `ranks` of a stage are ep x etp x edp. If the row states
+    neither, and `ep` does not divide the data-parallel ranks (`alike`), it is 1.
     """
     if ep == 1:
         return tp
@@ -338,9 +342,10 @@ def _nearly_fits(memory: RankMemory) -> bool:
 
 
 def _with_kernel(setting: CostInputs, layout: Layout, assumed: list[str]) -> CostInputs:
-    """Return a setting with the attention that a row without a word on it has had: its system's.
+    """Return the cost inputs with the attention kernel that a row without one must have had: its
+    system's.
 
-    One that writes scores is not that of a layout which they would not even nearly leave room for.
+    If that kernel writes scores that would not nearly fit, assumes FlashAttention.
     """
     kernel = setting.system.attention
     if not CAUSAL[kernel]:
@@ -352,10 +357,11 @@ def _with_kernel(setting: CostInputs, layout: Layout, assumed: list[str]) -> Cos
 
 
 def _least_recompute(setting: CostInputs, layout: Layout) -> Layout:
-    """Return the layout with as little recomputation as it fits with, or with all of it.
+    """Return the layout with the least recomputation with which it nearly fits; with "full" if none
+    does.
 
-    Published layouts are tuned to fill the memory, so that it takes more than a prediction's own
-    error to conclude that something was computed again.
+    Published layouts are tuned to fill the memory, so only an excess beyond the prediction's own
+    error shows that something was recomputed.
     """
     policies: tuple[Recompute, ...] = ("none", "selective", "full")
     tried = [layout.model_copy(update={"recompute": policy}) for policy in policies]
@@ -378,7 +384,7 @@ def predict_row(row: Row, calibration: Calibration) -> dict[str, Any]:
 
 
 def as_json(name: object, case: PricedRow, prediction: Prediction) -> dict[str, Any]:
-    """Return a prediction in the format of `predict --rows`."""
+    """Return a prediction as the JSON of `predict --rows`; `name` is the row's id."""
     return {
         "id": name,
         "fits": prediction.memory.fits,
@@ -396,5 +402,5 @@ def as_json(name: object, case: PricedRow, prediction: Prediction) -> dict[str, 
 
 
 def worst_rank(prediction: Prediction) -> int:
-    """Return the first rank at the place in the pipeline that needs the most memory."""
+    """Return the first global rank at the place in the pipeline that needs the most memory."""
     return prediction.memory.rank * (prediction.layout.world // prediction.layout.pp)

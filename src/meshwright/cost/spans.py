@@ -20,27 +20,29 @@ _HALF: Final = 0.5
 
 
 class Drawn(NamedTuple):
-    """A pipeline rank's spans, and when each of its computing actions begins and ends."""
+    """The spans of a pipeline rank, and the start and end in seconds of each of its computing
+    actions."""
 
     spans: tuple[Span, ...]
     actions: dict[Action, tuple[float, float]]
 
     @property
     def end(self) -> float:
-        """When its last action is done and sent, in seconds; 0 if nothing is known."""
+        """The second at which the rank's last action is done and its result sent; 0 without
+        spans."""
         return max((span.end for span in self.spans), default=0.0)
 
 
 def pipeline_spans(
     setting: CostInputs, kernels: Kernels, layout: Layout, pace: ActionTimes, seconds: float
 ) -> tuple[Drawn, ...]:
-    """Return the actions of each pipeline rank, over `seconds` from first to last.
+    """Return the spans of each pipeline rank, scaled so that the pipeline takes `seconds`.
 
-    These events determine the price, so they end with it. Parts of the price that are not events
-    stretch all spans alike: the share of idle time that other systems show, and the part that a
-    price extrapolates over hundreds of microbatches (`cost.pipeline.by_events`). Messages within
-    an action are summed at its end. A receive is the wait for it; a send is the exposed part of it.
-    Empty if our action tables lack the schedule, as with other systems' rules.
+    The price comes from the same events, except for parts that stretch all spans alike: the share
+    of idle time of other systems, and what a price extrapolates over hundreds of microbatches
+    (`cost.pipeline.by_events`). Messages within an action are drawn together at its end. A receive
+    is the wait for it; a send is its exposed part. Empty if the action tables do not allow the
+    schedule with these microbatches.
     """
     if not has_table(layout, pace.microbatches):
         return tuple(Drawn((), {}) for _ in range(layout.pp))
@@ -56,7 +58,7 @@ def pipeline_spans(
 
 
 class _Pen:
-    """Makes spans of actions and their times."""
+    """Makes spans from actions and their times."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class _Pen:
         }
 
     def spans(self, actions: dict[Action, tuple[float, float]]) -> Iterator[Span]:
-        """Yield a rank's spans in the order of its table."""
+        """Yield the spans of a rank in the order of its actions."""
         free = 0.0
         for action, (start, end) in actions.items():
             place = action.stage, action.microbatch
@@ -97,7 +99,8 @@ class _Pen:
                 yield Span("messages", sent[0].kind, end, free, *place, "pp", self.bytes)
 
     def _within(self, action: Action, end: float) -> Iterator[Span]:
-        """Yield what an action waits for along the other axes, put together at its end."""
+        """Yield spans of what an action waits for along the other axes, drawn together at its
+        end."""
         pass_times: Pass = self.passes[action.stage][action.kind != "F"]
         share = self.scale * (_HALF if action.kind in ("I", "W") else 1.0)
         waits = {

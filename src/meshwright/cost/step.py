@@ -1,4 +1,4 @@
-"""The time of a step by cause: compute, messages, the pipeline, the optimizer."""
+"""The time of a step by cause: compute, messages, pipeline bubble, optimizer, host."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from meshwright.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: `total`, and its causes for each place in the pipeline in `ranks`.
+    """Seconds of a step: the total, and for each place in the pipeline the seconds by cause.
 
-    `slowest` is the place that sets the pace. A rank's causes add up to the total: `bubble` is the
-    wait for other stages. `gathers` are ZeRO's messages in each microbatch, `data` those of data
-    parallelism once per step.
+    `slowest` is the place whose microbatches take longest. The causes of a rank add up to the
+    total. `bubble` is the wait for other stages, `gathers` ZeRO's messages in each microbatch,
+    `data` the data-parallel messages once per step.
     """
 
     total: float
@@ -47,7 +47,8 @@ class StepTime:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Seconds by the causes of a profile, as the mean of the ranks; they also add up."""
+        """Seconds by the causes of a step profile, as the mean over the pipeline ranks; they add up
+        to the total."""
         merged = [merged_causes(seconds) for seconds in self.ranks]
         return {
             cause: sum(seconds[cause] for seconds in merged) / len(merged) for cause in merged[0]
@@ -55,12 +56,13 @@ class StepTime:
 
     @property
     def gathers(self) -> float:
-        """Seconds of `data` spent waiting for gathered weights, as the mean of the ranks."""
+        """Seconds of waiting for ZeRO's messages in microbatches, as the mean over the pipeline
+        ranks."""
         return sum(seconds["gathers"] for seconds in self.ranks) / len(self.ranks)
 
 
 def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
-    """Return the causes of a profile: gathers count as data parallelism."""
+    """Return the seconds by the causes of a step profile, in which "data" includes "gathers"."""
     merged = {**causes, "data": causes["data"] + causes["gathers"]}
     return {cause: merged[cause] for cause in CAUSES if cause in merged}
 
@@ -78,16 +80,16 @@ class Pass(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The seconds of all causes."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Times of the actions of a layout's step: `forward` and `backward` are by stage.
+    """What determines the times of a step's actions: the seconds of a microbatch, and waits.
 
-    `whole` is the time of one microbatch on each pipeline rank; `transfer` is that of a message
-    between neighbours.
+    `held` has the layers of each pipeline rank, `whole` the seconds of one microbatch in all of its
+    stages, `transfer` those of a message between neighboring stages.
     """
 
     model: ModelSpec
@@ -111,7 +113,7 @@ class ActionTimes:
         return self.parts.last.backward
 
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
-        """Return a stage's forward and backward."""
+        """Return the seconds of a microbatch's forward and backward in a stage."""
         held_layers = RankLayers.of(self.model, (stage,))
         forward, backward = zip(
             self.gathers.passes(held_layers), self.copies.passes(held_layers), strict=True
@@ -136,7 +138,7 @@ class ActionTimes:
 
 
 def pace_of(setting: CostInputs, kernels: Kernels, layout: Layout) -> ActionTimes:
-    """Return the times of the actions of a layout's step."""
+    """Return what determines the times of the actions of a layout's step."""
     parts = parts_of(setting, kernels, layout)
     ranks = layers_of_ranks(setting, layout)
     gathers = unit_waits(kernels, unit_messages(setting, kernels, layout), parts)
@@ -189,7 +191,7 @@ def rank_causes(
     pace: ActionTimes,
     held_layers: RankLayers,
 ) -> dict[str, float]:
-    """Return a step's seconds by cause on a rank with such layers, without its bubble."""
+    """Return the seconds of a step by cause on a rank with these layers, without the bubble."""
     parts, count = pace.parts, pace.microbatches
     per_step = {cause: count * parts.of(held_layers, cause) for cause in Seconds._fields}
     return {
@@ -212,7 +214,7 @@ def rank_causes(
 
 
 def host_seconds(kernels: Kernels, microbatches: int) -> float:
-    """Return the host's overhead in a step of so many microbatches."""
+    """Return the host's overhead in seconds in a step of `microbatches` microbatches."""
     return kernels.fixed + microbatches * kernels.per_microbatch
 
 
@@ -234,13 +236,14 @@ def _pipeline(
 
 
 def has_table(layout: Layout, microbatches: int) -> bool:
-    """Return whether our action tables have the layout's schedule; other systems differ."""
+    """Return whether the schedule allows this number of microbatches, so that it has action
+    tables."""
     rule = microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, microbatches)
     return rule is None
 
 
 def costs_of(setting: CostInputs, kernels: Kernels, layout: Layout, pace: ActionTimes) -> Costs:
-    """Return what the pipeline's events cost."""
+    """Return the seconds of each stage and of messages, for simulating the pipeline."""
     stages = stages_of(
         setting.model, layout.stages, setting.train.seq_len, setting.system.even_stages
     )
@@ -255,7 +258,8 @@ def costs_of(setting: CostInputs, kernels: Kernels, layout: Layout, pace: Action
 
 
 def transfer_seconds(kernels: Kernels, layout: Layout, layout_work: LayoutWork) -> float:
-    """Return the seconds of one message between neighbours in the pipeline."""
+    """Return the seconds of one message between neighboring pipeline ranks; 0 without a
+    pipeline."""
     if layout.pp == 1:
         return 0.0
     stride = layout.dp * layout.cp * layout.tp
@@ -265,9 +269,10 @@ def transfer_seconds(kernels: Kernels, layout: Layout, layout_work: LayoutWork) 
 def optimizer_seconds(
     setting: CostInputs, kernels: Kernels, layout: Layout, held_layers: RankLayers
 ) -> float:
-    """Return the seconds of the update: memory-bound, or with offload bound by the host's link.
+    """Return the seconds of a rank's update, bound by memory bandwidth, or with offload by the
+    host.
 
-    Beside them come products and messages, if the optimizer needs whole matrices.
+    Adds the gathers and matmuls of optimizers that need whole matrices.
     """
     moved_by_update = sum(
         update.elements * moved_bytes(update.rule, setting.optimizer, setting.train)

@@ -16,14 +16,15 @@ _FP32: Final = ELEMENT_BYTES["fp32"]
 
 
 class GradientSums(NamedTuple):
-    """Seconds of a backward for each weight, as the mean of a step's microbatches."""
+    """Seconds of gradient accumulation per weight element in a backward, as the mean over
+    microbatches."""
 
     model: ModelSpec
     layout: Layout
     seconds: float
 
     def of(self, held_layers: RankLayers) -> float:
-        """Return the seconds of one backward through such layers."""
+        """Return the seconds of accumulation in one backward through these layers."""
         if not self.seconds:
             return 0.0
         elements = elements_of(

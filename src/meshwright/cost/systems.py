@@ -1,7 +1,7 @@
-"""`System`: the differences between training systems that run the same layout.
+"""`System`: how training systems differ when they run the same layout.
 
 Only facts, each with its source; measured values are in the calibration under the system's name.
-`meshwright` is our own. The others are here because most published measurements are theirs.
+`meshwright` is this package's engine. Most published measurements are of the others.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ Module = Literal["core_attn", "mlp", "layernorm", "activation"]
 
 @dataclass(frozen=True)
 class System:
-    """How a system stores states, which kernels it uses, and what it overlaps.
+    """How a training system stores states, which kernels it uses, and what it overlaps.
 
-    `keeps` "shards": fp32 shards are the weights, gathered in the dtype of the products (FSDP).
-    "whole": each rank has whole weights in the products' dtype, and the optimizer its fp32 ones.
-    `gradient_bytes` of an accumulated gradient, `reduced_bytes` of one that is being summed,
-    None where `train.reduce_dtype` says it.
-    `attention` is the kernel where a row names none.
-    `selective` recomputation makes whole blocks but for their products anew, attention alone,
-    half of the products too, or `modules`. `fused_norm`: a norm is one kernel. `fused_activation`:
-    a gated activation keeps its two inputs alone. `splits_loss`: the loss has logits cut over tp.
-    `gathers_again`: with sp, what products took is gathered again in the backward, or only in that
-    of layers which are not recomputed. `overlaps_tp`: the gradients of products' inputs are summed
-    while those of weights are computed; else the fitted share of messages has it. `even_stages`:
-    layers are spread over stages by number rather than by cost. `fuses_loss`: the backward makes
-    the head's products and the loss, of some tokens at a time; `loss_chunks` of another system that
-    does so. `parts_ends`: ZeRO-3 gathers embedding and head, unless tied, for the one pass that
-    uses each. `sends_once`: a token goes to a rank, and to a node, once, however many of its
-    experts are there. `sums_apart`: a separate kernel accumulates gradients, whose time no fitted
-    constant includes. `keeps_quantised`: what float8 products have taken is kept in float8.
+    `keeps` = "shards": the fp32 shards are the weights, gathered in the dtype of matmuls (FSDP).
+    "whole": each rank has whole weights in that dtype, and the optimizer has fp32 master weights.
+    `gradient_bytes` and `reduced_bytes` are per element of an accumulated gradient and of one being
+    reduced (None: as `train.reduce_dtype` says). `attention` is its usual kernel. `selective`
+    recomputation recomputes everything but matmuls ("blocks"), only attention, half of the matmuls
+    too, or `modules`. `fused_norm`: a norm is one kernel. `fused_activation`: a gated activation
+    saves only its two inputs. `splits_loss`: logits at the loss are sharded over tp.
+    `gathers_again`: with sp, matmul inputs are gathered again in the backward, always or only in
+    layers that are not recomputed. `overlaps_tp`: gradients of matmul inputs are summed over tp
+    while those of weights are computed. `overlaps_shared`: expert messages overlap with the shared
+    expert. `even_stages`: stages have equal numbers of layers, not equal cost. `fuses_loss`: the
+    backward computes head and loss in chunks of tokens; another system does so in `loss_chunks`.
+    `parts_ends`: ZeRO-3 gathers untied embedding and head only for the pass that uses each.
+    `sends_once`: a token is sent once to a rank and to a node, however many of its experts are
+    there. `sums_apart`: a separate kernel accumulates gradients, which no fitted constant includes.
+    `keeps_quantised`: inputs of float8 matmuls are saved in float8.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""`peak_terms`: what a rank of Meshwright's engine holds at its peak, with formulas."""
+"""`peak_terms`: the memory of a rank of Meshwright's engine at its peak, by category with
+formulas."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ _AT_WORK: Final = "of what is at work at this moment"
 
 
 def peak_terms(program: Program, rank: int, forms: Iterable[Term]) -> tuple[list[Term], str]:
-    """Return the terms of a rank of the world at its peak, in bytes, and the moment.
+    """Return the memory of rank `rank` of the world at its peak, as terms, and the name of the
+    moment.
 
-    A term's text has the closed form of its category, and the difference from it at that moment.
+    The text of a term is the closed form of its category in `forms`, and the simulation's
+    difference from it.
     """
     by_category: dict[str, Term] = {}
     for closed_form in forms:

@@ -1,8 +1,8 @@
 """`timeline`: a rank's memory through a step, operation by operation, in bytes by category.
 
-Walks over the rank's action table, with what our engine allocates and releases for each action. The
-saved bytes of operations and their temporary memory come from the program, and what data
-parallelism gathers and reduces from `cost.units`.
+Simulates what Meshwright's engine allocates and releases for each action of the rank's table. The
+saved bytes of operations and their workspaces come from the program, and what data parallelism
+gathers and reduces from `cost.units`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Size = tuple[str, int]
 
 
 class LayerBytes(NamedTuple):
-    """What a layer of one kind saves of a microbatch, and releases during its backward.
+    """The bytes that a kind of layer saves of a microbatch, and releases during its backward.
 
-    `kept` exists after the forward, `anew` at the start of the backward. `backward` has the
-    released sizes for each need; `left` is what none of them releases. `room` is the forward's
-    temporary memory.
+    `kept` is saved by the forward; `anew` exists at the start of the backward, after recomputation.
+    `backward` has the steps of the backward: a workspace, and the saved bytes that are then
+    released; `left` is released after all. `room` is the workspace of the forward.
     """
 
     kept: tuple[Size, ...]
@@ -54,7 +54,7 @@ class LayerBytes(NamedTuple):
 def layer_bytes(
     program: Program, sizes: Sizes, stage: Stage, kind: LayerSpec, cp_rank: int
 ) -> LayerBytes:
-    """Return the bytes of a layer of one kind in the stage."""
+    """Return the bytes that a kind of layer in a stage saves and releases."""
     first, anew = (
         [
             op
@@ -73,7 +73,7 @@ def layer_bytes(
 
 
 def kept(ops: Iterable[Operation]) -> tuple[Size, ...]:
-    """Return what operations save, by category."""
+    """Return the bytes that operations save for the backward, by category."""
     sums: dict[str, int] = {}
     for op in ops:
         category = f"activations: {op.kind}"
@@ -83,30 +83,34 @@ def kept(ops: Iterable[Operation]) -> tuple[Size, ...]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The moments of a step on one rank, in order."""
+    """The snapshots of one rank's memory during a step, in order."""
 
     moments: tuple[PredictedMoment, ...]
 
     @property
     def peak(self) -> PredictedMoment:
-        """The first moment at which most is held."""
+        """The first snapshot with the most bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
 def of_layer(layer: int) -> str:
-    """Return the name of a moment in a layer."""
+    """Return the name that snapshots in a layer have."""
     return f"layer {layer}"
 
 
 def timeline(program: Program, rank: int) -> Timeline:
-    """Return what a rank of the world holds through a step after the first, in bytes."""
+    """Return the memory of rank `rank` of the world through a step, other than the run's first, in
+    bytes."""
     walk = Walk(program, rank, ByteCount())
     walk.run()
     return Timeline(tuple(walk.bytes_held.moments))
 
 
 class Walk:
-    """The state of a walk for a rank of the world; `bytes_held` counts what is held."""
+    """Simulates the memory of a rank of the world through a step; `bytes_held` counts its bytes.
+
+    `table` replaces the program's action table.
+    """
 
     def __init__(
         self, program: Program, rank: int, bytes_held: ByteCount, table: Table | None = None
@@ -131,7 +135,7 @@ class Walk:
         self.moves = Moves(program, self.stages, self.at["cp"], bytes_held)
 
     def _layers(self) -> dict[LayerSpec, LayerBytes]:
-        """Return what layers of each kind that the rank holds keep and let go of."""
+        """Return the bytes that each kind of layer on the rank saves and releases."""
         by_kind: dict[LayerSpec, LayerBytes] = {}
         for stage in self.stages.values():
             kinds = {self.program.model.layer(layer) for layer in stage.layers}
@@ -140,7 +144,7 @@ class Walk:
         return by_kind
 
     def run(self) -> None:
-        """Perform the step, and record its moments."""
+        """Simulate the step, and record its snapshots."""
         bytes_held, program = self.bytes_held, self.program
         for units in self.units.values():
             units.hold()
@@ -166,12 +170,12 @@ class Walk:
             bytes_held.note("update")
 
     def finish(self) -> None:
-        """End the backwards of a step."""
+        """Complete the gradient reductions after the last backward."""
         for units in self.units.values():
             units.finish()
 
     def compute(self, action: Action) -> None:
-        """Perform a computing action, whose input has arrived."""
+        """Simulate a computing action, whose input has arrived."""
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "W":
@@ -191,12 +195,12 @@ class Walk:
             self.sent[peer] = self.sent.get(peer, 0) + self.sizes.stream_bytes
 
     def _peer(self, action: Action) -> int:
-        """Return the rank of the pipeline that a transfer comes from or goes to."""
+        """Return the pipeline rank that a transfer comes from or goes to."""
         step = 1 if action.kind in ("SEND_F", "RECV_B") else -1
         return self.program.stage_ranks[action.stage + step]
 
     def _arrive(self, action: Action) -> None:
-        """Let go of what was sent before the receive that an action waits for."""
+        """Release sent buffers that the receive of this action's input proves to have arrived."""
         kind: Kind = "RECV_F" if action.kind == "F" else "RECV_B"
         sent = 0
         if action.kind != "W":
@@ -222,7 +226,7 @@ class Walk:
         units.leave_root()
 
     def forward_layer(self, action: Action, index: int) -> None:
-        """Go forward through the `index`-th layer of an action's stage."""
+        """Simulate the forward of the `index`-th layer of the action's stage."""
         bytes_held, units = self.bytes_held, self.units[action.stage]
         layer = self.stages[action.stage].layers[index]
         units.enter(index)
@@ -234,7 +238,7 @@ class Walk:
         units.leave(index)
 
     def _of_ends(self, stage: Stage) -> tuple[Operation, ...]:
-        """Return the operations of a stage that are in no layer."""
+        """Return the operations of a stage outside of its layers."""
         if stage.index not in self.known:  # the same for all microbatches
             ends = replace(stage, stop_layer=stage.first_layer)  # without its layers
             self.known[stage.index] = operations(self.program, ends, cp_rank=self.at["cp"])
@@ -272,7 +276,7 @@ class Walk:
             bytes_held.drop(STREAM, sizes.stream_bytes)
 
     def backward_layer(self, action: Action, index: int) -> None:
-        """Go back through the `index`-th layer of an action's stage."""
+        """Simulate the backward of the `index`-th layer of the action's stage."""
         units, stage = self.units[action.stage], self.stages[action.stage]
         units.enter_backward(index)
         self.moves.come(action, index)
@@ -280,7 +284,7 @@ class Walk:
         units.leave_backward(index)
 
     def _through_layer(self, stage: Stage, index: int, *, defers: bool) -> None:
-        """Go back through a layer, which is made anew before where nothing of it is kept."""
+        """Simulate the backward of a layer, with its recomputation before."""
         bytes_held, units, layer = self.bytes_held, self.units[stage.index], stage.layers[index]
         kind_bytes = self.layers[self.program.model.layer(layer)]
         if self.program.layout.recompute != "none":
@@ -301,7 +305,7 @@ class Walk:
         self._free(kind_bytes.left)
 
     def _loss(self, units: Units) -> None:
-        """Make the loss and go back through the head, some rows at a time."""
+        """Simulate the loss and the head's backward, in chunks of tokens."""
         bytes_held, sizes = self.bytes_held, self.sizes
         element, whole_bytes = sizes.element, sizes.whole_bytes
         is_cut = self.program.layout.sp and self.program.layout.tp > 1
@@ -332,7 +336,7 @@ class Walk:
         units.leave_loss()
 
     def _last_norm(self, ops: Sequence[Operation]) -> None:
-        """Go back through the norm before the head."""
+        """Simulate the backward of the last norm."""
         wide = self.sizes.stream * self.sizes.dim * _WIDE
         with self.bytes_held.spike("gradients of activations", 3 * wide):
             self.bytes_held.note("norm")

@@ -1,4 +1,5 @@
-"""The units of a stage: their sizes, and their state during a step."""
+"""Sizes and state of a stage's units: the groups of weights that data parallelism gathers
+together."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from meshwright.spec.training import OptimizerSpec
 
 
 class Counted(NamedTuple):
-    """Elements: whole on a tp rank, padded for sharding; a shard's, padded and unpadded."""
+    """Numbers of elements on a tp rank: in all, with padding for sharding, and of the rank's shard
+    with and without padding."""
 
     whole: int
     padded: int
@@ -26,7 +28,8 @@ class Counted(NamedTuple):
 
     @classmethod
     def of(cls, shardings: Iterable[Sharding], place: int) -> Counted:
-        """Return those of some parameters; `place` is the rank's place among those alike."""
+        """Return the numbers for some parameters; `place` is the rank's index among data ranks with
+        the same weights."""
         total = padded = shard = unpadded = 0
         for sharding in shardings:
             rows, row_elements, part = (
@@ -43,11 +46,12 @@ class Counted(NamedTuple):
 
 
 class UnitSizes:
-    """A unit's parameters: elements of the trained ones (`Counted`), and of `frozen` ones.
+    """The sizes of a unit's trained and frozen parameters, and the state of its weights and
+    gradients.
 
-    The trained parameters of a block have their names within it. ZeRO shards them over `ranks`, and
-    `expert_data` data ranks divide the experts among themselves. `rounded`: those that products
-    take in `float8` are gathered in it. `state_bytes` are those of the `optimizer`'s states.
+    `numels` has the trained parameters by name. ZeRO shards them over `ranks` ranks, and
+    `expert_data` data ranks divide the experts among themselves. With `rounded`, weights of float8
+    matmuls are gathered in float8. `state_bytes` are those of the optimizer's states.
     """
 
     def __init__(
@@ -87,29 +91,33 @@ class UnitSizes:
         self.summed = 0  # bytes of the sums of its shard's gradients
 
     def lasting(self, in_place: bool, element: int) -> int:
-        """Return the bytes that a rank has at all times of what is not trained."""
+        """Return the bytes of frozen weights that a rank holds at all times; `element` is in
+        bytes."""
         if not self.cuts_frozen:
             return (self.frozen.whole - self.packed) * element + self.packed_bytes
         return (self.frozen.own if in_place else self.frozen.shard) * element
 
     def gathered(self, in_place: bool, element: int) -> int:
-        """Return the bytes of gathered weights, with so many for an element outside of float8."""
+        """Return the bytes of the gathered weights, with `element` bytes for each outside of
+        float8."""
         if in_place:
             return (self.whole + self.frozen.whole * self.cuts_frozen) * element
         count = self.padded + self.frozen.padded * self.cuts_frozen
         return count * element - self.float8.padded * (element - FLOAT8_BYTES)
 
     def sent(self, element: int) -> int:
-        """Return the bytes of this rank's shard in a gather."""
+        """Return the bytes of this rank's shard in a gather, with `element` bytes per element
+        outside of float8."""
         return self.shard * element - self.float8.shard * (element - FLOAT8_BYTES)
 
     @property
     def grown_bytes(self) -> int:
-        """The bytes of existing gradients, before they are all cast up at once."""
+        """The bytes of the unit's existing gradients, in the dtype that each has now."""
         return sum(self.numels[name] * element_bytes for name, element_bytes in self.grown.items())
 
     def last_gradient(self, reduced: int) -> int:
-        """Return the bytes of the last gradient, with `reduced` per element if cast up.
+        """Return the bytes of the last gradient, with `reduced` bytes per element if it is
+        accumulated.
 
         A loop variable of torch's `foreach_reduce` keeps it until the reduction is done.
         """
@@ -119,16 +127,18 @@ class UnitSizes:
         return grown[-1] if grown else 0
 
     def another(self) -> UnitSizes:
-        """Return a unit of the same sizes that holds nothing."""
+        """Return a copy of the unit without gradients."""
         copied = copy(self)
         copied.grown = {}
         return copied
 
 
 class UnitsState(NamedTuple):
-    """The changing part of `Units`: units of equal sizes and states behave alike.
+    """The state of some units: their gradients, whether they are gathered, and communication
+    buffers.
 
-    `ahead` has the bytes that were prefetched, by the index of a unit.
+    Units of equal sizes and states behave the same. `ahead` has the prefetched bytes by the index
+    of a unit.
     """
 
     units: tuple[tuple[tuple[tuple[str, int], ...], bool, bool, int], ...]
@@ -140,7 +150,8 @@ class UnitsState(NamedTuple):
     def of(
         cls, units: Sequence[UnitSizes], ahead: Mapping[int, int], buffer: int, input: int
     ) -> UnitsState:
-        """Return the state of some units, and of what their last messages work with."""
+        """Return the state of some units, with prefetched bytes by unit, and the bytes of the last
+        gather's and the last reduction's buffer."""
         unit_states = tuple(
             (tuple(unit.grown.items()), unit.is_gathered, unit.accumulated, unit.summed)
             for unit in units
@@ -151,7 +162,7 @@ class UnitsState(NamedTuple):
         return cls(unit_states, prefetched, buffer, input)
 
     def restore(self, units: Sequence[UnitSizes]) -> dict[int, int]:
-        """Put units into this state, and return what they have prefetched."""
+        """Put units into this state, and return their prefetched bytes by `id`."""
         for unit, state in zip(units, self.units, strict=True):
             grown, unit.is_gathered, unit.accumulated, unit.summed = state
             unit.grown = dict(grown)
@@ -159,10 +170,10 @@ class UnitsState(NamedTuple):
 
 
 def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple[UnitSizes, ...]]:
-    """Return the units of each block of a stage; blocks of a kind have equal sizes.
+    """Return the units of each block of a stage; blocks of the same kind have equal sizes.
 
-    Experts that are divided over ranks are a separate unit, the last one. `place` is the rank's
-    index among the layout's `alike_ranks`.
+    Expert-parallel experts are a separate unit, the last one. `place` is the rank's index among the
+    layout's `alike_ranks`.
     """
     rounded = gathers_float8(program.train, program.layout, program.target)
     kinds: dict[LayerSpec, tuple[UnitSizes, ...]] = {}

@@ -1,7 +1,8 @@
 """`Units`: weights and gradients of a stage, as data parallelism gathers and reduces them.
 
 A unit is a block, the embedding, or the rest of the stage: the last norm and the head. With FSDP2,
-the head is a separate unit, too; a tied embedding belongs to the rest.
+the head is a separate unit, too; a tied embedding belongs to the rest. "In place" is the engine for
+CPU ranks: without FSDP2, ranks exchange shards and sum whole gradients by themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ OPTIMIZER: Final = "optimizer"
 
 
 class Units:
-    """The units of one stage, and which of their parts are held."""
+    """The units of one stage on a rank; its methods follow a step and count allocated bytes in
+    `bytes_held`."""
 
     def __init__(
         self,
@@ -74,31 +76,34 @@ class Units:
         self._input = 0  # of the last reduction, or all of the last exchange
 
     def state_of(self, units: Sequence[UnitSizes]) -> UnitsState:
-        """Return what some of them hold, and what the last messages still use."""
+        """Return the state of some units, and the buffers that the last messages still use."""
         return UnitsState.of(units, self._ahead, self._kept, self._input)
 
     def restore(self, units: Sequence[UnitSizes], state: UnitsState) -> None:
-        """Put some of them into a state."""
+        """Put some units into a state that `state_of` returned."""
         for unit in units:
             self._ahead.pop(id(unit), None)
         self._ahead.update(state.restore(units))
         self._kept, self._input = state.kept, state.input
 
     def _exchanges(self, unit: UnitSizes) -> bool:
-        """Whether the ranks that share a unit's rows exchange them by themselves."""
+        """Whether the unit is sharded and, without FSDP2, its ranks exchange the shards
+        themselves."""
         return self.in_place and unit.ranks > 1
 
     def _reshards(self, unit: UnitSizes) -> bool:
-        """Whether they have its weights only where they need them."""
+        """Whether the unit's weights are, without FSDP2, gathered only while they are needed
+        (ZeRO-3)."""
         return self._exchanges(unit) and self.layout.zero == 3
 
     def _sums(self, unit: UnitSizes) -> bool:
-        """Whether ranks that have all of a unit sum its gradients in place."""
+        """Whether, without FSDP2, ranks that hold the whole unit all-reduce its gradients in
+        place."""
         copies = self.layout.dp * self.layout.cp // unit.expert_data
         return self.in_place and unit.ranks == 1 and copies > 1
 
     def hold(self) -> None:
-        """Count the memory that a rank holds all the time: weights and optimizer states."""
+        """Count what a rank holds during the whole step: weights and optimizer states."""
         for unit in self.all:
             weights = unit.shard
             if self._reshards(unit):
@@ -113,33 +118,35 @@ class Units:
             self.bytes_held.add(OPTIMIZER, unit.state_bytes * (not self.layout.states_on_host))
 
     def enter_root(self) -> None:
-        """Gather what is in no block for the forward; in place, only the embedding."""
+        """Gather the weights outside of blocks for a forward; without FSDP2, only the
+        embedding's."""
         self._need(0)
         self._take((self.root, self.embed))
 
     def leave_embedding(self) -> None:
-        """Drop the embedding after its forward, where ZeRO-3 of FSDP2 does."""
+        """Release the gathered embedding after its forward, with FSDP2 and ZeRO-3."""
         if self.layout.zero == 3 and not self.in_place:
             self._reshard(self.embed)
 
     def enter(self, index: int) -> None:
-        """Gather a block for its forward."""
+        """Gather the `index`-th block for its forward."""
         self._need(index + 1)
         self._take(self.blocks[index])
 
     def _take(self, units: Sequence[UnitSizes]) -> None:
-        """Gather units for their forward, each with the one after it ahead."""
+        """Gather units for their forward, and begin to gather the one after each (FSDP2)."""
         for unit in units:
             self._gather(unit, forward=True)
             if id(unit) in self._after:
                 self._gather_ahead(self._after[id(unit)])
 
     def enter_head(self) -> None:
-        """Gather the last norm and the head, if they are a separate unit."""
+        """Gather the last norm and the head for their forward, without FSDP2."""
         self._need(len(self.blocks) + 1)
 
     def _need(self, turn: int) -> None:
-        """Gather units whose weights are not there, and those of the next turn ahead."""
+        """Gather the units of a turn of the forward that are not gathered, and begin the next
+        turn's (no FSDP2)."""
         if not self.waits or not self._turns[turn]:
             return
         later = [units for units in self._turns[turn:] if units]
@@ -149,7 +156,7 @@ class Units:
             self._begin(unit)
 
     def _begin(self, unit: UnitSizes) -> None:
-        """Begin to gather a unit, where ranks sum by themselves."""
+        """Begin to gather a unit, without FSDP2."""
         if unit.is_gathered or not self._exchanges(unit):
             return
         unit.is_gathered = True
@@ -157,20 +164,25 @@ class Units:
         self.bytes_held.note("gather")
 
     def leave(self, index: int) -> None:
-        """Drop a block after its forward, where ZeRO-3 does."""
+        """Release the gathered weights of the `index`-th block after its forward, with ZeRO-3."""
         for unit in self.blocks[index]:
             if self._reshards(unit) or (self.layout.zero == 3 and not self.in_place):
                 self._reshard(unit)
 
     def leave_root(self) -> None:
-        """End the forward of a stage."""
+        """Release the gather buffer and, with FSDP2 and ZeRO-3, the root's weights at the end of a
+        stage's forward."""
         self.bytes_held.drop(BUFFERS, self._kept)
         self._kept = 0
         if self.layout.zero == 3 and not self.in_place:
             self._reshard(self.root)
 
     def begin_backward(self, is_last: bool, defers: bool) -> None:
-        """Gather the root, and prefetch the head and the last block; the head comes first."""
+        """Gather the root unit for a backward, and prefetch the head and the last block.
+
+        `is_last` says that it is the stage's last backward of the step, `defers` that it leaves
+        weight gradients for later.
+        """
         self.is_last, self.defers = is_last, defers
         self.meets = is_last or self.layout.dp_replicate == 1  # replicas sum with each other
         self._gather(self.root)
@@ -181,17 +193,17 @@ class Units:
         self._gather(self.head)
 
     def _begin_again(self, index: int) -> None:
-        """Begin to gather what ranks have dropped of a block, where they sum by themselves."""
+        """Begin to gather the released weights of a block, without FSDP2."""
         for unit in filter(self._reshards, self.blocks[index]):
             self._begin(unit)
 
     def _drop(self, index: int) -> None:
-        """Drop what is gathered of a block, where ranks sum by themselves."""
+        """Release the gathered weights of a block, without FSDP2."""
         for unit in filter(self._reshards, self.blocks[index]):
             self._reshard(unit)
 
     def enter_backward(self, index: int) -> None:
-        """Start a block's backward with its prefetched weights; prefetch the previous block's."""
+        """Gather the `index`-th block for its backward, and prefetch the block before it."""
         if index + 1 < len(self.blocks):
             self._drop(index + 1)
         self._begin_again(index)
@@ -202,22 +214,25 @@ class Units:
             self._gather_ahead(self.blocks[index - 1][0])
 
     def leave_loss(self) -> None:
-        """Treat the head like a block, if it is a unit."""
+        """Reduce or accumulate the head's gradients after the loss, if the head is a unit."""
         if self.head.is_there:
             self._close(self.head)
 
     def leave_head_backward(self) -> None:
-        """Treat the last norm and the head like a block, if they are a unit."""
+        """Reduce or accumulate the gradients of last norm and head after their backward, without
+        FSDP2."""
         if self.in_place:
             self._close(self.root)
 
     def leave_backward(self, index: int) -> None:
-        """Accumulate or reduce the gradients of a block, and drop its weights if due."""
+        """Reduce or accumulate the gradients of the `index`-th block, and release its weights if
+        due."""
         for unit in reversed(self.blocks[index]):
             self._close(unit)
 
     def leave_root_backward(self) -> None:
-        """Do the same for the rest; the last reduction's input stays until the next."""
+        """Reduce or accumulate the gradients of the units outside of blocks at the end of a stage's
+        backward."""
         if self.blocks:
             self._drop(0)
         last = (self.embed,) if self.in_place else (self.root, self.embed)
@@ -230,19 +245,22 @@ class Units:
             self._settle()
 
     def grow(self, index: int, names: Sequence[str]) -> None:
-        """Create the gradients of a block's parameters, or add to existing ones."""
+        """Allocate the gradients of the named parameters of the `index`-th block, or accumulate
+        into them."""
         for unit in self.blocks[index]:
             self._grow(unit, names)
 
     def grow_root(self, names: Sequence[str]) -> None:
-        """Do the same for what is in no block."""
+        """Allocate the gradients of the named parameters outside of blocks, or accumulate into
+        them."""
         for unit in (self.embed, self.root, self.head):
             self._grow(unit, names)
 
     def grow_deferred(self, is_last: bool, room: int, added: int) -> None:
-        """Compute the gradients of all products; FSDP2 reduces those of a unit if due.
+        """Allocate the deferred gradients of all matmul weights; with FSDP2, reduces those of a
+        unit if due.
 
-        A product that creates a gradient needs `room` additional bytes, one that adds to it
+        A matmul that creates a gradient needs a workspace of `room` bytes, one that adds to it
         `added`.
         """
         self.is_last, self.defers, self.meets = is_last, False, True
@@ -257,20 +275,23 @@ class Units:
                 self._close(unit)
 
     def close_deferred(self) -> None:
-        """Exchange or sum these gradients if due; what they were made of is no longer there."""
+        """Exchange or sum the deferred gradients if due, after the saved tensors were released (no
+        FSDP2)."""
         for unit in reversed(self.all if self.in_place else []):
             self._close(unit)
         if self.is_last and not self.waits:
             self._settle()
 
     def _settle(self, following: int = 0) -> None:
-        """Let go of what the last reduction or exchange works with, and hold that of the next."""
+        """Release the buffers of the last reduction or exchange, and allocate `following` bytes for
+        the next."""
         self.bytes_held.drop(BUFFERS, self._input)
         self.bytes_held.add(BUFFERS, following)
         self._input = following
 
     def finish(self) -> None:
-        """End the backwards of a step."""
+        """Release all communication buffers and gathered shards at the end of the step's
+        backwards."""
         self._settle()
         for unit in filter(self._reshards, self.all):
             self._reshard(unit)
@@ -311,7 +332,8 @@ class Units:
             self.bytes_held.drop(GATHERED, unit.gathered(self.in_place, self.element))
 
     def _grow(self, unit: UnitSizes, names: Sequence[str], *, joins: bool = False) -> None:
-        """Make gradients; those that come outside of autograd join its sums in any case."""
+        """Allocate or accumulate gradients; with `joins`, they are kept in the dtype of the
+        reduction."""
         if self.defers:
             names = [name for name in names if not waits(unit, name)]
         size, widens = self.element, self.in_place and self.element < self.reduced
@@ -329,7 +351,8 @@ class Units:
             unit.grown[name] = self.reduced if to_be_wide else size
 
     def _is_sent_at_once(self, unit: UnitSizes) -> bool:
-        """Whether the gradients of this backward are exchanged as soon as they are there."""
+        """Whether this backward's gradients are exchanged as soon as they are computed (no
+        FSDP2)."""
         return (self.is_last or self.layout.zero >= 2) and not self.defers and self._exchanges(unit)
 
     def _close(self, unit: UnitSizes) -> None:
@@ -351,7 +374,8 @@ class Units:
             self._widen(unit)
 
     def _exchange(self, unit: UnitSizes) -> None:
-        """Send the rows of others, and receive its own from each of them."""
+        """Send the other ranks their rows of a unit's gradients, and receive this rank's rows from
+        each."""
         bytes_held = self.bytes_held
         self._settle((unit.whole + (unit.ranks - 2) * unit.own) * self.reduced)
         bytes_held.add(GRADIENTS, unit.own * self.gradient - unit.summed)
@@ -360,7 +384,7 @@ class Units:
         self._drop_grown(unit)
 
     def _widen(self, unit: UnitSizes) -> None:
-        """Keep the gradients in the dtype of the reduction."""
+        """Cast the gradients up to the dtype of the reduction, in which they are accumulated."""
         if not unit.accumulated:
             self.bytes_held.add(GRADIENTS, unit.whole * self.reduced)
             unit.accumulated = True

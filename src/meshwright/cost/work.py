@@ -1,4 +1,4 @@
-"""The work of one microbatch in a layer and in the model's ends, read from programs.
+"""The work of one microbatch in a layer, in the embedding, and in the head, read from programs.
 
 Layers of a kind cost the same wherever they are: the program of a one-layer model gives the cost of
 each kind and of the ends. A layout's price is then a sum of a few numbers, which thousands of
@@ -32,10 +32,12 @@ from meshwright.spec.training import OptimizerSpec, TrainSpec
 
 
 class Product(NamedTuple):
-    """A product `[rows, inner] x [inner, outer]`, of `groups` of rows with a matrix each.
+    """A matmul `[rows, inner] x [inner, outer]`; with `groups`, the rows are divided over as many
+    matrices.
 
-    `is_column`: its outputs are cut over tp, by a layer that sends while it multiplies. The
-    `backward` has so many of its size. `of_shared`: it is the shared expert's.
+    `is_column`: its outputs are split over tp (column-parallel), and its messages overlap with it.
+    `backward` is the backward's work in multiples of the forward's. `of_shared`: it belongs to the
+    shared expert.
     """
 
     rows: int
@@ -48,19 +50,19 @@ class Product(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, int, int]:
-        """Rows, inner and outer dim."""
+        """The sizes rows, inner and outer."""
         return self.rows, self.inner, self.outer
 
     @property
     def flops(self) -> float:
-        """FLOPs of one pass."""
+        """FLOPs of the forward."""
         return 2.0 * self.rows * self.inner * self.outer
 
 
 class Message(NamedTuple):
-    """A collective of one microbatch: kind, axis, bytes, count, pass, purpose.
+    """A collective of one microbatch, sent `times` times.
 
-    `phase`, `purpose` and `overlaps` as in `program.messages.Collective`.
+    `phase`, `purpose` and `overlaps` are as in `program.messages.Collective`.
     """
 
     kind: str
@@ -73,13 +75,15 @@ class Message(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One microbatch in one layer (or in the ends of a model) on one rank; bytes, FLOPs forward.
+    """The work of one microbatch on one rank in a layer, or in an end of the model; forward FLOPs
+    and bytes.
 
-    `moved` are the bytes that a forward reads and writes outside of products and attention, each
+    `moved` are the bytes that a forward reads and writes outside of matmuls and attention, each
     tensor once per operation; `norm_moved` those of norms, `loss_moved` of the loss. `kept` is
     saved for the backward, by kind of operation. `scores` are the query-key pairs over all local
-    heads. `deferred` are the gradients of all products' results. `leaves` is the part of `kept`
-    that goes to the host if activations are offloaded. `attends` decides on attention's kernel.
+    heads. `deferred` are the bytes of gradients of all matmul outputs. `leaves` is the part of
+    `kept` that goes to the host if activations are offloaded. `attends` decides on attention's
+    kernel.
     """
 
     products: tuple[Product, ...]
@@ -96,10 +100,11 @@ class Work(NamedTuple):
 
 
 class RankLayers(NamedTuple):
-    """What a pipeline rank holds: layers of each kind, maybe the embedding or the head.
+    """What a pipeline rank holds: the number of layers of each kind, and whether embedding and
+    head.
 
-    Kinds are in the order of `ModelSpec.layer_kinds`. `embeddings` counts the weights of the
-    embedding: a tied head on another stage has its own copy, also where both are on one rank.
+    Kinds are in the order of `ModelSpec.layer_kinds`. `embeddings` counts copies of the embedding:
+    the stage of a tied head has its own one, even on the same rank.
     """
 
     kinds: tuple[int, ...]
@@ -109,7 +114,7 @@ class RankLayers(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelSpec, stages: Sequence[Stage]) -> RankLayers:
-        """Return what stages hold together."""
+        """Return the contents of some stages together."""
         counts = Counter(model.layer(layer) for stage in stages for layer in stage.layers)
         kinds = tuple(counts[kind] for kind in model.layer_kinds)
         tied = model.tie_embeddings
@@ -122,11 +127,11 @@ class RankLayers(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """All layers."""
+        """The number of layers of all kinds."""
         return sum(self.kinds)
 
     def total(self, per_kind: Iterable[float]) -> float:
-        """Return the sum over the layers of a number that each kind has.
+        """Return the sum over the rank's layers of a number given for each kind of layer.
 
         Raises `ValueError` unless there is one number for each kind.
         """
@@ -137,7 +142,8 @@ class RankLayers(NamedTuple):
 
 
 class _SequenceWork(NamedTuple):
-    """The work of a microbatch of one sequence: a layer of each kind, and the ends."""
+    """The work of a microbatch of one sequence: a layer of each kind, before the layers, and after
+    them."""
 
     sizes: Sizes
     layers: tuple[Work, ...]
@@ -147,10 +153,10 @@ class _SequenceWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayoutWork:
-    """All that pricing needs of a layout's microbatch of so many sequences, or `rows`.
+    """The work of a layout's microbatch of `rows` sequences.
 
-    Sequences are alike, so each part is the work of one of them, times their number, on demand: a
-    search has thousands of microbatches, and seldom asks for all of one.
+    Each part is that of one sequence times `rows`, computed on demand: a search has thousands of
+    microbatches, and seldom needs all parts of one.
     """
 
     one: _SequenceWork
@@ -158,27 +164,27 @@ class LayoutWork:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The sizes of a rank's part."""
+        """The tensor sizes of a rank's part of the microbatch."""
         sizes, rows = self.one.sizes, self.rows
         return sizes._replace(rows=rows, tokens=sizes.tokens * rows, stream=sizes.stream * rows)
 
     @cached_property
     def layers(self) -> tuple[Work, ...]:
-        """A layer of each kind."""
+        """The work of a layer of each kind."""
         return tuple(map(self.layer, range(len(self.one.layers))))
 
     def layer(self, kind: int) -> Work:
-        """Return a layer of one kind: its place in `ModelSpec.layer_kinds`."""
+        """Return the work of a layer of one kind, given by its index in `ModelSpec.layer_kinds`."""
         return _times(self.one.layers[kind], self.rows)
 
     @property
     def first(self) -> Work:
-        """What is before the layers."""
+        """The work before the layers: the embedding."""
         return _times(self.one.first, self.rows)
 
     @property
     def last(self) -> Work:
-        """What is after the layers."""
+        """The work after the layers: last norm, head and loss."""
         return _times(self.one.last, self.rows)
 
 
@@ -199,7 +205,11 @@ def layout_work(
     *,
     remakes: bool = False,
 ) -> LayoutWork:
-    """Return the work of a microbatch; cached. `remakes` as `remakes_inputs`."""
+    """Return the work of a microbatch of `microbatch` sequences with these layout keys; cached.
+
+    `remakes` says that inputs of float8 matmuls are cast again in the backward:
+    `program.float8.remakes_inputs`.
+    """
     of_one = (seq_len, precision, tp, sp, cp, cp_kind)
     shared_out = (ep, etp, imbalance)
     if microbatch > 1:
@@ -236,7 +246,7 @@ def layout_work(
 
 
 def _sequence_work(one_layer: Program) -> _SequenceWork:
-    """Return the work of a program of one layer and one sequence a microbatch."""
+    """Return the work of a microbatch, from the program of a one-layer model and one sequence."""
     sizes = Sizes.of(one_layer)
     ops = operations(one_layer, one_layer.stages[0])
     layer_ops = tuple(op for op in ops if op.name.startswith("layers."))
@@ -255,7 +265,7 @@ def _sequence_work(one_layer: Program) -> _SequenceWork:
 
 
 def _times(work: Work, rows: int) -> Work:
-    """Return the work of so many sequences at a time."""
+    """Return the work of `rows` times as many sequences."""
     if rows == 1:
         return work
     return Work(
@@ -280,9 +290,10 @@ def _times(work: Work, rows: int) -> Work:
 
 
 def _messages(program: Program) -> tuple[Message, ...]:
-    """Return the messages of one microbatch over tp, cp and ep; data parallelism has its own terms.
+    """Return the messages of one microbatch over tp, cp and ep; data parallelism is priced
+    separately.
 
-    Those of the loss are as one: how many they are depends on the device.
+    The messages of the loss are merged into one, because their number depends on the device.
     """
     messages = [
         Message(
@@ -338,9 +349,10 @@ def _work(
 
 
 def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> float:
-    """Return those of the layer's attention on the rank of cp that has most, of the first's `ops`.
+    """Return the attention FLOPs of a layer on the cp rank that has most; `ops` are those of cp
+    rank 0.
 
-    Without a window all ranks have as many.
+    Without a window, all ranks have equally many.
     """
     other_ranks = range(1, program.layout.cp) if program.model.layer(0).window is not None else ()
     per_rank = (operations(program, program.stages[0], cp_rank=rank) for rank in other_ranks)
@@ -351,7 +363,7 @@ def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> float:
 
 
 def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
-    """Return the shape of a product from the parameter that it multiplies with."""
+    """Return the shape of a matmul, from the parameter that it multiplies with."""
     name = op.name
     weight = name.replace("layers.*", "layers.0")
     if weight not in program.shardings:  # but for an adapter's matrix it is a layer's name

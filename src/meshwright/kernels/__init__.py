@@ -1,1 +1,1 @@
-"""Kernels for the matmuls and the attention of a block, and their compilation."""
+"""Kernels for the matmuls and the attention of a block, their compilation and recomputation."""

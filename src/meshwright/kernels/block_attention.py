@@ -29,11 +29,12 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class VisibleKeys(NamedTuple):
-    """Which keys queries see, in memory linear in their numbers, for `flex_block_attention`.
+    """Which keys each query may see, in memory linear in their numbers, for `flex_block_attention`.
 
-    `at_*` int `[n]` are positions in the row, `of_*` int `[batch or 1, n]` segments, None where
-    there are none. A query sees keys of its segment up to its own position, in a window the last of
-    these. `blocks` are those of FlexAttention's `BlockMask`: counts and places, partial and full.
+    `at_*` int `[n]` are positions in the sequence; `of_*` int `[batch or 1, n]` are segment
+    (document) numbers, None without documents. A query sees keys of its segment up to its own
+    position; with a window, only the last `window` of these. `blocks` are those of FlexAttention's
+    `BlockMask`: counts and indices of partial, then of full blocks.
     """
 
     at_queries: Tensor
@@ -62,9 +63,10 @@ class BlockAttention(NamedTuple):
 
 
 def choose(q: Tensor, masked: bool, cap: float | None = None) -> BlockAttention:
-    """Return the fastest block for q's device and dtype, with a mask or without.
+    """Return the fastest implementation for q's device and dtype; `masked` says that a mask is
+    passed.
 
-    Only plain operations support a cap on the scores.
+    Only plain operations support a soft cap on the scores.
     """
     if cap is not None:
         return plain(cap)
@@ -77,12 +79,13 @@ def choose(q: Tensor, masked: bool, cap: float | None = None) -> BlockAttention:
 
 
 def cpu_flash() -> BlockAttention:
-    """Return the block of PyTorch's CPU kernel: all float dtypes; masks except in fp16."""
+    """Return the implementation by PyTorch's CPU kernel: all float dtypes; masks except in fp16."""
     return BlockAttention(_cpu_forward, _cpu_backward)
 
 
 def cuda_flash() -> BlockAttention:
-    """Return the block of FlashAttention on CUDA: fp16 and bf16, head_dim a multiple of 8 to 256.
+    """Return the implementation by FlashAttention on CUDA: fp16 and bf16, head_dim a multiple of 8
+    up to 256.
 
     It takes no mask. arXiv:2307.08691.
     """
@@ -90,9 +93,10 @@ def cuda_flash() -> BlockAttention:
 
 
 def plain(cap: float | None = None) -> BlockAttention:
-    """Return the block in plain operations, in fp32 at least: any device, dtype and mask.
+    """Return the implementation by plain torch operations, in fp32 at least: any device, dtype and
+    mask.
 
-    It holds all scores at once, `[batch, heads, queries, keys]`. With a cap a score x becomes
+    It holds all scores at once, `[batch, heads, queries, keys]`. With a soft cap, a score x becomes
     `cap * tanh(x / cap)`.
     """
     if cap is None:
@@ -101,10 +105,10 @@ def plain(cap: float | None = None) -> BlockAttention:
 
 
 def visible(piece: Piece, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask of a piece by its positions, bool `[1, 1, queries, keys]`.
+    """Return the mask of a piece from its positions, bool `[1, 1, queries, keys]`.
 
-    A query sees its own position and those before it; in a window, itself and the `window - 1`
-    before.
+    A query sees its own position and those before it; with a window, only the last `window` of
+    these.
     """
     queries = torch.arange(piece.ahead, piece.ahead + piece.rows, device=device)
     back = queries[:, None] - torch.arange(piece.columns, device=device)
@@ -115,7 +119,7 @@ def visible(piece: Piece, window: int | None, device: torch.device) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32, or fp64 for fp64: the dtype of sums and the softmax."""
+    """Return the dtype of sums and softmax for inputs of a dtype: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -147,7 +151,7 @@ def _cpu_backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x with each head's vector in one piece: the CPU kernel does not check, and errs."""
+    """Return x with contiguous head vectors, which the CPU kernel requires without checking."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -302,6 +306,6 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, cap: float 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
     """Return x `[batch, heads, n, m]` as `[batch, kv_heads, n * heads / kv_heads, m]`.
 
-    The queries that share keys stand in one matrix, so that a product also sums over them.
+    The queries that share a key head are in one matrix, so that a matmul also sums over them.
     """
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])

@@ -1,4 +1,5 @@
-"""Compiled blocks: torch's compiler, with fp32 products on a CPU on their own route."""
+"""Compiles blocks with `torch.compile`, such that fp32 matmuls on a CPU keep their route to
+oneDNN."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ def compile_block(
     backend: Any = "inductor",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Compile a block at its first forward, with fp32 products by the route `products`.
+    """Compile a block at its first forward; fp32 matmuls take the route `products`.
 
-    The hooks of data parallelism stay outside. `splits` as in `Deferral`: gradients that wait go to
-    the parameters themselves. A block that `recomputes` does so with all of its forward. `backend`
-    is a word or function of `torch.compile`, `compiler_options` more of its options.
-    Where parts of a block cannot be compiled, these run as they are, and so do their products: the
-    compiler would otherwise go on to the route's own functions.
+    The hooks of data parallelism stay outside. `splits` is as in `Deferral`: deferred gradients go
+    to the parameters themselves. A block that `recomputes` does so with all of its forward.
+    `backend` and `compiler_options` are those of `torch.compile`. Parts of a block that cannot be
+    compiled run eagerly, and so do their matmuls: the compiler would otherwise trace the route's
+    own functions.
     """
     trace_rules.add(own_products.__name__)
     options: dict[str, Any] = dict(compiler_options or {})
@@ -54,10 +55,10 @@ def compile_block(
 
 @contextmanager
 def _plain_parameters(block: nn.Module) -> Iterator[None]:
-    """Have a block's parameters be plain tensors, this rank's parts, while it computes.
+    """Replace a block's DTensor parameters by this rank's local tensors while it computes.
 
-    Compiled code would take DTensors apart and put their gradients together in each graph, and the
-    backward of one that recomputes would keep their mesh, which is no tensor (torch 2.13 raises).
+    Compiled code would unwrap DTensors and wrap their gradients in each graph, and the backward of
+    one that recomputes would keep their mesh, which is no tensor (torch 2.13 raises).
     """
     replaced = []
     for parameters in _own_parameters(block):
@@ -74,7 +75,8 @@ def _plain_parameters(block: nn.Module) -> Iterator[None]:
 
 
 def _own_parameters(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of a module and those below that are gathered with it."""
+    """Yield the parameter dicts of a module and of its descendants, except those in nested FSDP
+    modules."""
     yield module._parameters
     for child in module.children():
         if not isinstance(child, FSDPModule):
@@ -82,10 +84,10 @@ def _own_parameters(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 class _KeepsProducts(CustomGraphPass):
-    """Leaves the operators of fp32 products on a CPU as they are.
+    """A compiler pass that keeps the operators of fp32 matmuls on a CPU.
 
-    The compiler would call their `out` forms, which the route does not replace: oneDNN's has no
-    such form, and its result would have to be copied. An operator that is left makes its own.
+    The compiler would call their `out` forms, which the route to oneDNN does not replace, because
+    oneDNN has none and its result would have to be copied.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -107,10 +109,10 @@ _KEEPS_PRODUCTS: Final = _KeepsProducts()
 
 
 class _RecomputesAll(CustomGraphPass):
-    """Marks all operations of a recomputed forward as such.
+    """A compiler pass that marks all operations of a recomputed forward as to be recomputed.
 
-    The compiler of torch 2.11 marks none within an `autograd.Function`, so that it keeps their
-    results: rotated queries and keys, activations and norms. That of 2.13 marks them itself.
+    The compiler of torch 2.11 marks none within an `autograd.Function`, so it saves their results:
+    rotated queries and keys, activations and norms. That of 2.13 marks them itself.
     """
 
     def __call__(self, graph: Graph) -> None:

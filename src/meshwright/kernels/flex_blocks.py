@@ -1,8 +1,8 @@
-"""Attention on a GPU where not every earlier key is seen: FlexAttention, arXiv:2412.05496.
+"""Attention on a GPU where a query does not see all earlier keys: FlexAttention, arXiv:2412.05496.
 
-Documents, windows and caps are functions that are compiled into its kernel, so that no square of
-scores or of a mask is held. A ring uses it for its pieces, `documents` for rows that FlashAttention
-does not support. Without a compiler, `block_attention.plain` does the same for a ring.
+Documents, windows and soft caps are functions that are compiled into its kernel, so that neither
+scores nor masks are stored. Ring attention uses it for its pieces, `varlen` for sequences that
+FlashAttention does not support. Without a compiler, a ring uses `block_attention.plain`.
 """
 
 from __future__ import annotations
@@ -55,23 +55,26 @@ _NEEDED: Final = (
 
 
 def takes(q: Tensor, segments: Tensor | None, scores: ScoreBounds) -> bool:
-    """Whether a ring uses FlexAttention: on a GPU, where FlashAttention alone does not serve."""
+    """Whether ring attention uses FlexAttention: on a GPU, with documents, windows or caps, or
+    where FlashAttention lacks support."""
     is_bounded = segments is not None or scores.window is not None or scores.cap is not None
     kind = q.device, q.dtype, q.shape[-1]
     return flex.takes(*kind) and (is_bounded or not has_cuda_flash(*kind))
 
 
 def flex_block_attention(cap: float | None = None) -> BlockAttention:
-    """Return the block; its mask is a `VisibleKeys`, its cap that of `block_attention.plain`."""
+    """Return the implementation by FlexAttention, whose mask is a `VisibleKeys`; `cap` as in
+    `block_attention.plain`."""
     return BlockAttention(partial(_forward, cap), partial(_backward, cap))
 
 
 def seen(
     positions: tuple[Tensor, Tensor], segments: tuple[Tensor, Tensor] | None, window: int | None
 ) -> VisibleKeys:
-    """Return which keys queries see, from both's positions int `[n]` and segments `[batch, n]`.
+    """Return which keys each query may see, without a wait of the host.
 
-    The host waits for nothing.
+    `positions` are int `[n]` of queries and of keys, `segments` int `[batch, n]` of both, None
+    without documents.
     """
     queries, keys = (_ranges(x[None]) for x in positions)
     # A pair of blocks may hold a pair that is seen, or holds no other.
@@ -92,16 +95,18 @@ def seen(
 
 
 def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest value of each block, `[batch, blocks]`, of `[batch, n]`."""
+    """Return the smallest and the largest value in each block of x `[batch, n]`, each `[batch,
+    blocks]`."""
     count = -(-x.shape[1] // _SIZE)
     last = torch.arange(count * _SIZE, device=x.device).clamp_(max=x.shape[1] - 1)
     return x[:, last].view(len(x), count, _SIZE).aminmax(dim=2)
 
 
 def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries the number of its blocks of keys, and all, its own first.
+    """Return, for each query block, the number of its key blocks, and all key blocks with these
+    first.
 
-    `pairs` is bool `[batch, of queries, of keys]`; for all heads alike.
+    `pairs` is bool `[batch, query blocks, key blocks]`; the results have a head dim of 1.
     """
     order = pairs.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     counts = pairs.sum(-1, dtype=torch.int32)
@@ -169,10 +174,11 @@ def _differentiate(
     sums: Tensor,
     *seen: Any,
 ) -> Grads:
-    """Return the gradients through this block of a result and its log-sum-exp of all blocks.
+    """Return the gradients through this block, given the result and log-sum-exp over all blocks.
 
-    The kernel's backward takes its own block's. The whole result is their mean by weights
-    `exp(its log-sum-exp - the whole)`, so these follow; its forward is computed once more.
+    FlexAttention's backward needs the block's own result, so its forward is recomputed. The whole
+    result is the mean of the blocks' with weights `exp(lse of the block - lse of all)`, from which
+    the gradients of this block's result and log-sum-exp follow.
     """
     with _as_outside(), torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
@@ -194,7 +200,8 @@ def _empty_grads(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: An
 
 @contextmanager
 def _as_outside() -> Iterator[None]:
-    """Dispatch calls inside an operator as if they were outside of any (private)."""
+    """Dispatch calls inside an operator as if they were outside of any; uses private API of
+    torch."""
     private: Any = torch._C
     without = private._dispatch_tls_local_exclude_set()
     for name in _NEEDED:
@@ -215,7 +222,8 @@ def _by_flex(
     blocks: list[Tensor],
     cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a block and its log-sum-exp, -inf where a query sees nothing."""
+    """Return the attention over a block of keys and its log-sum-exp, -inf where a query sees no
+    key."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
     # Numbers are tensors: a compiler would take each for a constant, and compile again for others.

@@ -21,10 +21,11 @@ CAPABILITY: Final = (8, 9)  # Ada; Hopper is 9.0
 
 
 def take_float8(blocks: Iterable[nn.Module], target: Target) -> None:
-    """Make the linear layers of blocks compute in float8, in place; names stay the same.
+    """Convert the linear layers of blocks to float8 matmuls, in place; parameter names stay the
+    same.
 
-    On a CPU, operands are rounded in the same way, and multiplied by plain products. Raises
-    `MeshwrightError` if the GPU has no float8 products.
+    On a CPU, operands are rounded in the same way, and multiplied in their own dtype. Raises
+    `MeshwrightError` if the GPU has no float8 matmuls.
     """
     emulates = target.traits.emulates_float8
     if not emulates and torch.cuda.is_available():

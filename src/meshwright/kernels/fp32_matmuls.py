@@ -1,10 +1,10 @@
-"""fp32 products: on a CPU through oneDNN, where it is faster than torch's own library.
+"""fp32 matmuls: on a CPU through oneDNN, where it is faster than torch's own library.
 
 torch computes them with MKL, which takes a slower path on processors of other vendors: on AMD's, it
 reached 0.87 of oneDNN's speed (Zen 4), down to less than half (Zen 5). Both compute in true fp32.
 The kernels of `aten::mm` and `aten::addmm`, also in place, are replaced below autograd, so linear
 layers, their backwards, recomputation and FLOP counters still see the usual operators. GPUs compute
-them in TF32, unless the config asks for torch's own way.
+them in TF32, unless `train.matmul` is "torch".
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from meshwright.spec.training import TrainSpec
 
 
 def take_route(matmul: Matmul, device: torch.device) -> Route:
-    """Set how this process computes fp32 matmuls on a device, and return the route."""
+    """Set how this process computes fp32 matmuls on a device, and return the route (none on
+    GPUs)."""
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high" if takes_tf32(matmul) else "highest")
         return Route()
@@ -35,7 +36,8 @@ def take_route(matmul: Matmul, device: torch.device) -> Route:
 def target_of(
     train: TrainSpec, device: torch.device, *, packed: bool = False, fsdp2: bool = False
 ) -> Target:
-    """Return the target of programs that run in this process; `packed`, `fsdp2` as in `Target`."""
+    """Return the target for programs that run in this process; `packed` and `fsdp2` are as in
+    `Target`."""
     if device.type != "cpu":
         target = Target("gpu", packed=packed, tf32=takes_tf32(train.matmul))
         return target._replace(compiled=train.is_compiled)
@@ -44,13 +46,13 @@ def target_of(
 
 
 def has_onednn() -> bool:
-    """Whether this torch has oneDNN's operator."""
+    """Whether this build of torch has oneDNN's linear operator."""
     onednn: Any = torch.backends.mkldnn
     return bool(onednn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class _Router:
-    """The kernels, registered as long as this lives."""
+    """Replaces torch's CPU kernels for matmuls while it exists, and routes fp32 ones to oneDNN."""
 
     def __init__(self) -> None:
         self.route = Route()
@@ -110,12 +112,12 @@ class _Router:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether one dim of a matrix is contiguous, and no element is there twice."""
+    """Whether one dim of a matrix is contiguous, and its rows (or columns) do not overlap."""
     rows, columns = x.stride()
     return (columns == 1 and rows >= x.shape[1]) or (rows == 1 and columns >= x.shape[0])
 
 
 @cache
 def _router() -> _Router:
-    """Return this process's router: its kernels are registered once."""
+    """Return this process's router; creating it registers the kernels once."""
     return _Router()

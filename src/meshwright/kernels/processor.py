@@ -1,4 +1,4 @@
-"""The processor of this machine. No torch here."""
+"""The model of this machine's CPU. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TELLING: Final = (
 
 
 def processor_facts(file: Path = _FILE) -> dict[str, str]:
-    """Return Linux's description of the first processor; empty on other systems."""
+    """Return the entries of /proc/cpuinfo for the first processor; empty on other systems."""
     facts: dict[str, str] = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -28,14 +28,14 @@ def processor_facts(file: Path = _FILE) -> dict[str, str]:
 
 
 def processor(file: Path = _FILE) -> Processor:
-    """Return this machine's processor, or a nameless one if the system doesn't say."""
+    """Return the vendor and family of this machine's CPU; empty and 0 if the system doesn't say."""
     facts = processor_facts(file)
     family = facts.get("cpu family", "")
     return Processor(facts.get("vendor_id", ""), int(family) if family.isdecimal() else 0)
 
 
 def fingerprint(file: Path = _FILE) -> str:
-    """Return eight hex digits that identify the kind of processor."""
+    """Return eight hex digits that identify the CPU's model and features."""
     facts = processor_facts(file)
     identity = json.dumps([facts.get(name, "") for name in _TELLING])
     return hashlib.sha256(identity.encode()).hexdigest()[:8]

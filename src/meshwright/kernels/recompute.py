@@ -1,4 +1,5 @@
-"""Recomputes activations in the backward: whole blocks, or all but the expensive operations."""
+"""Recomputes activations in the backward: whole blocks, or all but matmuls, attention and
+collectives."""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def _policy_of_draws(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Also recompute attention with dropout: if kept, later draws would come too early."""
+    """Return the selective policy for blocks with random draws: also recomputes attention with
+    dropout.
+
+    If its result were saved, later draws of the recomputation would come too early.
+    """
     named = (
         dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     )
@@ -79,12 +84,14 @@ def recompute(
     *,
     draws: bool = False,
 ) -> None:
-    """Make a block recompute its forward in the backward: nothing, all, or all but matmuls.
+    """Make a block recompute its forward in the backward: not at all, fully, or all but matmuls and
+    the like.
 
-    `note` is given where the selective kind keeps results, in each forward that is not compiled.
-    The method is replaced on the instance, so that parameters keep their names and the hooks of
-    data parallelism stay outside of it. `draws`: the block may draw from torch's generators, which
-    are set back for the recomputation; our own dropout is counter-based and needs none.
+    With "selective", `note` is called in each forward that is not compiled with the storage of
+    saved results. The method is replaced on the instance, so that parameters keep their names and
+    the hooks of data parallelism stay outside of it. `draws`: the block may draw from torch's
+    generators, whose state is restored for the recomputation; Meshwright's dropout is counter-based
+    and does not need it.
     """
     if kind == "none":
         return

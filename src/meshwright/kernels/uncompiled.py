@@ -1,4 +1,4 @@
-"""What a compiled block leaves out because no graph can contain it.
+"""What stays outside of a compiled block, because no graph can contain it.
 
 Deferred gradients: a compiled backward returns all of its gradients together. Routers: their
 backward counts tokens, with a scale that changes in each microbatch. Experts, if the host has to
@@ -23,10 +23,10 @@ disable: Any = torch.compiler.disable
 
 
 def leave_uncompiled(block: Block, program: Program, *, splits: bool) -> nn.Module:
-    """Exclude code that a graph can't contain from compilation; returns the module to compile.
+    """Exclude code that a graph can't contain from compilation, and return the module to compile.
 
-    This is the block. If it recomputes and something was excluded, it is only its attention,
-    because a recomputed region is compiled as a whole or not at all. `splits` as in `Deferral`,
+    That is the block. If it recomputes and something was excluded, it is only its attention,
+    because a recomputed region is compiled as a whole or not at all. `splits` is as in `Deferral`,
     whose linear layers exclude themselves.
     """
     outside = splits

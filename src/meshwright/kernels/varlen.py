@@ -1,4 +1,4 @@
-"""Attention inside each document of rows that hold several, without a mask.
+"""Attention within each document of packed sequences, without a mask.
 
 A mask `[batch, 1, seq, seq]` needs memory quadratic in the length in each layer, computes the whole
 square of scores instead of the half below the diagonal, and rules out the fastest kernels. Here,
@@ -6,8 +6,9 @@ each document is a causal sequence. A CPU makes one kernel call per document, or
 is shorter or scores are capped; a GPU makes one call for all documents: FlashAttention's varlen
 kernel, or FlexAttention for fp32, capped scores and sinks.
 
-`bounds` has the beginnings and ends of documents, int32 `[batch, n + 1]`, ascending: document i of
-a row spans `bounds[row, i]` to `bounds[row, i + 1]`, and rows with fewer end with empty ones.
+`bounds` has the start and end positions of documents, int32 `[batch, n + 1]`, ascending: document i
+of a sequence spans `bounds[row, i]` to `bounds[row, i + 1]`; sequences with fewer documents end
+with empty ones.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _SINKS: Final = "Tensor? sinks=None"
 
 
 def bounds_of(segments: Tensor) -> Tensor:
-    """Return the bounds of documents in rows of a CPU tensor, int `[batch, seq]`.
+    """Return the document bounds, int32 `[batch, n + 1]`, of segment numbers on the CPU, int
+    `[batch, seq]`.
 
     Adjacent tokens with equal numbers belong to one document.
     """
@@ -65,7 +67,7 @@ def bounds_of(segments: Tensor) -> Tensor:
 def takes_bounds(
     device: torch.device, dtype: torch.dtype, head_dim: int, scores: ScoreBounds = UNBOUNDED
 ) -> bool:
-    """Whether attention on a device uses document bounds; otherwise it needs a mask."""
+    """Whether attention on a device takes document bounds; otherwise it needs a mask."""
     kind = device, dtype, head_dim
     return device.type == "cpu" or _takes_varlen(*kind, scores) or flex.takes(*kind)
 
@@ -73,7 +75,7 @@ def takes_bounds(
 def _takes_varlen(
     device: torch.device, dtype: torch.dtype, head_dim: int, scores: ScoreBounds
 ) -> bool:
-    """Whether FlashAttention's varlen kernel serves: it knows neither soft caps nor sinks."""
+    """Whether FlashAttention's varlen kernel supports this case: neither soft caps nor sinks."""
     is_known = scores.cap is None and not scores.sinks
     return is_known and has_cuda_flash(device, dtype, head_dim)
 
@@ -86,10 +88,10 @@ def attend_varlen(
     scores: ScoreBounds = UNBOUNDED,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention inside documents, or in whole rows without bounds.
+    """Return causal attention within documents, or within whole sequences if `bounds` is None.
 
-    q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]`. A bool `bounds`
-    is a mask; sinks `[heads]`.
+    q is `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]`, sinks
+    `[heads]`. A bool `bounds` is a mask instead.
     """
     if bounds is None or bounds.dtype == torch.bool:
         return attend(q, k, v, bounds, scores, sinks)
@@ -105,7 +107,7 @@ def _by_varlen(
 ) -> Tensor:
     """Return the attention of all documents from one call of FlashAttention; arXiv:2307.08691.
 
-    The rows follow each other as one. How long documents are, the host need not know.
+    The sequences are concatenated. The host need not know how long documents are.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -124,7 +126,8 @@ def _by_varlen(
 
 
 def _documents(bounds: Tensor, seq: int) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and positions of each document; all rows at once where each holds one alone."""
+    """Yield the sequence and position slices of each document; one for all sequences if each is one
+    document."""
     rows = bounds.tolist()
     if all(row[1] == seq for row in rows):
         yield slice(None), slice(None)
@@ -185,7 +188,8 @@ def _forward_by_flex(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the same by one call for all documents; the host does not wait for their lengths."""
+    """Return the result of `_forward` by one call for all documents; the host does not wait for
+    their lengths."""
     block = flex_block_attention(cap)
     out, sums = block.forward(query, key, value, _seen(bounds, query.shape[2], window), True)
     if sinks is not None:
@@ -194,7 +198,7 @@ def _forward_by_flex(
 
 
 def _seen(bounds: Tensor, seq: int, window: int | None) -> VisibleKeys:
-    """Return which keys the queries of rows see: earlier ones of the same document."""
+    """Return which keys each query sees: earlier ones of the same document, within the window."""
     positions = torch.arange(seq, dtype=torch.int32, device=bounds.device)
     # Empty documents begin at the end of the row, so they have no place.
     rows = positions.expand(len(bounds), -1).contiguous()
@@ -282,7 +286,7 @@ def _summed(
 ) -> Grads:
     """Return the gradients of a document's queries, keys and values, in fp32 at least.
 
-    `tensors` are the result's gradient, those three, the result and its log-sum-exp.
+    `tensors` are the result's gradient, q, k, v, the result and its log-sum-exp.
     """
     grad, q, k, v, out, sums = tensors
     q_grad, k_grad, v_grad = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))

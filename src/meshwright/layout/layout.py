@@ -1,4 +1,5 @@
-"""`Layout`: the degrees and policies of one run. `Mesh`: its named axes in their fixed order."""
+"""`Layout`: the parallel degrees and policies of a run. `Mesh`: its named axes in their fixed
+order."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of the axes `pp, dp_replicate, dp_shard, cp, tp`; the last varies fastest."""
+    """The numbers of ranks along the axes `pp, dp_replicate, dp_shard, cp, tp`; the rank varies
+    fastest along the last."""
 
     shape: tuple[int, int, int, int, int]
 
@@ -58,7 +60,7 @@ class Mesh:
         return {axis: by_axis[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank at some coordinates; a missing axis is at 0."""
+        """Return the rank at some coordinates, by axis name; a missing axis counts as 0."""
         rank = 0
         for axis, degree in zip(AXES, self.shape, strict=True):
             rank = rank * degree + coordinates.get(axis, 0)
@@ -74,17 +76,19 @@ class Mesh:
         )
 
     def data_rank(self, rank: int) -> int:
-        """Return which share of the global batch a rank reads: its index along both dp axes."""
+        """Return a rank's index among the shares of the global batch: its index along both dp
+        axes."""
         coordinates = self.coordinates(rank)
         return coordinates["dp_replicate"] * self.degree("dp_shard") + coordinates["dp_shard"]
 
 
 class Layout(Spec):
-    """One complete layout: the product of its degrees is the number of ranks.
+    """One complete layout: the product of pp, both dp degrees, cp and tp is the number of ranks.
 
     `microbatch` is in sequences per data-parallel rank. `ep` is no axis of the mesh: it divides the
-    ranks that would hold the same experts, see `alike_ranks`. `etp` is how many ranks of tp cut an
-    expert's width: all, or 1, then `ep` divides ranks of tp as well (arXiv:2504.14960, section 3).
+    experts over ranks that would hold the same ones, see `alike_ranks`. `etp` is the number of tp
+    ranks that split an expert's width: all (None), or 1, then `ep` spans tp ranks as well
+    (arXiv:2504.14960, section 3).
     """
 
     pp: int = Field(default=1, gt=0)
@@ -106,12 +110,12 @@ class Layout(Spec):
     @field_validator("etp")
     @classmethod
     def _once(cls, etp: int | None, info: ValidationInfo) -> int | None:
-        """Store the default, all ranks of tp, as None: one value for one layout."""
+        """Store a value equal to tp as None, so that equal layouts compare equal."""
         return None if etp == info.data.get("tp") else etp
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the layout's degrees."""
+        """The mesh with the layout's degrees."""
         return Mesh((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
 
     @property
@@ -121,7 +125,7 @@ class Layout(Spec):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that work on one sequence together."""
+        """Ranks that together process one sequence: pp x cp x tp."""
         return self.pp * self.cp * self.tp
 
     @property
@@ -131,24 +135,27 @@ class Layout(Spec):
 
     @property
     def stages(self) -> int:
-        """The number of parts into which the layers are divided."""
+        """The number of pipeline stages into which the layers are divided."""
         return self.pp * self.virtual_stages
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks over which ZeRO shards the states of one parameter (of one tensor-parallel part).
+        """Ranks over which ZeRO shards the states of one parameter, or of its tp shard; 1 without
+        ZeRO.
 
         Context ranks hold the same weights, so they are included.
         """
         return self.dp_shard * self.cp if self.zero else 1
 
     def microbatches(self, batch: int) -> int:
-        """Return the microbatches of a data-parallel rank in a step of so many sequences."""
+        """Return the microbatches of a data-parallel rank in a step with a global batch of `batch`
+        sequences."""
         return batch // self.dp // self.microbatch
 
     @property
     def replica_ranks(self) -> int:
-        """Ranks that hold the same states and sum their gradients: the rest of the data ranks."""
+        """Ranks that hold the same shards and sum their gradients: the data and context ranks that
+        ZeRO does not shard over."""
         return self.dp_replicate * (1 if self.zero else self.cp)
 
     @property
@@ -158,25 +165,27 @@ class Layout(Spec):
 
     @property
     def alike_ranks(self) -> int:
-        """Data ranks that hold the same weights, or ZeRO's shards of them: `ep` divides these.
+        """Data and context ranks over which `ep` may divide experts: with ZeRO those that it shards
+        over, else all with the same weights.
 
-        Neighbours first: ranks 0 to `ep` - 1 of them have all experts between them.
+        Ranks 0 to `ep` - 1 of them together have all experts.
         """
         return self.shard_ranks if self.zero else self.replica_ranks
 
     @property
     def expert_tp(self) -> int:
-        """Ranks of tp that cut an expert's width."""
+        """The number of tp ranks that split an expert's width."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def folds(self) -> int:
-        """Ranks of tp among those of `ep`; each then routes its own part of a sequence."""
+        """The number of tp ranks among those of `ep`; if above 1, each routes its own part of a
+        sequence."""
         return 1 if self.etp is None else max(self.tp // self.etp, 1)
 
     @property
     def expert_data(self) -> int:
-        """Data ranks among those of `ep`."""
+        """The number of data and context ranks among those of `ep`."""
         return self.ep // self.folds
 
     @property
@@ -261,7 +270,7 @@ _KNOWN_WORDS = [*(f"{name}2" for name in _DEGREES), *(f"cp2-{k}" for k in _CP_KI
 
 
 def _read_word(word: str) -> Mapping[str, Any]:
-    """Return the values that a word of a label gives; none where it is unknown."""
+    """Return the layout keys that a word of a label sets; empty if the word is unknown."""
     if word in _WORDS:
         return _WORDS[word]
     name, dash, kind = word.partition("-")

@@ -1,4 +1,4 @@
-"""Resolves the layout of a config on a machine, and says what it leaves unused."""
+"""Computes the layout of a config on a machine, and says why devices stay unused."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MICROBATCH_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16384}
 
 
 class Machine(NamedTuple):
-    """The devices of a node: kind, number, CPU cores, a name for people.
+    """The devices of a node: their kind, number, CPU cores, and a name for people.
 
-    `load` is how many processes wanted a core in the last minute. `is_fixed` says whether `devices`
-    is a fact; otherwise it is a default, and a layout with more ranks gets them, as processes that
-    share a CPU.
+    `load` is the number of processes that wanted a core in the last minute. If `is_fixed`, there
+    are exactly `devices` devices; otherwise it is a default, and a layout with more ranks runs them
+    as processes that share a CPU.
     """
 
     device: Literal["cpu", "cuda"]
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
     load: float = 0.0
 
     def threads(self, ranks: int) -> int:
-        """Return how many CPU threads each of the ranks of a node gets."""
+        """Return the number of CPU threads for each rank of a node with `ranks` ranks."""
         return max(1, self.cores // ranks)
 
 
@@ -45,7 +45,8 @@ _DATA_DEGREES = ("dp_replicate", "dp_shard")
 
 
 def with_padding(config: Config, layout: Layout) -> Config:
-    """Return a config that says to what multiple the layout has the vocabulary padded."""
+    """Return the config with its vocabulary padded to a multiple that the layout's tp divides, if
+    needed."""
     model = padded(config.model, layout.tp)
     if model is config.model:
         return config
@@ -56,7 +57,7 @@ def with_padding(config: Config, layout: Layout) -> Config:
 def resolve_layout(config: Config, machine: Machine) -> Layout:
     """Return the layout of a config on a machine.
 
-    If both data-parallel degrees are missing, `dp_shard` (with `zero` 0 `dp_replicate`) uses the
+    If both data-parallel degrees are missing, `dp_shard` (with `zero` = 0 `dp_replicate`) uses the
     remaining devices, as far as they divide the batch. A single missing one is 1. Raises
     `ConfigError` naming the rule, both numbers and the nearest legal values.
     """
@@ -100,7 +101,7 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
 
 
 def _smaller(layout: Layout, fits: Callable[[Layout], bool]) -> list[str]:
-    """Return the largest smaller degree of each axis with which a layout fits the devices."""
+    """Return, for each axis, the largest smaller degree with which the layout fits the devices."""
     legal = []
     for axis in AXES:
         degrees = range(getattr(layout, axis) - 1, 0, -1)
@@ -113,7 +114,8 @@ def _smaller(layout: Layout, fits: Callable[[Layout], bool]) -> list[str]:
 def _complete(
     train: TrainSpec, layout: Layout, left_out: set[str], machine: Machine, nodes: int
 ) -> Layout | None:
-    """Return the layout with missing keys filled in, or None if the devices do not fit it."""
+    """Return the layout with the keys in `left_out` filled in; None if it does not fit the
+    devices."""
     bare = layout.model_copy(update=dict.fromkeys(left_out, 1))
     devices = machine.devices * nodes
     if not machine.is_fixed:
@@ -134,11 +136,12 @@ def _complete(
 
 
 def _microbatch(train: TrainSpec, layout: Layout, machine: Machine) -> int:
-    """Return the largest divisor of a rank's share of the batch that stays within the budget.
+    """Return the largest microbatch that divides a rank's share of the batch and is within the
+    token budget.
 
-    The budget is of the tokens that a rank has itself, of a sequence cut over cp or sp its part.
-    A pipeline gets as many microbatches as its schedule asks for, and four for each of its ranks if
-    it can, which leaves a fifth to the bubble of 1F1B, or one for each.
+    The budget counts the tokens on a rank, after splitting sequences over cp and sp. A pipeline
+    needs a legal number of microbatches, and prefers at least four per pipeline rank, which leaves
+    a fifth to the bubble of 1F1B, or else one per rank.
     """
     local = max(train.batch // layout.dp, 1)
     cut = layout.cp * (layout.tp if layout.sp else 1)
@@ -160,7 +163,7 @@ _DATA = ("dp_replicate", "dp_shard")
 
 
 class Unused(NamedTuple):
-    """Why devices are unused, and settings of which each would use all of them."""
+    """Why some devices are unused, and changes (`legal`) each of which would use all of them."""
 
     used: int
     devices: int
@@ -175,11 +178,11 @@ class Unused(NamedTuple):
 
 
 def left_over(config: Config, layout: Layout, devices: int) -> Unused | None:
-    """Return why a config's layout has fewer ranks than there are devices; None if it has not.
+    """Return why a config's layout has fewer ranks than there are devices; None if it uses all.
 
-    The layout is the result of `resolve_layout` for so many devices. If both data-parallel degrees
-    are missing, `train.batch` is the reason, because they follow from it; otherwise the given
-    degrees are.
+    The layout is the result of `resolve_layout` for `devices` devices. If both data-parallel
+    degrees are missing, the reason is `train.batch`, from which they follow; otherwise the given
+    degrees.
     """
     if layout.world >= devices:
         return None
@@ -198,7 +201,8 @@ def left_over(config: Config, layout: Layout, devices: int) -> Unused | None:
 
 
 def _with_all(config: Config, layout: Layout, devices: int) -> Iterator[str]:
-    """Yield changes of one degree that give all devices a rank: of the data's, else another's."""
+    """Yield changes of one degree that use all devices: of a data-parallel one, or if none does, of
+    tp, cp or pp."""
     for axes in (_DATA, ("tp", "cp", "pp")):
         changes = [text for axis in axes if (text := _grown(config, layout, axis, devices))]
         if changes:
@@ -207,9 +211,9 @@ def _with_all(config: Config, layout: Layout, devices: int) -> Iterator[str]:
 
 
 def _grown(config: Config, layout: Layout, axis: str, devices: int) -> str | None:
-    """Return the degree of an axis that takes all devices, and the batch where that must grow.
+    """Return a change of `axis` that uses all devices, with a larger batch if needed.
 
-    None where there is none, or it breaks a rule, or nothing is sharded with it that is to be.
+    None if no degree does, if it breaks a rule, or if ZeRO would then shard nothing.
     """
     degree, odd = divmod(devices * getattr(layout, axis), layout.world)
     free = {"microbatch": 1} if config.layout.microbatch is None else {}
@@ -224,7 +228,7 @@ def _grown(config: Config, layout: Layout, axis: str, devices: int) -> str | Non
 
 
 def unsharded(layout: Layout) -> str | None:
-    """Return a note on a layout whose ZeRO stage shards nothing, otherwise None."""
+    """Return a sentence about a layout whose ZeRO stage shards nothing; None for others."""
     if not layout.zero or layout.shard_ranks > 1 or layout.offload == "params":
         return None
     problem = f"layout.zero = {layout.zero} shards nothing"

@@ -1,9 +1,9 @@
-"""What makes a layout legal, and the nearest legal ones to a layout that is not.
+"""The rules that a legal layout obeys, and the nearest legal layouts to one that breaks a rule.
 
 A rule is a small function that returns the broken rule as a sentence, or None. Its row in `RULES`
-names the keys that a user may change to obey it. The values to try are divisors, and multiples of
-what they divide. One search serves all rules: it changes a key of the first broken rule, then one
-of the rule that this breaks, and checks each result against all.
+names the keys that a user may change to obey it; `NUMBERS` and `CHOICES` have the values to try for
+each key. One search serves all rules: it changes a key of the first broken rule, then one of the
+rule that this breaks, and checks each result against all.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from meshwright.spec.training import ContextKind, Master, Offload, Schedule, Tra
 
 @lru_cache(maxsize=256)
 def divisors(value: int) -> tuple[int, ...]:
-    """Return the divisors of a number; of one above 2^32, those that a degree may be."""
+    """Return the divisors of a number in ascending order; above 2^32, only those up to 2^16 and
+    their cofactors."""
     small = [d for d in range(1, min(math.isqrt(value), 1 << 16) + 1) if value % d == 0]
     return tuple(sorted({*small, *(value // d for d in small)}))
 
 
 def _tensor_sizes(model: ModelSpec) -> int:
-    """Return the greatest common divisor of the sizes that tp cuts."""
+    """Return the greatest common divisor of the model sizes that tp splits."""
     widths = (model.ffn_dim, model.expert_width, model.shared_ffn_dim)
     return math.gcd(model.n_heads, model.n_kv_heads, *widths, *_mixer_heads(model))
 
 
 def _mixer_heads(model: ModelSpec) -> Iterator[int]:
-    """Yield the heads of recurrent layers, and of what those of a planned model have."""
+    """Yield the numbers of heads of recurrent layers, and of the mixers of models that can only be
+    planned."""
     if model.has_delta:
         yield model.delta_key_heads
     if model.has_mamba:
@@ -48,7 +50,7 @@ def _mixer_heads(model: ModelSpec) -> Iterator[int]:
 
 
 def _up_to(top: int, near: int) -> Iterable[int]:
-    """Return the numbers from 1 to `top` that are near a given one."""
+    """Return the numbers from 1 to `top` that are within 64 of `near`, and 1."""
     near = min(near, max(top, 1))
     return (1, *range(max(1, near - 64), min(top, near + 64) + 1))
 
@@ -72,7 +74,8 @@ def _seq_lens(model: ModelSpec, train: TrainSpec, layout: Layout) -> Iterable[in
 
 
 def most_stages(layers: int) -> int:
-    """Return the most stages of so many layers: the embedding and the head may each have one."""
+    """Return the most pipeline stages for `layers` layers: embedding and head may each have their
+    own."""
     return layers + 2
 
 
@@ -122,7 +125,7 @@ _WHY = "(lora.base = nf4)"
 def nf4_rule(model: ModelSpec, layout: Layout) -> str | None:
     """Return the rule of NF4 weights that a layout breaks, or None.
 
-    Blocks lie along the inputs of a layer, which tp cuts for the last layers of attention and MLP.
+    NF4 blocks lie along the inputs of a linear layer, which tp splits for the row-parallel ones.
     """
     if model.lora is None or model.lora.base != "nf4":
         return None
@@ -159,7 +162,7 @@ _ASKED = attrgetter("router_aux_loss", "router_z_loss", "router_bias_rate", "exp
 
 
 def router_rule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Return the rule on routers that a config breaks, or None."""
+    """Return the rule on routers of experts that a config breaks, or None."""
     if not any(_ASKED(train)) and train.routing == "learned" and train.imbalance in (None, 1):
         return None  # soon: the planner asks for thousands of layouts
     for key, scores in ROUTERS.items():
@@ -192,7 +195,7 @@ Settle = Callable[[TrainSpec, Layout, Collection[str]], Layout | None]
 
 
 class Rule(NamedTuple):
-    """A rule, and the keys that help if it is broken, in the order to try them."""
+    """A rule, and the config keys to change if it is broken, in the order to try them."""
 
     check: Check
     keys: tuple[str, ...]
@@ -214,7 +217,7 @@ def _divides(name: str, value: int, dividend_name: str, dividend: int) -> str:
 
 
 def _cut_over_tp(size: str) -> Check:
-    """Return the rule that each rank of tp has an equal part of one of the model's sizes."""
+    """Return a rule that tp must divide the model size named `size`."""
 
     def check(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         if (getattr(model, size) or 0) % layout.tp == 0:
@@ -225,7 +228,7 @@ def _cut_over_tp(size: str) -> Check:
 
 
 def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Each rank of tp has whole heads of queries, and whole ones of keys and values."""
+    """Return a sentence unless tp divides the numbers of query and of key/value heads."""
     if model.n_heads % layout.tp == 0:
         return None
     rule = _divides("layout.tp", layout.tp, "model.n_heads", model.n_heads)
@@ -235,7 +238,8 @@ def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Tensor parallelism cuts mixers by whole heads; ranks do not share a recurrence's sequence."""
+    """Return a sentence unless tp divides the heads of recurrent mixers and they have no context
+    parallelism."""
     if model.planned is None:
         return _recurrence(model, layout) if model.delta_heads or model.mamba_heads else None
     for heads in _mixer_heads(model):
@@ -325,7 +329,8 @@ def _experts(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _whole_experts(layout: Layout) -> str | None:
-    """All ranks of tp cut experts, or none: then each has tokens of its own for `ep` to send."""
+    """Return a sentence unless all tp ranks split experts, or none does, with sp and `ep` a
+    multiple of tp."""
     if layout.expert_tp > 1:
         return f"layout.etp = {layout.etp} must be 1 or layout.tp = {layout.tp}"
     if not layout.sp:
@@ -389,7 +394,8 @@ def _ulysses(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Float8 matmuls need dims in multiples of 16, in the shards of layers that tp cuts too."""
+    """Return the rule of float8 matmuls that a config breaks, or None: dims must be multiples of
+    16."""
     if not train.fp8:
         return None
     if train.precision != "bf16":
@@ -432,7 +438,8 @@ def _master(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _async_tp(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Async TP computes in pieces beside the collectives of sequence parallelism, so needs it."""
+    """Return a sentence if async TP is on without sequence parallelism, whose collectives it
+    overlaps."""
     if not train.async_tp or (layout.tp > 1 and layout.sp):
         return None
     return "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1"
@@ -482,14 +489,14 @@ RULES = (
 
 
 class _Case(NamedTuple):
-    """A model, its training and a layout, as the rules check them."""
+    """A model, its training and a layout: what rules check."""
 
     model: ModelSpec
     train: TrainSpec
     layout: Layout
 
     def with_value(self, key: str, value: object) -> _Case:
-        """Return the case with a `section.key` changed."""
+        """Return the case with the key `section.key` set to a value."""
         section, _, name = key.partition(".")
         if section == "lora":
             lora = self.model.lora and self.model.lora.model_copy(update={name: value})
@@ -499,7 +506,8 @@ class _Case(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """A key's new value; `distance` is relative, `side` the direction or, of a choice, itself."""
+    """A new value for a key; `distance` is relative to the old one, `side` is whether a number
+    grows, or the choice itself."""
 
     key: str
     value: object
@@ -508,7 +516,7 @@ class _Change(NamedTuple):
 
 
 class _Repair(NamedTuple):
-    """Changes that make a case legal, and the case that they lead to."""
+    """Changes that make a case legal, and the resulting case."""
 
     changes: tuple[_Change, ...]
     case: _Case
@@ -565,7 +573,7 @@ def nearest_legal(
 
 
 def _best_of_each_kind(repairs: Iterable[_Repair]) -> list[_Repair]:
-    """Return the nearest repair for each set of keys and directions; kinds keep their order."""
+    """Return the nearest repair for each set of keys and directions, grouped by the keys."""
     kinds: dict[tuple[str, ...], dict[frozenset[object], _Repair]] = {}
     for repair in repairs:
         kind = kinds.setdefault(tuple(sorted(change.key for change in repair.changes)), {})
@@ -582,7 +590,11 @@ def _distance(repair: _Repair) -> float:
 def _repairs(
     case: _Case, changes: tuple[_Change, ...], depth: int, width: int, settle: Settle | None
 ) -> Iterator[_Repair]:
-    """Yield the legal cases at most `depth` changes away, following the first broken rules."""
+    """Yield the legal cases that at most `depth` changes reach, each of a key of the first broken
+    rule.
+
+    `width` is how many values of a key to try on each side; `settle` completes each candidate.
+    """
     rule = next((rule for rule in RULES if rule.check(*case) is not None), None)
     if rule is None:
         yield _Repair(changes, case)

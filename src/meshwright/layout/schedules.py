@@ -1,4 +1,5 @@
-"""`SCHEDULES`: the pipeline schedules, and their requirements."""
+"""`SCHEDULES`: the pipeline schedules, their properties, and which numbers of microbatches they
+allow."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class ScheduleTraits(NamedTuple):
-    """The requirements and properties of a schedule.
+    """The requirements and properties of a pipeline schedule.
 
     `min_virtual` and `max_virtual` bound the stages per rank (None: no upper bound).
     `splits_backward`: it defers weight gradients. `is_v`: the stages go down the ranks and come
@@ -44,10 +45,11 @@ SCHEDULES: Final[Mapping[str, ScheduleTraits]] = MappingProxyType(
 
 
 def microbatch_rule(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> str | None:
-    """Return the rule that these numbers break, as a sentence that names them, or None.
+    """Return the rule on stages and microbatches that a schedule breaks, as a sentence with
+    numbers, or None.
 
-    `microbatches` is how many a data-parallel rank has in a step. One stage in all (`pp` and
-    `virtual_stages` 1) goes with every schedule. Refuses what the schedules of
+    `microbatches` is the number of a data-parallel rank in a step. A single stage (`pp` and
+    `virtual_stages` 1) is legal with every schedule. Refuses what the schedules of
     torch.distributed.pipelining 2.13 refuse, too.
     """
     traits = SCHEDULES.get(schedule)

@@ -1,4 +1,5 @@
-"""Explanations of layouts: why one loses, and warnings for the user."""
+"""Sentences about ranked layouts: how much slower one is than the best, and warnings for the
+user."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ _NAMED = 0.2
 
 
 def lost_by(prediction: Prediction, winner: Prediction) -> str:
-    """Return why a layout loses: the difference and its parts, or that the winner is simpler.
+    """Return one line that says how much slower a layout is than the winner, and by which causes.
 
-    The parts add up to the printed difference between the two step times.
+    The listed causes add up to the printed difference of the two step times. A layout that is
+    faster lost because it is more complex (see `prices.preference`).
     """
     if prediction.time.total < winner.time.total:
         return f"{1 - prediction.time.total / winner.time.total:.1%} faster, but less simple"
@@ -47,14 +49,15 @@ def lost_by(prediction: Prediction, winner: Prediction) -> str:
 
 
 def _parts(prediction: Prediction) -> dict[str, float]:
-    """Return the seconds of a step by cause, data parallelism's messages in two kinds."""
+    """Return the seconds of a step by cause, with "data" split into "gathers" and "gradients"."""
     causes, gathers = prediction.time.causes, prediction.time.gathers
     parts = {cause: seconds for cause, seconds in causes.items() if cause != "data"}
     return parts | {"gathers": gathers, "gradients": causes["data"] - gathers}
 
 
 def warnings(prediction: Prediction, setting: CostInputs) -> list[str]:
-    """Return warnings about a layout, each derived from its numbers."""
+    """Return warnings about a layout (memory, idle time, messages, precision), each with its
+    numbers."""
     texts = (rule(prediction, setting) for rule in _RULES)
     return [text for text in texts if text is not None]
 
@@ -127,9 +130,11 @@ def _messages(prediction: Prediction, setting: CostInputs) -> str | None:
 
 
 def _host(prediction: Prediction, setting: CostInputs) -> str | None:
-    """Return what offload asks of the host: weights, gradients and the optimizer's states.
+    """Return a warning with the bytes that offload needs in each node's host memory, if there is
+    offload.
 
-    Those of weights, gradients and moments, of moments alone, or of activations.
+    "params" keeps weights, gradients and optimizer states on the host, "optimizer" the optimizer
+    states with the weights and gradients that it updates, "activations" the saved activations.
     """
     layout = prediction.layout
     if layout.offload == "none":

@@ -1,10 +1,10 @@
 """Automatic choices: what was chosen, its measured gain, and the key that changes it.
 
-The gains come from `meshwright bench device`, measured on the config's own blocks. Blocks are
-compiled on GPUs by default, elsewhere if the measured gain pays for it: on a GPU, between its
-matmuls a block reads and writes the memory once an operation, and the compiler joins them. What a
-compiler cannot take stays outside of the graphs, see `kernels.uncompiled`. The microbatch is the
-fastest or the largest that fits.
+The gains were measured by `meshwright bench device` on blocks of the config's size. Blocks are
+compiled by default on GPUs, where the compiler fuses the operations between matmuls, each of which
+would otherwise read and write device memory. Elsewhere they are compiled if the time saved exceeds
+the time of compiling. `kernels.uncompiled` has what stays outside of the graphs. The microbatch is
+the fastest or the largest that fits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ON_GPUS: Final = (
 
 
 class CompileChoice(NamedTuple):
-    """Whether blocks are compiled, and why."""
+    """Whether the model's blocks are compiled with `torch.compile`, and why."""
 
     compiled: bool
     reason: str
@@ -47,10 +47,11 @@ NOTHING_FITS: Final = CompileChoice(False, "no layout fits")
 
 
 def choose(setting: CostInputs, layout: Layout, lacks: str | None = None) -> CompileChoice:
-    """Return the resolved `train.compile` of a layout; `lacks` is what its compiler is missing.
+    """Return whether to compile the blocks of a layout (`train.compile` with "auto" resolved).
 
-    "auto" compiles if all steps together are predicted to save more seconds than compiling takes.
-    Without a measurement, it compiles on GPUs only.
+    "auto" compiles if the predicted time saved over all steps exceeds the time of compiling.
+    Without a measured gain, it compiles on GPUs only. `lacks` says what the compiler misses on this
+    machine (such as a C++ compiler); None if nothing.
     """
     train, gain = setting.train, setting.compile_gain
     if gain is None:
@@ -72,13 +73,18 @@ def choose(setting: CostInputs, layout: Layout, lacks: str | None = None) -> Com
 
 
 def unmeasured(train: TrainSpec, lacks: str | None, *, on_gpus: bool) -> CompileChoice:
-    """Return the resolved `train.compile` where the gain of compiling was not measured."""
+    """Return whether to compile where the gain of compiling was not measured: with "auto", on GPUs
+    only.
+
+    `lacks` says what the compiler misses on this machine; None if nothing.
+    """
     choice = CompileChoice(on_gpus, _ON_GPUS if on_gpus else _UNMEASURED)
     return _settled(train, lacks) or choice
 
 
 def _settled(train: TrainSpec, lacks: str | None) -> CompileChoice | None:
-    """Return the choice where it does not depend on the measured gain; None where it does."""
+    """Return the compile choice if the config, the engine or a missing compiler decides it, else
+    None."""
     if train.compile != "auto":
         return CompileChoice(train.compile, "as asked for")
     if train.engine != "native":
@@ -87,12 +93,13 @@ def _settled(train: TrainSpec, lacks: str | None) -> CompileChoice | None:
 
 
 def with_compile(setting: CostInputs, *, compiles: bool) -> CostInputs:
-    """Return a setting with compiled or uncompiled blocks."""
+    """Return the cost inputs with `train.compile` set to `compiles`."""
     return replace(setting, train=setting.train.model_copy(update={"compile": compiles}))
 
 
 def decided(config: Config, choice: CompileChoice) -> Config:
-    """Return a config with its `train.compile` resolved, and the reason as its origin."""
+    """Return the config with `train.compile` = "auto" replaced by the choice, its reason as the
+    origin."""
     if config.train.compile != "auto":
         return config
     train = config.train.model_copy(update={"compile": choice.compiled})
@@ -108,9 +115,10 @@ class Microbatch(NamedTuple):
 
 
 def largest(setting: CostInputs, layout: Layout, memory: int) -> Microbatch | None:
-    """Return a layout with its own microbatch, or the largest smaller one that fits such a memory.
+    """Return the layout with the largest microbatch, up to its present one, that fits in `memory`
+    bytes.
 
-    It is for a device of which only the memory is known. None where none fits.
+    It is for a device of which only the memory is known. None if no microbatch is legal and fits.
     """
     train, limit = setting.train, memory * (1 - MARGIN)
     sizes = [n for n in divisors(train.batch // layout.dp) if n <= layout.microbatch]
@@ -125,7 +133,8 @@ def largest(setting: CostInputs, layout: Layout, memory: int) -> Microbatch | No
 
 
 def fastest(setting: CostInputs, layout: Layout) -> Microbatch | None:
-    """Return a layout with the planner's choice of microbatch; None where none fits."""
+    """Return the layout with the fastest microbatch that fits on the cluster's device; None if none
+    fits."""
     device, train = setting.cluster.device, setting.train
     fits = Fits(setting, device.memory * (1 - MARGIN))
     sizes = [size for size in divisors(train.batch // layout.dp) if is_worth(size, train, layout)]
@@ -142,7 +151,11 @@ def fastest(setting: CostInputs, layout: Layout) -> Microbatch | None:
 
 
 class Chosen(NamedTuple):
-    """One automatic choice: its subject, its value, its measured gain if any, and its key."""
+    """One automatic choice for a report: its subject, a sentence, the measured gain, and its config
+    key.
+
+    `gain` is a factor of speed, None where it was not measured.
+    """
 
     subject: str
     text: str
@@ -153,9 +166,11 @@ class Chosen(NamedTuple):
 def choices(
     config: Config, setting: CostInputs, layout: Layout, compiled: CompileChoice
 ) -> list[Chosen]:
-    """Return the automatic choices of a layout: the measured ones, and compiling.
+    """Return the automatic choices to report for a layout, such as compiling, microbatch and
+    messages.
 
-    `compiled` is the resolved value of `train.compile`.
+    Choices that rest on a measurement are left out where it is missing. `compiled` is the resolved
+    `train.compile`.
     """
     asked = "auto" if compiled.reason != "as asked for" else str(compiled.compiled).lower()
     blocks = f"{'compiled' if compiled.compiled else 'not compiled'} (train.compile = {asked})"
@@ -192,7 +207,8 @@ def _allocator(setting: CostInputs) -> Chosen | None:
 
 
 def rows_of(setting: CostInputs) -> dict[int, float]:
-    """Return measured seconds of a block per token, by the number of sequences in a microbatch."""
+    """Return the measured seconds of a block per token, by the number of sequences in a
+    microbatch."""
     start, end = f"{setting.cluster.device.kind}.blocks.rows.", f".{setting.train.precision}"
     return {
         int(name.removeprefix(start).removesuffix(end)): value

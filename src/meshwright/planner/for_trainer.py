@@ -1,4 +1,4 @@
-"""Plans within what another training system can do, priced as that system."""
+"""Plans for another training system: the layouts that it can run, priced as it runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _COMPILED: Final[Mapping[str, str]] = {"torchtitan": "torchtitan-compile"}
 
 
 def priced_as(trainer: Trainer, config: Config) -> str:
-    """Return the system of `cost/systems.py` as which a trainer's steps are priced."""
+    """Return the name of the system in `cost/systems.py` whose costs price the steps of a
+    trainer."""
     if config.train.compile is True:
         return _COMPILED.get(trainer.priced_as, trainer.priced_as)
     return trainer.priced_as
@@ -37,10 +38,11 @@ def plan_for(
     calibration: Calibration | None = None,
     margin: float = MARGIN,
 ) -> Plan:
-    """Return the ranked layouts that a trainer can run, best first; doesn't import torch.
+    """Return a plan that ranks the layouts that a trainer can run, at most `top`; doesn't import
+    torch.
 
-    Layout keys that the config sets keep their values. Raises `ConfigError` where the trainer can
-    run none of the legal layouts.
+    Layout keys that the config sets keep their values. Layouts leave the share `margin` of the
+    memory free. Raises `ConfigError` if the trainer can run no legal layout.
     """
     setting = cost_inputs_of(config, calibration, system=priced_as(trainer, config))
     fixed, layers = given(config), config.model.n_layers
@@ -64,7 +66,8 @@ def _spaces(trainer: Trainer) -> str:
 
 
 def _merged(setting: CostInputs, results: Sequence[Found], top: int) -> Found:
-    """Return the results of several searches as one: the best of all, fastest first."""
+    """Merge the results of several searches: the `top` fastest kinds of layouts, and the counts
+    added."""
     ranked: dict[Layout, Prediction] = {}
     reasons: Counter[str] = Counter()
     for result in results:
@@ -88,7 +91,7 @@ def _merged(setting: CostInputs, results: Sequence[Found], top: int) -> Found:
 
 
 def freed(config: Config) -> Config:
-    """Return a config whose layout nobody has fixed."""
+    """Return the config without its layout keys, so that the planner chooses all of them."""
     layout = {key: "default" for key in config.origins if key.startswith("layout.")}
     origins = {**config.origins, **layout}
     return config.model_copy(update={"layout": LayoutSection(), "origins": origins})

@@ -16,14 +16,17 @@ from meshwright.spec.training import Offload, Recompute, TrainSpec
 
 
 class Light(NamedTuple):
-    """A layout and the bytes of its largest rank; sorts by bytes."""
+    """A layout and the bytes of its rank with the most memory; sorts by bytes."""
 
     bytes: float
     layout: Layout
 
 
 def divisions(setting: CostInputs, devices: int) -> Iterator[Layout]:
-    """Yield the legal divisions of the devices over the axes, one sequence per microbatch."""
+    """Yield a layout for each legal set of parallel degrees on the devices, with microbatch 1.
+
+    They have no recomputation and no ZeRO; the batch is one sequence per device.
+    """
     one_each = setting.train.model_copy(update={"batch": devices})
     for core in cores(setting.model, one_each, devices):
         if core.layout.microbatch == 1 and core.layout.recompute == "none":
@@ -33,10 +36,11 @@ def divisions(setting: CostInputs, devices: int) -> Iterator[Layout]:
 def lightest_of(
     setting: CostInputs, division: Layout, microbatches: int, offload: Offload = "none"
 ) -> Light | None:
-    """Return the layout of a division with the least memory.
+    """Return the layout with the least memory among those with the parallel degrees of `division`.
 
-    Keeps its microbatch and recomputation. Tries each ZeRO stage over all data ranks, with the
-    schedule that holds the fewest activations. None where no schedule allows so many microbatches.
+    Tries each ZeRO stage over all data-parallel ranks, with the schedule that holds the fewest
+    activations; microbatch and recomputation stay. None if no schedule is legal for `microbatches`,
+    or no ZeRO stage with this offload.
     """
     layers, is_even = setting.model.n_layers, setting.system.even_stages
     legal = [
@@ -75,7 +79,8 @@ def lightest_of(
 
 
 def _sharded(division: Layout, offload: Offload) -> Iterator[Layout]:
-    """Yield a division with each ZeRO stage over all of its data ranks."""
+    """Yield `division` with the offload, without ZeRO and with each ZeRO stage over all data
+    ranks."""
     if offload != "params":
         yield division.model_copy(update={"offload": offload})
     if division.dp * division.cp > 1:
@@ -87,7 +92,10 @@ def _sharded(division: Layout, offload: Offload) -> Iterator[Layout]:
 def lightest(
     setting: CostInputs, devices: int, recompute: Recompute = "full", offload: Offload = "none"
 ) -> Light | None:
-    """Return the layout of so many devices with the least memory; None if none is legal."""
+    """Return the layout of `devices` ranks with the least memory; None if none is legal.
+
+    Every layout has a microbatch of one sequence, and this recomputation and offload.
+    """
     candidates = [
         light
         for division in divisions(setting, devices)
@@ -99,7 +107,10 @@ def lightest(
 def _of_batch(
     setting: CostInputs, division: Layout, recompute: Recompute, offload: Offload
 ) -> Light | None:
-    """Return the layout of a division with the least memory for the setting's batch, if any."""
+    """Return `lightest_of` a division for the global batch of the cost inputs.
+
+    None if the data-parallel ranks do not divide the batch, or if `lightest_of` finds none.
+    """
     if setting.train.batch % division.dp:
         return None
     division = division.model_copy(update={"recompute": recompute})
@@ -107,10 +118,10 @@ def _of_batch(
 
 
 class Lengths:
-    """Which sequence lengths fit in `limit` bytes on each of so many devices, without offload.
+    """Tests which sequence lengths fit in `limit` bytes per device, with full recomputation.
 
-    A division that does not fit is not tried for longer sequences, and the last that did comes
-    first.
+    It caches results between lengths: a division of the devices that did not fit is not tried for
+    longer sequences, and the last one that fitted is tried first. Nothing is offloaded.
     """
 
     def __init__(self, setting: CostInputs, devices: int, limit: float) -> None:
@@ -119,7 +130,7 @@ class Lengths:
         self._last: Layout | None = None
 
     def fit(self, length: int) -> bool:
-        """Return whether any layout fits with sequences of so many tokens."""
+        """Return whether any layout fits with sequences of `length` tokens."""
         setting = with_train(self._setting, seq_len=length)
         candidates = [
             division
@@ -136,7 +147,8 @@ class Lengths:
 
 
 def with_train(setting: CostInputs, **changes: int) -> CostInputs:
-    """Return the setting with another batch size or sequence length."""
+    """Return the cost inputs with other `train` keys (`batch`, `seq_len`), recalibrated for the
+    length."""
     train: TrainSpec = setting.train.model_copy(update=changes)
     calibration = setting.calibration.of(setting.model, train.seq_len)
     return replace(setting, train=train, calibration=calibration)

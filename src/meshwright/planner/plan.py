@@ -53,8 +53,9 @@ COLUMNS: Final = ("layout", "memory", "step", "tokens/s", "MFU", "why not")
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The ranked layouts of a config, best first; `as_json` lists the contents.
+    """The result of `plan`: the ranked layouts of a config, best first; `as_json` has all contents.
 
+    `found` is the result of the search, `margin` the share of memory that layouts leave free.
     Prints as a short table, also in a notebook.
     """
 
@@ -66,23 +67,27 @@ class Plan:
 
     @property
     def best(self) -> Prediction | None:
-        """The layout to run, or None where none fits."""
+        """The prediction of the layout to run, or None if no layout fits."""
         return self.found.ranked[0] if self.found.ranked else None
 
     @property
     def removed(self) -> list[RemovedAxis]:
-        """The axes that a rule takes out of the search altogether."""
+        """The parallel axes, such as tp, for which no degree above 1 is legal, each with the
+        rule."""
         return removed_axes(self.setting, self.setting.cluster.devices, given(self.config))
 
     @property
     def choices(self) -> list[Chosen]:
-        """The automatic choices of the best layout; empty where none fits, or others train it."""
+        """The automatic choices for the best layout.
+
+        Empty if no layout fits, or if the plan is for another training system.
+        """
         if self.best is None or self.setting.system is not SYSTEMS["meshwright"]:
             return []
         return choices(self.config, self.setting, self.best.layout, self.compile)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the ranked layouts as texts, one for each of `COLUMNS`."""
+        """Return the table of the ranked layouts, one text for each of `COLUMNS`."""
         return [
             (
                 layout.layout.label,
@@ -96,7 +101,7 @@ class Plan:
         ]
 
     def _headlines(self) -> list[str]:
-        """Return what is trained on which cluster, and whether anything fits."""
+        """Return lines that say what is trained on which cluster, and whether any layout fits."""
         cluster, train = self.setting.cluster, self.setting.train
         lines = [
             f"{format_count(parameter_count(self.setting.model))} parameters on {cluster.devices} "
@@ -115,11 +120,12 @@ class Plan:
         return "\n".join([*self._headlines(), *table])
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
+        """Return the ranked layouts as an HTML table for a notebook."""
         return html_table(COLUMNS, self.rows(), self._headlines())
 
     def _check_free(self, question: str) -> None:
-        """Refuse a question whose answer chooses the layout where the config fixes some of it."""
+        """Raise `ConfigError` if the config sets layout keys, which the answer to `question` would
+        choose."""
         if pins := given(self.config):
             raise ConfigError(
                 f"{question}: its answer chooses the whole layout, and the config fixes "
@@ -127,27 +133,34 @@ class Plan:
             )
 
     def fewest_devices(self) -> tuple[int, Prediction] | None:
-        """Return the fewest devices that fit, with a layout: `questions.fewest_devices`."""
+        """Return the fewest devices that fit and the fastest layout on them:
+        `questions.fewest_devices`."""
         self._check_free("--fewest")
         return questions.fewest_devices(self.setting, self.setting.cluster.devices, self.margin)
 
     def largest_batches(self) -> list[LargestBatch]:
-        """Return the largest batches that fit at once: `questions.largest_batches`."""
+        """Return the largest batch without accumulation by recomputation:
+        `questions.largest_batches`."""
         self._check_free("--largest-batch")
         return questions.largest_batches(self.setting, self.setting.cluster.devices, self.margin)
 
     def longest_context(self) -> tuple[int, Prediction] | None:
-        """Return the longest sequences that fit: `questions.longest_context`."""
+        """Return the longest sequence that fits, in tokens, and its layout:
+        `questions.longest_context`."""
         self._check_free("--longest-context")
         return questions.longest_context(self.setting, self.setting.cluster.devices, self.margin)
 
     def fine_tunings(self) -> list[FineTuning]:
-        """Return what can be fine-tuned: `fine_tuning.fine_tunings`."""
+        """Return which ways of fine-tuning fit, with their layouts: `questions.fine_tunings`."""
         self._check_free("--fine-tune")
         return fine_tunings(self.setting, self.setting.cluster.devices, self.margin)
 
     def cheapest(self, prices: Mapping[str, float]) -> list[Offer]:
-        """Return numbers and kinds of devices, sorted by cost per token: `questions.cheapest`."""
+        """Return kinds and numbers of devices, the lowest cost per token first:
+        `questions.cheapest`.
+
+        `prices` has the price of a device for an hour, by its name in the catalogue.
+        """
         self._check_free("--cheapest")
         devices = self.setting.cluster.devices
         return questions.cheapest(self.setting, prices, devices, self.margin)
@@ -161,11 +174,12 @@ def cost_inputs_of(
     slower: float = 1.0,
     system: str = "meshwright",
 ) -> CostInputs:
-    """Return the setting that prices a config's layouts, as a system of `SYSTEMS` runs them.
+    """Return what prices the layouts of a config: its specs, the cluster, the system and constants.
 
-    `processor` is this machine's, for the cluster "local". `slower` is the factor by which a device
-    is slower than in the catalogue, for example if several ranks share a CPU. Raises `ConfigError`
-    for unknown names.
+    `calibration` replaces the constants that the config names. `local_devices` and `processor`
+    describe this machine, for the cluster "local". `slower` is the factor by which a device is
+    slower than in the catalogue, for example if several ranks share a CPU. `system` is a key of
+    `SYSTEMS`. Raises `ConfigError` for unknown names.
     """
     if calibration is None:
         calibration = calibration_named(config.cluster.calibration)
@@ -188,7 +202,11 @@ def cost_inputs_of(
 
 
 def products_of(train: TrainSpec, device: Device) -> str:
-    """Return the dtype of a training's matmuls on a device; a CPU has none in float8."""
+    """Return the dtype in which a device computes the matmuls of a training.
+
+    That is "fp8" if the config asks for it and the device has float8 matmuls, else
+    `train.precision`.
+    """
     return "fp8" if train.fp8 and "fp8" in device.peaks else train.precision
 
 
@@ -206,11 +224,11 @@ def plan(
 ) -> Plan:
     """Return the ranked layouts of a config on its cluster; doesn't import torch.
 
-    Ranks the best layouts of `top` kinds (see `Found`) by tokens per second, among those that leave
-    the share `margin` of the memory free. Layout keys that the config sets keep their values.
-    `lacks` is what the machine's compiler is missing; `processor` and `slower` are those of
-    `cost_inputs_of`, `prices` those of earlier plans. In the plan's config, `train.compile` is
-    resolved for the best layout. Raises `ConfigError` where no layout is legal.
+    Ranks the best layout of each of the `top` best kinds (see `Found`) by tokens per second, among
+    those that leave the share `margin` of the memory free. Layout keys that the config sets keep
+    their values. `lacks` says what the machine's compiler misses; `processor` and `slower` are
+    those of `cost_inputs_of`; `prices` caches prices between plans. In the plan's config,
+    `train.compile` is resolved for the best layout. Raises `ConfigError` if no layout is legal.
     """
     setting, pins = (
         cost_inputs_of(config, calibration, local_devices, processor, slower),
@@ -242,10 +260,11 @@ def planned(
     processor: Processor | None = None,
     slower: float = 1.0,
 ) -> Config:
-    """Return a config with `layout.auto` and `train.compile` resolved for its cluster.
+    """Return the config with the planner's best layout in it, and `train.compile` resolved.
 
-    Layout keys that were set stay; the others get the origin "plan". `lacks`, `processor` and
-    `slower` are those of `plan`. Raises `ConfigError` where no layout is legal or fits.
+    Layout keys that were set keep their values; the others get the origin "plan". `lacks`,
+    `processor` and `slower` are those of `plan`. Raises `ConfigError` if no layout is legal or
+    fits.
     """
     best_plan = plan(config, 1, lacks=lacks, processor=processor, slower=slower)
     if best_plan.best is None:
@@ -272,21 +291,22 @@ def planned(
 
 
 def digest(config: Config, layout: Layout) -> str:
-    """Return a fingerprint of a program's inputs: model, batch, precision, layout."""
+    """Return a hash (16 hex digits) of what determines a program: model, batch, precision,
+    layout."""
     train = config.train.model_dump(mode="json", include={"batch", "seq_len", "precision"})
     inputs = [padded(config.model, layout.tp).identity(), train, layout.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def on_cluster(setting: CostInputs, layout: Layout) -> CostInputs:
-    """Return a setting with a cluster of as many devices as the layout has ranks."""
+    """Return the cost inputs with as many devices in the cluster as the layout has ranks."""
     if layout.world == setting.cluster.devices:
         return setting
     return replace(setting, cluster=on_devices(setting.cluster, layout.world))
 
 
 def explain(setting: CostInputs, layout: Layout) -> Prediction:
-    """Return the price of one layout, on as many devices as it has ranks.
+    """Return the predicted time and memory of one layout, on as many devices as it has ranks.
 
     Raises `ConfigError` if it breaks a rule, with the nearest legal layouts.
     """
@@ -303,7 +323,7 @@ def check_legal(setting: CostInputs, layout: Layout) -> None:
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
-    """Return a prediction as JSON: bytes and seconds by category, rates."""
+    """Return a prediction as JSON: memory by category, seconds by cause, throughput and MFU."""
     return {
         "layout": prediction.layout.model_dump(mode="json"),
         "label": prediction.layout.label,
@@ -325,7 +345,10 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def assumptions(model: ModelSpec) -> list[str]:
-    """Return what a plan of a model assumes that cannot be trained here, a line each."""
+    """Return the assumptions about a model that can be planned but not trained here, one per line.
+
+    Empty for models that can be trained.
+    """
     if model.planned is None:
         return []
     name = model.planned.model_type
@@ -334,7 +357,7 @@ def assumptions(model: ModelSpec) -> list[str]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON: specs, layout, digest, profile, and why each other layout lost."""
+    """Return a plan as JSON: config, layout, digest, prediction, and why each other layout lost."""
     best, ranking = plan.best, plan.found
     cluster = plan.setting.cluster
     return {
@@ -382,12 +405,12 @@ _DERIVED = ("dp_replicate", "dp_shard")
 
 
 def training_command(arguments: Sequence[str], plan: Plan, name: str | None = None) -> str | None:
-    """Return the command that trains a plan's best layout; None where nothing fits.
+    """Return the shell command that trains a plan's best layout.
 
-    Nor is there one for a model that is planned only. `arguments` are the config path and the
-    overrides of the plan. The command keeps them, and appends the layout keys that the planner has
-    chosen. With several nodes, `launch torchrun` writes a command for each node. `name` is another
-    `log.name`, where the config's is taken.
+    None if no layout fits, or if the model can only be planned. `arguments` are the config path and
+    the overrides of the plan; the layout keys that the planner chose are appended. With several
+    nodes, the command is `launch torchrun`, which writes a command for each node. `name` sets
+    `log.name`, if the config's name is taken.
     """
     if plan.best is None or plan.setting.model.planned is not None:
         return None
@@ -398,9 +421,9 @@ def training_command(arguments: Sequence[str], plan: Plan, name: str | None = No
 
 
 def _chosen(plan: Plan) -> list[str]:
-    """Return what the planner has chosen of the best layout, as overrides.
+    """Return the layout keys that the planner chose for the best layout, as `layout.KEY=VALUE`.
 
-    What was given already and what holds unless it is given are left out.
+    Keys that the config sets and values that are the default are left out.
     """
     assert plan.best is not None
     pins, plain = given(plan.config), LayoutSection()

@@ -1,9 +1,10 @@
-"""What a search prices once and keeps.
+"""Parts of the price of a layout, computed once per search and shared by many layouts.
 
-`Prices`: parts of layouts, across searches of the same setting. `Shardings`: the ZeRO stages and
-offloads of a division of the devices. `Pace`: what a core's microbatches take in a schedule,
-whatever ZeRO stage is chosen for it. `Fits`: whether layouts fit, by estimate during a search and
-by their price at its end.
+`Prices` has the parts that all batch sizes share, `Shardings` the ZeRO stages and offloads for
+given parallel degrees. `Pace` has the seconds of a core's microbatches in a pipeline schedule,
+which do not depend on the ZeRO stage. `Fits` says whether layouts fit: by an estimate during a
+search, and exactly at its end. A core is a layout without schedule, ZeRO stage and offload, see
+`space.Core`.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ _WORD = 0.002
 
 
 def preference(prediction: Prediction) -> float:
-    """Return the ranking value of a layout: its seconds, plus a little for complexity.
+    """Return the value by which layouts are ranked, lowest first: step time plus 0.2% per
+    complexity.
 
-    Each word of the label and each additional stage per rank counts as complexity.
+    Each word of the layout's label, and each pipeline stage per rank after the first, counts as
+    one.
     """
     layout = prediction.layout
     effort = len(layout.label.split()) + layout.virtual_stages - 1
@@ -72,7 +75,7 @@ def preference(prediction: Prediction) -> float:
 
 
 class Fits:
-    """The memory of layouts compared with a limit in bytes; caches known values."""
+    """Caches the memory and price of layouts; `limit` is the bytes that a device may use."""
 
     def __init__(self, setting: CostInputs, limit: float) -> None:
         self.setting, self.limit = setting, limit
@@ -81,9 +84,11 @@ class Fits:
         self._timed: dict[Layout, Prediction] = {}
 
     def estimate(self, layout: Layout, kept_bytes: KeptBytes | None = None) -> RankMemory:
-        """Return the approximate bytes of a layout's largest rank; exact if already priced.
+        """Return the memory of a layout's largest rank by a closed form; exact if it is already
+        known.
 
-        `kept_bytes` is the layout's `kept_of`, if the caller knows it.
+        An estimate close to the limit is refined. `kept_bytes` is the layout's `kept_of`, if the
+        caller has it.
         """
         if layout in self._exact:
             return self._exact[layout]
@@ -95,14 +100,15 @@ class Fits:
         return self._estimates[layout]
 
     def timed(self, layout: Layout) -> Prediction:
-        """Return the price of a layout, with its memory only estimated."""
+        """Return the predicted price of a layout, with its memory only estimated."""
         if layout not in self._timed:
             memory = self.estimate(layout)
             self._timed[layout] = price(self.setting, layout, worst=memory)
         return self._timed[layout]
 
     def priced(self, timed: Prediction) -> Prediction:
-        """Return the price of a timed layout, with exact memory from now on."""
+        """Return the prediction of `timed` with exact memory; later estimates of the layout are
+        exact too."""
         layout = timed.layout
         if layout not in self._exact:
             self._exact[layout] = worst_memory(self.setting, layout)
@@ -111,11 +117,11 @@ class Fits:
 
 @dataclass(frozen=True)
 class Choice:
-    """A ZeRO stage with its shards and offload, priced for one division of the devices.
+    """A ZeRO stage with its number of shards and an offload, priced for given parallel degrees.
 
-    `unit` has the seconds of a microbatch's messages, `states` the bytes of model states on the
-    first and the last pipeline rank, `once` the seconds per step for messages and the update on
-    ranks with such layers.
+    `unit` has the seconds of the gathers and reductions of a microbatch, `states` the bytes of
+    model states on the first and the last pipeline rank. `once` caches, by the layers of a rank,
+    the seconds per step of data-parallel messages and of the update.
     """
 
     sharding: ZeroSharding
@@ -126,9 +132,10 @@ class Choice:
 
 
 class Shardings:
-    """The ZeRO choices for a division that no other choice beats in all respects; cached.
+    """Caches the ZeRO stages and offloads worth considering for given parallel degrees.
 
-    The setting may be replaced by one that differs by its batch.
+    These are the ones that no other choice beats or equals in every cost. `setting` may be replaced
+    by one with another batch.
     """
 
     def __init__(self, setting: CostInputs, kernels: Kernels, pins: Pins) -> None:
@@ -140,7 +147,11 @@ class Shardings:
         self._once: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def of(self, division: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
-        """Return the ZeRO stages of a division of the devices, each with its costs."""
+        """Return the ZeRO stages and offloads worth considering with the degrees of `division`,
+        priced.
+
+        `offloaded` are the values of `layout.offload` to try.
+        """
         often = self._often(division) if "params" in offloaded else ()
         key = (*_degrees(division), offloaded, often)
         if key not in self._known:
@@ -158,9 +169,9 @@ class Shardings:
         return self._known[key]
 
     def least_states(self, division: Layout, offloaded: tuple[Offload, ...]) -> float:
-        """Return the fewest bytes of model states on the first rank of a division's choices.
+        """Return the fewest bytes of model states on the first pipeline rank, over all ZeRO stages.
 
-        Infinite where it has no choice.
+        `offloaded` are the values of `layout.offload` to try. Infinite if no choice is legal.
         """
         is_summed = division.microbatches(self.setting.train.batch) > 1
         key = (*_degrees(division), offloaded, is_summed)
@@ -183,7 +194,11 @@ class Shardings:
     def _choice(
         self, division: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
     ) -> tuple[tuple[float, ...], Choice]:
-        """Return a tuple of costs, one for each way in which choices differ, and the choice."""
+        """Return the costs by which choices are compared, and the choice.
+
+        The costs are seconds per step, the largest messages of a microbatch, and bytes of model
+        states on the first and the last pipeline rank.
+        """
         held_layers, key = layers_of_ranks(self.setting, layout), self._alike(layout)
         first, last = (
             self._states_of(layout, held_layers[rank], key) for rank in (0, division.pp - 1)
@@ -194,7 +209,8 @@ class Shardings:
         return (sent + update, *unit.largest, first, last), choice
 
     def _states_of(self, layout: Layout, held_layers: RankLayers, key: tuple[object, ...]) -> float:
-        """Return the bytes of model states of a rank with such layers; `key` is `_alike`."""
+        """Return the bytes of model states on a rank with these layers; `key` is
+        `_alike(layout)`."""
         key = *key, held_layers
         if key not in self._states:
             terms = model_states(self.setting, layout, held_layers)
@@ -202,7 +218,8 @@ class Shardings:
         return self._states[key]
 
     def _unit(self, layout: Layout) -> UnitSeconds:
-        """Return the seconds of a microbatch's messages, which depend on few choices."""
+        """Return the seconds of a microbatch's gathers and reductions; cached by the keys that
+        matter."""
         key = (
             layout.zero,
             layout.shard_ranks,
@@ -218,7 +235,8 @@ class Shardings:
     def once(
         self, division: Layout, choice: Choice, held_layers: RankLayers
     ) -> tuple[float, float]:
-        """Return the seconds per step of a pipeline rank's messages and update."""
+        """Return the seconds per step of data-parallel messages and of the update, on a pipeline
+        rank."""
         if held_layers not in choice.once:
             layout = with_sharding(division, choice.sharding, choice.offload)
             key = *self._alike(layout), held_layers
@@ -231,26 +249,30 @@ class Shardings:
         return choice.once[held_layers]
 
     def _often(self, layout: Layout) -> tuple[int, int]:
-        """Return how often weights on the host are sent, anew for each microbatch, and its size."""
+        """Return the number of microbatches and their size.
+
+        Both matter if weights are on the host, since these are copied for each microbatch.
+        """
         return layout.microbatches(self.setting.train.batch), layout.microbatch
 
     def _alike(self, layout: Layout) -> tuple[object, ...]:
-        """Return the cache key of a rank's states, and of its messages once per step."""
+        """Return the cache key of what depends on the sharding: model states, and messages per
+        step."""
         often = self._often(layout) if layout.offload == "params" else ()
         zero = layout.zero, layout.shard_ranks, layout.replica_ranks
         return *zero, layout.tp, layout.ep, layout.etp, layout.offload, often
 
 
 def _degrees(division: Layout) -> tuple[object, ...]:
-    """Return what the choices of a division depend on beside offload and the batch."""
+    """Return the parallel degrees of a layout, as a cache key for its sharding choices."""
     degrees = division.pp, division.dp_replicate, division.cp, division.tp
     return (*degrees, division.ep, division.etp)
 
 
 def _best_somewhere(candidates: Sequence[tuple[tuple[float, ...], Choice]]) -> list[Choice]:
-    """Return the choices that no other one beats or equals in every cost; of equal ones the first.
+    """Return the Pareto-optimal choices: no other one is at most as costly in every cost.
 
-    `candidates` are pairs of a tuple of costs and a choice.
+    `candidates` are pairs of a tuple of costs and a choice. Of choices with equal costs, the first.
     """
     firsts = dict(reversed(candidates))
     return [
@@ -268,9 +290,10 @@ _MOST: Final = 4
 
 
 class Prices:
-    """Prices that don't depend on the batch or the number of microbatches.
+    """Prices of cost inputs that don't depend on the batch or the number of microbatches.
 
-    These are the seconds and bytes of a microbatch, and the costs of the ZeRO stages of a division.
+    These are the seconds and saved bytes of a microbatch, and the costs of ZeRO stages. `pins` are
+    the layout keys that the user fixed.
     """
 
     def __init__(self, setting: CostInputs, pins: Pins) -> None:
@@ -282,9 +305,9 @@ class Prices:
         self._kept: dict[tuple[object, ...], KeptBytes] = {}
 
     def parts(self, layout: Layout, defers: bool = False) -> MicrobatchTimes:
-        """Return the seconds of a layout's microbatch, which depend on few of its choices.
+        """Return the seconds of a layout's microbatch by part; cached by `shape_of` the layout.
 
-        `defers`: the schedule defers weight gradients.
+        `defers` says that the schedule defers weight gradients.
         """
         key = (*shape_of(layout), defers)
         if key not in self._times:
@@ -292,7 +315,8 @@ class Prices:
         return self._times[key]
 
     def least_parts(self, layout: Layout) -> MicrobatchTimes:
-        """Return a lower bound of `parts` over recomputation: the times without any."""
+        """Return a lower bound of `parts` over the recomputation policies: the seconds without
+        any."""
         *shape, _, moves = shape_of(layout)
         key = (*shape, "none", moves, False)
         if key not in self._times:
@@ -300,7 +324,8 @@ class Prices:
         return self._times[key]
 
     def kept_of(self, layout: Layout) -> KeptBytes:
-        """Return the bytes that a layout's microbatch keeps: see `cost.memory.kept_of`."""
+        """Return the bytes that a layout's microbatch saves for its backward:
+        `cost.memory.kept_of`."""
         key = shape_of(layout)
         if key not in self._kept:
             self._kept[key] = kept_of(self.setting, layout)
@@ -308,13 +333,14 @@ class Prices:
 
 
 class KnownPrices:
-    """A cache of the prices of the most recent settings."""
+    """A cache of the `Prices` of the four most recent cost inputs."""
 
     def __init__(self) -> None:
         self._last: list[Prices] = []
 
     def of(self, setting: CostInputs, pins: Pins) -> Prices:
-        """Return the prices of a setting with these fixed keys, for any batch."""
+        """Return the `Prices` for these cost inputs, whatever their batch, and these fixed layout
+        keys."""
         batch = setting.train.batch
         for known in self._last:
             known_setting = known.setting
@@ -328,7 +354,7 @@ class KnownPrices:
 
 
 def shape_of(layout: Layout) -> tuple[object, ...]:
-    """Return the choices that determine a microbatch's work."""
+    """Return the layout keys that determine the work of a microbatch, as a cache key."""
     moves = layout.offload == "activations"
     return (
         layout.tp,
@@ -345,10 +371,12 @@ def shape_of(layout: Layout) -> tuple[object, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """The seconds that a core's microbatches take in a schedule, with the host's work for them.
+    """The seconds that all microbatches of a step take in a pipeline schedule, without data
+    parallelism.
 
-    `times` counts the ranks of a pipeline by the layers that they hold, `base` has the seconds of a
-    microbatch on each, `transfer` those of a message between stages.
+    `count` is the number of microbatches and `parts` the seconds of each. `times` counts the
+    pipeline ranks by the layers that they hold, `base` has the seconds of a microbatch on each such
+    rank, and `transfer` those of a message between stages.
     """
 
     schedule: Schedule
@@ -362,11 +390,16 @@ class Pace:
 
     @cached_property
     def plain(self) -> tuple[RankLayers, float]:
-        """The rank that sets the pace and the seconds, without a message of data parallelism."""
+        """The layers of the slowest rank and the seconds of the step, without data-parallel
+        messages."""
         return self._of(self.base)
 
     def among(self, gathers: Waits) -> tuple[RankLayers, float]:
-        """Return the slowest rank and the seconds where microbatches wait for such messages."""
+        """Return the layers of the slowest rank and the seconds, with waits for data-parallel
+        messages.
+
+        `gathers` has the seconds that each microbatch waits for them.
+        """
         return self._of(
             {
                 held_layers: seconds + gathers.of(held_layers)
@@ -393,7 +426,7 @@ class Pace:
 
 
 class Paces:
-    """The paces of cores in their schedules; cached."""
+    """Computes and caches the `Pace` of each core in each pipeline schedule."""
 
     def __init__(self, setting: CostInputs, prices: Prices) -> None:
         self._setting, self._prices = setting, prices
@@ -403,9 +436,11 @@ class Paces:
     def below(
         self, core: Core, orders: Sequence[Schedule], limit: float
     ) -> tuple[list[Pace], Counter[str]]:
-        """Return the paces of a core below a limit, and how many schedules have none, by reason.
+        """Return the paces of a core that take less than `limit` seconds, and counts of the others
+        by reason.
 
-        They are without a message of data parallelism, and thus the same for each sharding.
+        `orders` are the schedules to try. A pace has no data-parallel messages, and is thus the
+        same for each ZeRO stage.
         """
         layout, layers, count = core.layout, self._setting.model.n_layers, core.microbatches
         known = self._known.get(layout)
@@ -431,7 +466,10 @@ class Paces:
         return paces, slow
 
     def pace(self, core_layout: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
-        """Return the pace of a core in a schedule of so many microbatches."""
+        """Return the pace of a core in a schedule.
+
+        `count` is the number of microbatches, `transfer` the seconds of a message between stages.
+        """
         setting, kernels = self._setting, self._prices.kernels
         layout = with_schedule(core_layout, schedule)
         # One that splits the backward of a cut layer hides fewer messages.
@@ -452,9 +490,10 @@ class Paces:
 
 @lru_cache(maxsize=4096)
 def least_idle(pp: int, layers: int, microbatches: int) -> float:
-    """Return the smallest idle time of a pipeline over its legal schedules, as a share of its work.
+    """Return the smallest pipeline bubble over the legal schedules, as a share of a rank's busy
+    time.
 
-    Its ranks are equally fast, and its messages take no time.
+    Assumes equally fast ranks and messages that take no time.
     """
     of_one = (
         closed_form(order.name, pp, order.virtual, microbatches, 1.0, pp, 0.0, 0.0)

@@ -1,6 +1,6 @@
-"""Questions before a run: fewest devices, largest batch, longest context, cheapest token.
+"""Answers before a run: fewest devices, largest batch, longest context, lowest cost per token.
 
-Also what can be fine-tuned on some devices: all weights, adapters, or adapters on four bits.
+Also what can be fine-tuned on some devices: all weights, LoRA adapters, or adapters on NF4 weights.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _MOST_SEQUENCES = 1 << 16
 
 
 def on_devices(cluster: Cluster, devices: int) -> Cluster:
-    """Return a cluster of the same kind with another number of devices."""
+    """Return the cluster with `devices` devices, on as many nodes as they need."""
     per_node = min(cluster.per_node, devices)
     return replace(cluster, nodes=-(-devices // per_node), per_node=per_node)
 
 
 def sizes_up_to(cluster: Cluster, devices: int) -> list[int]:
-    """Return the numbers of devices that can be rented: parts of a node, whole nodes."""
+    """Return the numbers of devices to consider, at most `devices`: divisors of a node, then whole
+    nodes."""
     node = cluster.per_node
     parts = [size for size in range(1, min(node, devices) + 1) if node % size == 0]
     return parts + list(range(2 * node, devices + 1, node))
@@ -50,9 +51,9 @@ def sizes_up_to(cluster: Cluster, devices: int) -> list[int]:
 def fewest_devices(
     setting: CostInputs, devices: int, margin: float = MARGIN
 ) -> tuple[int, Prediction] | None:
-    """Return the fewest devices on which a layout fits, and the fastest layout there.
+    """Return the fewest devices on which a layout fits, and the fastest layout on them.
 
-    Tries divisors of a node, then whole nodes, up to a maximum. None where nothing fits.
+    Tries divisors of a node, then whole nodes, up to `devices`. None if no layout fits on any.
     """
     for count in sizes_up_to(setting.cluster, devices):
         tried = replace(setting, cluster=on_devices(setting.cluster, count))
@@ -66,11 +67,12 @@ def fewest_devices(
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The most sequences that fit at once with one recomputation policy.
+    """The largest batch that fits without gradient accumulation under one recomputation policy.
 
-    `sequences` is dp x microbatch. `batch` is the global batch of the prediction: one microbatch,
-    or with a pipeline four for each of its ranks. `at_speed`: within a tenth of the fastest of its
-    policy; otherwise the most at any speed.
+    `sequences` is dp x microbatch. `batch` is the global batch of the prediction: one microbatch
+    per data-parallel rank, or four for each pipeline rank. `at_speed` says that its tokens per
+    second are at least 90% of the fastest with this policy; otherwise it is the largest batch at
+    any speed.
     """
 
     recompute: Recompute
@@ -83,11 +85,12 @@ class LargestBatch:
 def largest_batches(
     setting: CostInputs, devices: int, margin: float = MARGIN
 ) -> list[LargestBatch]:
-    """Return the largest batch that fits at once for each recomputation policy.
+    """Return the largest batch that fits without gradient accumulation, for each recomputation
+    policy.
 
-    For each policy: the largest one, over all divisions of the devices, whose speed is within a
-    tenth of the fastest in tokens per second. The last entry is the largest at any speed. Larger
-    global batches accumulate microbatches of this size and need no more memory.
+    Each is the largest one, over all parallel degrees, with at least 90% of the most tokens per
+    second of its policy. If another batch is the largest at any speed, it comes last. A larger
+    global batch accumulates microbatches of this size and needs no more memory.
     """
     everything = list(divisions(setting, devices))
     limit = _limit(setting, margin)
@@ -109,9 +112,10 @@ def largest_batches(
 def _first_priced(
     setting: CostInputs, batches: list[LargestBatch], limit: float
 ) -> list[LargestBatch]:
-    """Return the price of the largest of some batches that are known in closed form, if any.
+    """Return a list with the largest of the batches that fits by its exact price, or an empty one.
 
-    One that needs more than the limit by its price gives way to a smaller one of its division.
+    `batches` are priced in closed form. One that exceeds `limit` bytes is replaced by a smaller one
+    with the same parallel degrees.
     """
     left = sorted(batches, key=_largest_first)
     while left:
@@ -134,14 +138,18 @@ def _largest_first(batch: LargestBatch) -> tuple[int, float]:
 def _largest_of(
     setting: CostInputs, division: Layout, recompute: Recompute, limit: float
 ) -> LargestBatch | None:
-    """Return the largest batch of a division, or None where no sequence fits."""
+    """Return the largest batch with the degrees of `division`, or None if not even one sequence
+    fits."""
     division = division.model_copy(update={"recompute": recompute})
     sequences = _most(setting, division, limit)
     return _of_size(setting, division, sequences) if sequences else None
 
 
 def _of_size(setting: CostInputs, division: Layout, sequences: int) -> LargestBatch | None:
-    """Return the batch of a division whose microbatch has so many sequences, in closed form."""
+    """Return the batch whose microbatch has `sequences` sequences, priced in closed form.
+
+    None if no layout with these parallel degrees is legal.
+    """
     count = _microbatches(division)
     sized_setting = with_train(setting, batch=sequences * division.dp * count)
     light = lightest_of(sized_setting, division.model_copy(update={"microbatch": sequences}), count)
@@ -162,7 +170,8 @@ def _microbatches(division: Layout) -> int:
 
 
 def _most(setting: CostInputs, division: Layout, limit: float) -> int:
-    """Return the largest microbatch of a division that fits, 0 where none does."""
+    """Return the most sequences in a microbatch that fit in `limit` bytes; 0 if not even one
+    does."""
 
     def fits(sequences: int) -> bool:
         layout = division.model_copy(update={"microbatch": sequences})
@@ -183,10 +192,10 @@ def _most(setting: CostInputs, division: Layout, limit: float) -> int:
 def longest_context(
     setting: CostInputs, devices: int, margin: float = MARGIN
 ) -> tuple[int, Prediction] | None:
-    """Return the longest sequences that fit, in tokens, with the fastest layout.
+    """Return the length in tokens of the longest sequences that fit, with the fastest layout.
 
     The batch stays the same. Tries powers of two and seven lengths between each two of them,
-    without offload. None where not even the shortest fits.
+    without offload. None if even the shortest does not fit.
     """
     fits = Lengths(setting, devices, _limit(setting, margin)).fit
 
@@ -214,7 +223,8 @@ def longest_context(
 
 @dataclass(frozen=True)
 class Offer:
-    """A number of devices of one kind, their speed, and the cost of a million tokens."""
+    """A number of devices of one kind, their fastest layout, and the price of a device for an
+    hour."""
 
     device: str
     devices: int
@@ -230,10 +240,12 @@ class Offer:
 def cheapest(
     setting: CostInputs, prices: Mapping[str, float], devices: int, margin: float = MARGIN
 ) -> list[Offer]:
-    """Return the kinds of devices that have a price and fit, the cheapest token first.
+    """Return the fastest layout on each kind and number of devices, the lowest cost per token
+    first.
 
-    `prices` are per device and hour, by name in the catalogue. Tries powers of two up to `devices`.
-    Raises `ConfigError` without any price, or for a name that is not in the catalogue.
+    `prices` has the price of a device for an hour, by its name in the catalogue. Tries powers of
+    two below `devices`, and `devices`. Raises `ConfigError` without any price, or for an unknown
+    name.
     """
     if not prices:
         raise ConfigError(
@@ -277,9 +289,9 @@ RANK: Final = 16
 class FineTuning:
     """One way to fine-tune: what is trained, and which layouts fit.
 
-    `refused` says why the model cannot have adapters. `prediction` is the fastest layout at
-    `train.seq_len`, `longest` the longest sequences and the fastest layout for them; None where
-    nothing fits.
+    `refused` says why the model cannot have adapters, None if it can. `prediction` is the fastest
+    layout at `train.seq_len`, `longest` the longest sequences in tokens with the fastest layout for
+    them; both are None if nothing fits.
     """
 
     trained: str
@@ -289,10 +301,11 @@ class FineTuning:
 
 
 def fine_tunings(setting: CostInputs, devices: int, margin: float = MARGIN) -> list[FineTuning]:
-    """Return what training all weights, adapters, or adapters on NF4 takes on so many devices.
+    """Return the layouts that fit for training all weights, LoRA adapters, and adapters on NF4
+    weights.
 
     Uses the model's adapters if it has some, otherwise adapters of rank `RANK` on every linear
-    layer that can have a separate one.
+    layer that can have one of its own.
     """
     model = setting.model
     lora = model.lora or Lora(rank=RANK, alpha=RANK, targets=_targets(model))

@@ -1,4 +1,4 @@
-"""Ranks the layouts that fit by tokens per second, and says why the others lose."""
+"""Ranks the layouts that fit by step time, and counts the others by the reason why they lose."""
 
 from __future__ import annotations
 
@@ -81,10 +81,9 @@ _LEAST_IN_FLIGHT = 0.9
 class Found:
     """The result of a search: the best layout of each kind, best first.
 
-    Layouts of a kind differ in how dp and cp share ranks, and in what is no degree.
-
-    `considered` counts all legal layouts, `reasons` the excluded ones by reason; `unfit` is the
-    layout that came closest to fitting, where none does.
+    Layouts of a kind have the same pp, tp, ep and expert tp. `considered` counts all legal layouts,
+    `reasons` those ruled out, by reason. `unfit_layout` is the layout that came closest to fitting,
+    and `unfit` its memory; both are None if some layout fits.
     """
 
     setting: CostInputs
@@ -106,13 +105,14 @@ _Candidate = tuple[float, int, Schedule, Choice]
 
 
 class Search:
-    """One search over a setting: the number of devices, a margin, fixed layout keys.
+    """One search over the legal layouts of a number of devices.
 
-    The price of a layout consists of parts that depend on few choices each: the microbatch's time
-    on its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. The parts
-    are priced once. Each layout of a core is a sum of them, with memory and the pipeline in closed
-    form. The best layouts are then checked and ranked by their exact price: `cost.price`.
-    `prices` come from an earlier search of the same setting, which may have another batch.
+    Groups layouts by core (see `space.Core`). The price of a layout is a sum of parts that each
+    depend on few of its keys and are computed once: the microbatch on the core, the pipeline on the
+    schedule, states and gradients on the ZeRO stage. Memory and pipeline are closed forms. The best
+    layouts are then checked and ranked by their exact price, `cost.price`. `pins` are the layout
+    keys that the user fixed. `prices` are those of an earlier search with the same cost inputs,
+    whatever its batch.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class Search:
 
     @uncollected()
     def run(self, top: int) -> Found:
-        """Return the best layouts of the `top` best kinds.
+        """Return the best layout of each of the `top` best kinds (see `Found`).
 
-        Cores come in the order of a lower bound, the time of their microbatches alone. A core that
-        cannot beat the worst of the best any more is skipped without a price. What it takes without
-        recomputation, which is a lower one, is computed first: most need no other.
+        Branch and bound: cores are tried in the order of a lower bound of their step time. A core
+        whose bound exceeds the worst layout still listed is skipped without being priced. A cheaper
+        bound, the time without recomputation, comes first, and is enough for most cores.
         """
         everything = self._cores()
         order = sorted((self._least(core), index) for index, core in enumerate(everything))
@@ -162,10 +162,11 @@ class Search:
         return Found(self.setting, tuple(ranked), considered, reasons, memory, layout)
 
     def _passes(self, everything: list[Core]) -> tuple[list[_Pass], list[_Pass]]:
-        """Return the offloads to choose from, and those for when nothing fits, with their cores.
+        """Return the passes of the search, and those for when nothing fits: cores with offloads to
+        try.
 
-        What fits without offload is mostly faster and comes first. Its time is then a limit for the
-        others, and most of them are ruled out by the time of their microbatches alone.
+        The first pass has no offload: its layouts are mostly the fastest, and their step times rule
+        out most layouts of the next pass by the time of their microbatches alone.
         """
         update = {"offload": "activations"}
         moving = [
@@ -182,12 +183,13 @@ class Search:
         return first, [(moving, ("activations",))] if moves else []
 
     def _size_of(self, pass_cores: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
-        """Return how many layouts some cores stand for: see `size_of`."""
+        """Return the number of legal layouts that the cores stand for: see `space.size_of`."""
         layers, pins = self.setting.model.n_layers, self.pins
         return sum(size_of(core, layers, offloaded, pins) for core in pass_cores)
 
     def _nearest(self) -> Layout | None:
-        """Return the layout that comes nearest to fitting, where none fits."""
+        """Return the layout that exceeds the memory limit least, for a search in which none
+        fits."""
         noted = [] if self.nearest is None else [self.nearest[1]]
         if not self.pins:  # `lightest` does not know what the user fixed
             ways = (lightest(self.setting, self.devices, offload=way) for way in get_args(Offload))
@@ -202,9 +204,9 @@ class Search:
     def _fitting(
         self, passes: list[_Pass], order: list[tuple[float, int]], top: int
     ) -> list[Prediction]:
-        """Return the prices of the `top` best layouts, all of which fit.
+        """Return the prices of the best layout of each of the `top` best kinds; all of them fit.
 
-        Where one does not, against its estimate, they are searched once more without it.
+        If the exact memory of one exceeds the limit although its estimate did not, searches again.
         """
         reasons_before = self.reasons.copy()
         while True:
@@ -221,7 +223,7 @@ class Search:
             self.reasons = reasons_before.copy()
 
     def _cores(self) -> list[Core]:
-        """Return the legal cores, or those of them that are as the user fixed them."""
+        """Return the legal cores that have the layout keys that the user fixed."""
         legal = cores(self.setting.model, self.setting.train, self.devices)
         if not self.pins:
             return list(legal)
@@ -245,7 +247,11 @@ class Search:
         offloaded: tuple[Offload, ...],
         best: _OfDivisions,
     ) -> None:
-        """Update the best layouts of divisions of the devices with those of such offloads."""
+        """Search the cores with these offloads, and update the best layout by parallel degrees in
+        `best`.
+
+        `order` has (lower bound in seconds, index of the core), sorted.
+        """
         worst, heap, bounded = _worst(best, top), order.copy(), set[int]()
         while heap:
             bound, index = heapq.heappop(heap)
@@ -272,13 +278,15 @@ class Search:
                 worst = _worst(best, top)
 
     def _least(self, core: Core) -> float:
-        """Return a lower bound of `_bound`, which cores share: without recomputation."""
+        """Return a cheap lower bound of `_bound`: the seconds of the core's step without
+        recomputation."""
         return self._evenly(core, self.prices.least_parts(core.layout).totals)
 
     def _bound(self, core: Core) -> float:
-        """Return a time that no layout of a core beats: its microbatches, spread evenly.
+        """Return a lower bound of the step time of a core's layouts, in seconds.
 
-        Beside these, a pipeline idles at least as long as in the schedule in which it idles least.
+        It has the microbatches, spread evenly over the pipeline, and the smallest bubble of any
+        schedule.
         """
         layout, parts = core.layout, self.prices.parts(core.layout)
         layers, first, last = parts.totals
@@ -288,7 +296,11 @@ class Search:
         return self._evenly(core, (layers, first, last))
 
     def _evenly(self, core: Core, seconds: tuple[Sequence[float], float, float]) -> float:
-        """Return the seconds of a step whose microbatches are spread evenly over the pipeline."""
+        """Return the seconds of a step whose work is spread evenly over the pipeline, with the
+        least bubble.
+
+        `seconds` are those of a microbatch: per kind of layer, and of the ends of the model.
+        """
         count, pp, (layers, first, last) = core.microbatches, core.degrees[0], seconds
         layer_seconds: float = sum(map(mul, layers, self._kinds))
         microbatches: float = count * (layer_seconds + first + last) / pp
@@ -301,7 +313,7 @@ class Search:
     def _best_again(
         self, index: int, core: Core, limit: float, offloaded: tuple[Offload, ...]
     ) -> tuple[float, Layout] | None:
-        """Return `_best_of` a core: that of an earlier pass, unless that turned out not to fit."""
+        """Return `_best_of` a core, from the cache unless that layout turned out not to fit."""
         # Where nothing was too large yet, a core that is gets looked into for the nearest layout.
         key = (index, limit, offloaded, self.nearest is None)
         known = self._bests.get(key)
@@ -318,7 +330,8 @@ class Search:
     def _best_of(
         self, core: Core, limit: float, offloaded: tuple[Offload, ...]
     ) -> tuple[float, Layout] | None:
-        """Return the fastest layout of a core that fits, if it beats a limit."""
+        """Return the fastest layout of a core that fits, with its seconds; None if none beats
+        `limit`."""
         core_layout, setting = core.layout, self.setting
         layers, count = setting.model.n_layers, core_layout.microbatches(setting.train.batch)
         least_bytes = _LEAST_IN_FLIGHT * self._activations(core_layout, 0)
@@ -360,7 +373,7 @@ class Search:
         return None
 
     def _is_too_large(self, least_bytes: float) -> bool:
-        """Whether at least so many bytes do not fit, and something else comes as near to it."""
+        """Whether this many bytes do not fit, and a layout closer to fitting is already known."""
         return (
             least_bytes > self.limit and self.nearest is not None and least_bytes >= self.nearest[0]
         )
@@ -373,7 +386,10 @@ class Search:
         waits: dict[UnitSeconds, Waits],
         limit: float,
     ) -> list[_Candidate]:
-        """Return a schedule's layouts that beat the limit and may fit."""
+        """Return the layouts with a schedule that take less than `limit` seconds and may fit.
+
+        `choices` are the ZeRO stages to try, `waits` the seconds that each adds to a microbatch.
+        """
         setting, kernels, schedule = self.setting, self.kernels, pace.schedule
         first, last = (self._activations(pace.layout, rank) for rank in (0, core_layout.pp - 1))
         paces, candidates = dict[UnitSeconds, tuple[RankLayers, float, float]](), []
@@ -397,7 +413,8 @@ class Search:
         return candidates
 
     def _activations(self, layout: Layout, rank: int) -> float:
-        """Return the bytes of a pipeline rank's activations: the same for all shardings."""
+        """Return the bytes of a pipeline rank's activations in closed form; the same for all ZeRO
+        stages."""
         key = (
             *shape_of(layout),
             layout.pp,
@@ -429,7 +446,7 @@ class Search:
 
 
 def first_of_kinds(predictions: Iterable[Prediction]) -> list[Prediction]:
-    """Return the first prediction of each kind of layout."""
+    """Return the first prediction of each kind of layout (same pp, tp, ep and expert tp)."""
     firsts: dict[tuple[int, ...], Prediction] = {}
     for prediction in predictions:
         firsts.setdefault(_kind_of(prediction.layout), prediction)
@@ -437,12 +454,12 @@ def first_of_kinds(predictions: Iterable[Prediction]) -> list[Prediction]:
 
 
 def _kind_of(layout: Layout) -> tuple[int, ...]:
-    """Return the degrees of a layout; data and context parallelism, which share ranks, as one."""
+    """Return the degrees that define a layout's kind: pp, tp, ep and expert tp."""
     return layout.pp, layout.tp, layout.ep, layout.expert_tp
 
 
 def _of_kinds(best: _OfDivisions) -> _OfDivisions:
-    """Return the fastest layout of each kind, with its seconds."""
+    """Return the fastest layout of each kind, with its seconds; keyed by kind."""
     kinds: _OfDivisions = {}
     for candidate in best.values():
         kind = _kind_of(candidate[1])
@@ -451,7 +468,8 @@ def _of_kinds(best: _OfDivisions) -> _OfDivisions:
 
 
 def _worst(best: _OfDivisions, top: int) -> float:
-    """Return the seconds above which a layout is neither shown nor compared with the best."""
+    """Return the seconds above which a layout need not be searched: it would not be shown or
+    compared."""
     return max(_nth_least(_of_kinds(best), top), _nth_least(best, _COMPARED))
 
 

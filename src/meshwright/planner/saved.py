@@ -1,4 +1,4 @@
-"""A saved plan: read back for a run if the program is still the planned one, or compared."""
+"""Reads a saved plan for a run, if the program is still the planned one, and compares two plans."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _OF_TRAINING = ("batch", "seq_len", "precision")
 def load_planned(
     plan: Path, config: Path | None = None, overrides: Iterable[str] = (), needed: str = "--plan"
 ) -> Config:
-    """Return the config of a saved plan's run, with its layout of origin "plan".
+    """Return the config of a run that uses the layout of a saved plan.
 
-    Without a config file, the plan's own config applies, too; with one, the devices are the plan's.
-    Raises `ConfigError` if the file is no plan or has no layout, or if the program differs from the
-    planned one.
+    Without a config file, the plan's own config applies; with one, only its layout and devices do.
+    `needed` is the flag that named the plan, for messages. Raises `ConfigError` if the file is no
+    plan, has no layout, or if model, batch, sequence length, precision or layout differ from the
+    plan's.
     """
     with foreign(f"{needed} {plan}", ConfigError):
         return _planned(plan, config, overrides, needed)
@@ -60,15 +61,16 @@ def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: 
 
 
 def _as_unnamed(config: Config, keys: Iterable[str]) -> Config:
-    """Return a plan's config with the origin "default" for keys that nobody has named so far."""
+    """Return the config with the origin "default" for those of `keys` whose value the plan
+    supplied."""
     unnamed = {key: "default" for key in keys if config.origins.get(key) == "plan"}
     return config.model_copy(update={"origins": {**config.origins, **unnamed}})
 
 
 def read_plan(plan: Path, needed: str) -> dict[str, Any]:
-    """Return a plan of `plan --save` that has a layout; `needed` is the flag that names it.
+    """Return the JSON of a file that `plan --save` wrote; `needed` is the flag that named it.
 
-    Raises `ConfigError` for anything else.
+    Raises `ConfigError` if the file cannot be read, is no plan, or has no layout.
     """
     try:
         saved = parse_json(read_text(plan))
@@ -91,7 +93,8 @@ def _without_none(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[
 
 
 def _changes(config: Config, layout: Layout, saved: Mapping[str, Any]) -> list[str]:
-    """Return what differs from the plan, key by key."""
+    """Return texts for the keys of model, training and layout whose values differ from the
+    plan's."""
     pairs = {
         "model": (config.model.identity(), saved["config"]["model"]),
         "train": (
@@ -115,7 +118,7 @@ _LEAST = 0.005
 
 
 class ChangedKey(NamedTuple):
-    """A changed key with both values."""
+    """A key whose value differs between two plans, with both values."""
 
     key: str
     before: Any
@@ -123,10 +126,11 @@ class ChangedKey(NamedTuple):
 
 
 class PlanDifference(NamedTuple):
-    """The differences of two plans: config keys, layout keys, and both sizes by cause.
+    """The differences of two plans: config keys, layout keys, and predicted time and memory.
 
-    `seconds` and `bytes` map a cause, or a category, to both plans' values, the largest change
-    first; `explanation` says it in words.
+    `totals` has (before, after) for step time, throughput, MFU and peak memory. `seconds` and
+    `bytes` map a cause, or a category of memory, to both values, the largest change first.
+    `explanation` says the same in sentences.
     """
 
     asked: list[ChangedKey]
@@ -137,7 +141,7 @@ class PlanDifference(NamedTuple):
     explanation: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the differences as JSON."""
 
         def both(values: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
             return {key: {"before": a, "after": b} for key, (a, b) in values.items()}
@@ -153,7 +157,8 @@ class PlanDifference(NamedTuple):
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> PlanDifference:
-    """Return the differences of two plans of `plan --save`; each must have a layout."""
+    """Return the differences of two plans, given as the JSON of `plan --save`; each must have a
+    layout."""
     asked = [
         change
         for section in _SECTIONS

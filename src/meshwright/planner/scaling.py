@@ -1,4 +1,4 @@
-"""A run on more or fewer devices, and the time and money for a number of tokens."""
+"""The best layout on more or fewer devices, and the time and money for a number of tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshwright.planner.space import Pins
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a number of tokens: `hours` of the run, and of all devices together.
+    """The cost of training on a number of tokens: hours of the run, device hours, and money.
 
-    `money` has the currency of `price`, which is of one device for an hour; None without one.
+    `money` is None without a price.
     """
 
     tokens: float
@@ -28,13 +28,14 @@ class Cost:
 
     @classmethod
     def of(cls, prediction: Prediction, tokens: float, price: float | None) -> Cost:
-        """Return the cost of a number of tokens with a layout."""
+        """Return the cost of `tokens` tokens at a predicted speed; `price` is of one device for an
+        hour."""
         hours = tokens / prediction.tokens_per_s / 3600
         device_hours = hours * prediction.devices
         return cls(tokens, hours, device_hours, None if price is None else device_hours * price)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the cost as JSON, with days instead of hours."""
         return {
             "tokens": self.tokens,
             "days": self.hours / 24,
@@ -45,14 +46,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Point:
-    """A number of devices with its best layout; `prediction` is None where no layout fits."""
+    """A number of devices with its best layout and cost, both None if no layout fits."""
 
     devices: int
     prediction: Prediction | None
     cost: Cost | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the number of devices with its prediction and cost as JSON."""
         prediction_fields = {} if self.prediction is None else prediction_json(self.prediction)
         cost_fields = None if self.cost is None else self.cost.as_json()
         return {
@@ -64,7 +65,7 @@ class Point:
 
 
 def counts_between(first: int, last: int) -> list[int]:
-    """Return numbers of devices from the first to the last, doubling."""
+    """Return `first` and its doublings below `last`, then `last`."""
     counts, count = [], first
     while count < last:
         counts.append(count)
@@ -80,10 +81,10 @@ def curve(
     margin: float = MARGIN,
     pins: Pins | None = None,
 ) -> list[Point]:
-    """Return the best layout for each number of devices, and the cost of the tokens on it.
+    """Return the best layout for each number of devices, and the cost of the tokens with it.
 
-    The global batch stays the same, and so do fixed layout keys. If a number of devices has no
-    legal layout with these keys, or none that fits, its point says so.
+    The global batch and the fixed layout keys (`pins`) stay the same. `price` is of one device for
+    an hour. The point of a number of devices without a legal layout that fits has no prediction.
     """
     points = []
     for count in counts:
@@ -96,7 +97,10 @@ def curve(
 
 
 def best_cost(plan: Plan, tokens: float, price: float | None) -> Cost:
-    """Return the cost of tokens with a plan's best layout; `ConfigError` if none fits."""
+    """Return the cost of `tokens` tokens with a plan's best layout; `price` is per device and hour.
+
+    Raises `ConfigError` if no layout fits.
+    """
     if plan.best is None:
         raise ConfigError("--tokens: no layout fits, so that nothing is trained")
     return Cost.of(plan.best, tokens, price)

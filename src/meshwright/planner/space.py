@@ -1,7 +1,7 @@
-"""The space of layouts for a number of devices, within the rules and the keys that a config sets.
+"""The legal layouts for a number of devices that have the layout keys that a config sets.
 
-The planner keeps these keys, or says why it cannot. A rule may take an axis out of a search
-altogether, such as tp by an odd number of heads.
+Keys that are set are pins. If no layout can have them, `refuse` says why. A rule may exclude an
+axis, such as tp for an odd number of heads: `removed_axes`.
 """
 
 from __future__ import annotations
@@ -44,20 +44,22 @@ Pins = Mapping[str, object]
 
 
 def admits(pinned: object, value: object) -> bool:
-    """Whether a pin allows a value: a frozenset is a choice of values."""
+    """Whether a pin allows a value; a frozenset allows each of its elements."""
     return value in pinned if isinstance(pinned, frozenset) else value == pinned
 
 
 def obeys(pins: Pins, layout: Layout, keys: Collection[str]) -> bool:
-    """Whether a layout has the keys that a user fixed, or one of the values that are allowed."""
+    """Whether those of `keys` that are pinned have a value in the layout that their pin allows."""
     return all(admits(pins[key], getattr(layout, key)) for key in keys if key in pins)
 
 
 class Core(NamedTuple):
-    """The choices that determine a microbatch's time; `layout` has the simplest other values.
+    """The layout keys that determine the time of a microbatch: degrees, microbatch and
+    recomputation.
 
-    `degrees` are those of pp, dp, cp, tp, ep and etp: how the devices are divided. `microbatches`
-    and `expert_data` are the layout's.
+    Schedule, ZeRO stage and offload are still open: `layout` has their simplest values. `degrees`
+    are pp, dp, cp, tp, ep and expert tp. `microbatches` is their number per step; `expert_data`
+    must divide the number of ranks that ZeRO shards over.
     """
 
     layout: Layout
@@ -67,27 +69,28 @@ class Core(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, train: TrainSpec) -> Core:
-        """Return the core with such a layout."""
+        """Return the core of a layout that has no ZeRO stage and no schedule yet."""
         degrees = layout.pp, layout.dp_replicate, layout.cp, layout.tp, layout.ep, layout.expert_tp
         return cls(layout, degrees, layout.microbatches(train.batch), layout.expert_data)
 
 
 class Schedule(NamedTuple):
-    """A pipeline schedule with its number of stages per rank."""
+    """A pipeline schedule by name, with its number of stages per rank."""
 
     name: str
     virtual: int
 
 
 class ZeroSharding(NamedTuple):
-    """A ZeRO stage, and the number of data-parallel ranks that it shards over."""
+    """A ZeRO stage, and the number of data-parallel ranks (`dp_shard`) that it shards over."""
 
     zero: Zero
     shards: int
 
 
 def cores(model: ModelSpec, train: TrainSpec, devices: int) -> Iterator[Core]:
-    """Yield the legal cores: degrees, kind of cp, microbatch and recomputation."""
+    """Yield the legal cores on `devices` devices, over degrees, `cp_kind`, microbatch,
+    recomputation."""
     for tp in divisors(devices):
         for cp in divisors(devices // tp):
             for pp in divisors(devices // tp // cp):
@@ -124,7 +127,10 @@ def _of_degrees(
 
 
 def _shared_out(model: ModelSpec, plain: Layout) -> Iterator[tuple[int, int | None]]:
-    """Yield how ranks may share out experts: `ep` and `etp`."""
+    """Yield the legal pairs of `ep` and `etp` for a layout without expert parallelism.
+
+    `etp` is None, or 1 where the expert-parallel ranks include those of tensor parallelism.
+    """
     alike = plain.dp * plain.cp
     yield from ((ep, None) for ep in divisors(math.gcd(model.experts or 1, alike)))
     if not model.experts or not plain.sp:
@@ -134,13 +140,17 @@ def _shared_out(model: ModelSpec, plain: Layout) -> Iterator[tuple[int, int | No
 
 
 def is_worth(microbatch: int, train: TrainSpec, layout: Layout) -> bool:
-    """Whether a microbatch is small enough to consider; one sequence always is."""
+    """Whether a microbatch has few enough tokens per rank to be considered; one sequence always
+    has."""
     return microbatch == 1 or microbatch * train.seq_len // layout.cp <= _MICROBATCH_TOKENS
 
 
 @lru_cache(maxsize=4096)
 def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
-    """Return the legal schedules of a pipeline; a single rank needs none."""
+    """Return the legal pipeline schedules, each with every legal number of stages per rank.
+
+    For `pp` = 1, a single trivial one.
+    """
     if pp == 1:
         return (Schedule("1f1b", 1),)
     max_stages = most_stages(layers) // pp
@@ -157,9 +167,9 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
 def dominated(
     schedule: Schedule, layers: int, pp: int, microbatches: int, *, is_even: bool
 ) -> str | None:
-    """Return why a schedule need not be priced, if another legal one is never worse.
+    """Return why a schedule need not be priced: another legal one is never worse; None if none is.
 
-    `is_even`: of a system whose stages all have the same number of layers.
+    `is_even` says that the training system requires stages with the same number of layers.
     """
     stages = pp * schedule.virtual
     if schedule.virtual > 1 and layers % stages and (is_even or stages <= layers):
@@ -173,9 +183,10 @@ def dominated(
 
 @lru_cache(maxsize=4096)
 def shardings(dp: int, cp: int, expert_data: int = 1) -> tuple[ZeroSharding, ...]:
-    """Return the ZeRO stages with each legal number of sharding ranks.
+    """Return the ZeRO stages with each legal number of sharding ranks, and no ZeRO.
 
-    `expert_data` must divide this number: sharding ranks also divide the experts among themselves.
+    `expert_data` must divide the sharding ranks (shards x `cp`), since these also shard the
+    experts.
     """
     options = [ZeroSharding(0, 1)]
     stages: tuple[Zero, ...] = (1, 2, 3)
@@ -189,10 +200,11 @@ def shardings(dp: int, cp: int, expert_data: int = 1) -> tuple[ZeroSharding, ...
 
 @lru_cache(maxsize=4096)
 def offloads(zero: int, among: tuple[Offload, ...] | None = None) -> tuple[Offload, ...]:
-    """Return the legal values of offload among some: parameters only if they are sharded.
+    """Return the values of `layout.offload` that are legal with a ZeRO stage: "params" needs
+    sharding.
 
-    Without `among`, those that a search always counts: it turns to the offload of activations only
-    on request, or where nothing else fits.
+    `among` are the values to choose from. Without it, all but "activations", which a search only
+    tries on request or if nothing else fits.
     """
     return tuple(offload for offload in among or _OFFLOADS if zero or offload != "params")
 
@@ -203,7 +215,10 @@ def _unpinned(
     data: tuple[int, int, int],
     offloaded: tuple[Offload, ...] | None,
 ) -> int:
-    """Return the number of layouts: of schedules, times that of shardings with their offloads."""
+    """Return the number of schedules times the number of (sharding, offload) pairs, without pins.
+
+    `pipeline` has the arguments of `schedules`, `data` those of `shardings`.
+    """
     data_choices = sum(len(offloads(choice.zero, offloaded)) for choice in shardings(*data))
     return len(schedules(*pipeline)) * data_choices
 
@@ -214,9 +229,11 @@ def size_of(
     offloaded: tuple[Offload, ...] | None = None,
     pins: Pins | None = None,
 ) -> int:
-    """Return how many legal layouts a core stands for, with such offloads or with all.
+    """Return the number of legal layouts with the keys of a core.
 
-    With `pins`, counts only those with these values.
+    `offloaded` are the values of `layout.offload` to count (None: those of `offloads`). With
+    `pins`, counts only layouts that have these values. `layers` is the number of the model's
+    layers.
     """
     layout, pipeline = core.layout, (core.degrees[0], layers, core.microbatches)
     if pins:
@@ -235,7 +252,8 @@ def _pinned(
     offloaded: tuple[Offload, ...] | None,
     pins: Pins,
 ) -> tuple[int, int]:
-    """Return how many shardings and how many schedules of a core match the keys that are fixed."""
+    """Return how many (sharding, offload) pairs and how many of the schedules `chains` match the
+    pins."""
     if offloaded is None and pins.get("offload") == "activations":
         offloaded = ("activations",)
     data_choices = sum(
@@ -250,7 +268,7 @@ def _pinned(
 
 
 def as_fixed(pins: Pins, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Return the schedules that match the keys that a user fixed."""
+    """Return the schedules that match the pins of schedule and stages per rank."""
     if pins.keys().isdisjoint(OF_SCHEDULE):
         return chains
     return tuple(
@@ -264,20 +282,20 @@ def as_fixed(pins: Pins, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
 
 
 def with_schedule(layout: Layout, schedule: Schedule) -> Layout:
-    """Return a core's layout with a schedule."""
+    """Return the layout with this schedule and its number of stages per rank."""
     changes = {"schedule": schedule.name, "virtual_stages": schedule.virtual}
     return layout.model_copy(update=changes)
 
 
 def with_sharding(layout: Layout, sharding: ZeroSharding, offload: Offload) -> Layout:
-    """Return a core's layout with a ZeRO stage and an offload instead of replicas."""
+    """Return the layout with its replicas sharded by a ZeRO stage, and with an offload."""
     return layout.model_copy(update=dict(_of_sharding(layout, sharding, offload)))
 
 
 def _of_sharding(
     layout: Layout, sharding: ZeroSharding, offload: Offload
 ) -> tuple[tuple[str, object], ...]:
-    """Return the keys of a layout that a sharding and an offload set, and their values."""
+    """Return the layout keys that a ZeRO sharding and an offload set, with their values."""
     zero, shards = sharding
     replicas = layout.dp_replicate // shards
     return (
@@ -294,18 +312,18 @@ def is_given(config: Config, key: str) -> bool:
 
 
 def given(config: Config) -> Pins:
-    """Return the layout keys that were set, with their values."""
+    """Return the layout keys that the config sets, with their values."""
     values = config.layout.model_dump(exclude={"auto"})
     return {key: value for key, value in values.items() if is_given(config, key)}
 
 
 def degree_of(pins: Pins) -> int:
-    """Return the least number of ranks that the given degrees require."""
+    """Return the product of the pinned parallel degrees: the fewest ranks that have them."""
     return math.prod(int(str(pins[key])) for key in AXES if key in pins)
 
 
 def words(pins: Pins) -> str:
-    """Return the given keys in the notation of overrides."""
+    """Return the pinned keys as text, such as "layout.tp = 2, layout.sp = true"."""
     return ", ".join(
         f"layout.{key} = {str(value).lower() if isinstance(value, bool) else value}"
         for key, value in pins.items()
@@ -313,7 +331,8 @@ def words(pins: Pins) -> str:
 
 
 def refuse(setting: CostInputs, pins: Pins) -> ConfigError:
-    """Return why no layout of the cluster's devices can have the given keys, with the nearest."""
+    """Return the error that says why no layout of the cluster has the pins, with the nearest legal
+    ones."""
     devices, train = setting.cluster.devices, setting.train
     if not pins:
         if (rule := broken(setting.model, train, Layout())) is not None:  # whatever the layout
@@ -349,9 +368,11 @@ _AXES: Final[Mapping[str, tuple[str, tuple[Mapping[str, Any], ...]]]] = {
 
 
 class RemovedAxis(NamedTuple):
-    """An axis that no layout of the devices can use: its key, its name, the rule, and what helps.
+    """A parallel axis without a legal degree above 1: its key, its name, a rule, and what would
+    help.
 
-    The rule is that of the smallest degree.
+    `rule` is the one that the smallest degree breaks, `nearest` are changes of other keys than the
+    layout's that would make it legal.
     """
 
     axis: str
@@ -365,9 +386,10 @@ class RemovedAxis(NamedTuple):
 
 
 def removed_axes(setting: CostInputs, devices: int, pins: Pins | None = None) -> list[RemovedAxis]:
-    """Return the axes of which the rules allow no degree above 1, though the devices do.
+    """Return the parallel axes for which every degree above 1 that divides the devices breaks a
+    rule.
 
-    Those that the config fixes are left out.
+    Axes that `pins` fixes are left out.
     """
     return [
         removed
@@ -395,7 +417,8 @@ def _removed(setting: CostInputs, devices: int, axis: str) -> RemovedAxis | None
 
 
 def _layouts(devices: int, axis: str) -> Iterator[Layout]:
-    """Yield layouts with each degree of an axis, the smallest first, one sequence a microbatch."""
+    """Yield layouts with each degree above 1 of one axis that divides the devices, the smallest
+    first."""
     for degree in divisors(devices):
         for further_keys in _AXES[axis][1] if degree > 1 else ():
             yield Layout(**{axis: degree, **further_keys})

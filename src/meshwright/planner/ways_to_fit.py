@@ -1,4 +1,5 @@
-"""After out-of-memory: the smallest changes that fit, their savings and costs."""
+"""After an out-of-memory error: the smallest changes with which the training fits, and their
+costs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ _PAIRS = 5
 
 
 class Change(NamedTuple):
-    """One change in the notation of overrides, with the layout or training keys that it sets."""
+    """A change as an override, such as "layout.zero=1", with the keys that it sets.
+
+    `layout` has the layout keys; `seq_len` and `devices` are None if the change does not set them.
+    """
 
     text: str
     layout: Mapping[str, Any]
@@ -31,9 +35,9 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class WayToFit:
-    """A change that fits: bytes saved on the largest rank, and its relative time per token.
+    """A change that fits: the bytes that it saves on the largest rank, and its cost in time.
 
-    `slower` is 0.1 if a token takes 10% longer; `devices` is set if the change needs more of them.
+    `slower` is 0.1 if the device time per token grows by 10%.
     """
 
     text: str
@@ -45,12 +49,12 @@ class WayToFit:
 def ways_to_fit(
     setting: CostInputs, layout: Layout, margin: float = MARGIN
 ) -> tuple[Prediction, list[WayToFit]]:
-    """Return the price of a layout that ran out of memory, and the changes that fit.
+    """Return the price of a layout that ran out of memory, and the changes with which it fits.
 
-    For each kind of change, the smallest one that fits, fastest first; then shorter sequences,
-    which change what is trained. Pairs of changes are listed if they are faster than any single
-    one. If the prediction says that the layout fits, it is too low by an unknown amount, so a
-    change must save at least the margin.
+    Lists the smallest change of each kind that fits, fastest first; then shorter sequences, which
+    change what is trained. Pairs of changes are listed if they are faster than any single one. If
+    the prediction says that the layout fits, it is too low by an unknown amount, so a change must
+    save at least the share `margin`.
     """
     current, guess = price(setting, layout), estimated(setting, layout)
     limit = min(current.memory.limit, current.memory.total) * (1 - margin)
@@ -97,7 +101,8 @@ def _cheapest_first(way: WayToFit) -> tuple[float, str]:
 
 
 class _Tried(NamedTuple):
-    """A change priced in closed form: how much slower it is, its text, layout and setting."""
+    """Changes priced in closed form: how much slower they are, their text, layout and cost
+    inputs."""
 
     slower: float
     text: str
@@ -112,7 +117,11 @@ def _tried(
     current: Prediction,
     limit: float,
 ) -> _Tried | None:
-    """Return what changes do together, or None where they are not legal or do not fit."""
+    """Return the closed-form price of some changes together; None if they are illegal or do not
+    fit.
+
+    `current` is the prediction to which speed is compared, `limit` the bytes of a device.
+    """
     values: dict[str, Any] = {}
     changed_setting = setting
     for change in changes:
@@ -141,7 +150,7 @@ def _tried(
 
 
 def _priced(attempt: _Tried, current: Prediction, limit: float) -> WayToFit | None:
-    """Return the price of a change, or None where it does not fit by its price."""
+    """Return the exact price of a change; None if it exceeds `limit` bytes."""
     prediction = price(attempt.setting, attempt.layout)
     if prediction.memory.total > limit:
         return None
@@ -150,13 +159,14 @@ def _priced(attempt: _Tried, current: Prediction, limit: float) -> WayToFit | No
 
 
 def _slower(prediction: Prediction, current: Prediction) -> float:
-    """Return by which share a token takes longer on one device."""
+    """Return the relative increase in device time per token, such as 0.1 for 10% more."""
     rate = prediction.tokens_per_s / prediction.devices
     return current.tokens_per_s / current.devices / rate - 1
 
 
 def _kinds(setting: CostInputs, layout: Layout) -> Iterator[Iterator[Change]]:
-    """Yield the kinds of changes, each from the smallest step to the largest."""
+    """Yield iterators over changes, one per kind; each goes from the smallest change to the
+    largest."""
     yield _smaller_microbatches(layout)
     yield _recomputation(layout)
     yield _sharding(layout)
@@ -180,7 +190,8 @@ def _recomputation(layout: Layout) -> Iterator[Change]:
 
 
 def _sharding(layout: Layout) -> Iterator[Change]:
-    """Yield further ZeRO stages, over the ranks that shard now, then over all data ranks."""
+    """Yield higher ZeRO stages, over the present sharding ranks and then over all data-parallel
+    ranks."""
     if layout.dp * layout.cp == 1:
         return
     for shards in sorted({layout.dp_shard, layout.dp}):
@@ -203,7 +214,7 @@ def _sequence_parallelism(layout: Layout) -> Iterator[Change]:
 
 
 def _schedules(layout: Layout) -> Iterator[Change]:
-    """Yield schedules that hold fewer activations: fewer stages a rank, then plain 1F1B."""
+    """Yield schedules that hold fewer activations: fewer stages per rank, then plain 1F1B."""
     if layout.pp == 1:
         return
     for virtual in range(layout.virtual_stages - 1, 1, -1):
@@ -214,7 +225,7 @@ def _schedules(layout: Layout) -> Iterator[Change]:
 
 
 def _wider(setting: CostInputs, layout: Layout, axis: str) -> Iterator[Change]:
-    """Yield higher degrees of an axis at the cost of data ranks, the devices kept."""
+    """Yield higher degrees of an axis on the same devices, with fewer data-parallel ranks."""
     for factor in divisors(layout.dp)[1:]:
         values = {axis: getattr(layout, axis) * factor}
         for data in ("dp_replicate", "dp_shard"):
@@ -244,7 +255,7 @@ def _shorter(setting: CostInputs) -> Iterator[Change]:
 
 
 def _more_devices(setting: CostInputs, layout: Layout) -> Iterator[Change]:
-    """Yield more devices to shard over, where anything is sharded."""
+    """Yield 2, 4 and 8 times the devices, all added to the sharding ranks, if ZeRO is on."""
     if not layout.zero:
         return
     for factor in (2, 4, 8):

@@ -1,1 +1,2 @@
-"""The one description of what ranks hold, compute and send. Never imports torch."""
+"""The one description of what every rank holds, computes and sends in a step. Never imports
+torch."""

@@ -1,4 +1,4 @@
-"""`Action`: the elements of schedules, with their inputs and transfers."""
+"""`Action`: an element of a pipeline schedule's table, with its inputs and transfers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 
 class ProgramError(MeshwrightError):
-    """Tables that cannot run: incomplete, in an impossible order, or deadlocked."""
+    """Raised for action tables that cannot run: incomplete, in an impossible order, or
+    deadlocked."""
 
 
 class Action(NamedTuple):
@@ -40,13 +41,15 @@ Table = tuple[Action, ...]
 
 
 def completed(action: Action) -> tuple[Action, ...]:
-    """Return what is done after an action; a whole backward counts as its two parts."""
+    """Return the actions that are complete after one; a whole backward (B) counts as its two parts
+    I and W."""
     kind, stage, index = action
     return (Action("I", stage, index), Action("W", stage, index)) if kind == "B" else (action,)
 
 
 def inputs(action: Action, last: int) -> tuple[Action, ...]:
-    """Return the actions, on any rank, that a computing action needs; `last` is the last stage."""
+    """Return the actions, on any rank, whose results a computing action needs; `last` is the last
+    stage."""
     kind, stage, index = action
     if kind == "F":
         return (Action("F", stage - 1, index),) if stage > 0 else ()
@@ -57,7 +60,11 @@ def inputs(action: Action, last: int) -> tuple[Action, ...]:
 
 
 def sends(action: Action, ranks_of_stage: Sequence[int]) -> tuple[Action, Action, int] | None:
-    """Return the transfer of a computing action's result: send, receive, and the peer's rank."""
+    """Return the transfer of a computing action's result: the SEND, the RECV, and the receiving
+    rank.
+
+    None if the result stays on the rank. `ranks_of_stage` has the pipeline rank of each stage.
+    """
     if not is_sent(action, ranks_of_stage):
         return None
     kind, stage, index = action
@@ -77,7 +84,8 @@ def is_sent(action: Action, ranks_of_stage: Sequence[int]) -> bool:
 
 
 def receives(action: Action, ranks_of_stage: Sequence[int]) -> tuple[Action, int] | None:
-    """Return the receive that a computing action waits for, and the peer's rank."""
+    """Return the RECV that a computing action waits for and the sending rank; None if its input is
+    local."""
     kind, stage, index = action
     source = stage - 1 if kind == "F" else stage + 1
     is_end = not 0 <= source < len(ranks_of_stage)

@@ -1,4 +1,5 @@
-"""How causal attention on a CPU is divided into blocks, with their memory: `models.blockwise`."""
+"""How causal attention on a CPU is divided into blocks, and their memory: `models.blockwise`
+computes them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _WIDE: Final = 4
 
 
 class ScoreBounds(NamedTuple):
-    """Which scores a query has, and their soft cap.
+    """Which attention scores a query has, and their soft cap.
 
     A query sees its own position and the `window - 1` before it, or with None all before it. A
     score x becomes `cap * tanh(x / cap)`. With `sinks`, the softmax has one more score, the sink of
@@ -33,11 +34,12 @@ class ScoreBounds(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelSpec, kind: LayerSpec) -> ScoreBounds:
-        """Return those of a kind of layer."""
+        """Return the bounds of the scores in a kind of layer."""
         return cls(kind.window, model.attention_softcap, model.attention_sinks)
 
     def within(self, keys: int) -> ScoreBounds:
-        """Return these bounds without a window that covers rows of `keys` tokens."""
+        """Return the bounds without the window if it is at least `keys` tokens, the length of a
+        sequence."""
         is_bounded = self.window is not None and self.window < keys
         return self if is_bounded else self._replace(window=None)
 
@@ -46,16 +48,18 @@ UNBOUNDED: Final = ScoreBounds()
 
 
 def causal_scores(length: int, window: int | None) -> float:
-    """Return the scores of a causal row; those of a token with itself count half."""
+    """Return the number of scores of a head in a causal sequence; those on the diagonal count
+    half."""
     seen = length if window is None else min(window, length)
     return seen * (length - seen / 2)
 
 
 class Cut(NamedTuple):
-    """The division of a call: parts of `rows` with `heads` key heads each, then blocks.
+    """How a call of attention is divided: into parts of `rows` sequences with `heads` key heads,
+    then into blocks.
 
-    All parts have the same shape. `shared` queries share a key head; `length` is in tokens, `dim`
-    is a head's. `sees` has the bounds of scores.
+    All parts have the same shape. `shared` query heads share a key head; `length` is in tokens,
+    `dim` is that of a head. `sees` has the bounds of scores.
     """
 
     rows: int
@@ -75,7 +79,8 @@ class Cut(NamedTuple):
         dim: int,
         sees: ScoreBounds = UNBOUNDED,
     ) -> Cut:
-        """Return the division whose scores stay in cache and whose copies of queries are few."""
+        """Return the division in which the scores of a block fit the cache and queries are rarely
+        copied."""
         shared = heads // kv_heads
         single = cls(1, 1, shared, length, dim, sees)
         limit = SCORES // (_WIDE * single.scores)
@@ -95,11 +100,11 @@ class Cut(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """The number of a block's scores."""
+        """The number of scores in a block, over all heads of a part."""
         return self.rows * self.heads * self.shared * min(BLOCK, self.length) * self.span
 
     def backward_bytes(self, element: int) -> int:
-        """Return the temporary bytes of the backward; `element` is in bytes."""
+        """Return the workspace of a part's backward in bytes; `element` is bytes per element."""
         # In fp32, and as products take it.
         element_bytes = _WIDE + (element if element != _WIDE else 0)
         heads = self.rows * self.heads
@@ -119,10 +124,12 @@ class Cut(NamedTuple):
 def by_blocks(
     heads: int, kv_heads: int, length: int, precision: str, sees: ScoreBounds = UNBOUNDED
 ) -> bool:
-    """Whether a CPU attends by blocks: in bf16 and fp32, unless rows are long, or short in fp32.
+    """Whether attention on a CPU runs in blocks: in fp32 and bf16, unless sequences are long, or
+    short in fp32.
 
-    With a window, a cap or a sink, all rows use blocks: for a window, PyTorch's kernel needs a
-    mask, with which it computes and stores a whole square, and it supports neither caps nor sinks.
+    With a window, a cap or a sink, sequences of all lengths use blocks: for a window, PyTorch's
+    kernel needs a mask, with which it computes and stores a whole square, and it supports neither
+    caps nor sinks.
     """
     shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision)
     if shortest is None or sees.within(length) != UNBOUNDED:

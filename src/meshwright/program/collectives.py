@@ -1,7 +1,7 @@
 """The messages of one rank in one optimizer step: kind, size, count and reason.
 
-The step is one call of `training.update.gradients`: all microbatches forward and backward, the sums
-that complete the gradients, their norm. An axis of one rank sends nothing and is left out.
+The step is one call of `training.update.gradients`: forward and backward of all microbatches, the
+sums that complete the gradients, and their norm. An axis of one rank sends nothing and is left out.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _SENT: Final = {
 
 
 def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
-    """Return all messages that a rank sends and receives in one step, by purpose.
+    """Return all messages that a rank sends and receives in one step; equal ones are one entry with
+    a count.
 
-    On CPUs, ZeRO reduces differently, see `Target.uses_fsdp2`, and the loss processes
-    fewer tokens at a time.
+    On CPUs, ZeRO reduces differently, see `Target.uses_fsdp2`, and the loss processes fewer tokens
+    at a time.
     """
     coordinates = program.layout.mesh.coordinates(rank)
     stages = program.held(coordinates["pp"])
@@ -60,20 +61,20 @@ def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
 
 
 def of_microbatches(program: Program) -> tuple[Collective, ...]:
-    """Return those that the layers of a program with one stage send for its microbatches."""
+    """Return the messages of microbatches (not those once per step) in a program with one stage."""
     messages = _of_layers(program, Sizes.of(program), program.stages)
     return _summed(message for message in messages if message.phase != "step")
 
 
 def _of_layers(program: Program, sizes: Sizes, stages: Sequence[Stage]) -> Iterator[Collective]:
-    """Yield what layers, the embedding and the head send."""
+    """Yield the messages of layers, embedding and head along tp, cp and ep."""
     yield from _tp_regions(program, sizes, stages)
     yield from attention.context_messages(program, sizes, stages)
     yield from moe.messages(program, sizes, stages)
 
 
 def _summed(messages: Iterable[Collective]) -> tuple[Collective, ...]:
-    """Return the collectives with equal ones joined, in the order of their first."""
+    """Return the collectives with equal ones merged into one, whose count is their sum."""
     counts: dict[_Alike, int] = {}
     # By names: `replace` takes most of the time that a search has for messages.
     for message in messages:
@@ -101,7 +102,7 @@ def _targets(program: Program) -> Iterator[Collective]:
 
 
 def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield what is sent where the stream enters and leaves tensor-parallel regions."""
+    """Yield the messages at the entries and exits of tensor-parallel regions."""
     layout, count = program.layout, program.microbatches
     if layout.tp == 1:
         return
@@ -127,7 +128,7 @@ def _cross(
     label: str,
     overlaps: Overlaps = "",
 ) -> Iterator[Collective]:
-    """Yield what crosses a border, if anything is sent there."""
+    """Yield the message at an entry or exit of a tensor-parallel region; none if `kind` is None."""
     if kind is not None:
         phase, purpose = when
         reason = f"{phase if purpose == 'layer' else purpose}: {_SENT[kind]} {label}"
@@ -135,12 +136,13 @@ def _cross(
 
 
 class Regions(NamedTuple):
-    """How often a stage's microbatches pass tensor-parallel regions: of products, and of experts.
+    """How many tensor-parallel regions a stage's microbatches pass in a step: of linear layers, and
+    of experts.
 
-    Column-parallel products enter together with their region, experts by themselves. Experts that
-    are folded have none, but for the shared one's. `again` is how often a second forward leaves
-    one: attention's, as it ends with the last product; the other, too, where dropout or a norm
-    comes after it. The selective policy keeps what came over.
+    `again` is how many exits a recomputed forward passes: that of attention, because it ends with
+    its last matmul; that of the MLP only where dropout or a norm follows. Selective recomputation
+    saves what was received. If tp ranks are among those of `ep`, only the shared expert has a
+    region.
     """
 
     products: int
@@ -149,7 +151,7 @@ class Regions(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, stage: Stage) -> Regions:
-        """Return those of a stage in one step."""
+        """Return the numbers for one stage and step."""
         model, count = program.model, program.microbatches
         kinds = [model.layer(layer) for layer in stage.layers]
         mixing = count * sum(kind.mixes for kind in kinds)
@@ -165,12 +167,14 @@ class Regions(NamedTuple):
 
 
 def _beside(program: Program) -> Overlaps:
-    """Return which products a sum of inputs' gradients travels beside: frozen weights have none."""
+    """Return what the sum of input gradients overlaps with: the matmuls for weight gradients, which
+    frozen weights do not have."""
     return "weights" if program.model.lora is None else ""
 
 
 def _layers_cross(program: Program, whole_bytes: int, regions: Regions) -> Iterator[Collective]:
-    """Yield what layers send: attention and the feed-forward part are a region each."""
+    """Yield the tensor-parallel messages of layers, in which attention and MLP are a region
+    each."""
     (enter, entered), (leave, left) = tp_collectives(program.layout)
     into_products, into_experts, recomputed = regions
     into_both = into_products + into_experts
@@ -200,7 +204,7 @@ def _embedding(program: Program, whole_bytes: int, count: int) -> Iterator[Colle
 
 
 def _head(program: Program, whole_bytes: int, count: int) -> Iterator[Collective]:
-    """Yield what the head sends: all of it in the backward, which makes its products."""
+    """Yield the head's messages, all in the backward, which computes the logits."""
     enter, entered = tp_collectives(program.layout).entry
     yield from _cross(enter, whole_bytes, count, ("backward", "logits"), "stream before the head")
     label, overlaps = "gradients of its input", _beside(program)
@@ -208,7 +212,7 @@ def _head(program: Program, whole_bytes: int, count: int) -> Iterator[Collective
 
 
 def _loss(program: Program, sizes: Sizes) -> Iterator[Collective]:
-    """Yield three numbers a token, for as many tokens as have their logits at a time."""
+    """Yield the gathers of three numbers per token, one for each chunk of tokens of the loss."""
     rows_at_once = loss_rows(sizes.tokens, sizes.element, program.target)
     for rows, times in (
         (rows_at_once, sizes.tokens // rows_at_once),
@@ -236,7 +240,7 @@ def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:
 def _completion(
     program: Program, stages: Iterable[Stage], tp_rank: int, data_rank: int
 ) -> Iterator[Collective]:
-    """Yield the sums that data parallelism does not form, each in one message."""
+    """Yield the gradient sums outside of data parallelism, each in one message."""
 
     element = ELEMENT_BYTES[program.train.gradient_dtype]
 

@@ -28,13 +28,13 @@ _HAS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
 
 
 def dropped_share(event: Mapping[str, Any]) -> float:
-    """Return which share of an `experts` event's pairs of a token and an expert was dropped."""
+    """Return the share of (token, expert) pairs that capacity dropped, from an `experts` event."""
     total = sum(map(sum, event["tokens"]))
     return sum(event.get("dropped", ())) / total if total else 0.0
 
 
 def read_event(line: str | bytes) -> dict[str, Any] | None:
-    """Return the event of a line; None where it is cut off or damaged."""
+    """Return the event in a line of JSON; None if it is damaged or lacks the keys of its kind."""
     try:
         event = parse_json(line)
     except ValueError:

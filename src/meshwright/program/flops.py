@@ -9,21 +9,22 @@ from meshwright.program.operations import operations
 
 
 def stops_early(program: Program) -> bool:
-    """Whether a block's second forward ends before its last product.
+    """Whether recomputing a block's forward stops before its last matmul.
 
-    torch.utils.checkpoint stops when everything that the backward needs exists, and a product needs
-    only its input. Our own linear layers, under tp or with deferred weight gradients, save tensors
-    after they have computed, and so do torchao's float8 layers, dropout, and a norm after it.
+    torch.utils.checkpoint stops when everything that the backward needs exists, and a matmul needs
+    only its input. Meshwright's own linear layers, under tp or with deferred weight gradients, save
+    tensors after they have computed, and so do torchao's float8 layers, dropout, and a norm after
+    the MLP.
     """
     model = program.model
     return not (is_joint(program) or model.dropout or model.norms_after or program.train.fp8)
 
 
 def matmul_flops(program: Program, pp_rank: int) -> float:
-    """Return the FLOPs of a rank's matrix products in one step, except attention's.
+    """Return the FLOPs of a pipeline rank's matmuls in one step, except attention's.
 
     Forward, backward and, with full recomputation, forward again, over all microbatches; `2 m n k`
-    for each product of a linear layer or the head.
+    for each matmul of a linear layer or the head.
     """
     total = 0.0
     recomputes = program.layout.recompute == "full"
@@ -41,8 +42,8 @@ def matmul_flops(program: Program, pp_rank: int) -> float:
 def attention_flops(program: Program, pp_rank: int, cp_rank: int = 0) -> float:
     """Return the FLOPs of a rank's attention in one step, as its kernels execute them.
 
-    Two products forward and five backward, `2 head_dim` for each pair of query and key and each
-    head: half of a square, as `_pairs` says. Forward once more with full recomputation.
+    Two matmuls forward and five backward, `2 head_dim` FLOPs for each pair of query and key and
+    each head; pairs as in `scores.pairs`. With full recomputation, forward twice.
     """
     times = 1 + ATTENTION_BACKWARD + (program.layout.recompute == "full")
     return program.microbatches * sum(

@@ -1,7 +1,7 @@
-"""The sums that complete gradients after the last microbatch, except those of data parallelism.
+"""The gradient sums after the last microbatch that are not data parallelism's.
 
-Under sequence parallelism, norms see different tokens on each tp rank; a tied matrix has one
-gradient as the embedding and one as the head.
+Under sequence parallelism, norms see different tokens on each tp rank, so their gradients are
+summed over tp; a tied embedding has one gradient as embedding and one as head.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _TIED = "embed.weight"
 
 
 class GradientSum(NamedTuple):
-    """The gradients of some parameters, summed over an axis in one message.
+    """A sum of the gradients of some parameters over an axis, in one message.
 
-    Without an axis, both copies of the parameter are on this rank.
+    With axis None, both copies of the parameter are on this rank.
     """
 
     axis: Axis | None
@@ -29,7 +29,7 @@ class GradientSum(NamedTuple):
 
 
 def gradient_sums(program: Program, stages: Iterable[Stage]) -> Iterator[GradientSum]:
-    """Yield the sums of a rank with some stages, in the order of execution."""
+    """Yield the gradient sums of a rank that holds some stages, in the order of execution."""
     layout, names = program.layout, [n for stage in stages for n in program.parameters(stage)]
     partial = [name for name in names if program.shardings[name].is_partial]
     if layout.tp > 1 and partial:

@@ -1,4 +1,5 @@
-"""`lower`: from specs and a layout to the one `Program` that everything else reads."""
+"""`lower`: from specs and a layout to the `Program` that pricing, dry run, training and proofs
+read."""
 
 from __future__ import annotations
 
@@ -58,12 +59,12 @@ class Program:
 
     @property
     def sequence(self) -> int:
-        """Tokens of a sequence in a rank's attention: its share over cp."""
+        """Tokens of a sequence on a rank in attention and matmuls: its share over cp."""
         return self.train.seq_len // self.layout.cp
 
     @property
     def stream(self) -> int:
-        """Tokens of a sequence in the residual stream: `sequence`, sharded over tp with sp."""
+        """Tokens of a sequence in a rank's residual stream: `sequence`, sharded over tp with sp."""
         return self.sequence // (self.layout.tp if self.layout.sp else 1)
 
     @cached_property
@@ -73,13 +74,13 @@ class Program:
 
     @cached_property
     def compute_tables(self) -> tuple[Table, ...]:
-        """What each pipeline rank computes, in order."""
+        """The computing actions of each pipeline rank, in order."""
         layout = self.layout
         return compute_tables(layout.schedule, layout.pp, layout.virtual_stages, self.microbatches)
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """What each pipeline rank computes, sends and receives, in order."""
+        """The computing actions, sends and receives of each pipeline rank, in order."""
         layout = self.layout
         return _tables(layout.schedule, layout.pp, layout.virtual_stages, self.microbatches)
 
@@ -89,11 +90,11 @@ class Program:
         return _shardings(self.model, self.layout.model_copy(update=_WHOLE_ON_A_RANK))
 
     def update_rule(self, name: str) -> UpdateRule:
-        """Return how the optimizer updates a parameter, and what it keeps of it."""
+        """Return the rule by which the optimizer updates a parameter, with its states."""
         return rule_of(self.optimizer, self.shardings[name].part)
 
     def held(self, pp_rank: int) -> tuple[Stage, ...]:
-        """Return the stages of a pipeline rank."""
+        """Return the stages that a pipeline rank holds."""
         return tuple(stage for stage in self.stages if self.stage_ranks[stage.index] == pp_rank)
 
     def parameters(self, stage: Stage) -> tuple[str, ...]:
@@ -112,7 +113,8 @@ class Program:
 
 
 class _Shardings(Mapping[str, Sharding]):
-    """How each parameter lies, made when it is asked for: a plan needs one layer of each kind."""
+    """The sharding of each parameter, computed on first access: a plan needs only one layer of each
+    kind."""
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
         self._layout = layout
@@ -136,13 +138,13 @@ class _Shardings(Mapping[str, Sharding]):
 
 @lru_cache(maxsize=64)
 def _shardings(model: ModelSpec, layout: Layout) -> Mapping[str, Sharding]:
-    """Return how parameters lie; many layouts of a plan differ by what has no part in that."""
+    """Return the sharding of each parameter; cached across layouts that shard alike."""
     return _Shardings(model, layout)
 
 
 @lru_cache(maxsize=KEPT_TABLES)
 def _tables(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> tuple[Table, ...]:
-    """Return the tables with transfers; many layouts of a plan have the same ones."""
+    """Return the action tables with transfers; cached across layouts with the same pipeline."""
     return with_transfers(
         compute_tables(schedule, pp, virtual_stages, microbatches),
         stage_ranks(schedule, pp, virtual_stages),
@@ -156,9 +158,9 @@ def lower(
     layout: Layout,
     target: Target = _ANY,
 ) -> Program:
-    """Return the program of a legal layout for a target: by default CPUs.
+    """Return the program of a legal layout, for a target that defaults to CPUs.
 
-    Its model's vocabulary is padded where tp needs it.
+    Its model's vocabulary is padded to a size that tp divides.
     """
     model = padded(model, layout.tp)
     stages = split_stages(model, layout.stages, train.seq_len)

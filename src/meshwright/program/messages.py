@@ -1,4 +1,4 @@
-"""`Collective`: one kind of message of a rank, with size, count and reason."""
+"""`Collective`: a message of a rank in a step, with its size, count and reason."""
 
 from __future__ import annotations
 
@@ -50,22 +50,21 @@ LARGEST_SHARED: Final = 1 << 22  # bytes
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of message of a rank.
+    """A message that a rank sends or takes part in, `count` times in one optimizer step.
 
     `bytes` is the size of one message on this rank: the result of a gather, the input of a
-    reduction (before it is scattered), the input of an all-to-all (for Ulysses with its own share,
-    for ZeRO without), the tensor of a send or receive. The bytes on a link depend on the algorithm
-    and are not included. `count` is the number of messages in one optimizer step. `reason` is only
-    for people.
+    reduction (before it is scattered), the input of an all-to-all (for Ulysses with the rank's own
+    share, for ZeRO without), the tensor of a send or receive. The bytes on a link depend on the
+    algorithm and are not included. `reason` is only for people.
 
-    `overlaps` names what is computed while it travels: of column-parallel layers the products
-    that make the gradients of their inputs or of their weights, or the shared expert.
+    `overlaps` names what is computed while it travels: the matmuls of column-parallel layers for
+    gradients of their inputs or of their weights, or the shared expert.
 
     `axis` names the ranks: an axis of the mesh, where `shard` joins dp_shard and cp, and
     `replicate` is dp_replicate, joined with cp without ZeRO; `data` joins all three, `ends` are the
     first and the last pipeline rank, `world` is everyone. `ep` are the ranks that divide the
-    experts, `expert_shard` and `expert_replicate` the ranks of the other two axes with the same
-    experts.
+    experts, `expert_shard` and `expert_replicate` the ranks of `shard` and `replicate` with the
+    same experts.
 
     The number of tokens sent along `ep` depends on the router: `bytes` is the mean, which is exact
     if all experts receive equally many.
@@ -82,7 +81,7 @@ class Collective:
 
 
 def goes_by_channel(axis: str) -> bool:
-    """Return whether CPU ranks of one machine send an axis' messages through a channel.
+    """Return whether CPU ranks of one machine send an axis' messages through shared memory.
 
     Those of `tp` do, up to `LARGEST_SHARED` bytes; all others go through gloo.
     """

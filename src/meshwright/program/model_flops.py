@@ -1,4 +1,5 @@
-"""Model FLOPs of a token, whatever a layout adds: PaLM, arXiv:2204.02311, B."""
+"""Model FLOPs of a token, without recomputation or other overhead of a layout: PaLM,
+arXiv:2204.02311, appendix B."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _SOFTMAX: Final = 5.0
 def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tuple[float, ...]:
     """Return the forward FLOPs of each layer for one token.
 
-    Two per multiplying weight, and attention over the scores that the causal mask and a window
-    leave; with `squares` over twice as many, as if there were no causal mask.
+    Two per weight that multiplies it, and attention over the scores that the causal mask and a
+    window leave; with `squares`, over twice as many, as if there were no causal mask.
     """
     times = 2.0 * (2 if squares else 1) / max(seq_len, 1)
     costs = {
@@ -34,7 +35,8 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
 
 
 def _scores(spec: ModelSpec, kind: LayerSpec, seq_len: int) -> float:
-    """Return the scores of a sequence, over all heads, times what the products of each sum over."""
+    """Return the scores of a sequence over all heads, times the widths of the two matmuls of
+    each."""
     total = 0.0
     if kind.attends:
         width = spec.n_heads * (spec.head_dim + spec.value_dim)
@@ -45,7 +47,8 @@ def _scores(spec: ModelSpec, kind: LayerSpec, seq_len: int) -> float:
 
 
 def _layer_weights(spec: ModelSpec, kind: LayerSpec) -> int:
-    """Return the elements that a token is multiplied by in a layer: of experts its own."""
+    """Return the weight elements that multiply a token in a layer: of routed experts, only those it
+    selects."""
     single_layer = spec.alike(kind, n_layers=1)
     inside = (part for part in parts(single_layer) if part.name.startswith("layers."))
     return sum(part.active(spec) for part in inside if part.is_matmul)
@@ -57,16 +60,17 @@ def head_flops(spec: ModelSpec) -> float:
 
 
 def embedding_flops(spec: ModelSpec) -> float:
-    """Return the forward FLOPs that one token's look-up counts as: a row read and written."""
+    """Return the forward FLOPs that one token's embedding lookup counts as: a row read and
+    written."""
     return 2.0 * spec.dim
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """Return the model FLOPs of one training token, forward and backward.
 
-    The backward has two products for each product of the forward, or one if the weight is frozen.
-    Includes the head's product, also if it is tied, and attention over the whole square; in a
-    window, twice the scores that it has.
+    The backward has two matmuls for each one of the forward, or one if the weight is frozen.
+    Includes the head, also if it is tied, and attention without the causal mask; with a window,
+    twice the scores that it leaves.
     """
     layers = sum(layer_flops(spec, seq_len, squares=True))
     total = _PASSES * (layers + _head_products(spec))

@@ -1,4 +1,4 @@
-"""What a product with a weight in four bits needs: the weight as products take it, each time."""
+"""The memory of a matmul with an NF4 weight, which is dequantized for each use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MOVED = 2 * 2 + 4 * 4
 
 
 def dequantised(program: Program, sizes: Sizes, name: str) -> tuple[int, int]:
-    """Return the bytes of a weight made of four bits, and of what is beside it meanwhile.
+    """Return the bytes of a dequantized NF4 weight, and of the buffers while it is dequantized.
 
-    `name` has `*` for the number of the layer. A weight that is not in four bits needs nothing.
+    `name` has `*` for the number of the layer. Both are 0 for a weight that is not in NF4.
     """
     sharding = program.shardings.get(name.replace("*", "0"))
     if sharding is None or not sharding.part.is_nf4:
@@ -30,7 +30,7 @@ def dequantised(program: Program, sizes: Sizes, name: str) -> tuple[int, int]:
 
 
 def dequantising_bytes(program: Program, sizes: Sizes) -> int:
-    """Return the bytes that dequantising a layer's weights once moves on a rank."""
+    """Return the bytes read and written to dequantize a layer's NF4 weights once on a rank."""
     shardings = (
         sharding for name, sharding in program.shardings.items() if name.startswith("layers.0.")
     )

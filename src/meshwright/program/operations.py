@@ -1,4 +1,4 @@
-"""The operations of one rank: what each computes, and what it saves for the backward.
+"""The operations of one rank: what each computes, and the bytes that it saves for the backward.
 
 All sizes are those of one microbatch on one rank, after sharding by tp, sp and cp. Saved tensors
 follow the modules of `models` and `parallel` on a CPU, run eagerly; on CUDA, the same tensors are
@@ -38,12 +38,11 @@ class Operation:
 
     `name` is that of its module, with `*` for the number of the layer, and `count` the number of
     equal operations in the stage, in layers of the kind `layer` (None: outside of layers). `flops`
-    are those of the forward, only for products and attention: the rest is memory-bound.
+    are those of the forward, only for matmuls and attention: other operations are memory-bound.
     `saved_bytes` is what it saves for the backward; a shared tensor counts at its first operation.
-    `moved_bytes` of them are in host memory until then if activations are offloaded.
-    `normed_bytes` is the size of a norm's input and output. `backward` is the number of products of
-    this size in the backward: one for a frozen weight. `io_bytes` are what a memory-bound forward
-    reads and writes, each once; not of norms.
+    `moved_bytes` of them go to host memory if activations are offloaded. `normed_bytes` is the size
+    of a norm's input. `backward` is the number of matmuls of this size in the backward: one for a
+    frozen weight. `io_bytes` are what a memory-bound forward other than a norm reads and writes.
     """
 
     name: str
@@ -68,9 +67,9 @@ def operations(
 ) -> tuple[Operation, ...]:
     """Return the operations of a stage, in order, for one microbatch on one rank.
 
-    Every tp rank has the same. `cp_rank` matters under ring attention: with a window, ranks compute
-    different numbers of pairs, and selective recomputation saves every step's result. `recomputed`:
-    what layers save is what a second forward recomputes, for one block at a time.
+    All tp ranks have the same. `cp_rank` matters under ring attention: with a window, ranks compute
+    different numbers of pairs, and selective recomputation saves every step's result. With
+    `recomputed`, saved bytes are those after a block's forward was recomputed for its backward.
     """
     sizes = Sizes.of(program)
     index = stage.index
@@ -107,7 +106,8 @@ def operations(
 def _layer(
     program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int, recomputed: bool
 ) -> Iterator[tuple[Op, int, int]]:
-    """Yield the operations of a layer, the bytes that each keeps, and those that offload moves."""
+    """Yield the operations of a layer, each with its saved bytes and those of them that offload
+    moves."""
     recompute = "none" if recomputed else program.layout.recompute
     # The layer's dropout keys, in the context that a second forward starts from, too.
     keys = sizes.rows * _INT64 if program.model.drops else 0
@@ -123,7 +123,7 @@ def _layer(
 
 
 def _end(program: Program, sizes: Sizes) -> Iterator[Op]:
-    """Yield what comes after the layers; the backward computes all but the norm."""
+    """Yield the operations after the layers: last norm, head and loss."""
     yield norm(program, sizes, "norm")
     backward = PRODUCT_BACKWARD if program.model.lora is None else FROZEN_BACKWARD
     flops = sizes.product(sizes.dim, sizes.vocab)

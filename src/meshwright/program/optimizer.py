@@ -1,4 +1,4 @@
-"""What the optimizer keeps of each parameter, and how it updates it, as the program says it."""
+"""The states and the update rule that the optimizer has for each parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDE: Final = DTYPE_BYTES["fp32"]
 
 
 def rule_of(spec: OptimizerSpec, part: Part) -> UpdateRule:
-    """Return how a config's optimizer updates a parameter."""
+    """Return the rule by which a config's optimizer updates a parameter."""
     return OPTIMIZERS[spec.name].rule_of(part)
 
 
@@ -27,10 +27,11 @@ class Settings(NamedTuple):
 
 
 def settings_of(spec: OptimizerSpec, part: Part) -> Settings:
-    """Return the settings of a parameter: those of the first group of the config that it matches.
+    """Return a parameter's learning-rate factor and weight decay, from the first config group that
+    it matches.
 
-    Where that has no decay of its own, matrices have that of the config. Biases, norms and sinks
-    have none, and the biases of experts are no matrix: they are a vector for each expert.
+    Without a decay of the group, matrices have that of the config; biases, norms and sinks have
+    none. Biases of experts are not matrices but a vector per expert.
     """
     group = group_of(spec.groups, part.name)
     decay = spec.weight_decay if part.is_matrix else 0.0
@@ -40,14 +41,14 @@ def settings_of(spec: OptimizerSpec, part: Part) -> Settings:
 
 
 def needs_matrices(spec: OptimizerSpec) -> bool:
-    """Whether a config's optimizer updates some parameters by whole matrices."""
+    """Whether a config's optimizer updates some parameters as whole matrices, such as Muon."""
     return any(rule.needs_matrix for rule in OPTIMIZERS[spec.name].rules)
 
 
 def moved_bytes(rule: UpdateRule, spec: OptimizerSpec, train: TrainSpec) -> int:
     """Return the bytes that an update reads and writes for each element of a shard.
 
-    Weights and gradients in bf16 are widened for it, and the weights narrowed again.
+    Weights and gradients in bf16 are widened to fp32 for it, and the weights narrowed again.
     """
     widened = (train.weight_dtype != "fp32") * 2 + (train.gradient_dtype != "fp32")
     hashed = (train.weight_dtype != "fp32") * (spec.rounding == "stochastic")

@@ -1,4 +1,5 @@
-"""Which parts of a sequence a rank routes to experts, of the ranks that share the sequence."""
+"""Which parts of a sequence a rank holds or routes to experts, among the ranks that share the
+sequence."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from meshwright.program.messages import Axis
 def pieces_of(layout: Layout, cp_rank: int, tp_rank: int) -> tuple[int, ...]:
     """Return which of a sequence's equal pieces a rank's router sees, in the order of its tokens.
 
-    Context ranks hold those of `held`. Where the layout folds, the ranks of tp cut what a context
-    rank holds once more, into pieces so small that none of them crosses a border.
+    Context ranks have the pieces of `held`. If the layout folds (`Layout.folds`), tp ranks divide
+    these further, into pieces so small that none is shared.
     """
     pieces = held(layout.cp_kind if layout.cp > 1 else "ulysses", layout.cp, cp_rank)
     if layout.folds == 1:
@@ -25,10 +26,10 @@ def pieces_of(layout: Layout, cp_rank: int, tp_rank: int) -> tuple[int, ...]:
 
 
 def held(kind: Literal["ring", "ulysses"], cp: int, rank: int) -> tuple[int, ...]:
-    """Return which of a sequence's pieces a rank of a group of `cp` holds, ascending.
+    """Return which of a sequence's equal pieces a context-parallel rank holds, ascending.
 
     Ring: of 2 cp pieces, r and 2 cp - 1 - r, so that all ranks have equal work under the causal
-    mask. Llama 3 (arXiv:2407.21783), section 3.3.2. Ulysses: the r-th of cp.
+    mask (Llama 3, arXiv:2407.21783, section 3.3.2). Ulysses: the r-th of cp.
     """
     return (rank, 2 * cp - 1 - rank) if kind == "ring" else (rank,)
 

@@ -1,4 +1,4 @@
-"""`StepProfile`: a step on each rank, in one schema: predicted, simulated or measured.
+"""`StepProfile`: a step on each rank, in one schema for predicted, simulated and measured steps.
 
 `ledger.json` of a run folder holds `{"schema": 1, "ledgers": [...]}`, as `to_json` writes it.
 """
@@ -36,7 +36,7 @@ CAUSES: Final = (
 
 
 class Span(NamedTuple):
-    """Something that a rank did, in seconds since the step began on the first of all ranks.
+    """An interval of a rank's time, in seconds since the step began on the first of all ranks.
 
     `name` is an action of the table (`F`, `SEND_B`), a kind of collective (`all_gather`) or a phase
     (`input`, `reduce`, `update`); `stage` and `microbatch` are -1 if it has none.
@@ -53,12 +53,13 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """The duration."""
         return self.end - self.start
 
 
 class MemoryPoint(NamedTuple):
-    """What a rank held at a moment: the action or phase, the time, bytes by `MEMORY`.
+    """A rank's memory at a moment: the action or phase, the time, and bytes by category of
+    `MEMORY`.
 
     `time` is in seconds as in `Span`; None if a profile knows only the order.
     """
@@ -69,7 +70,7 @@ class MemoryPoint(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Total bytes."""
+        """The bytes of all categories."""
         return sum(self.bytes.values())
 
 
@@ -101,7 +102,7 @@ class RankProfile:
 
     @property
     def peak(self) -> MemoryPoint | None:
-        """The first moment at which most is held."""
+        """The first point with the most bytes; None without memory."""
         return max(self.memory, key=lambda point: point.total, default=None)
 
 
@@ -126,13 +127,13 @@ class StepProfile:
 
     @property
     def worst(self) -> RankProfile | None:
-        """The first rank with the highest known peak."""
+        """The first rank with the highest known peak; None if none has memory."""
         known = [rank for rank in self.ranks if rank.memory]
         return max(known, key=_peak_bytes, default=None)
 
     @property
     def idle(self) -> float | None:
-        """The share of the ranks' time in which they neither compute nor communicate on other axes.
+        """The pipeline bubble: the share of the ranks' time in which no action computes.
 
         Counted from the first action of any rank to the end of the last, over one rank for each
         place in the pipeline; None without a pipeline, or without spans.
@@ -154,7 +155,8 @@ def _peak_bytes(rank: RankProfile) -> int:
 
 
 def to_json(profiles: Iterable[StepProfile]) -> dict[str, Any]:
-    """Return profiles as the document of `ledger.json`; spans and points are lists, for size."""
+    """Return profiles as the document of `ledger.json`; spans and points are written as lists, to
+    save space."""
     return {"schema": SCHEMA, "ledgers": [_profile_json(profile) for profile in profiles]}
 
 
@@ -218,5 +220,5 @@ def _rank(fields: Mapping[str, Any]) -> RankProfile:
 
 
 def of_source(profiles: Sequence[StepProfile], source: Source) -> StepProfile | None:
-    """Return the last profile of a source, or None."""
+    """Return the last profile with this source, or None."""
     return next((profile for profile in reversed(profiles) if profile.source == source), None)

@@ -2,8 +2,7 @@
 
 The sequence is cut into 2 cp chunks. Rank r holds chunk r, then chunk 2 cp - 1 - r.
 `parallel.context_parallel.context` computes the pieces that this module lists for a sequence,
-`kernels.varlen` those for a document. So the module also counts the work that a window
-saves.
+`kernels.varlen` those for a document. The module also counts the work that a window saves.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class Piece(NamedTuple):
         return int(self.keys.stop - self.keys.start)
 
     def pairs(self, plain: bool) -> float:
-        """Return the number of computed pairs of query and key.
+        """Return the number of (query, key) pairs that are computed.
 
-        A kernel skips half of a causal piece; `plain` operations compute all of it.
+        A kernel skips half of a causal piece; `plain` torch operations compute all of it.
         """
         return self.rows * self.columns / (2 if self.causal and not plain else 1)
 
     def moved(self, places: int) -> Piece:
-        """Return the piece with its queries and keys shifted by so many places."""
+        """Return the piece with queries and keys shifted by `places` tokens."""
         queries, keys = (
             slice(x.start + places, x.stop + places) for x in (self.queries, self.keys)
         )
@@ -82,7 +81,8 @@ def causal_pieces(length: int, scores: ScoreBounds) -> tuple[Piece, ...]:
 def ring_pieces(
     length: int, cp: int, rank: int, owner: int, scores: ScoreBounds
 ) -> tuple[Piece, ...]:
-    """Return the pieces that `rank` computes with `owner`'s keys; empty if it sees none.
+    """Return the pieces that `rank` computes with the keys of `owner`; empty if it sees none of
+    them.
 
     Each rank holds `length` tokens. If `owner` is `rank`, the first pieces have each query once. Of
     two different ranks, the first chunk of the lower one precedes both chunks of the other, and its
@@ -106,9 +106,9 @@ def ring_pieces(
 
 
 def whole_piece(length: int, cp: int, rank: int, owner: int, scores: ScoreBounds) -> Piece | None:
-    """Return all that `rank` sees of the keys of `owner` as one piece; None where it sees nothing.
+    """Return one piece that covers all keys of `owner` that `rank` sees; None if it sees none.
 
-    So a GPU's kernel computes it that knows documents, windows and caps, and skips what they hide.
+    GPU kernels for documents, windows and caps take it, and skip hidden pairs themselves.
     """
     if not ring_pieces(length, cp, rank, owner, scores):
         return None
@@ -119,9 +119,10 @@ def whole_piece(length: int, cp: int, rank: int, owner: int, scores: ScoreBounds
 def _of_chunks(
     chunk: int, apart: int, query_chunk: int, key_chunk: int, scores: ScoreBounds
 ) -> list[Piece]:
-    """Return the piece, if any, of a chunk of queries and the chunk of keys `apart` chunks before.
+    """Return a list with the piece of a query chunk and the key chunk `apart` chunks before; empty
+    if none is visible.
 
-    `query_chunk` and `key_chunk` say which of a rank's two chunks each of them is.
+    `query_chunk` and `key_chunk` say which of a rank's two chunks (0 or 1) each is.
     """
     far = apart * chunk
     window = far + chunk if scores.window is None else scores.window

@@ -28,11 +28,12 @@ Bytes = int | tuple[int, ...]
 
 
 class Op(NamedTuple):
-    """An operation of a layer: `saved` without recomputation, `kept` with the selective one.
+    """An operation of a layer; `saved` are its saved bytes without recomputation, `kept` with the
+    selective policy.
 
     Both have a number for each tensor, or one for a single tensor; `indices` are the bytes of
-    integers, which `saved` has none of. `io_bytes` are what a memory-bound forward reads and
-    writes, each once; not of norms, which have `normed`.
+    integers, which `saved` excludes. `io_bytes` are what a memory-bound forward reads and writes,
+    each once; norms have `normed` instead.
     """
 
     name: str
@@ -47,18 +48,19 @@ class Op(NamedTuple):
 
 
 def total(sizes: Bytes) -> int:
-    """Return the bytes of all tensors."""
+    """Return the sum of the bytes of all tensors."""
     return sum(sizes) if isinstance(sizes, tuple) else sizes
 
 
 def moved_of(sizes: Bytes, minimum: int) -> int:
-    """Return the bytes of the tensors of at least so many bytes each."""
+    """Return the bytes of all tensors of at least `minimum` bytes each."""
     return sum(
         size for size in (sizes if isinstance(sizes, tuple) else (sizes,)) if size >= minimum
     )
 
 
 def by_steps(sizes: tuple[int, int], steps: float) -> tuple[int, ...]:
-    """Return the tensors of a ring's steps, the last of which may have a part of the queries."""
+    """Return the sizes of the results of a ring's steps; a fractional last step has part of the
+    queries."""
     full, part = sizes * int(steps), steps % 1
     return (*full, *(round(size * part) for size in sizes)) if part else full

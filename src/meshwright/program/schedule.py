@@ -82,7 +82,8 @@ def compute_tables(
 def compute_order(
     schedule: str, pp: int, virtual_stages: int, microbatches: int
 ) -> tuple[Ordered, ...]:
-    """Return the actions of the `compute_tables` in an order in which they run: see `order_of`."""
+    """Return the actions of all ranks' `compute_tables` in an order in which they can run: see
+    `order_of`."""
     pipeline = schedule, pp, virtual_stages
     return order_of(compute_tables(*pipeline, microbatches), stage_ranks(*pipeline))
 
@@ -90,11 +91,12 @@ def compute_order(
 def _looped_table(
     schedule: str, pp: int, virtual_stages: int, microbatches: int, rank: int
 ) -> Table:
-    """Return the table of a rank that does forwards first, then one forward one backward.
+    """Return the table of a rank that starts with forwards, then alternates one forward and one
+    backward.
 
     GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B
     (arXiv:2104.04473), breadth-first (arXiv:2211.05953) and ZB1P (arXiv:2401.10241) differ in the
-    order of the microbatches and in how many forwards come first. Zero bubble has the weights' part
+    order of the microbatches and in how many forwards come first. In zero bubble, weight gradients
     lag behind, by one more on each rank, to fill the end of the pipeline.
     """
     is_breadth_first = schedule == "looped_bfs"

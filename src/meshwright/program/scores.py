@@ -1,4 +1,4 @@
-"""How many scores a rank's attention computes, and in how many blocks."""
+"""How many attention scores a rank computes, and in how many blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.spec.model import LayerSpec
 
 
 def pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
-    """Return the pairs of query and key that attention computes here per row and head.
+    """Return the (query, key) pairs that a rank's attention computes per sequence and head.
 
-    Half of a square, and less with a window, because a kernel knows that it is causal. Packed rows
-    cost at most as much as a single document; how much less depends on the data. The ring computes
-    pieces of its own keys and the other ranks', as listed by `program.ring`.
+    Half of a square, and less with a window, because a kernel knows that it is causal. Packed
+    sequences cost at most as much as a single document; how much less depends on the data. The ring
+    computes pieces of its own keys and the other ranks', as listed by `program.ring`.
     """
     bounds, span = ScoreBounds.of(program.model, kind), program.train.seq_len
     if is_ring(program):
@@ -38,16 +38,16 @@ def is_ring(program: Program) -> bool:
 
 
 def is_plain(program: Program) -> bool:
-    """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
+    """Whether ring attention uses plain torch operations: on CPUs with packed sequences in fp16."""
     is_packed_ring = is_ring(program) and program.target.packed
     is_masked = is_packed_ring and not program.target.traits.has_masked_attention
     return is_masked and program.train.precision == "fp16"
 
 
 def spreads(program: Program, kind: LayerSpec) -> bool:
-    """Whether grouped key heads are copied: a GPU's fp32 kernel doesn't support groups.
+    """Whether key heads are copied for each query head: a GPU's fp32 attention kernel needs that.
 
-    The kernels of the ring and of packed rows do.
+    The kernels for the ring and for packed sequences do not.
     """
     bounds, target = ScoreBounds.of(program.model, kind), program.target
     is_bounded = target.packed or bounds.within(program.train.seq_len) != UNBOUNDED
@@ -56,7 +56,8 @@ def spreads(program: Program, kind: LayerSpec) -> bool:
 
 
 def ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
-    """Return the number of block results of the ring, in units of all its queries."""
+    """Return the number of partial results of ring attention, in units of all of a rank's queries;
+    1 without a ring."""
     if not is_ring(program):
         return 1.0
     bounds = ScoreBounds.of(program.model, kind)

@@ -33,7 +33,7 @@ _USED_IN_PART: Final = frozenset({"head_dim", "routes", "rank", "latent", "adden
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a tensor: `start` to `stop` along `dim`."""
+    """A part of a tensor: indices `start` to `stop` along `dim`."""
 
     dim: int
     start: int
@@ -42,14 +42,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Sharding:
-    """One parameter on the mesh.
+    """How one parameter is sharded over the mesh.
 
-    `tp_dim` is the dim sharded over tp, if any. `shard_ranks` ranks share dim 0 of the rest. Before
-    any other sharding, each of `ep` ranks has its own experts; `folds` of them are the ranks of tp,
-    the others are data ranks. `is_partial`: the gradient of each
-    tp rank is a partial sum. The parameter is whole on all of them, but each rank sees different
-    tokens (norms under sequence parallelism), different heads (head norms, projections to latent
-    vectors) or a different part of experts (routers), or only the first rank adds it.
+    `tp_dim` is the dim sharded over tp, None if whole. `shard_ranks` ranks share dim 0 of the tp
+    shard. Before any other sharding, each of `ep` ranks has its own experts; `folds` of them are tp
+    ranks, the others are data ranks. `is_partial`: the gradient on each tp rank is a partial sum,
+    because the parameter is whole on all of them, but each rank sees different tokens (norms under
+    sequence parallelism), different heads (head norms, projections to latent vectors) or a
+    different part of experts (routers), or only the first rank adds it.
     """
 
     part: Part
@@ -61,7 +61,7 @@ class Sharding:
     folds: int = 1
 
     def slices(self, tp_rank: int, data_rank: int) -> tuple[Slice, ...]:
-        """Return the cuts, one after the other, that lead from the whole to a rank's shard.
+        """Return the successive slices that lead from the whole tensor to a rank's shard.
 
         `data_rank` is the result of the function `data_rank`.
         """
@@ -90,7 +90,7 @@ class Sharding:
         return tuple(bounds)
 
     def real_region(self, tp_rank: int, data_rank: int) -> Region:
-        """Return the position of a rank's shard without padding, which ends it."""
+        """Return the position of a rank's shard in the whole tensor without vocabulary padding."""
         (start, stop), *other_dims = self.region(tp_rank, data_rank)
         rows = self.part.real_shape[0]
         return ((min(start, rows), min(stop, rows)), *other_dims)
@@ -101,32 +101,32 @@ class Sharding:
 
     @property
     def expert_data(self) -> int:
-        """Data ranks that divide the experts."""
+        """The number of data ranks among those that divide the experts."""
         return self.ep // self.folds
 
     @property
     def rows_each(self) -> int:
-        """Rows of a shard, equal for all sharding ranks; the last ones may have fewer."""
+        """Rows of a shard, the same for all sharding ranks; the last ones may have fewer."""
         return -(-self.tp_shape[0] // self.shard_ranks)
 
     @property
     def cuts_rows_of_matrix(self) -> bool:
-        """Whether sharding ranks have rows of a matrix; of experts they have whole ones."""
+        """Whether sharding ranks have rows of a matrix; of experts, they have whole matrices."""
         return self.shard_ranks > 1 and not self.part.is_of_experts
 
     @property
     def row_elements(self) -> int:
-        """Elements of a row of the tp shard."""
+        """Elements of one row of the tp shard."""
         return math.prod(self.tp_shape[1:])
 
     @property
     def padded_elements(self) -> int:
-        """Elements of a tp rank's part, with rows padded for the sharding ranks."""
+        """Elements of the tp shard, with rows padded to a multiple of the sharding ranks."""
         return self.rows_each * self.shard_ranks * self.row_elements
 
     @cached_property
     def tp_shape(self) -> tuple[int, ...]:
-        """Shape of a rank's operand: sharded over tp, gathered over data, with its own experts."""
+        """Shape of a rank's tp shard, gathered over data ranks, with only its own experts."""
         shape = list(self.part.shape)
         shape[0] //= self.ep
         if self.tp_dim is not None:
@@ -135,17 +135,18 @@ class Sharding:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of what a rank keeps of it, where data ranks do not cut it: in NF4 it is bytes."""
+        """Shape in which a rank stores the tp shard if ZeRO does not shard it: bytes in NF4."""
         *outer, inner = self.tp_shape
         return (*outer, nf4_bytes(inner)) if self.part.is_nf4 else self.tp_shape
 
     def stored_bytes(self, element: int) -> int:
-        """Return the bytes of that, with so many for an element that is not in NF4."""
+        """Return the bytes of `stored_shape`, with `element` bytes per element outside of NF4."""
         return math.prod(self.stored_shape) * (1 if self.part.is_nf4 else element)
 
     @property
     def distinct(self) -> int:
-        """The number of different shards: ranks of a stage divided by this is the copies."""
+        """The number of different shards; the ranks of a stage divided by it are the copies of
+        each."""
         return self.ep * self.shard_ranks * (self.tp if self.tp_dim is not None else 1)
 
 
@@ -168,18 +169,18 @@ def shard(part: Part, layout: Layout) -> Sharding:
 
 
 def cuts_frozen(layout: Layout) -> bool:
-    """Whether ranks shard weights that are not trained.
+    """Whether ZeRO shards frozen weights.
 
-    ZeRO's stages 1 and 2 shard gradients and optimizer states, which these don't have.
+    Its stages 1 and 2 shard gradients and optimizer states, which frozen weights don't have.
     """
     return layout.zero == 3 or layout.offload == "params"
 
 
 def unit_of(name: str, *, ep: int = 1, apart: Sequence[str] = (EMBED,)) -> str:
-    """Return the unit of a stage that a parameter is gathered and reduced with.
+    """Return the name of the unit (weights gathered and reduced together) of a parameter.
 
-    A block, or the rest of the stage. Experts that are divided over ranks are a separate unit,
-    because their peers differ. So are the ends that are `apart`: the embedding's gradient comes
+    Units are a block, and the rest of the stage. Experts that are divided over ranks are a separate
+    unit, because their peers differ. So are the ends in `apart`: the embedding's gradient comes
     last, those of the rest come first, and its backward doesn't need its weights.
     """
     room, _, suffix = name.partition(".")

@@ -15,13 +15,14 @@ _LEAST_SHARE: Final = 32
 
 
 class Sizes(NamedTuple):
-    """Local sizes of one microbatch: `tokens` for attention and products, `stream` for the rest.
+    """Local sizes of one microbatch: `tokens` in attention and matmuls, `stream` in the residual
+    stream.
 
-    `rows` are sequences, and `span` is the length of each that its keys cover over all cp ranks.
-    `heads`, `kv_heads`, `ffn`, `expert_ffn`, `shared_ffn` and `vocab` are this tp rank's shares.
-    `head_dim` is that of attention's products, which may be padded (`ModelSpec.core_dim`). This
-    rank sends `routed` tokens to experts, in `pairs` of a token and an expert; its experts receive
-    `received` pairs, which differ if experts are divided over ranks. `element` is in bytes.
+    `rows` are sequences, and `span` is the length of a sequence over all cp ranks. `heads`,
+    `kv_heads`, `ffn`, `expert_ffn`, `shared_ffn` and `vocab` are this tp rank's shares. `head_dim`
+    is that of attention's matmuls, which may be padded (`ModelSpec.core_dim`). This rank sends
+    `routed` tokens to experts, in `pairs` of a token and an expert; its experts receive `received`
+    pairs, which differ if experts are divided over ranks. `element` is in bytes.
     """
 
     rows: int
@@ -73,15 +74,15 @@ class Sizes(NamedTuple):
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the stream as the input of products: gathered over tp."""
+        """Bytes of the input of column-parallel layers: the residual stream gathered over tp."""
         return self.tokens * self.dim * self.element
 
     @property
     def least_moved(self) -> int:
-        """Bytes of the smallest tensor of a block that offload moves: a share of the stream.
+        """Bytes of the smallest tensor that activation offload moves: 1/32 of the residual stream.
 
         Smaller ones, such as the scales of norms, would cost a copy each and free next to nothing.
-        Integers stay as well: the host and the kernels of routers ask for them.
+        Integers stay as well, because the host and the kernels of routers need them.
         """
         return -(-self.stream_bytes // _LEAST_SHARE)
 
@@ -91,17 +92,17 @@ class Sizes(NamedTuple):
         return self.routed * self.dim * self.element
 
     def product(self, inner: int, outer: int) -> float:
-        """Return the FLOPs of a product of all tokens with a matrix `[outer, inner]`."""
+        """Return the FLOPs of a matmul of all tokens with a matrix `[outer, inner]`."""
         return 2.0 * self.tokens * inner * outer
 
     @property
     def expert_product(self) -> float:
-        """FLOPs of the product of the received pairs with one of an expert's matrices."""
+        """FLOPs of the matmul of the received pairs with one of an expert's matrices."""
         return 2.0 * self.received * self.dim * self.expert_ffn
 
 
 def received(program: Program, pairs: int) -> int:
-    """Return how many pairs the busiest rank's experts receive if each rank sends so many.
+    """Return the (token, expert) pairs that the busiest rank receives if each rank sends `pairs`.
 
     A token selects an expert at most once, so a rank receives at most all tokens with each of its
     experts.
@@ -114,25 +115,25 @@ def received(program: Program, pairs: int) -> int:
 
 
 def loss_rows(tokens: int, element: int, target: Target) -> int:
-    """Return how many of a microbatch's tokens have their logits computed together.
+    """Return the number of tokens whose logits are computed together.
 
-    Enough for the products of a CPU, or to keep a GPU busy. In half precision (`element` 2 bytes),
-    at least a quarter of all, because each round rounds the gradient of the head's weight.
+    It is enough for efficient matmuls. In half precision (`element` 2 bytes), it is at least a
+    quarter of all, because each round rounds the gradient of the head's weight.
     """
     minimum, rounds = target.traits.least_loss_tokens, 16 if element == _WIDE else 4
     return -(-tokens // min(max(tokens // minimum, 1), rounds))
 
 
 def fuses_loss(element: int, tp: int, target: Target) -> bool:
-    """Whether the compiler makes one kernel of loss and gradient, without logits in fp32."""
+    """Whether the compiler fuses loss and gradient into one kernel, without logits in fp32."""
     return target.compiled and tp == 1 and element < _WIDE
 
 
 def loss_element(element: int, *, capped: bool = False, fused: bool = False) -> int:
-    """Return the bytes per logit: as fp32, and rounded to `element` bytes for products.
+    """Return the bytes per logit: in fp32, and rounded to `element` bytes for matmuls.
 
-    With a soft cap (`capped`), its slopes are stored too. `fused` as in `fuses_loss`: logits and
-    their gradient are stored as products take them.
+    With a soft cap (`capped`), its slopes are stored too. `fused` is as in `fuses_loss`: only
+    logits and their gradient exist, in `element` bytes each.
     """
     if fused:
         return 2 * element
@@ -140,10 +141,10 @@ def loss_element(element: int, *, capped: bool = False, fused: bool = False) -> 
 
 
 def loss_workspace(sizes: Sizes, rows: int, products: Route, *, is_frozen: bool = False) -> int:
-    """Return the temporary bytes of the product for the head's weight gradient.
+    """Return the workspace in bytes of the matmul for the head's weight gradient.
 
-    `rows` are the tokens of a round; the first one creates the gradient, further ones add to it.
-    Zero if the head `is_frozen`.
+    `rows` are the tokens of a round; the first one creates the gradient, further ones add to it. 0
+    if the head `is_frozen`.
     """
     if sizes.element != _WIDE or is_frozen:
         return 0

@@ -13,7 +13,7 @@ from meshwright.spec.parts import Part
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline stage holds: layers `first_layer` to `stop_layer`, and the model's ends."""
+    """A pipeline stage: layers `first_layer` up to `stop_layer`, and maybe the model's ends."""
 
     index: int
     first_layer: int
@@ -27,7 +27,8 @@ class Stage:
         return range(self.first_layer, self.stop_layer)
 
     def holds(self, part: Part, tied: bool) -> bool:
-        """Whether the stage holds a parameter; the last one of a tied model has the embedding."""
+        """Whether the stage holds a parameter; with a `tied` head, the last one has the embedding,
+        too."""
         room, _, suffix = part.name.partition(".")
         if room == "layers":
             return int(suffix.partition(".")[0]) in self.layers
@@ -62,7 +63,7 @@ def split_stages(spec: ModelSpec, count: int, seq_len: int) -> tuple[Stage, ...]
 
 
 def _balanced_unlike(layers: Sequence[float], count: int, first: float, last: float) -> list[int]:
-    """Return the bounds of the stages of layers that cost differently.
+    """Return the stage bounds for layers of different costs.
 
     Bisects the cost of the costliest stage; stages are filled from the last one on, since the first
     ones hold most microbatches.
@@ -91,10 +92,10 @@ def _balanced_unlike(layers: Sequence[float], count: int, first: float, last: fl
 
 
 def _balanced(layers: int, count: int, layer: float, first: float, last: float) -> list[int]:
-    """Return the bounds of the stages.
+    """Return the stage bounds for layers of equal cost.
 
-    All layers cost the same, so only three sizes matter: give the last stage as many layers as
-    keep it no dearer than an even share of the whole, and spread the rest evenly.
+    Only three sizes matter, those of the first, the largest and the last stage: tries every size of
+    the last stage, and spreads the other layers evenly.
     """
     if count == 1:
         return [0, layers]

@@ -1,4 +1,4 @@
-"""`Target`: the properties of devices, kernels and rows that change what operations need."""
+"""`Target`: the properties of devices, kernels and data that change what operations need."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Processor(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Which fp32 products of a CPU go through oneDNN, by the memory order of the first operand.
+    """Which fp32 matmuls on a CPU go through oneDNN, by the memory order of the first operand.
 
-    `rows`: products with rows of a matrix, in forwards and input gradients; `columns`: those with
-    its columns, in weight gradients.
+    `rows`: matmuls with a contiguous first operand, in forwards and input gradients; `columns`:
+    those with a transposed one, in weight gradients.
     """
 
     rows: bool = False
@@ -39,22 +39,22 @@ class Route(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The library of each kind of product, in words."""
+        """The library that computes each kind of matmul, in words."""
         if not self.rows:
             return "torch's own"
         return "oneDNN" if self.columns else "oneDNN, gradients of weights torch's own"
 
     def takes(self, rows: int, inner: int, outer: int, *, columns: bool) -> bool:
-        """Whether a product `[rows, inner] x [inner, outer]` goes through oneDNN.
+        """Whether a matmul `[rows, inner] x [inner, outer]` goes through oneDNN.
 
-        `columns`: its first operand is the transpose of a contiguous one.
+        `columns` says that its first operand is the transpose of a contiguous one.
         """
         return (self.columns if columns else self.rows) and rows * inner * outer >= _WORTH
 
     def room(self, rows: int, inner: int, outer: int, *, adds: bool = False) -> int:
-        """Return the bytes that a product of columns needs besides its operands and result.
+        """Return the workspace in bytes of a matmul whose first operand is transposed.
 
-        oneDNN's operator copies such an operand. With `adds`, the product is added to a sum, which
+        oneDNN's operator copies such an operand. With `adds`, the result is added to a sum, which
         the operator cannot do, so each piece is computed first.
         """
         if not self.takes(rows, inner, outer, columns=True):
@@ -65,7 +65,7 @@ class Route(NamedTuple):
 
     @staticmethod
     def piece(rows: int, inner: int, outer: int) -> int:
-        """Return how many rows of a product are added to a sum at a time."""
+        """Return how many rows of a matmul's result are added to a sum at a time."""
         count = -(-rows * (inner + outer) * _FP32 // _PIECE)
         return -(-rows // count)
 
@@ -74,7 +74,7 @@ Device = Literal["cpu", "gpu"]
 
 
 class DeviceTraits(NamedTuple):
-    """What ranks on CPUs and on GPUs do differently, where that changes memory, messages or time.
+    """How execution on CPUs and on GPUs differs, where that changes memory, messages or time.
 
     `has_fsdp2`: FSDP2 handles ZeRO. `has_masked_attention`: attention kernels skip scores that a
     window or another document hides, and can cap scores; others are given blocks or a mask.
@@ -83,8 +83,8 @@ class DeviceTraits(NamedTuple):
     `emulates_float8`: float8 operands are rounded, and multiplied in another dtype.
     `reduces_copies`: collectives work on a copy of their input, as gloo's do. `runs_ahead`: the
     host launches kernels and copies, which run while it continues. `compiles_unmeasured`:
-    `train.compile = "auto"` compiles before anyone has measured the gain. `measures_tensors`:
-    peak memory is measured as that of tensors, not of processes. `least_loss_tokens`: tokens whose
+    `train.compile = "auto"` compiles before anyone has measured the gain. `measures_tensors`: peak
+    memory is measured as that of tensors, not of processes. `least_loss_tokens`: tokens whose
     logits keep the device busy.
     """
 
@@ -131,13 +131,14 @@ TRAITS: Final[Mapping[Device, DeviceTraits]] = {
 
 
 class Target(NamedTuple):
-    """The devices that a program runs on, and the rows that it receives.
+    """The devices on which a program runs, their kernels, and whether sequences are packed.
 
     `device` is where ranks compute; on CPUs, gloo sends their messages. `products` is the route of
-    fp32 products on a CPU, `tf32` whether GPUs compute them in TF32. `packed`: rows hold several
-    documents, which attention keeps separate. `fsdp2`: FSDP2 handles ZeRO on CPUs, too, as on GPUs.
-    `imbalance`: the tokens of the busiest rank of `ep` relative to the mean. `compiled`: a GPU's
-    blocks and loss are compiled, and keep less; not set for CPUs, where that is not predicted.
+    fp32 matmuls on a CPU, `tf32` whether GPUs compute them in TF32. `packed`: sequences hold
+    several documents, which attention keeps separate. `fsdp2`: FSDP2 handles ZeRO on CPUs, too, as
+    on GPUs. `imbalance`: the tokens of the busiest rank of `ep` relative to the mean. `compiled`: a
+    GPU's blocks and loss are compiled, and save less; not set for CPUs, where that is not
+    predicted.
     """
 
     device: Device = "cpu"
@@ -150,25 +151,27 @@ class Target(NamedTuple):
 
     @property
     def traits(self) -> DeviceTraits:
-        """What its device does differently from others."""
+        """How execution on this device differs from others."""
         return TRAITS[self.device]
 
     def uses_fsdp2(self, layout: Layout) -> bool:
         """Whether FSDP2 shards, gathers and reduces.
 
-        Otherwise, our own replicas keep weights whole and sum gradients: without ZeRO always.
+        Otherwise, and always without ZeRO, Meshwright's own replicas keep weights whole and sum
+        gradients.
         """
         is_there = self.traits.has_fsdp2 or self.fsdp2 or layout.offload == "params"
         return layout.zero > 0 and is_there
 
 
 def takes_tf32(matmul: Matmul) -> bool:
-    """Whether GPUs compute fp32 products in TF32: 10 bits of mantissa, several times as fast."""
+    """Whether GPUs compute fp32 matmuls in TF32: 10 bits of mantissa, several times as fast."""
     return matmul != "torch"
 
 
 def route(matmul: Matmul, processor: Processor) -> Route:
-    """Return the route of fp32 products on a processor; deterministic, for resumed runs."""
+    """Return the route of fp32 matmuls on a processor; the same in every run, so that resumed runs
+    agree."""
     if matmul == "torch":
         return Route()
     if matmul == "onednn":

@@ -1,4 +1,4 @@
-"""Simulates tables: when everything is done, how much time is idle, what is held."""
+"""Simulates action tables: start and end times, idle time, and activations in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Step = Callable[[int, Action], tuple[Action, int] | None]
 def simulate(tables: Sequence[Table], step: Step) -> None:
     """Advance all ranks through their tables, each as far as it can without the others.
 
-    Raises `ProgramError` with the ranks that wait for each other when none can advance.
+    `step` performs an action of a rank, or returns the action that it waits for and that one's
+    rank. Raises `ProgramError` with the ranks that wait for each other when none can advance.
     """
     places = [0] * len(tables)
     has_moved = True
@@ -37,7 +38,8 @@ def simulate(tables: Sequence[Table], step: Step) -> None:
 def _chain(
     tables: Sequence[Table], places: Sequence[int], waits: Mapping[int, tuple[Action, int]]
 ) -> str:
-    """Word who waits for whom, from a rank that waits until the circle closes or a rank ended."""
+    """Return a text that says which rank waits for which, until the cycle closes or at a rank that
+    ended."""
     path, rank = list[int](), next(iter(waits))
     while rank in waits and rank not in path:
         path.append(rank)
@@ -60,7 +62,8 @@ def times(
     transfer: float = 0.0,
     exposed: float = 0.0,
 ) -> dict[Action, tuple[float, float]]:
-    """Return when each computing action begins and ends, if each starts as soon as it can.
+    """Return the start and end in seconds of each computing action, if each starts as soon as it
+    can.
 
     It starts when its rank is free and its inputs have arrived: from another rank, `transfer`
     seconds after they were computed. A rank is busy for the first `exposed` seconds of each send.
@@ -71,10 +74,10 @@ def times(
 
 
 class Ordered(NamedTuple):
-    """A computing action in the order of a simulation, which does not depend on what it costs.
+    """A computing action in the order of a simulation, which does not depend on its cost.
 
-    `awaits` is what it waits for on other ranks, as places in the order: what its own rank did
-    before is done when the rank is free. `is_sent`: another rank waits for it.
+    `awaits` has the indices in the order of the actions on other ranks that it waits for.
+    `is_sent`: its result goes to another rank.
     """
 
     action: Action
@@ -84,9 +87,9 @@ class Ordered(NamedTuple):
 
 
 def order_of(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tuple[Ordered, ...]:
-    """Return the computing actions of all ranks, each after those that it waits for.
+    """Return the computing actions of all ranks in one order, each after those that it waits for.
 
-    Raises `ProgramError` if the order cannot run.
+    Raises `ProgramError` if there is none.
     """
     last = len(ranks_of_stage) - 1
     places: dict[Action, int] = {}
@@ -117,7 +120,7 @@ def times_in(
     transfer: float = 0.0,
     exposed: float = 0.0,
 ) -> dict[Action, tuple[float, float]]:
-    """Return the `times` of the actions in such an order."""
+    """Return the `times` of actions that `order_of` has ordered."""
     clocks = [0.0] * (1 + max((entry.rank for entry in order), default=0))
     ends: list[float] = []
     intervals: dict[Action, tuple[float, float]] = {}
@@ -135,7 +138,8 @@ def times_in(
 def end_times(
     tables: Sequence[Table], ranks_of_stage: Sequence[int], costs: Mapping[str, float]
 ) -> dict[Action, float]:
-    """Return when each action is done, in the order of `times`; transfers are free."""
+    """Return the second at which each action ends, in the order of `times`; `costs` are by kind,
+    transfers are free."""
     intervals = times(tables, ranks_of_stage, lambda action: costs[action.kind])
     return {done: end for action, (_, end) in intervals.items() for done in completed(action)}
 
@@ -147,7 +151,8 @@ def bubble_fraction(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float:
-    """Return the share of the ranks' time that is idle, from the first action to the last.
+    """Return the share of the ranks' time that is idle, from the first action to the end of the
+    last.
 
     Costs are in seconds per action of one stage: F, I and W; B takes those of I and W. Transfers,
     which the tables may have or lack, are free. Raises `ProgramError` if the order cannot be run.
@@ -162,7 +167,7 @@ def peak_in_flight(table: Table) -> int:
     """Return the most activations, each of one stage and microbatch, that a rank holds at a time.
 
     F adds one; B, or W after I, frees it. I frees none, since W still needs the inputs of all
-    products; this is the memory that a zero-bubble schedule pays with.
+    matmuls; this is the memory cost of a zero-bubble schedule.
     """
     count = peak = 0
     for action in table:

@@ -1,7 +1,7 @@
-"""What tp ranks send where the residual stream enters and leaves a tensor-parallel region.
+"""The collectives of tp ranks where the residual stream enters and leaves a tensor-parallel region.
 
 Megatron-LM, arXiv:1909.08053, section 3; with sequence parallelism arXiv:2205.05198, section 4.2.
-The program counts the messages of a step from this, and `parallel` sends from it.
+The program counts the messages of a step from this table, and `parallel` sends by it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from meshwright.program.messages import CollectiveKind
 
 
 class TPCollective(NamedTuple):
-    """One direction: the collective of the stream, and that of its gradient in the backward."""
+    """The collective of the stream in the forward, and that of its gradient in the backward; None
+    if none is sent."""
 
     forward: CollectiveKind | None
     backward: CollectiveKind | None
 
 
 class TPCollectives(NamedTuple):
-    """Both directions at the border of a region."""
+    """The collectives at the entry and at the exit of a tensor-parallel region."""
 
     entry: TPCollective
     exit: TPCollective
@@ -36,12 +37,12 @@ _CUT: Final = TPCollectives(
 
 
 def tp_collectives(layout: Layout) -> TPCollectives:
-    """Return what a layout sends at the borders of its regions."""
+    """Return the collectives at the entries and exits of a layout's tensor-parallel regions."""
     return tp_collectives_of(layout.tp, layout.sp)
 
 
 def tp_collectives_of(tp: int, sp: bool) -> TPCollectives:
-    """Return the tp_collectives for so many tp ranks, with or without sequence parallelism."""
+    """Return the collectives for `tp` ranks, with or without sequence parallelism."""
     if tp == 1:
         return _NONE
     return _CUT if sp else _WHOLE

@@ -71,12 +71,14 @@ def _merge(
     ranks_of_stage: Sequence[int],
     queues: Mapping[tuple[int, int], deque[Action]],
 ) -> Table:
-    """Return a rank's table with the transfers of its queues, one queue for each peer."""
+    """Return a rank's table with the transfers of its queues added, of which it has one per
+    peer."""
     merged: list[Action] = []
     posted: set[Action] = set()
 
     def post(until: Action, peer: int) -> None:
-        """Post the pair's transfers up to one, or up to a SEND that is not computed yet."""
+        """Post the pair's transfers up to `until`, or up to a SEND whose content is not computed
+        yet."""
         queue = queues[rank, peer]
         while until not in posted and (queue[0] == until or queue[0].kind.startswith("RECV")):
             posted.add(queue[0])
@@ -95,7 +97,8 @@ def _merge(
 
 
 class _Posted(NamedTuple):
-    """A transfer in a rank's table: its place, how it stands there, and the RECV that it is."""
+    """A transfer in a rank's table: its index, the action there, and the RECV of the same
+    transfer."""
 
     place: int
     action: Action
@@ -128,7 +131,8 @@ def check_order(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> None:
 
 
 def _check_table(rank: int, table: Table, ranks_of_stage: Sequence[int], microbatches: int) -> None:
-    """Check what a table shows alone: that it is complete, and each action comes in its place."""
+    """Check one rank's table by itself: that it is complete, and that each action comes after those
+    it needs."""
     expected = set(_expected(rank, ranks_of_stage, microbatches))
     done: set[Action] = set()
     for place, action in enumerate(table):
@@ -151,7 +155,7 @@ def _check_table(rank: int, table: Table, ranks_of_stage: Sequence[int], microba
 
 
 def _expected(rank: int, ranks_of_stage: Sequence[int], microbatches: int) -> Iterator[Action]:
-    """Yield what a rank has to get done, the whole backward as its two parts."""
+    """Yield the actions that a rank must perform; a whole backward counts as its two parts."""
     for stage in (s for s, owner in enumerate(ranks_of_stage) if owner == rank):
         for index in range(microbatches):
             yield Action("W", stage, index)
@@ -165,7 +169,7 @@ def _expected(rank: int, ranks_of_stage: Sequence[int], microbatches: int) -> It
 
 
 def _needed_here(action: Action, ranks_of_stage: Sequence[int]) -> Iterator[Action]:
-    """Yield what has to come before an action in the table of its own rank."""
+    """Yield the actions that must come before an action in the table of its own rank."""
     kind, stage, index = action
     if kind in ("SEND_F", "SEND_B"):
         yield Action("F" if kind == "SEND_F" else "I", stage, index)
@@ -192,7 +196,7 @@ def _orders(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> _Orders:
 
 
 def _as_received(action: Action) -> Action:
-    """Return the RECV that a transfer is on the other side, or on this one."""
+    """Return the RECV of a transfer: of a SEND, the matching one on the other rank."""
     if action.kind == "SEND_F":
         return Action("RECV_F", action.stage + 1, action.microbatch)
     if action.kind == "SEND_B":
@@ -201,7 +205,7 @@ def _as_received(action: Action) -> Action:
 
 
 def _peer(action: Action, ranks_of_stage: Sequence[int]) -> int:
-    """Return the rank with which a transfer is."""
+    """Return the other rank of a transfer."""
     is_with_next = action.kind in ("SEND_F", "RECV_B")
     return ranks_of_stage[action.stage + (1 if is_with_next else -1)]
 

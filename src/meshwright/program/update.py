@@ -1,4 +1,4 @@
-"""What the update of a step sends, computes and works with, beside reading and writing shards."""
+"""What the update of whole matrices sends and computes, and the workspace of any update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PARTS: Final = "update: whole matrices of the parts that tp gives each rank"
 
 
 class MatrixUpdate(NamedTuple):
-    """A parameter whose update needs whole matrices: a rank has so many `matrices` of it."""
+    """A parameter whose update needs whole matrices, of which this rank has `matrices` (several for
+    experts)."""
 
     rule: UpdateRule
     sharding: Sharding
@@ -30,10 +31,10 @@ class MatrixUpdate(NamedTuple):
         return self.sharding.part.shape[-2], self.sharding.part.shape[-1]
 
     def workspace(self, element: int, of_pieces: int) -> int:
-        """Return the bytes that orthogonalizing takes: two of the matrix, two of its short side.
+        """Return the bytes of orthogonalization: twice the matrix and twice its Gram matrix.
 
-        A step of Newton-Schulz makes a new matrix of the last one, of its Gram matrix and of that
-        one's polynomial. The rank's shard is updated with the last matrix in `of_pieces` more.
+        An iteration of Newton-Schulz computes a new matrix from the last one, its Gram matrix and a
+        polynomial of that. The rank's shard is updated with the last matrix in `of_pieces` more.
         """
         rows, columns = self.sides
         matrix = self.matrices * rows * columns
@@ -56,10 +57,10 @@ def whole_matrices(program: Program, coordinates: Mapping[str, int]) -> Iterator
 
 
 def matrix_gathers(program: Program, coordinates: Mapping[str, int]) -> Iterator[Collective]:
-    """Yield how ranks gather whole matrices for an update that needs them, once per step.
+    """Yield the all-gathers of whole matrices for an update that needs them, once per step.
 
-    First the rows that data ranks have of what a tp rank has, then the parts of tp ranks. Of
-    experts, a data rank has whole matrices.
+    First the rows are gathered over data ranks, then the tp shards over tp. Of experts, a data rank
+    has whole matrices.
     """
     element = DTYPE_BYTES[program.optimizer.ns_precision]
     for matrix in whole_matrices(program, coordinates):
@@ -84,9 +85,9 @@ def update_flops(program: Program, coordinates: Mapping[str, int]) -> float:
 
 
 def update_workspace(program: Program, coordinates: Mapping[str, int]) -> int:
-    """Return the most bytes that the update of a parameter takes beside shards and states.
+    """Return the most bytes that the update of a parameter allocates besides shards and states.
 
-    With offload, the host has those of updates by shards.
+    With offload, updates of shards run on the host and do not count.
     """
     element = DTYPE_BYTES[program.optimizer.ns_precision]
     is_here = not program.layout.states_on_host
@@ -99,7 +100,7 @@ def update_workspace(program: Program, coordinates: Mapping[str, int]) -> int:
 
 
 def _shard_workspaces(program: Program, coordinates: Mapping[str, int]) -> Iterator[int]:
-    """Yield the bytes of updates that need a parameter's shard alone."""
+    """Yield the workspace of each parameter's update on its shard, in bytes."""
     for stage in program.held(coordinates["pp"]):
         for name in program.parameters(stage):
             sharding = program.shardings[name]

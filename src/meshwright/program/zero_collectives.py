@@ -36,8 +36,8 @@ _OF_REPLICAS: Final = "replicas: sum gradients"
 class _MessageUnit(NamedTuple):
     """What is gathered or reduced in one message, see `program.shards.unit_of`.
 
-    Bytes: `deferred` of parameters whose gradients may come in a backward of their own, `prompt` of
-    the others. `axes` are the ranks that share it, and those that hold copies.
+    `deferred` are the bytes of parameters whose gradients a split backward may compute later,
+    `prompt` those of the others. `axes` are the ranks that share it, and those that hold copies.
     """
 
     name: str
@@ -46,12 +46,13 @@ class _MessageUnit(NamedTuple):
     axes: _Axes
 
     def of(self, has_deferred: bool, has_prompt: bool) -> int:
-        """Return the bytes of a round of reductions."""
+        """Return the bytes of one reduction, with the deferred parameters, the prompt ones, or
+        both."""
         return has_deferred * self.deferred + has_prompt * self.prompt
 
 
 class _Axes(NamedTuple):
-    """The ranks that ZeRO cuts some weights over, and those that have the same shards."""
+    """The axis over which ZeRO shards some weights, and the axis of ranks with the same shards."""
 
     shard: Axis
     shards: int
@@ -67,10 +68,10 @@ def _axes(layout: Layout, sharding: Sharding) -> _Axes:
 
 
 def unit_in(program: Program, name: str) -> str:
-    """Return the unit of a parameter of a program.
+    """Return the name of a parameter's unit in a program.
 
     FSDP2 has separate units for embedding and head, because only a forward or only a backward uses
-    their weights; tied ones are in the rest.
+    their weights; tied ones belong to the rest of the stage.
     """
     layout, apart = program.layout, [EMBED]
     if program.target.uses_fsdp2(layout):
@@ -92,10 +93,8 @@ def _units(
     size: Callable[[Sharding], int],
     which: Callable[[Sharding], bool],
 ) -> list[_MessageUnit]:
-    """Return the units of a stage; `size` gives the bytes of a parameter in the message.
-
-    Of some parameters alone: `which`.
-    """
+    """Return the units of a stage with the parameters that `which` selects; `size` gives a
+    parameter's bytes."""
     sums: dict[str, list[int]] = {}
     axes: dict[str, _Axes] = {}
     for name in program.parameters(stage):
@@ -145,7 +144,7 @@ def gathers(
 
 
 def _scales(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield how ranks find the largest value of each weight that they gather in float8."""
+    """Yield the all-reduce of the largest values of weights that are gathered in float8."""
     kinds = (program.model.layer(layer) for stage in stages for layer in stage.layers)
     size = LARGEST_BYTES * sum(float8_weights(program.model, kind) for kind in kinds)
     reason = "float8: the largest value of each weight"
@@ -153,7 +152,7 @@ def _scales(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
 
 
 def _what(unit: str) -> str:
-    """Return what a unit is, in words."""
+    """Return a unit's name in words."""
     if unit.endswith(EXPERTS):
         return "a block's experts"
     if unit in (EMBED, HEAD):
@@ -162,7 +161,8 @@ def _what(unit: str) -> str:
 
 
 def _passes(program: Program, is_each: bool) -> tuple[tuple[Phase, int], ...]:
-    """Return when weights are gathered and how often: with each pass of a microbatch, or once."""
+    """Return the phases in which weights are gathered, with counts: in each pass of a microbatch,
+    or once."""
     per_pass: tuple[tuple[Phase, int], ...] = (
         ("forward", program.microbatches),
         ("backward", program.microbatches),
@@ -173,9 +173,10 @@ def _passes(program: Program, is_each: bool) -> tuple[tuple[Phase, int], ...]:
 def _rows_gathered(
     program: Program, coordinates: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
-    """Yield the sends and receives of an all-gather whose rows stay where they are.
+    """Yield the sends and receives of the all-gather between CPU ranks, which receives rows in
+    place.
 
-    Stage 3 gathers blocks alone for each forward and each backward, the rest of a stage once.
+    Stage 3 gathers blocks for each forward and each backward, the rest of a stage once.
     """
     layout, element = program.layout, ELEMENT_BYTES[program.train.precision]
     place = data_rank(layout, coordinates)
@@ -208,7 +209,7 @@ def _rows_gathered(
 def reductions(
     program: Program, coordinates: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
-    """Yield the sums of gradients over data: reduce-scatters over `shard`, and over `replicate`.
+    """Yield the reductions of gradients over data ranks: over `shard`, and over `replicate`.
 
     Replicas are reduced once, after the last microbatch. FSDP2 with a split backward reduces them
     after each second half, because the parts differ between rounds.
@@ -247,7 +248,7 @@ def reductions(
 
 
 def _summed_in(each_microbatch: bool) -> Phase:
-    """Return when gradients are summed: with each microbatch's backward, or once."""
+    """Return the phase of gradient reductions: each microbatch's backward, or once per step."""
     return "backward" if each_microbatch else "step"
 
 
@@ -259,9 +260,10 @@ def reduced_bytes(train: TrainSpec) -> int:
 def _exchanges(
     program: Program, coordinates: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
-    """Yield how rows of gradients reach the ranks that they belong to, which sum them in fp32.
+    """Yield the all-to-alls that bring rows of gradients to the CPU ranks that own and sum them in
+    fp32.
 
-    What a reduce-scatter is without the sums on the way, arXiv:1910.02054, section 5.
+    They replace a reduce-scatter, without sums on the way: arXiv:1910.02054, section 5.
     """
     place, tp_rank = data_rank(program.layout, coordinates), coordinates["tp"]
     each_microbatch = program.layout.zero >= 2
@@ -298,11 +300,12 @@ def _exchanges(
 def _rounds(
     program: Program, pp_rank: int, stage: Stage, each_microbatch: bool
 ) -> Iterator[tuple[bool, bool, bool]]:
-    """Yield the reductions of a stage's gradients: of deferred, of prompt ones, among replicas.
+    """Yield the reductions of a stage: whether each has deferred gradients, prompt ones, and
+    replicas.
 
-    After each microbatch, as ZeRO 2 and 3 do, else after the last one. A split backward reduces
-    with its second half, and then also what later microbatches' first halves have left by then:
-    theirs is missing in the reductions after it.
+    With ZeRO 2 and 3 there is one after each microbatch, else one after the last. A split backward
+    reduces with its second half, which includes what first halves of later microbatches have
+    computed by then.
     """
     table = [action for action in program.compute_tables[pp_rank] if action.stage == stage.index]
     last = max(place for place, action in enumerate(table) if action.kind in ("B", "W"))

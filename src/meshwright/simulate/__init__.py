@@ -1,1 +1,2 @@
-"""Rehearses the real program on fake ranks: no messages, no memory, any world size, one core."""
+"""Dry-runs the real training step on fake ranks: no messages, no memory, any world size, one
+core."""

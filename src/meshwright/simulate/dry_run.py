@@ -1,6 +1,7 @@
-"""`dry_run`: one optimizer step of one rank, by the training code, and its costs.
+"""`dry_run`: one optimizer step of one rank by the training code on fake tensors, and its costs.
 
-The tracker is told the purpose of data-parallel memory, which only its structures know.
+Patches of FSDP2 and of Meshwright's exchanges tell the memory tracker what data-parallel memory is
+for.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ from meshwright.training.update import LossScale, update
 
 @contextmanager
 def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
-    """Label what FSDP2 and exchanges gather, accumulate, reduce, buffer; what is on the host."""
+    """Return a context in which memory of data parallelism is labelled in the tracker by its
+    purpose.
+
+    Gathered weights, gradients and communication buffers of FSDP2 and of exchanges, and host
+    buffers of offload.
+    """
 
     def gathering(gather: Any) -> Any:
         def run(parameter: FSDPParam) -> None:
@@ -102,7 +108,8 @@ def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
 
 
 def _label_gradients(memory: MemoryTracker, group: Any) -> None:
-    """Label the gradients that a group holds: whole ones, accumulated or new, and shards."""
+    """Label the gradients that an FSDP2 parameter group holds: unsharded, accumulated, and
+    shards."""
     for parameter in group.fsdp_params:
         memory.label("gradients", parameter.unsharded_accumulated_grad)
         unsharded = getattr(parameter, "_unsharded_param", None)
@@ -113,12 +120,12 @@ def _label_gradients(memory: MemoryTracker, group: Any) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """One rank's step: memory by phase, messages, FLOPs; and the time of the rehearsal.
+    """The result of one rank's dry run: memory by phase, messages and FLOPs of a step.
 
-    `breach` is the first moment above the limit. `messages` and `expected`, the program's, count by
-    the same names. `products`, `attention` and the optimizer's `update` are FLOPs,
-    `stage_flops` the first two by stage. `seconds` are
-    those of the rehearsal.
+    `breach` is the first moment above the memory limit, None if there is none. `messages` were
+    observed, `expected` are those of the program. `products` (matmuls), `attention` and the
+    optimizer's `update` are FLOPs, `stage_flops` the first two by stage. `seconds` is how long the
+    dry run took.
     """
 
     rank: int
@@ -141,7 +148,11 @@ class DryRun:
 
 
 class Begun(NamedTuple):
-    """A message when a rank begins it: of a group of ranks, or with a `peer`, -1 without one."""
+    """A message at the moment when a rank begins it.
+
+    `label` and `ranks` are those of its group; `peer` is the other rank of a send or receive, -1
+    for collectives.
+    """
 
     kind: str
     label: str
@@ -152,23 +163,25 @@ class Begun(NamedTuple):
 
 
 class Observer(Protocol):
-    """Observes the rehearsed step."""
+    """The interface of an object that is called back during the dry-run step."""
 
     def began(self, message: Begun) -> None:
-        """A message begins."""
+        """Called when a message begins."""
 
     def begins_step(self) -> None:
-        """The step begins."""
+        """Called when the step begins."""
 
     def ends_step(self) -> None:
-        """It has been handed to the device."""
+        """Called when all work of the step has been enqueued on the device."""
 
     def arrived(self, *entries: int) -> None:
-        """The rank waits for what it has begun."""
+        """Called when the rank waits for messages, given by their entries in the flight
+        recorder."""
 
 
 class _Phases(FlightRecorder):
-    """A rank's flight recorder that also tells the memory tracker of each phase."""
+    """A flight recorder that also reports each phase to the memory tracker, and messages to an
+    observer."""
 
     def __init__(self, memory: MemoryTracker) -> None:
         super().__init__()
@@ -180,19 +193,19 @@ class _Phases(FlightRecorder):
         self.observer: Observer | None = None  # of the step
 
     def begins_step(self) -> None:
-        """The step that is rehearsed begins."""
+        """Tell the observer that the step begins."""
         if self.observer is not None:
             self.observer.begins_step()
 
     def ends_step(self) -> None:
-        """It has been handed to the device."""
+        """Tell the observer that all work of the step has been enqueued."""
         if self.observer is not None:
             self.observer.ends_step()
 
     def begin(
         self, kind: str, group: int, size: int, peer: int = -1, *, waits: bool = False
     ) -> int:
-        """Enter that a message begins."""
+        """Record that a message begins, and return its entry."""
         if self.observer is not None:
             members = self._groups[group]
             self.observer.began(
@@ -201,7 +214,7 @@ class _Phases(FlightRecorder):
         return super().begin(kind, group, size, peer, waits=waits)
 
     def end(self, *entries: int) -> None:
-        """Enter that something has ended."""
+        """Record that messages or waits have ended, given by their entries."""
         super().end(*entries)
         if self.observer is not None:
             self.observer.arrived(*entries)
@@ -213,7 +226,7 @@ class _Phases(FlightRecorder):
         super().phase(name)
 
     def action(self, kind: str, stage: int, microbatch: int) -> None:
-        """Enter an action of the pipeline."""
+        """Record the beginning of an action of the pipeline's table."""
         self._turn(str(Action(kind, stage, microbatch)), stage)  # type: ignore[arg-type]
         super().action(kind, stage, microbatch)
 
@@ -228,7 +241,7 @@ class _Phases(FlightRecorder):
 
     @property
     def gradient_kind(self) -> str:
-        """The category of gradients' shards: host memory where the weights are there."""
+        """The memory category of sharded gradients: host memory if parameters are offloaded."""
         assert self.gradients_of is not None
         layout = self.gradients_of.program.layout
         return HOST if layout.offload == "params" else "gradients"
@@ -242,10 +255,10 @@ def dry_run(
     device: torch.device = CPU,
     watched: Callable[[_Phases], AbstractContextManager[object]] = nullcontext,
 ) -> DryRun:
-    """Run one training step as one rank of a world without others, on fake tensors.
+    """Run one training step as one rank of a world without the others, on fake tensors.
 
-    The step is one after the first: the optimizer has its states. `limit` is that of tensors, in
-    bytes. `device` is where tensors are; `watched` makes an observer of the step from the recorder.
+    The step is not the first one: optimizer states exist. `limit` is the bytes that tensors may
+    take. `watched` returns, for the recorder, a context in which the step runs.
     """
     started, memory = time.perf_counter(), MemoryTracker()
     recorder = _Phases(memory)
@@ -293,7 +306,12 @@ def dry_run(
 
 
 def _described(program: Program, world: World) -> tuple[Groups, Deferral, dict[int, Transformer]]:
-    """Return groups and stages. On a GPU groups are used as they open, and FSDP2 copies."""
+    """Return the process groups, the deferred gradients, and the modules of each stage without
+    weights.
+
+    On a device other than a CPU, groups are warmed up on fake tensors, and with FSDP2 modules are
+    built of fake tensors.
+    """
     with replaced(rooms, "warm", _on_fakes):
         groups, deferral = open_groups(program.layout, world), Deferral()
     by_fsdp = program.target.uses_fsdp2(program.layout)
@@ -305,7 +323,8 @@ def _described(program: Program, world: World) -> tuple[Groups, Deferral, dict[i
 
 
 def _leave_fakes(model: nn.Module) -> None:
-    """Replace fake parameters that FSDP2 left alone: torch cannot give a fake one memory."""
+    """Replace fake parameters that FSDP2 did not shard by meta ones, as torch cannot materialize
+    fake ones."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, FakeTensor):
@@ -314,7 +333,7 @@ def _leave_fakes(model: nn.Module) -> None:
 
 
 def _on_fakes(run: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that runs another one on tensors without bytes."""
+    """Return a function that calls `run` with fake tensors."""
 
     def ran(*arguments: object) -> None:
         with fake_tensors():
@@ -324,12 +343,12 @@ def _on_fakes(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _blank(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-    """Return weights without bytes."""
+    """Return zeros without memory for a rank's shard of a weight."""
     return torch.zeros(()).expand([stop - start for start, stop in region])
 
 
 def _batch(program: Program) -> Batch:
-    """Return the rows of a data-parallel rank."""
+    """Return a batch of zeros with the sequences of one data-parallel rank."""
     rows, seq_len = program.microbatches * program.layout.microbatch, program.train.seq_len
     inputs, targets = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
     keys = torch.zeros(rows, dtype=torch.int64) if program.model.drops else None
@@ -342,7 +361,7 @@ def _batch(program: Program) -> Batch:
 
 
 def _with_states(shards: Shards, parallel: Parallel) -> torch.optim.Optimizer:
-    """Return the optimizer as a step leaves it."""
+    """Return an optimizer that has the states of a completed step."""
     layout = parallel.program.layout
     matrices = shards.matrices(parallel.groups, parallel.device, layout)
     spec = parallel.program.optimizer
@@ -369,7 +388,7 @@ def _mark_states(
 
 
 def _step(memory: MemoryTracker) -> tuple[Phase, ...]:
-    """Return the phases of the step alone."""
+    """Return the tracker's phases from the beginning to the end of the step."""
     phases = memory.phases()
     start = next(index for index, phase in enumerate(phases) if phase.name == START)
     return phases[start:-1]

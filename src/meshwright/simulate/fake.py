@@ -29,7 +29,8 @@ CPU: Final = torch.device("cpu")
 def fake_world(
     rank: int, size: int, recorder: FlightRecorder, device: torch.device = CPU
 ) -> Iterator[World]:
-    """Become one rank, on a device, of a world of `size` whose other ranks don't exist.
+    """Return a context in which this process is one rank of a world of `size` ranks; the others
+    don't exist.
 
     Raises `MeshwrightError` in a process that is already a rank.
     """
@@ -46,7 +47,7 @@ def fake_world(
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make every tensor a fake one; a number that the host reads from one is 1."""
+    """Return a context in which every tensor is fake; a value that the host reads from one is 1."""
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     answers: Any = _Answers()  # type: ignore[no-untyped-call]
     with (
@@ -62,7 +63,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def _meshes_joined() -> Iterator[None]:
-    """Have FSDP2 join meshes of real numbers; torch 2.11 does so in another way."""
+    """Let FSDP2 concatenate device meshes outside of fake mode; torch 2.11 has no such method."""
     join = getattr(DeviceMesh, "_concatenate", None)
     if join is None:
         yield
@@ -72,12 +73,12 @@ def _meshes_joined() -> Iterator[None]:
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers the host's reads of fake tensors, which have no numbers, with 1, which is finite."""
+    """A dispatch mode in which the host reads 1, which is finite, from fake tensors."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, or its replacement."""
+        """Run an operation, or a replacement for those that fake tensors do not support."""
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -105,7 +106,7 @@ def _without_modes(propagate: Any) -> Any:
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Any) -> Iterator[None]:
-    """Replace an attribute by the result of `make` for it, temporarily."""
+    """Set an attribute to `make(its value)` inside of a `with` block."""
     before = vars(owner).get(name, getattr(owner, name))
     setattr(owner, name, make(before))
     try:

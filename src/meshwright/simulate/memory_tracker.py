@@ -43,7 +43,8 @@ HOST: Final = "host"
 
 
 class StoragePiece:
-    """A storage while it had one size: bytes, lifetime by the tracker's clock, purpose."""
+    """The bytes, lifetime (by the tracker's clock) and category of a storage while it had one
+    size."""
 
     __slots__ = ("end", "kind", "size", "start")
 
@@ -54,7 +55,7 @@ class StoragePiece:
 
 
 class Phase(NamedTuple):
-    """A phase of a rank, with the memory at its peak and at its end: bytes by category."""
+    """A phase of a rank, with its memory at the peak and at the end, in bytes by category."""
 
     name: str
     peak: dict[str, int]
@@ -62,13 +63,17 @@ class Phase(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes at the worst."""
+        """Bytes at the peak."""
         return sum(self.peak.values())
 
 
 @dataclass(frozen=True)
 class Breach:
-    """The first moment above a limit: the phase, bytes by category, the failing allocation."""
+    """The first moment above a memory limit: the phase, bytes by category, and the failing
+    allocation.
+
+    `asked` is the allocation's category, `size` its bytes.
+    """
 
     phase: str
     held: dict[str, int]
@@ -77,20 +82,20 @@ class Breach:
 
     @property
     def tensors(self) -> int:
-        """Bytes that were held before."""
+        """Bytes that were allocated before the failing allocation."""
         return sum(self.held.values()) - self.size
 
     @property
     def largest(self) -> str:
-        """The category that holds most."""
+        """The category with the most bytes."""
         return max(self.held, key=lambda kind: self.held[kind])
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records all storages that are created and freed while it is active.
 
-    `begin` starts a phase of the rank. `label` gives the purpose of a tensor, maybe later: it then
-    applies from the storage's beginning.
+    `begin` starts a phase of the rank. `label` sets the category of a tensor's memory, also
+    afterwards: it applies from the storage's beginning.
     """
 
     def __init__(self) -> None:
@@ -108,7 +113,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begun.append(self._clock)
 
     def label(self, kind: str, tensor: Tensor | None) -> None:
-        """Set the purpose of a tensor's memory; the last one counts."""
+        """Set the category of a tensor's storage; the last label counts."""
         if tensor is None:
             return
         entry = self._live.get(local_shard(tensor).untyped_storage()._cdata)
@@ -128,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and note the storages of what it returns."""
+        """Run an operation, and record the storages of its results."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # It comes again with this rank's parts, or with values and scales in float8.
             return NotImplemented
@@ -139,7 +144,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _noted(self, resize: Any) -> Any:
-        """Return `UntypedStorage.resize_` that is noted: FSDP2 frees and allocates by it."""
+        """Return a wrapper of `UntypedStorage.resize_` that records the change: FSDP2 frees and
+        allocates by it."""
 
         def run(storage: Any, size: int) -> Any:
             out = resize(storage, size)
@@ -183,7 +189,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def breach(self, first: str, limit: float) -> Breach | None:
-        """Return the first moment, from a phase on, with more than a limit."""
+        """Return the first moment, from the phase `first` on, with more than `limit` bytes; None if
+        there is none."""
         from_there = self._names.index(first)
         for phase, allocated, piece in self._moments():
             if phase >= from_there and piece is not None and sum(allocated.values()) > limit:
@@ -191,7 +198,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _moments(self) -> Iterator[tuple[int, dict[str, int], StoragePiece | None]]:
-        """Yield at each change the phase, the bytes by category, and the piece if it is new."""
+        """Yield, at each change, the index of the phase, the bytes by category, and the piece if it
+        was allocated."""
         changes: list[tuple[int, int, StoragePiece | int]] = [
             (time, 0, phase) for phase, time in enumerate(self._begun)
         ]
@@ -211,7 +219,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield phase, allocated, event if size > 0 else None
 
     def _kind(self, piece: StoragePiece) -> str:
-        """Return a piece's category: its label, else one that follows from its lifetime."""
+        """Return a piece's category: its label, or else "inputs", "activations" or "temporary" by
+        its lifetime."""
         if piece.kind:
             return piece.kind
         if piece.start < self._begun[self._names.index(START)]:

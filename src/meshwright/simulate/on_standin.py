@@ -1,6 +1,7 @@
-"""Rehearses ranks on the stand-in for a GPU, in a separate process, with the code of GPUs.
+"""Dry-runs ranks on the stand-in for a GPU, in a separate process, with the code for GPUs.
 
-Reads a JSON document of cases and edits from its input, and writes a line for each finished rank.
+As a program, it reads a JSON document of cases and edits from standard input, and writes a line for
+each finished rank.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ NAMED: Final[Mapping[str, str]] = {
 
 
 class Watched(NamedTuple):
-    """What was seen in a rank's step on the stand-in: problems in words, and expected host waits.
+    """What was observed in a rank's step on the stand-in.
 
-    `messages` are differences from the program's, `syncs` unnamed waits of the host, `order` uses
-    of memory, also pinned, that streams or the host do not wait for. `sent` are the messages in
-    order: kind, label of the group, its ranks, bytes, peer, microbatch.
+    `messages` are differences from the program's messages, `syncs` unexpected waits of the host,
+    `order` uses of memory, also pinned, without the necessary wait between streams, each as a
+    sentence; `named` are expected waits of the host. `sent` are the messages in order: kind, label
+    of the group, its ranks, bytes, peer, microbatch.
     """
 
     label: str
@@ -43,18 +45,18 @@ class Watched(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no differences, unexpected waits or missing waits."""
         return not (self.messages or self.syncs or self.order)
 
 
 def watch(
     cases: Sequence[Mapping[str, Any]], edits: Sequence[Sequence[str]] = ()
 ) -> Iterator[Watched]:
-    """Yield the steps of ranks on the stand-in, in a separate process.
+    """Yield what was observed in the dry-run steps of ranks on the stand-in, in a separate process.
 
     A case has `model`, `train`, `layout` and `optimizer` as their specs' JSON documents, `packed`
     and `ranks`. `edits` seed faults, as in `standin.Edit`. Raises `MeshwrightError` if the process
-    ends without an answer.
+    fails.
     """
     command = [sys.executable, "-m", "meshwright.simulate.on_standin"]
     with subprocess.Popen(
@@ -80,10 +82,11 @@ def watch(
 
 
 def out_of_order(watched: Sequence[Watched]) -> tuple[str, ...]:
-    """Return where ranks begin the messages of a group, or of a pair, in different orders.
+    """Return sentences about messages of a group, or of a pair of ranks, that ranks begin in
+    different orders.
 
-    `watched` has ranks of one layout; only rehearsed ranks are compared. A pair of pipeline ranks
-    has one order for transfers both ways; a ring has one for each direction.
+    `watched` has ranks of one layout; only dry-run ranks are compared. A pair of pipeline ranks has
+    one order for transfers both ways; a ring has one for each direction.
     """
     logs: dict[tuple[Any, ...], dict[int, list[tuple[Any, ...]]]] = {}
     for step in watched:
@@ -168,7 +171,7 @@ def _dry_run(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
 
 
 def _parts_on_standin(*asked: Any) -> tuple[Any, ...]:
-    """Return `flex._parts` with the stand-in's attention."""
+    """Return the result of `flex._parts` with its attention replaced by the stand-in's."""
     from meshwright.models import flex
     from meshwright.simulate.standin_flex import attend
 

@@ -1,4 +1,4 @@
-"""`simulate`: dry-runs chosen ranks of a layout, beside their prediction, also as step profiles."""
+"""`simulate`: dry-runs chosen ranks of a layout and compares them with their prediction."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _CATEGORIES: Final = {
 
 @dataclass(frozen=True)
 class Simulated:
-    """A rehearsed rank with the program and the prediction.
+    """A dry-run rank, with what the program states and what is predicted.
 
     `outside` is what a device holds besides tensors, as measured; `limit` its memory in bytes.
-    `timeline` is the peak of the program's own timeline; `products`, `attention` and
-    `update` are its FLOPs. `inside_kernels` are bytes of the timeline that a dry run does not see,
-    at most: kernels of fake tensors allocate nothing but results.
+    `timeline` is the peak of the program's own timeline; `products` (matmuls), `attention` and
+    `update` are its FLOPs. `inside_kernels` is an upper bound of bytes in the timeline that a dry
+    run does not see, because kernels on fake tensors allocate only results.
     """
 
     rehearsal: DryRun
@@ -65,18 +65,19 @@ class Simulated:
 
     @property
     def breach(self) -> Breach | None:
-        """The first moment at which the device is too small."""
+        """The first moment at which memory exceeds the device's; None if it fits."""
         return self.rehearsal.breach
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by category at the peak, with those besides tensors."""
+        """Bytes by category at the peak, including context, communicators and allocator
+        overhead."""
         sizes = {name: size for name, size in self.rehearsal.worst.peak.items() if size}
         return {**sizes, **{t.category: round(t.bytes) for t in self.outside if t.bytes}}
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak, with those besides tensors."""
+        """Bytes at the peak, including those besides tensors."""
         return sum(self.memory.values())
 
     @property
@@ -86,7 +87,8 @@ class Simulated:
 
     @property
     def differences(self) -> list[str]:
-        """Differences of messages, FLOPs and memory from the program's; none if all is well."""
+        """Sentences on messages, FLOPs and memory that differ from the program's; empty if none
+        do."""
         rehearsal = self.rehearsal
         lines = [
             *message_differences(rehearsal.expected, rehearsal.messages),
@@ -102,7 +104,8 @@ class Simulated:
         return lines
 
     def _memory_differences(self) -> Iterator[str]:
-        """Yield where tensors are not the program's: optimizer states exactly, the peak nearly."""
+        """Yield sentences if optimizer states differ from the program's at all, or the peak by more
+        than a tolerance."""
         states = self.rehearsal.phases[-1].end.get(OPTIMIZER, 0)
         predicted_states = self.timeline.held.get(OPTIMIZER, 0)
         if states != predicted_states:
@@ -129,7 +132,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The ranks of a layout that were rehearsed; `worst` is the one with the highest peak."""
+    """The dry-run ranks of a layout."""
 
     config: Config
     program: Program
@@ -143,12 +146,12 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether all of them are within the device."""
+        """Whether all dry-run ranks fit in the device's memory."""
         return all(simulated.breach is None for simulated in self.ranks)
 
     @property
     def agrees(self) -> bool:
-        """Whether the messages, FLOPs and memory of all ranks are the program's."""
+        """Whether messages, FLOPs and memory of all dry-run ranks agree with the program's."""
         return not any(simulated.differences for simulated in self.ranks)
 
 
@@ -171,7 +174,8 @@ def layout_of(config: Config, setting: CostInputs, world: int | None = None) -> 
 
 
 def ranks_of(text: str, layout: Layout) -> list[int]:
-    """Return the ranks in a text: numbers, `middle`, `last`, `stages` (one of each), `all`.
+    """Return the ranks that a text lists, sorted: numbers, `middle`, `last`, `stages` (one of
+    each), `all`.
 
     Raises `ConfigError` for anything else, and for ranks that don't exist.
     """
@@ -201,11 +205,11 @@ def simulate(
     setting: CostInputs | None = None,
     on_rank: Callable[[Simulated], None] = lambda simulated: None,
 ) -> Simulation:
-    """Rehearse one training step on some ranks of a layout, in this process, one by one.
+    """Dry-run one training step on some ranks of a layout, one after the other in this process.
 
-    Without `layout`, it is the config's on its cluster; without `ranks`, one of each pipeline
-    stage. `setting` is the one of the prediction. `on_rank` is called with each finished rank.
-    Compiled blocks are rehearsed uncompiled. Raises `ConfigError` for what cannot run.
+    `layout` defaults to the config's on its cluster, `ranks` to one of each pipeline stage,
+    `setting` to the cost inputs of the config. `on_rank` is called with each finished rank.
+    Compiled blocks run uncompiled. Raises `ConfigError` for what cannot run.
     """
     setting = setting or cost_inputs_of(config)
     layout = layout or layout_of(config, setting)
@@ -241,11 +245,10 @@ def _simulated(config: Config, program: Program, setting: CostInputs, rank: int)
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
-    """Return all results, with the prediction.
+    """Return the results of all ranks and the prediction as JSON.
 
-    The keys are those of a prediction; `ranks` has each rank in full, with FLOPs, differences and
-    where it runs out of memory. Bytes and FLOPs are of one step. `simulate.simulation` has the part
-    that step profiles share.
+    The top-level keys are those of a prediction, for the worst rank; `ranks` has each rank in full,
+    with FLOPs, differences and where it runs out of memory. Bytes and FLOPs are of one step.
     """
     worst = simulation.worst
     return {
@@ -325,10 +328,10 @@ _ACTION: Final = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 
 
 def simulated_profile(simulation: Simulation) -> StepProfile:
-    """Return what the rehearsed ranks hold and send in a step.
+    """Return the step profile of the dry-run ranks: memory and messages.
 
-    Memory is known in order, without times: at the highest moment of each action, and after it.
-    What a device holds beside tensors is the prediction's.
+    Memory has an order but no times: the peak and the end of each action. What a device holds
+    besides tensors is predicted.
     """
     mesh = simulation.program.layout.mesh
     ranks = tuple(
@@ -356,7 +359,7 @@ def simulated_profile(simulation: Simulation) -> StepProfile:
 
 
 def both_profiles(simulation: Simulation) -> tuple[StepProfile, StepProfile]:
-    """Return the prediction for the rehearsed ranks, and the simulation."""
+    """Return the predicted step profile of the dry-run ranks, and the simulated one."""
     simulated = simulated_profile(simulation)
     setting = on_cluster(simulation.setting, simulation.program.layout)
     ranks = [profile.rank for profile in simulated.ranks]

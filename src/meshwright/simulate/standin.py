@@ -1,8 +1,9 @@
-"""A stand-in for a GPU: torch's device for other backends, with streams and events that are noted.
+"""A stand-in for a GPU: a device of torch for other backends, whose streams and events are
+recorded.
 
-Fake tensors lie on it, so that nothing is computed. What the package does on "cuda" is done on it,
-to the letter: `literal_branches` has the modules that train be imported with this device's name in
-place of CUDA's. It lasts as long as the process, which is one of its own (`on_standin.py`).
+Its tensors are fake, so nothing is computed. The package runs on it the code that it has for
+"cuda": `literal_branches` imports the modules for training with this device's name in place of
+CUDA's. It lasts as long as its process, which runs nothing else (`on_standin.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ROOMS: Final = (
 
 
 class Stream:
-    """A stream of the stand-in; `number` 0 is the default one."""
+    """A stream of the stand-in device; `number` 0 is the default one."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.number = module().order.new_stream()
@@ -40,21 +41,21 @@ class Stream:
         self.device = device
 
     def wait_stream(self, other: Stream) -> None:
-        """Have later work on this stream wait for all that another has now."""
+        """Make later work on this stream wait for all work that `other` has now."""
         module().order.wait(self.number, module().order.now(other.number))
 
     def wait_event(self, event: Event) -> None:
-        """Have later work on this stream wait for an event."""
+        """Make later work on this stream wait for an event."""
         module().order.wait(self.number, event.time)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event recorded now."""
+        """Record an event, by default a new one, on this stream, and return it."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Have the host wait."""
+        """Make the host wait for all work of this stream."""
         module().order.host_waits("stream", module().order.now(self.number))
 
     def __eq__(self, other: object) -> bool:
@@ -65,31 +66,31 @@ class Stream:
 
 
 class Event:
-    """An event of the stand-in; `time` is the vector clock of the work that it comes after."""
+    """An event of the stand-in device; `time` is the vector clock of the work before it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time: dict[int, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record the work that a stream has been given so far."""
+        """Record the work that a stream, by default the current one, has so far."""
         number = module().current_stream().number if stream is None else stream.number
         self.time = module().order.now(number)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Have later work on a stream wait for this event."""
+        """Make later work on a stream, by default the current one, wait for this event."""
         (stream or module().current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        """Have the host wait."""
+        """Make the host wait for this event."""
         module().order.host_waits("event", self.time)
 
     def query(self) -> bool:
-        """Whether it has completed."""
+        """Return True: events always count as completed."""
         return True
 
 
 class Module(backend_registration._DummyBackendModule):
-    """The stand-in's `torch.cuda`."""
+    """The stand-in's counterpart of the module `torch.cuda`."""
 
     def __init__(self) -> None:
         # A GPU's module has the classes by these names.
@@ -98,19 +99,19 @@ class Module(backend_registration._DummyBackendModule):
         self._current: list[Stream] = []
 
     def current_stream(self, device: Any = None) -> Stream:
-        """Return the stream that work goes to."""
+        """Return the stream on which new work is enqueued."""
         if not self._current:
             self._current.append(Stream())
         return self._current[-1]
 
     def default_stream(self, device: Any = None) -> Stream:
-        """Return the first stream."""
+        """Return the default stream, on which work runs unless another is selected."""
         self.current_stream()
         return self._current[0]
 
     @contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
-        """Have work go to a stream."""
+        """Return a context in which new work goes to a stream; None keeps the current one."""
         self.current_stream()
         self._current.append(stream or self._current[-1])
         try:
@@ -122,33 +123,33 @@ class Module(backend_registration._DummyBackendModule):
         """Do nothing: there is one device."""
 
     def synchronize(self, device: Any = None) -> None:
-        """Have the host wait for everything."""
+        """Make the host wait for all streams."""
         self.order.host_waits("device", self.order.everything())
 
     def _lazy_init(self) -> None:
-        """Nothing is to be loaded."""
+        """Do nothing; torch calls this to initialize a device."""
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """Return free and all bytes."""
+        """Return the free and the total bytes of memory, both 128 GiB."""
         return 1 << 37, 1 << 37
 
     def memory_allocated(self, device: Any = None) -> int:
-        """Return 0: nothing has memory."""
+        """Return 0: fake tensors have no memory."""
         return 0
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """Return 0: nothing has memory."""
+        """Return 0: fake tensors have no memory."""
         return 0
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: there is no cache."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast, which a recomputed forward asks for."""
+        """Return the dtypes of autocast, for which recomputation asks."""
         return [torch.float16, torch.bfloat16]
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        """Return Hopper's."""
+        """Return the compute capability of Hopper."""
         return (9, 0)
 
 
@@ -159,7 +160,7 @@ def module() -> Module:
 
 
 class Edit(NamedTuple):
-    """A seeded fault: a text that occurs once in a module, and its replacement."""
+    """A seeded fault: a text that must occur once in a module's source, and its replacement."""
 
     module: str
     old: str
@@ -167,9 +168,9 @@ class Edit(NamedTuple):
 
 
 def install(edits: Sequence[Edit] = ()) -> torch.device:
-    """Make the stand-in a device of torch in this process, and have branches for CUDA take it.
+    """Register the stand-in as a device of torch in this process, and return it.
 
-    `edits` change the modules that train as they are imported.
+    Modules for training are then imported with its name in place of CUDA's, changed by `edits`.
     """
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
 
@@ -182,7 +183,8 @@ def install(edits: Sequence[Edit] = ()) -> torch.device:
 
 
 def literal_branches(edits: Sequence[Edit] = ()) -> None:
-    """Import the modules that train with the stand-in's name where they say CUDA."""
+    """Make imports of the modules for training replace "cuda" by the stand-in's name, and apply
+    `edits`."""
     early = [name for name in sys.modules if name.startswith(_ROOMS)]
     assert not early, f"imported before the stand-in: {early}"
     sys.meta_path.insert(0, _Finder(edits))
@@ -206,7 +208,7 @@ class _Loader(SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return code that is compiled anew: no file of bytecode has it."""
+        """Return the module's code, compiled from its edited source instead of cached bytecode."""
         path = self.get_filename(fullname)
         text = self.get_data(path).decode()
         for _, old, new in (edit for edit in self.edits if edit.module == fullname):

@@ -1,4 +1,5 @@
-"""FlexAttention on the stand-in for a GPU: what its compiled kernels read and return."""
+"""FlexAttention on the stand-in for a GPU: operators with the inputs and outputs of its compiled
+kernels."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **options: Any) -> Any:
-    """Return the result of `flex_attention`, and its log-sum-exp where `return_aux` is given."""
+    """Return a fake result of `flex_attention`, with the log-sum-exp if `return_aux` is given."""
     blocks = [block_mask.kv_num_blocks, block_mask.kv_indices]
     blocks += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
     out, lse = torch.ops.standin.flex(query, key, value, blocks)

@@ -1,9 +1,10 @@
-"""Whether what one stream uses is waited for and kept alive, as `torch.cuda._sanitizer` asks.
+"""Finds uses of memory by streams without the necessary waits, like `torch.cuda._sanitizer`.
 
-Each stream has a vector clock (doi.org/10.1145/359545.359563): how far it knows each of them to
-be. A use of a tensor has to know of the write before, a write also of the reads; and memory that
-is freed goes to the next tensor of the stream that it was allocated on, which has to know of all
-its uses. The host is a stream as well, which knows of a device what it has waited for.
+Each stream has a vector clock (doi.org/10.1145/359545.359563): up to which operation of each stream
+its work comes after. A use of a tensor must come after the last write, and a write also after the
+reads. Freed memory goes to the next tensor of the stream on which it was allocated, which must come
+after all its uses. The host counts as a stream, too, which comes after the device work that it has
+waited for.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ Time = dict[int, int]  # how far each stream is
 
 @dataclass
 class _Memory:
-    """A storage: where it was allocated, who has written it, who has read it since, who keeps it.
+    """A storage: the stream it was allocated on, its last write, and the reads since.
 
-    `uses` are the last uses by stream, with their places in the code.
+    `uses` are the last uses by stream, with their places in the code; `keepers` are the streams of
+    `record_stream`.
     """
 
     home: int
@@ -36,9 +38,9 @@ class _Memory:
 
 
 class StreamOrder:
-    """The work of streams, in the order in which the host enqueues it.
+    """Checks the work of streams, in the order in which the host enqueues it.
 
-    `faults` are sentences; `waits` are what the host has waited for, with the place in the code.
+    `faults` are sentences; `waits` are the waits of the host, with their places in the code.
     """
 
     def __init__(self) -> None:
@@ -50,36 +52,38 @@ class StreamOrder:
         self.waits: list[str] = []
 
     def new_stream(self) -> int:
-        """Return the number of a new stream."""
+        """Create a stream, and return its number."""
         number = len(self._clocks) - 1
         self._clocks[number] = {number: 0}
         return number
 
     def now(self, stream: int) -> Time:
-        """Return how far a stream is, and knows others to be."""
+        """Return the vector clock of a stream."""
         return dict(self._clocks[stream])
 
     def everything(self) -> Time:
-        """Return how far all streams are."""
+        """Return a vector clock that comes after all work of all streams."""
         return {number: clock.get(number, 0) for number, clock in self._clocks.items()}
 
     def wait(self, stream: int, until: Time) -> None:
-        """Have later work on a stream wait for a time."""
+        """Make later work on a stream come after the vector clock `until`."""
         clock = self._clocks[stream]
         for number, count in until.items():
             clock[number] = max(clock.get(number, 0), count)
 
     def host_waits(self, cause: str, until: Time) -> None:
-        """Have the host wait for a time, which holds it up."""
+        """Make the host wait until a vector clock, and record it as a blocking wait."""
         self.waits.append(f"{cause} at {place()}")
         self.wait(HOST, until)
 
     def keep(self, tensor: Any, stream: int) -> None:
-        """Keep a tensor's memory from reuse while a stream may use it."""
+        """Keep a tensor's memory from reuse until the work of a stream is done
+        (`record_stream`)."""
         self._of(tensor, HOST).keepers.add(stream)
 
     def use(self, stream: int, reads: Iterable[Any], writes: Iterable[Any], name: str) -> None:
-        """Enter an operation on a stream: the tensors that it reads and writes."""
+        """Record an operation on a stream with the tensors that it reads and writes, and check
+        it."""
         clock, where = self._clocks[stream], f"{name} at {place()}"
         if stream != HOST:  # it is the host that hands it to the device
             self.wait(stream, {HOST: self._clocks[HOST].get(HOST, 0)})
@@ -131,7 +135,8 @@ class StreamOrder:
             self._free.setdefault(memory.home, []).extend(late)
 
     def _give_anew(self, stream: int) -> None:
-        """Give freed memory to a new tensor of the stream that it was allocated on."""
+        """Reuse the freed memory of a stream for a new tensor, and report uses that may not have
+        ended."""
         clock = self._clocks[stream]
         for other, count, fault in self._free.pop(stream, []):
             if clock.get(other, 0) < count:
@@ -143,7 +148,11 @@ def _named(stream: int) -> str:
 
 
 def place() -> str:
-    """Return the innermost function of FSDP2 or of the package, outside of the dry run's code."""
+    """Return the innermost function of FSDP2 or of this package on the call stack, as
+    "file:function".
+
+    Functions of the dry run are skipped; "torch" if there is none.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,5 @@
-"""What a step does with a GPU, watched on the stand-in: host waits, streams and copies."""
+"""Observes a step on the stand-in for a GPU: waits of the host, and the use of memory by
+streams."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ _SIZES: Final = ("device", "is_pinned", "sym_size", "sym_stride", "sym_numel", "
 
 
 class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a `StreamOrder` of each operation: which stream it is on, what it reads and writes.
+    """A dispatch mode that reports each operation to a `StreamOrder`: its stream, reads and writes.
 
-    A collective that nobody waits for at once is on a stream of its own until a recorder is told
-    that it was waited for. `in_step` is what held up the host in the step, with its place in the
-    code; `sent` are the step's messages in the order in which they begin.
+    An asynchronous collective runs on a stream of its own until the recorder reports that it was
+    waited for. `in_step` lists what blocked the host during the step, with places in the code;
+    `sent` are the step's messages in the order in which they begin.
     """
 
     def __init__(self, recorder: Any) -> None:
@@ -40,7 +41,7 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorder.observer = self
 
     def begins_step(self) -> None:
-        """The step that is rehearsed begins."""
+        """Forget what was observed before the step."""
         self.syncs.clear()
         self.sent.clear()
         self.order.waits.clear()
@@ -50,11 +51,11 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sent.append(message)
 
     def ends_step(self) -> None:
-        """It has been handed to the device."""
+        """Store the waits of the host during the step."""
         self.in_step = [*self.syncs, *self.order.waits]
 
     def arrived(self, *entries: int) -> None:
-        """Have the current stream wait for messages that were begun."""
+        """Make the current stream wait for messages, given by their entries in the recorder."""
         current = module().current_stream().number
         for entry in entries:
             stream = self._travelling.pop(entry, None)
@@ -64,7 +65,7 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and note it."""
+        """Run an operation, and report it."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with this rank's parts
         kwargs = kwargs or {}
@@ -93,13 +94,14 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _on_host(self, func: Any, inputs: list[Tensor], out: Any) -> Any:
-        """Record the host's reads of memory that a device may not have filled yet."""
+        """Report an operation on the host, which may read memory that a device has not filled
+        yet."""
         if func.overloadpacket.__name__ not in _SIZES and not func.is_view and inputs:
             self.order.use(HOST, inputs, (), func.overloadpacket.__name__)
         return out
 
     def _sync(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> bool:
-        """Record an operation that blocks the host; returns whether it does."""
+        """Return whether an operation blocks the host, and record it if so."""
         name = func.overloadpacket.__name__
         waits = name in _READS or (name.startswith("index") and _by_mask(args))
         if name == "copy_":
@@ -118,7 +120,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operation changes."""
+    """Return the tensors that an operation changes in place."""
     tensors = []
     for place_, argument in enumerate(func._schema.arguments):
         info = argument.alias_info
@@ -129,7 +131,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _is_async(func: Any, args: Any) -> bool:
-    """Whether a message runs beside the stream: a transfer, or one that is waited for later."""
+    """Whether a message runs asynchronously: a transfer, or a collective that is waited for
+    later."""
     if func.namespace != "c10d":
         return True
     names = [argument.name for argument in func._schema.arguments]

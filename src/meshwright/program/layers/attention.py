@@ -1,8 +1,8 @@
-"""Attention of a layer: its operations, saved bytes and workspaces, and what cp ranks send for it.
+"""Attention of a layer: its operations, saved bytes and workspaces, and the messages of cp ranks.
 
 Queries, keys and values come from linear layers of one input, or as in `mla`:
-`spec.parts.attention_linears`. Under tp it is one region, whose messages `program.tp_collectives`
-has.
+`spec.parts.attention_linears`. Under tp it is one region, whose messages are in
+`program.tp_collectives`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WAYS: Final[tuple[tuple[CollectiveKind, str], ...]] = (
 
 
 def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
-    """Yield the operations of attention on a rank."""
+    """Yield the operations of attention on a rank, in the order of the forward."""
     if program.model.is_latent:
         yield from mla.operations(program, sizes)
     else:
@@ -55,7 +55,7 @@ def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
 
 
 def _head_norms(program: Program, sizes: Sizes) -> Iterator[Op]:
-    """Yield the RMSNorms of queries and keys: they keep these, and scales in fp32."""
+    """Yield the RMSNorms of queries and keys; they save their inputs, and scales in fp32."""
     if program.model.qk_norm == "none":
         return
     per_head, of_q, of_k, sent = program.model.qk_norm == "head", 1, 1, 0
@@ -72,7 +72,7 @@ def _head_norms(program: Program, sizes: Sizes) -> Iterator[Op]:
 
 
 def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
-    """Yield the rotation, attention and the product after it."""
+    """Yield the rotary embedding, attention itself, and the output projection."""
     model, layout = program.model, program.layout
     of_heads, of_kv_heads = _head_bytes(sizes)
     if model.rotary_dim and kind.rotary:
@@ -111,13 +111,14 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
 
 
 def _head_bytes(sizes: Sizes) -> tuple[int, int]:
-    """Return the bytes of queries, and of keys or values, as attention takes them."""
+    """Return the bytes of all local queries, and those of all local keys (or values)."""
     of_head = sizes.tokens * sizes.head_dim * sizes.element
     return sizes.heads * of_head, sizes.kv_heads * of_head
 
 
 def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspace]:
-    """Yield the workspaces of attention's operations, the last operation first."""
+    """Yield the workspaces of the backward of attention's operations, the last operation of the
+    forward first."""
     model = program.model
     of_heads, of_kv = _head_bytes(sizes)
     *columns, last = attention_linears(model)
@@ -148,13 +149,15 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
 
 
 def inside_kernels(program: Program) -> int:
-    """Return the most bytes that a kernel of attention allocates, and its caller does not see."""
+    """Return the most bytes that an attention kernel allocates internally, over the kinds of
+    layers."""
     sizes = Sizes.of(program)
     return max(_kernel_bytes(program, sizes, kind) for kind in program.model.layer_kinds)
 
 
 def _kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
-    """Return what attention by blocks, on a CPU, needs in its backward beside gradients."""
+    """Return the workspace of the backward of blockwise attention on a CPU, without gradients; 0
+    for other kernels."""
     model, train, target = program.model, program.train, program.target
     if is_ring(program) or target.packed or target.traits.has_masked_attention:
         return 0
@@ -170,7 +173,8 @@ def _kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
 
 
 def norm_messages(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
-    """Yield a number of each token for queries and one for keys, whose heads ranks of tp share."""
+    """Yield the sums over tp for norms of queries and keys over all heads: two numbers per
+    token."""
     if program.model.qk_norm != "all":
         return
     size, often = 2 * _WIDE * sizes.tokens, passes * (program.layout.recompute == "full")
@@ -187,11 +191,11 @@ def norm_messages(program: Program, sizes: Sizes, passes: int) -> Iterator[Colle
 def context_messages(
     program: Program, sizes: Sizes, stages: Iterable[Stage]
 ) -> Iterator[Collective]:
-    """Yield what context parallelism sends.
+    """Yield the messages of context parallelism.
 
-    Ring: arXiv:2310.01889; the keys visit each other rank, and the sums of what those ranks give to
-    their gradients, in fp32, follow on the way home. Ulysses: arXiv:2309.14509. A second forward
-    sends its part again, with the selective policy too.
+    Ring (arXiv:2310.01889): the keys and values visit each other rank; in the backward, their
+    gradient sums in fp32 travel with them. Ulysses: arXiv:2309.14509. A recomputed forward sends
+    its messages again, also with selective recomputation.
     """
     layout = program.layout
     if layout.cp == 1:

@@ -16,7 +16,7 @@ from meshwright.spec.model import LayerSpec
 
 
 def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
-    """Yield the operations of a kind of layer on a rank."""
+    """Yield the operations of a kind of layer on a rank, in the order of the forward."""
     if kind.mixes:
         attends = attention.operations(program, sizes, kind, cp_rank) if kind.attends else ()
         recurs = _recurrence(kind).operations(program, sizes) if kind.recurs else ()
@@ -35,13 +35,13 @@ def _recurrence(kind: LayerSpec) -> ModuleType:
 
 
 def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspace]:
-    """Yield what the operations of a kind of layer need in their backward besides saved tensors.
+    """Yield the workspaces of a layer's backward, besides saved tensors.
 
     These are gradients in flight, and results of an operation while its inputs still exist, without
     the gradient of the residual stream. The order is autograd's: the last operation of the forward
-    comes first. Products of one input that are computed together have two needs, the second under
-    the name of the first product: while they compute the input gradient, and while it is sent and
-    they compute weight gradients.
+    comes first. Linear layers of one input that are computed together have two: while the input
+    gradient is computed, and, under the name of the first one, while it is sent and weight
+    gradients are computed.
     """
     if kind.feeds:
         feeding = moe if program.model.has_experts(kind) else mlp
@@ -56,10 +56,10 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
 
 
 def forward_workspace(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
-    """Return the most temporary bytes at the end of a layer's forward, besides what it keeps.
+    """Return the most temporary bytes at the end of a layer's forward, besides saved tensors.
 
-    That is where most is kept: in the feed-forward, and in the dropout of its result. The residual
-    stream between attention and feed-forward counts where nothing keeps it.
+    The end is the peak because most is saved by then: it is in the MLP, or in the dropout of its
+    result. The residual stream between attention and MLP counts if nothing saves it.
     """
     model, recompute = program.model, program.layout.recompute
     is_kept = recompute == "none" and not model.parallel_residual

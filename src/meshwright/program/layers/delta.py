@@ -1,7 +1,7 @@
 """Gated DeltaNet: its operations, with FLOPs and saved bytes, and the workspaces of its backward.
 
-`models.delta_net` and `models.delta_rule` compute it. Under tp a rank has some of the heads of
-keys, and the heads of values that share them, in one region whose messages are attention's.
+`models.delta_net` and `models.delta_rule` compute it. Under tp, a rank has some of the key heads,
+and the value heads that share them, in one region with the same messages as attention.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
 
 
 def state_bytes(program: Program, sizes: Sizes, chunks: int | None = None) -> int:
-    """Return the bytes of the states before a sequence's chunks, or of so many."""
+    """Return the bytes of the recurrent states before each chunk of the sequences, or for `chunks`
+    chunks."""
     model = program.model
     count = -(-program.sequence // CHUNK) if chunks is None else chunks
     state = model.delta_heads // program.layout.tp * model.delta_key_dim * model.delta_value_dim
@@ -67,10 +68,11 @@ def state_bytes(program: Program, sizes: Sizes, chunks: int | None = None) -> in
 
 
 def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
-    """Yield the needs of the operations' backward, the last operation first.
+    """Yield the workspaces of the operations' backward, the last operation first.
 
-    In fp32: of the gated norm the gradient that came and four tensors, or in half precision one
-    more; of the convolution, one projection after the other, four of its own beside all gradients.
+    In fp32: the gated norm has the incoming gradient and four tensors, or in half precision one
+    more; the convolution processes one projection at a time, with four tensors besides all
+    gradients.
     """
     widths = DeltaWidths.of(program.model, program.layout.tp)
     line, heads = sizes.tokens * sizes.element, widths.ba // 2
@@ -95,7 +97,7 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
 
 
 def _chunk_bytes(program: Program, sizes: Sizes) -> int:
-    """Return the temporary bytes of a chunk's backward."""
+    """Return the workspace of a chunk's backward, in bytes."""
     widths = DeltaWidths.of(program.model, program.layout.tp)
     length = min(CHUNK, program.sequence)
     numbers = _OF_VALUES * widths.values + _OF_KEYS * widths.keys

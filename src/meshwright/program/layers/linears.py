@@ -1,7 +1,7 @@
-"""Linear layers of a sublayer, with their adapters: matmuls, what they save, their workspaces.
+"""Linear layers of a sublayer, with their adapters: matmuls, saved bytes, and workspaces.
 
-Layers of one input are column-parallel under tp and enter its region together; the one whose result
-is added to the residual stream is row-parallel.
+Under tp, layers of one input are column-parallel and enter the region together; the one whose
+result is added to the residual stream is row-parallel.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _WIDE: Final = 4
 
 
 def is_joint(program: Program) -> bool:
-    """Whether our own function computes the products of one input together.
+    """Whether one autograd function computes all linear layers of one input,
+    `parallel.tensor_parallel.deferred`.
 
-    See `parallel.tensor_parallel.deferred`. Under tp, and where weight gradients may be deferred;
-    not where weights are frozen.
+    It does under tp, and where weight gradients may be deferred; not where weights are frozen.
     """
     layout = program.layout
     if program.model.lora is not None:
@@ -34,7 +34,7 @@ def is_joint(program: Program) -> bool:
 
 
 def gathers_again(program: Program) -> bool:
-    """Whether the backward gathers the input of column-parallel layers from a saved shard.
+    """Whether the backward gathers the input of column-parallel layers again from a saved shard.
 
     arXiv:2205.05198, section 4.2.2. After a recomputed forward, the backward follows at once and
     uses its gathered input.
@@ -44,16 +44,17 @@ def gathers_again(program: Program) -> bool:
 
 
 def shard_size(program: Program, side: Side) -> int:
-    """Return the size of a tp rank's part of a side of a linear layer."""
+    """Return the size of a linear layer's input or output on one tp rank."""
     size, axis = side
     return size // program.layout.tp if axis in TENSOR_AXES else size
 
 
 class Inputs:
-    """What some linear layers take together, of `size` bytes for the first that keeps them.
+    """The common input of some linear layers: `size` bytes, which the first layer that needs it
+    saves.
 
-    `copied` bytes is what dropout makes of them. A product with a frozen weight keeps nothing: it
-    has no gradient of the weight to compute; nor does one whose input is made again.
+    `copied` is the bytes of the copy that an adapter's dropout makes. A matmul with a frozen weight
+    saves nothing, because it computes no weight gradient, nor does one whose input is recomputed.
     """
 
     def __init__(self, program: Program, sizes: Sizes, size: int, copied: int = 0) -> None:
@@ -64,14 +65,16 @@ class Inputs:
 
     @classmethod
     def of_stream(cls, program: Program, sizes: Sizes) -> Inputs:
-        """Return the input of column-parallel layers, which keep all of it, or with sp a share."""
+        """Return the input of column-parallel layers, which save it whole, or their shard if it is
+        gathered again."""
         size = sizes.stream_bytes if gathers_again(program) else sizes.whole_bytes
         return cls(program, sizes, size)
 
     def operations(self, linear: Linear, kept_bytes: Bytes | None = None) -> Iterator[Op]:
-        """Yield the product of a layer, and those of its adapter.
+        """Yield the matmul of a layer, and those of its adapter.
 
-        `kept_bytes` as `Op.kept`, by default all of the result.
+        `kept_bytes` is what selective recomputation saves of the result (`Op.kept`); None for all
+        of it.
         """
         sizes, model, name = self._sizes, self._program.model, linear.name
         inner, outer = (shard_size(self._program, side) for side in (linear.inner, linear.outer))
@@ -95,9 +98,9 @@ class Inputs:
 
 
 def row_kept(program: Program, sizes: Sizes) -> tuple[int, ...]:
-    """Return what selective recomputation keeps of the result of a row-parallel layer.
+    """Return what selective recomputation saves of a row-parallel layer's result.
 
-    The partial sums, and under tp also what the other ranks made of them.
+    These are the partial sums, and under tp also the reduced result.
     """
     return sizes.whole_bytes, sizes.stream_bytes if program.layout.tp > 1 else 0
 
@@ -105,9 +108,9 @@ def row_kept(program: Program, sizes: Sizes) -> tuple[int, ...]:
 def row_workspaces(
     program: Program, sizes: Sizes, linear: Linear, waits: int = 0
 ) -> Iterator[Workspace]:
-    """Yield the workspaces of a row-parallel layer.
+    """Yield the workspaces of a row-parallel layer's backward.
 
-    A deferred weight gradient holds the gradient of its result, and `waits` bytes beside it.
+    A deferred weight gradient holds the gradient of the layer's result, and `waits` further bytes.
     """
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     result_bytes = of_result(program, sizes) + gathered
@@ -124,7 +127,7 @@ def row_workspaces(
 def column_workspaces(
     program: Program, sizes: Sizes, linears: Sequence[Linear]
 ) -> Iterator[Workspace]:
-    """Yield the workspaces of column-parallel layers of one input."""
+    """Yield the workspaces of the backward of column-parallel layers of one input."""
     line = sizes.tokens * sizes.element  # a number of each token
     outers = [shard_size(program, linear.outer) for linear in linears]
     if program.model.lora is not None:
@@ -154,7 +157,10 @@ def column_workspaces(
 def _frozen_columns(
     program: Program, sizes: Sizes, results: Mapping[str, int]
 ) -> Iterator[Workspace]:
-    """Yield the workspaces of products of one input with frozen weights, and of their adapters."""
+    """Yield the workspaces of column-parallel layers with frozen weights, and of their adapters.
+
+    `results` has the bytes of each layer's output.
+    """
     result_bytes, made_bytes = sum(results.values()), 0
     for name, size in reversed(list(results.items())):
         yield from frozen(
@@ -169,11 +175,12 @@ def _frozen_columns(
 def of_input(
     program: Program, sizes: Sizes, summands: int = 1, *, gathers: bool
 ) -> tuple[int, int]:
-    """Return what the input gradient of products needs while computed, and while sent.
+    """Return the bytes that the input gradient of linear layers needs while it is computed, and
+    while it is sent.
 
-    `summands` are its products; with `gathers`, the input itself is gathered for them. The sum over
-    tp uses its own memory. With sp, the gradient is split, which copies several rows, and becomes
-    the rank's shard; gloo reduces a copy.
+    `summands` is the number of layers; with `gathers`, the input is gathered again for them. The
+    sum over tp is in place. With sp, the gradient is reduce-scattered: splitting it copies if there
+    are several sequences, and gloo reduces a copy.
     """
     whole_bytes = sizes.whole_bytes
     if not (program.layout.sp and program.layout.tp > 1):
@@ -189,10 +196,11 @@ def of_input(
 def weight_gradient_rooms(
     program: Program, sizes: Sizes, outer: int, inner: int, made_bytes: int = 0
 ) -> tuple[int, int]:
-    """Return `Workspace.room` and `.added` of the product for the gradient of `[outer, inner]`.
+    """Return `Workspace.room` and `Workspace.added` of the matmul for a weight gradient `[outer,
+    inner]`.
 
-    Autograd computes it before the gradient of the input, of `made_bytes`, which count already:
-    only what exceeds them is added. Our own function computes it after that gradient.
+    Autograd computes it before the gradient of the input, whose `made_bytes` are already counted:
+    only the excess is added. `is_joint` layers compute it after that gradient.
     """
     if sizes.element != _WIDE:
         return 0, 0

@@ -1,7 +1,9 @@
-"""The operations, with bytes and FLOPs, of what is planned by its shapes: `spec.mixers`.
+"""The operations, with bytes and FLOPs, of layers that can only be planned, from shapes:
+`spec.mixers`.
 
-Matrices that take the stream come first, then scores and recurrences, then what gives the stream
-back. A recurrence counts at the rate of attention's kernel, its bytes at that of memory.
+Matrices that take the residual stream come first, then scores and recurrences, then matrices that
+project back. A recurrence is priced at the rate of the attention kernel, and its bytes at memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def _product(program: Program, sizes: Sizes, matrix: Matrix, stream: Inputs) -> 
 
 
 def _core(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Op]:
-    """Yield scores and recurrences, and what moves beside them."""
+    """Yield one operation for scores and recurrences, and one for the bytes that they move."""
     tp, flops = program.layout.tp, sizes.tokens * mixer.flops / program.layout.tp
     for scores in mixer.scores:
         seen = sizes.rows * causal_scores(program.train.seq_len, scores.window)
@@ -64,7 +66,7 @@ def _core(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Op]:
 
 
 def backward_workspaces(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Workspace]:
-    """Yield the needs of a mixer's operations, the last operation first."""
+    """Yield the workspaces of a mixer's backward, the last operation first."""
     rows = [matrix for matrix in mixer.matrices if matrix.cut == "inner"]
     columns = [matrix for matrix in mixer.matrices if matrix.cut != "inner"]
     for matrix in reversed(rows):

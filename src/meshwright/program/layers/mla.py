@@ -1,6 +1,6 @@
-"""What latent attention makes queries, keys and values by: DeepSeek-V2, arXiv:2405.04434, 2.1.
+"""The projections of multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
-A rank of tp makes the latent vectors whole, and of these its own heads.
+Each tp rank computes the latent vectors whole, and its own heads from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _WIDE: Final = 4  # bytes of a norm's scale: fp32 in any precision
 
 
 def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
-    """Yield the operations. A norm keeps the latent vector, that of keys all that it is part of."""
+    """Yield the projections and their norms.
+
+    A norm saves the tensor from which the latent vector is sliced; that of keys includes the rotary
+    part.
+    """
     line, stream, made_bytes = sizes.tokens * sizes.element, Inputs.of_stream(program, sizes), 0
     *linears, _ = attention_linears(program.model)
     for linear in linears:
@@ -35,10 +39,10 @@ def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
 
 
 def backward_workspaces(program: Program, sizes: Sizes, core_bytes: int) -> Iterator[Workspace]:
-    """Yield the workspaces, the last operation first.
+    """Yield the workspaces of the projections' backward, the last operation first.
 
-    The `core_bytes` of gradients of queries, keys and values in the core's size are there until
-    keys have been taken apart.
+    `core_bytes` are the gradients of queries, keys and values as attention takes them; they exist
+    until keys and values are split.
     """
     line = sizes.tokens * sizes.element
     *linears, _ = attention_linears(program.model)
@@ -48,7 +52,8 @@ def backward_workspaces(program: Program, sizes: Sizes, core_bytes: int) -> Iter
     queries, joined = "attn.q_b" if has_low_queries else "attn.q", grads["attn.kv_a"]
 
     def second(linear: Linear, held_bytes: int) -> Iterator[Workspace]:
-        """Yield those of a layer that takes a latent vector, and of the vector's norm."""
+        """Yield the workspaces of a layer whose input is a latent vector, and of the vector's
+        norm."""
         grad, inputs = grads[linear.name], line * linear.inner[0]
         yield from separate(program, sizes, linear, held_bytes, grad, inputs)
         if linear.norm is not None:

@@ -2,7 +2,7 @@
 
 Everything follows from its linear layers, `spec.parts.mlp_linears`: `models.mlp` builds them, and
 here are their operations, with FLOPs and saved bytes, and the workspaces of forward and backward.
-Under tp it is one region, whose messages `program.tp_collectives` has.
+Under tp it is one region, whose messages are in `program.tp_collectives`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
 def gated_operations(
     program: Program, sizes: Sizes, name: str, inputs: Inputs, result_kept: Bytes
 ) -> Iterator[Op]:
-    """Yield the operations of the MLP of a name, also of a shared expert.
+    """Yield the operations of an MLP or shared expert, named `name`.
 
-    `inputs` are those of its first layers; selective recomputation keeps `result_kept`.
+    `inputs` is the input of its first layers; selective recomputation saves `result_kept` of its
+    result.
     """
     *columns, down = mlp_linears(program.model, name)
     hidden = sizes.tokens * shard_size(program, down.inner) * sizes.element
@@ -47,7 +48,7 @@ def gated_operations(
 
 
 def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
-    """Yield the workspaces of an MLP's operations, the last operation first."""
+    """Yield the workspaces of an MLP's backward, the last operation first."""
     hidden = sizes.tokens * sizes.ffn * sizes.element
     *columns, down = mlp_linears(program.model)
     yield from row_workspaces(program, sizes, down)
@@ -59,7 +60,7 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
 def forward_workspace(program: Program, sizes: Sizes) -> int:
     """Return the most temporary bytes of an MLP's forward.
 
-    With recomputation, the result of the norm before it is not kept, either.
+    With recomputation, these include the result of the norm before it, which is not saved.
     """
     is_kept = program.layout.recompute == "none" or not program.model.norms_before
     normed = 0 if is_kept else sizes.whole_bytes
@@ -67,10 +68,10 @@ def forward_workspace(program: Program, sizes: Sizes) -> int:
 
 
 def _activation(program: Program, sizes: Sizes) -> int:
-    """Return the bytes of the activation, or of the last product.
+    """Return the temporary bytes of the activation, or of the last matmul.
 
-    Selective recomputation keeps products, but not their sums with those of adapters, which the
-    activation takes; full recomputation keeps neither.
+    Selective recomputation saves matmul results, but not their sums with those of adapters, which
+    are the activation's input; full recomputation saves neither.
     """
     hidden, recompute = sizes.tokens * sizes.ffn * sizes.element, program.layout.recompute
     factors = len(mlp_linears(program.model)) - 1
@@ -80,10 +81,10 @@ def _activation(program: Program, sizes: Sizes) -> int:
 
 
 def _adapted_down(program: Program, sizes: Sizes) -> int:
-    """Return the bytes of the last product with an adapter.
+    """Return the temporary bytes of the last matmul if it has an adapter.
 
-    It has three results: its own, the adapter's, and their sum. Its input is kept by the adapter,
-    which with dropout keeps a copy instead.
+    There are three results: the layer's, the adapter's, and their sum. The adapter saves its input,
+    or with dropout a copy.
     """
     model, keeps = program.model, program.layout.recompute == "none"
     if model.lora is None or "mlp.down" not in model.adapted:

@@ -1,7 +1,7 @@
-"""A mixture of experts: the router, the experts, and a shared one beside them.
+"""A mixture of experts: the router, the routed experts, and a shared expert.
 
-Their operations, with FLOPs and saved bytes, the workspaces of forward and backward, and what ranks
-send: the experts' tokens, and what routers must know of other ranks' tokens.
+Their operations, with FLOPs and saved bytes, the workspaces of forward and backward, and their
+messages: the dispatch and combine of expert parallelism, and what routers sum over ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _INT64: Final = 8
 
 
 def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
-    """Yield the operations of a router, of the experts and of the shared one.
+    """Yield the operations of router, shared expert and routed experts on a rank.
 
-    All are inside the tensor-parallel region, and process the tokens of all its ranks. If the
-    layout folds, only the shared expert is: a rank routes its own tokens.
+    All are inside the tensor-parallel region, and process the tokens of all its ranks. If tp ranks
+    are among those of `ep`, only the shared expert is: each rank routes its own tokens.
     """
     model, el = program.model, sizes.element
     scores = sizes.routed * model.experts * _WIDE
@@ -84,7 +84,8 @@ def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
 
 
 def _adapter(program: Program, sizes: Sizes, name: str, inner: int, outer: int) -> Iterator[Op]:
-    """Yield the products of experts' adapters: those with A are kept, their input already is."""
+    """Yield the matmuls of an expert matrix's adapter; the result of A is saved, the input already
+    is."""
     lora = program.model.lora
     adapters = matrices(program.model.adapted, name)
     if lora is None or not adapters:
@@ -97,7 +98,7 @@ def _adapter(program: Program, sizes: Sizes, name: str, inner: int, outer: int) 
 
 
 def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
-    """Yield the needs of the routed experts, their router and the shared expert.
+    """Yield the workspaces of the backward of experts, router and shared expert.
 
     The experts' backward is one function. It holds the gradient of each pair's result, then those
     of its hidden values, then those of its input, each twice while groups are concatenated.
@@ -151,7 +152,8 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
 
 
 def _shared_workspaces(program: Program, sizes: Sizes, held_bytes: int) -> Iterator[Workspace]:
-    """Yield the needs of the shared expert, beside `held_bytes` that are there meanwhile."""
+    """Yield the workspaces of the shared expert's backward, during which `held_bytes` more are
+    allocated."""
     model, el, whole_bytes = program.model, sizes.element, sizes.whole_bytes
     if model.shared_gate:
         waits, names = sizes.tokens * el * (model.lora is None), trained(program, "mlp.shared_gate")
@@ -172,10 +174,10 @@ def _shared_workspaces(program: Program, sizes: Sizes, held_bytes: int) -> Itera
 def forward_workspace(program: Program, sizes: Sizes) -> int:
     """Return the most temporary bytes of the experts' forward.
 
-    At its end, they are the hidden values, and the pairs in the order of their tokens and their
-    sums. Where each group has a product of its own, its results are there once more, concatenated;
-    selective recomputation keeps those of all products. With full recomputation, the activation
-    holds what it takes and what it makes.
+    At its end, these are the hidden values, the results in the order of their tokens, and their
+    sums. Without a grouped matmul, the results of each group exist once more, concatenated;
+    selective recomputation saves those of all matmuls. With full recomputation, inputs and result
+    of the activation.
     """
     pairs = sizes.received * sizes.dim * sizes.element
     hidden = sizes.received * sizes.expert_ffn * sizes.element
@@ -193,16 +195,16 @@ def forward_workspace(program: Program, sizes: Sizes) -> int:
 
 
 def messages(program: Program, sizes: Sizes, stages: Sequence[Stage]) -> Iterator[Collective]:
-    """Yield what routers and experts send."""
+    """Yield the messages of routers and of expert parallelism."""
     yield from _routing(program, sizes, stages)
     yield from _dispatch(program, sizes, stages)
 
 
 def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield what a sequence's load-balancing loss needs of the ranks that share the sequence.
+    """Yield the messages of routers, in all-reduces of token counts by expert.
 
-    Also what its experts' capacities need of these, and what routers' corrections need of all ranks
-    that see other tokens.
+    The load-balancing loss and the experts' capacities need them over the ranks that share a
+    sequence, the correction of router biases over all ranks with other tokens.
     """
     layout, train, passes = program.layout, program.train, _passes(program, stages)
     yield from _places(program, sizes, passes)
@@ -223,7 +225,8 @@ def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
 
 
 def _places(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
-    """Yield how ranks that share a sequence learn how many of its tokens come before theirs."""
+    """Yield the all-reduces by which ranks that share a sequence learn how many tokens per expert
+    precede theirs."""
     layout, train = program.layout, program.train
     if train.expert_capacity is None:
         return
@@ -240,16 +243,17 @@ def _places(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]
 
 
 def _passes(program: Program, stages: Iterable[Stage]) -> int:
-    """Return how often microbatches pass layers with experts."""
+    """Return the number of passes of a microbatch through a layer with experts, in a step."""
     kinds = (program.model.layer(layer) for stage in stages for layer in stage.layers)
     return program.microbatches * sum(map(program.model.has_experts, kinds))
 
 
 def _dispatch(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield what expert parallelism sends: tokens to their experts, and results back.
+    """Yield the all-to-alls of expert parallelism: token counts, tokens to their experts, and
+    results back.
 
-    GShard, arXiv:2006.16668, section 3.2. Before them the ranks tell how many come. A second
-    forward sends the results back where something after them needs its input again.
+    GShard, arXiv:2006.16668, section 3.2. A recomputed forward sends results back only where
+    dropout or a norm after them needs its input.
     """
     layout, model = program.layout, program.model
     if layout.ep == 1:

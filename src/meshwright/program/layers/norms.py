@@ -14,7 +14,8 @@ _WIDE: Final = 4  # bytes of statistics: fp32 in any precision
 
 
 def norm(program: Program, sizes: Sizes, name: str, *, shares_input: bool = False) -> Op:
-    """Return a norm: it keeps its input and, for each token, the scale, or the mean and the scale.
+    """Return the operation of a norm; it saves its input and, for each token, the scale (LayerNorm:
+    mean and scale).
 
     LayerNorm has its statistics in the dtype of its input, RMSNorm in fp32.
     """
@@ -26,9 +27,9 @@ def norm(program: Program, sizes: Sizes, name: str, *, shares_input: bool = Fals
 def with_norms(
     program: Program, sizes: Sizes, name: str, ops: Iterable[Op], *, shares_input: bool = False
 ) -> Iterator[Op]:
-    """Yield the operations of a sublayer, and of the norms that the model has around it.
+    """Yield the operations of a sublayer with the norms that the model has before and after it.
 
-    `shares_input`: another norm keeps the input of the one before it.
+    With `shares_input`, another norm already saves the input of the norm before.
     """
     if program.model.norms_before:
         yield norm(program, sizes, f"{name}_norm", shares_input=shares_input)
@@ -40,7 +41,8 @@ def with_norms(
 def with_norm_workspaces(
     program: Program, sizes: Sizes, name: str, needs: Iterable[Workspace]
 ) -> Iterator[Workspace]:
-    """Yield the workspaces of a sublayer, its norms and its dropout, the last operation first."""
+    """Yield the workspaces of a sublayer's backward with its norms and dropout, the last operation
+    first."""
     model = program.model
     if model.dropout:  # its mask is made again
         yield Workspace(f"{name}_drop", mask_bytes(sizes.stream * sizes.dim))
@@ -53,12 +55,14 @@ def with_norm_workspaces(
 
 
 def rms_norm_bytes(sizes: Sizes, size: int) -> int:
-    """Return what an RMSNorm of `size` bytes makes in its backward: a result, and 3 in fp32."""
+    """Return the bytes that the backward of an RMSNorm of `size` bytes allocates: a result, and
+    three tensors in fp32."""
     return size + 3 * size // sizes.element * _WIDE
 
 
 def _made_bytes(program: Program, sizes: Sizes) -> int:
-    """Return what a norm of the stream makes in its backward, with the gradient that came."""
+    """Return the bytes that the backward of a norm of the residual stream allocates, with its
+    incoming gradient."""
     if program.model.norm == "rms":
         return rms_norm_bytes(sizes, sizes.stream_bytes)
     return 2 * sizes.stream_bytes

@@ -15,12 +15,13 @@ _HASH: Final = 4  # bytes of a hash, from which dropout takes a bit of its mask
 
 
 class Workspace(NamedTuple):
-    """An operation's backward: its bytes besides saved ones, and the gradients that it computes.
+    """The workspace of an operation's backward in bytes, and the parameters whose gradients it
+    computes.
 
-    `deferred` is the gradient of a product's result, which a deferred weight gradient holds in
+    `deferred` is the gradient of a matmul's result, which a deferred weight gradient holds in
     addition to the input. `room` is temporary memory while a weight gradient is computed at once,
-    `added` while a deferred one is added to a sum. `waiting` is the part of `bytes` that waits
-    already where weight gradients are deferred.
+    `added` while a deferred one is added to a sum. `waiting` is the part of `bytes` that is already
+    counted as deferred, where weight gradients are.
     """
 
     op: str
@@ -35,10 +36,10 @@ class Workspace(NamedTuple):
 def frozen(
     program: Program, sizes: Sizes, name: str, held_bytes: int, result: int, inputs: int
 ) -> Iterator[Workspace]:
-    """Yield the needs of a product with a frozen weight, and of its adapter before it.
+    """Yield the workspaces of the backward of a matmul with a frozen weight, and of its adapter.
 
-    `result` and `inputs` are the bytes of their gradients, `held_bytes` are there beside them; if
-    those have the result's, `result` is 0. The adapter's gradient is one of the scaled result.
+    `result` and `inputs` are the bytes of their gradients; `held_bytes` are allocated besides; if
+    these include the result's gradient, `result` is 0.
     """
     lora = program.model.lora
     # In four bits the weight is there as products take it, at first beside what makes it.
@@ -60,7 +61,8 @@ def frozen(
 def separate(
     program: Program, sizes: Sizes, linear: Linear, held_bytes: int, result: int, inputs: int
 ) -> Iterator[Workspace]:
-    """Yield the needs of a product by itself: arguments as for `frozen`, if it is or not."""
+    """Yield the workspaces of the backward of a single linear layer, frozen or not; arguments as in
+    `frozen`."""
     if program.model.lora is not None:
         yield from frozen(program, sizes, linear.name, held_bytes, result, inputs)
     else:
@@ -69,12 +71,13 @@ def separate(
 
 
 def mask_bytes(elements: int) -> int:
-    """Return the temporary bytes of a dropout's mask: hashes of 32 bits, and the same shifted."""
+    """Return the temporary bytes of a dropout mask: 32-bit hashes, and the same shifted."""
     return 2 * _HASH * elements
 
 
 def of_result(program: Program, sizes: Sizes) -> int:
-    """Return the bytes of the gradient of a sublayer's result where it is not the stream's own."""
+    """Return the bytes of the gradient of a sublayer's result; 0 if it is the residual stream's
+    own."""
     model = program.model
     return sizes.stream_bytes if model.dropout or model.norms_after else 0
 
@@ -86,7 +89,8 @@ def weights_of(linear: Linear) -> tuple[str, ...]:
 
 
 def trained(program: Program, name: str, has_bias: bool = False) -> tuple[str, ...]:
-    """Return the parameters of experts' products that get gradients: of frozen ones adapters'."""
+    """Return the names of the parameters of an expert matrix that get gradients; with LoRA, the
+    adapter's."""
     if program.model.lora is None:
         return (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",)
     return tuple(f"{name}.{matrix}" for matrix in matrices(program.model.adapted, name))
