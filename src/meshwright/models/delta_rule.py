@@ -1,11 +1,11 @@
 """The gated delta rule by chunks of tokens, forward and backward: arXiv:2412.06464, section 3.
 
-Each head has a state, a matrix `[key_dim, value_dim]`. A token with key k, value v, decay g <= 0
-and strength b makes of a state S `exp(g) S + k (b (v - exp(g) S' k))'`, and reads it with its
-query. What the tokens of a chunk write is the solution of a triangular system; only states pass
-from chunk to chunk. Heads of values that share a head of keys share its products. Kept for the
-backward are the arguments and each chunk's first state; the rest is computed again, chunk by chunk,
-so that temporary memory does not grow with the sequence.
+Each head has a state, a matrix `[key_dim, value_dim]`. A token with key k, value v, log-decay g <=
+0 and strength b turns a state S into `exp(g) S + k (b (v - exp(g) S' k))'`, and its query reads the
+new state. What the tokens of a chunk write is the solution of a triangular system; only states pass
+from chunk to chunk. Value heads that share a key head share its matmuls. The backward has the
+arguments and the state before each chunk, and recomputes the rest chunk by chunk, so that temporary
+memory does not grow with the sequence.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def delta_rule(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what queries read, the state before each chunk, and the last state.
+    """Return the output of each token's query, the state before each chunk, and the last state.
 
-    query and key `[batch, seq, key_heads, key_dim]` are divided by their length, and query by
-    `sqrt(key_dim)`, in fp32 at least, as everything. value `[batch, seq, heads, value_dim]`, of
-    which the result has shape and dtype; decay (of the logarithm) and strength `[batch, seq,
-    heads]`. Where `segments` int `[batch, seq]` change, the state is zero again. `state`
-    `[batch, key_heads, key_dim, heads / key_heads, value_dim]` is the first one; None: zero.
+    query and key `[batch, seq, key_heads, key_dim]` are normalized to length 1, and query divided
+    by `sqrt(key_dim)`; all computation is in fp32 at least. value `[batch, seq, heads, value_dim]`;
+    the output has its shape and dtype. decay (its logarithm) and strength `[batch, seq, heads]`.
+    Where `segments` int `[batch, seq]` change, the state restarts from zero. `state` `[batch,
+    key_heads, key_dim, heads / key_heads, value_dim]` is the initial state; None: zero.
     """
     shape = _state_shape(key, value)
     wide = torch.promote_types(value.dtype, torch.float32)
@@ -80,9 +80,10 @@ def delta_rule_backward(
     segments: Tensor | None,
     states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, decay, strength and the first state.
+    """Return the gradients of query, key, value, decay, strength and the initial state.
 
-    `grad` and `to_last` are those of the result and the last state; None: zero.
+    `grad` and `to_last` are the gradients of the output and of the last state; None: zero. `states`
+    are those before each chunk, from `delta_rule`.
     """
     given = query, key, value, decay, strength
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
@@ -98,9 +99,12 @@ def delta_rule_backward(
 
 
 class _Decays(NamedTuple):
-    """How much is left: `within` `[batch, key_heads, shared, i, j]` at i of what j wrote, and by
-    token `[batch, key_heads, seq, shared, 1]` of the first state at a token (`enters`) and of a
-    token at the end (`leaves`); `passes` is that of the first state at the end.
+    """The factors by which writes and states have decayed, within one chunk.
+
+    `within` `[batch, key_heads, shared, i, j]`: what token j wrote, when token i reads it. Per
+    token, `[batch, key_heads, seq, shared, 1]`: `enters`, the chunk's initial state at the token;
+    `leaves`, what the token wrote at the chunk's end. `passes`: the initial state at the chunk's
+    end.
     """
 
     within: Tensor
@@ -112,7 +116,10 @@ class _Decays(NamedTuple):
     def of(
         cls, decay: Tensor, key_heads: int, segments: Tensor | None, before: Tensor | None
     ) -> _Decays:
-        """Return those of decays `[batch, seq, heads]`; `before` is the segment before them."""
+        """Return the factors for log-decays `[batch, seq, heads]` of a chunk.
+
+        `before` is the segment of the token before the chunk, None without segments.
+        """
         sums = torch.unflatten(widened(decay).cumsum(1), 2, (key_heads, -1)).permute(0, 2, 3, 1)
         seen = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device)
         seen = seen.tril_()
@@ -133,10 +140,11 @@ class _Decays(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """The tokens of a chunk, in fp32 at least.
+    """The inputs of the tokens of a chunk, grouped by key head, in fp32 at least.
 
-    query and key `[batch, key_heads, seq, key_dim]` are normalized, and `lengths` are their
-    divisors' inverses; value `[batch, key_heads, seq, shared, value_dim]`, strength alike with 1.
+    query and key `[batch, key_heads, seq, key_dim]` are normalized; `lengths` are the factors of
+    both normalizations. value `[batch, key_heads, seq, shared, value_dim]`, strength `[batch,
+    key_heads, seq, shared, 1]`.
     """
 
     query: Tensor
@@ -157,7 +165,9 @@ class _Chunk(NamedTuple):
         segments: Tensor | None,
         tokens: slice,
     ) -> _Chunk:
-        """Return the chunk of some tokens of a call."""
+        """Return the chunk of `tokens`, a slice of the sequence, from the arguments of
+        `delta_rule`.
+        """
         heads, before = key.shape[2], None
         if segments is not None:  # the first state is of the first token's segment
             before = segments[:, max(tokens.start - 1, 0)]
@@ -171,17 +181,22 @@ class _Chunk(NamedTuple):
         return cls(q, k, value, strengths, decays, (q_inverse, k_inverse))
 
     def scores(self) -> Tensor:
-        """Return the decayed products of queries and keys `[batch, key_heads, shared, i, j]`."""
+        """Return the decayed query-key scores `[batch, key_heads, shared, i, j]`."""
         return (self.query @ self.key.mT)[:, :, None] * self.decays.within
 
     def system(self) -> Tensor:
-        """Return the products of keys `[batch, key_heads, shared, i, j]`, decayed, for j < i."""
+        """Return the decayed key-key products `[batch, key_heads, shared, i, j]`, 0 unless
+        j < i.
+        """
         return ((self.key @ self.key.mT)[:, :, None] * self.decays.within).tril_(-1)
 
     def written(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what tokens write after a state, what is left to write, and the system by row.
+        """Return four tensors: what tokens write, the value minus the state's, `system`, the keys'
+        reads.
 
-        Also what their keys read of the state.
+        `state` is the state before the chunk. The first is `strength * (v - what k reads)`,
+        including earlier writes of the chunk; the second is `value - enters * read`; the last are
+        what keys read of `state`.
         """
         read = _through(self.key, state)
         missing = self.value - self.decays.enters * read
@@ -191,9 +206,11 @@ class _Chunk(NamedTuple):
         return written, missing, system, read
 
     def backward(self, grad: Tensor, state: Tensor, to_next: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of a call's arguments, as `[batch, seq, ...]`, and of the state.
+        """Return the gradients of the five inputs, each `[batch, seq, ...]`, and of the initial
+        state.
 
-        `grad` is that of the result, `to_next` that of the state after the chunk.
+        `grad` is the gradient of the output, `state` the state before the chunk, `to_next` the
+        gradient of the state after it.
         """
         q, k, strength, decays = self.query, self.key, self.strength, self.decays
         written, missing, system, read = self.written(state)
@@ -233,7 +250,9 @@ class _Chunk(NamedTuple):
 
 
 def _slices(x: Tensor) -> Iterator[slice]:
-    """Yield the tokens of each chunk of x `[batch, seq, ...]`; the last may have fewer."""
+    """Yield the slice of tokens of each chunk of x `[batch, seq, ...]`; the last chunk may be
+    shorter.
+    """
     for start in range(0, x.shape[1], DELTA_CHUNK):
         yield slice(start, min(start + DELTA_CHUNK, x.shape[1]))
 
@@ -248,7 +267,7 @@ def _state_shape(key: Tensor, value: Tensor) -> tuple[int, ...]:
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return heads `[batch, heads, seq, dim]` divided by their lengths, and the factors."""
+    """Return heads `[batch, heads, seq, dim]` normalized to length 1, and the factors applied."""
     x = widened(x.transpose(1, 2))
     inverse = x.square().sum(-1, keepdim=True).add_(_EPS).rsqrt_()
     return x * inverse, inverse
@@ -271,17 +290,17 @@ def _mask(tokens: Tensor) -> Tensor:
 
 
 def _through(x: Tensor, state: Tensor) -> Tensor:
-    """Return what queries or keys `[..., seq, key_dim]` read of a state."""
+    """Return the matrix product of queries or keys `[..., seq, key_dim]` with a state."""
     return torch.unflatten(x @ state.flatten(-2), -1, state.shape[-2:])
 
 
 def _outer(x: Tensor, values: Tensor) -> Tensor:
-    """Return the state that keys `[..., seq, key_dim]` write with values."""
+    """Return the sum over tokens of the outer products of keys `[..., seq, key_dim]` and values."""
     return torch.unflatten(x.mT @ values.flatten(-2), -1, values.shape[-2:])
 
 
 def _back(values: Tensor, state: Tensor) -> Tensor:
-    """Return the gradient of queries or keys from that of what they read of a state."""
+    """Return the gradient of x for `_through(x, state)`, given that of its result, `values`."""
     return values.flatten(-2) @ state.flatten(-2).mT
 
 
@@ -291,12 +310,14 @@ def _mixed(matrix: Tensor, values: Tensor) -> Tensor:
 
 
 def _pairs(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products `[..., shared, i, j]` of values with values."""
+    """Return `a @ b'` over the value dim `[..., shared, i, j]`; both `[..., seq, shared,
+    value_dim]`.
+    """
     return a.transpose(2, 3) @ b.transpose(2, 3).mT
 
 
 def _solved(system: Tensor, values: Tensor, *, upper: bool) -> Tensor:
-    """Return the solution of triangular systems with ones on their diagonals."""
+    """Return the solution of triangular systems whose diagonals are taken to be ones."""
     solve = torch.linalg.solve_triangular
     solution: Tensor = solve(system, values.transpose(2, 3), upper=upper, unitriangular=True)
     return solution.transpose(2, 3)
