@@ -47,14 +47,14 @@ def step_name(step: int) -> str:
 
 
 def unmarked(moment: str) -> None:
-    """Ignore a progress mark."""
+    """Do nothing: the default for `mark`, which gets the progress of a save."""
 
 
 def begin(root: Path, step: int, run: str = "") -> Path | None:
-    """Return a new temporary folder for a step's files; None if `run` has committed the step.
+    """Create a temporary folder for a step's files; return None if `run` has committed the step.
 
     `root` must exist: if it is gone, someone removed it during the run. Raises `CheckpointError` if
-    the folder or the step belongs to another run, and with path and cause if the disk refuses.
+    the folder or the step belongs to another run, and with path and cause for a disk error.
     """
     _refuse_others(root, run)
     final = root / step_name(step)
@@ -102,10 +102,11 @@ def seal(
     facts: Mapping[str, Any],
     mark: Mark = unmarked,
 ) -> Path:
-    """Write the manifest of a temporary folder, make the step appear, and return its path.
+    """Commit the step in a temporary folder: write its manifest, rename it, set `latest`.
 
-    `files` are already written and synced; all others are hashed and synced here. Raises
-    `CheckpointError` with path and cause if the disk refuses; older steps stay.
+    Returns the step's path. `files` are already written and synced; all others are hashed and
+    synced here. `facts` go into the manifest. Raises `CheckpointError` with path and cause for a
+    disk error; older steps stay.
     """
     root = temporary.parent
     final = root / step_name(step)
@@ -133,7 +134,7 @@ def seal(
 
 @contextlib.contextmanager
 def _told(temporary: Path) -> Any:
-    """Turn an error of the disk into one that names the path, and leave nothing half-done."""
+    """Within this context, turn an `OSError` into a `CheckpointError`, and remove `temporary`."""
     try:
         yield
     except OSError as error:
@@ -145,7 +146,7 @@ def _told(temporary: Path) -> Any:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a step folder, whose digest shows that it is unchanged.
+    """Return the manifest of a step folder, after checking its digest.
 
     Raises `CheckpointError` if it is missing, changed or of another format.
     """
@@ -173,9 +174,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, only: Callable[[int], bool] = lambda index: True) -> dict[str, Any]:
-    """Return the manifest of a step folder after checking size and SHA-256 of each of its files.
+    """Check size and SHA-256 of each file of a step folder, and return its manifest.
 
-    `only` picks files by their place in the list, where ranks share the work. Raises
+    `only` selects files by their index in the manifest, so that ranks can share the work. Raises
     `CheckpointError` naming the file that is missing, truncated or changed.
     """
     manifest = read_manifest(folder)
@@ -203,7 +204,7 @@ def steps(root: Path) -> list[Path]:
 
 
 def clean(root: Path) -> list[Path]:
-    """Remove what interrupted saves have left; only the sole writer under `root` may call it."""
+    """Remove and return the remains of interrupted saves; only the sole writer may call it."""
     if not root.is_dir():
         return []
     left = [p for p in root.iterdir() if re.match(r"\.(tmp-step|latest|old-step)-", p.name)]
@@ -214,7 +215,7 @@ def clean(root: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a folder, or a link, of which what it leads to stays."""
+    """Remove a file, a folder, or a symbolic link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -222,14 +223,16 @@ def _remove(path: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a step that failed its verification, so that it can be saved again."""
+    """Rename a step that failed its verification, so that it can be saved again; return its
+    path.
+    """
     aside = folder.with_name(f"bad-{folder.name}-{uuid.uuid4().hex[:8]}")
     folder.rename(aside)
     return aside
 
 
 def anew(root: Path) -> str:
-    """Return what to do about a folder of steps none of which can be used."""
+    """Return advice for the user if no step under `root` is usable."""
     return (
         "Restore the files; to start over, start a new run in another folder. A job that comes "
         f"back to this run by itself, as Kubernetes' and SkyPilot's do, starts over after you "
@@ -238,7 +241,7 @@ def anew(root: Path) -> str:
 
 
 def prune(root: Path, keep: int) -> list[Path]:
-    """Remove old steps once the newest has been verified, and return them."""
+    """Verify the newest step, then remove and return all but the newest `keep` and the best."""
     if old_steps(root, keep):
         verify(steps(root)[-1])
     return purge(root, keep)
@@ -251,7 +254,10 @@ def old_steps(root: Path, keep: int) -> list[Path]:
 
 
 def purge(root: Path, keep: int) -> list[Path]:
-    """Remove old steps and return them; the newest of all must be verified."""
+    """Remove and return all steps but the newest `keep` and the best, without verifying any.
+
+    The caller must have verified the newest step.
+    """
     old = old_steps(root, keep)
     for path in old:
         # Renamed first: half of a step must not look like one.
@@ -278,7 +284,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def digest_of(texts: Iterable[str]) -> str:
-    """Return one SHA-256 for some texts in their order."""
+    """Return the SHA-256 in hex of texts joined by line feeds."""
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
@@ -287,7 +293,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def point(root: Path, pointer: str, name: str) -> None:
-    """Set a pointer, `latest` or `best`, to a step folder."""
+    """Make the pointer file `latest` or `best` name a step folder."""
     temporary = root / f".latest-{uuid.uuid4().hex[:8]}"
     temporary.write_text(name + "\n", encoding="utf-8")
     os.replace(temporary, root / pointer)

@@ -13,7 +13,7 @@ from meshwright.spec.stored import steps_folder
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One committed step; `problem` says what is wrong with it, if anything.
+    """What the manifest of a committed step says; `problem` is why the step is invalid, or None.
 
     `is_verified`: every file's hash was compared.
     """
@@ -30,12 +30,12 @@ class StepFacts:
     problem: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
+        """Return the facts as JSON-ready values."""
         return asdict(self)
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Return the folder of steps of a run, of a folder of steps, or of a step.
+    """Return the folder that contains the steps, given a run, that folder, or one step.
 
     Raises `CheckpointError` if there is no committed step.
     """
@@ -50,7 +50,7 @@ def checkpoints_of(folder: Path) -> Path:
 
 
 def inspect(folder: Path, *, verified: bool = False) -> list[StepFacts]:
-    """Return the facts of all steps of a run, or of one step folder, oldest first.
+    """Return the facts of all steps of a run, oldest first, or of the one step that `folder` is.
 
     With `verified`, every file is read and compared with its hash.
     """

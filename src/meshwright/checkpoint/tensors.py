@@ -51,11 +51,11 @@ class Chunk(NamedTuple):
 def write_chunks(
     path: Path, chunks: Sequence[Chunk], mark: Callable[[str], None] = lambda moment: None
 ) -> Fingerprint:
-    """Write chunks of different tensors as one safetensors file, synced, and return its hash.
+    """Write chunks of different tensors as one safetensors file, synced; return size and hash.
 
     GPU tensors are copied to the host one chunk at a time. `mark` is called with "shard" halfway,
-    and with "" whenever another part is on the disk. Raises `CheckpointError` with path and bytes
-    if the disk refuses.
+    and with "" after each sync of a further part. Raises `CheckpointError` with path and bytes for
+    a disk error.
     """
     header = _header(chunks)
     sizes = [chunk.tensor.nbytes for chunk in chunks]
@@ -120,7 +120,7 @@ class _StoredPlace(NamedTuple):
 
 
 class Stored:
-    """The tensors of some files, read by region, wherever their chunks are."""
+    """The tensors in a set of files, of which any region can be read across their chunks."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._places: dict[str, list[_StoredPlace]] = {}
@@ -186,7 +186,7 @@ class Stored:
 
 
 def _offsets(opened: Any, path: Path) -> Mapping[str, Sequence[int]]:
-    """Return where each chunk of a file begins in the whole, as its header says."""
+    """Return the offset of each chunk of a file in its whole tensor, from the file's header."""
     text = (opened.metadata() or {}).get("DCP_SHARDING_INFO")
     if text is None:
         return {}
@@ -197,7 +197,7 @@ def _offsets(opened: Any, path: Path) -> Mapping[str, Sequence[int]]:
 
 
 def _slices(region: Sequence[tuple[int, int]], within: Region) -> tuple[slice, ...]:
-    """Return a region in the coordinates of another one that holds it."""
+    """Return the index of `region` in a tensor that holds the region `within`."""
     return tuple(
         slice(start - base, stop - base)
         for (start, stop), (base, _) in zip(region, within, strict=True)
