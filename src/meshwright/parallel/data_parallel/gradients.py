@@ -100,7 +100,7 @@ class Norm(NamedTuple):
     """The gradient's norm as device tensors, which the host has not waited for.
 
     `total` is the whole model's 2-norm, fp64. `first` is the index in `held` of this rank's first
-    non-finite gradient, or the number of gradients if there is none.
+    parameter with a non-finite gradient, or the length of `held` if there is none.
     """
 
     total: Tensor

@@ -1,4 +1,4 @@
-"""AdamW as torch has it, fused, or with moments in half of the bytes."""
+"""AdamW: torch's fused one, or one with moments in bf16, which take half of the bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.training.optimizers.rounding import round_by_place
 def build(
     groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW, or one that keeps its moments in `state_dtype`."""
+    """Return torch's fused AdamW, or for another `state_dtype` than fp32, `NarrowAdamW`."""
     as_torch = [group.as_torch() for group in groups]
     settings: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps}
     if spec.state_dtype == "fp32":
@@ -27,11 +27,12 @@ def build(
 
 
 class NarrowAdamW(torch.optim.Optimizer):
-    """AdamW whose moments are kept in bf16, and updated and used in fp32.
+    """AdamW whose moments are stored in bf16, and updated and used in fp32.
 
-    torch's fused kernel updates fp32 copies of them, a piece of a weight at a time, which are then
-    rounded: to nearest, or stochastically if `places` says where shards lie. It takes `grad_scale`
-    and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
+    torch's fused kernel updates fp32 copies of the moments, some rows of a weight at a time, which
+    are then rounded: stochastically with `places`, which says where shards lie, else to nearest.
+    Like torch's fused optimizers, it takes `grad_scale` and `found_inf` as tensors that the host
+    does not read.
     """
 
     grad_scale: Tensor | None = None
@@ -76,7 +77,7 @@ class NarrowAdamW(torch.optim.Optimizer):
         group: dict[str, Any],
         place: ShardPlace | None,
     ) -> None:
-        """Update some rows of a weight; they are rounded to nearest without a place."""
+        """Update some rows of a weight; a `place` of None rounds their moments to nearest."""
         rows, change, mean, square = piece
         wide_mean, wide_square = mean.float(), square.float()
         adamw(

@@ -1,4 +1,4 @@
-"""What a builder of an optimizer gets: parameters in groups, of one rule and settings each."""
+"""Shared by optimizer builders: parameter groups with one update rule and settings each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class ParameterGroup(NamedTuple):
     parameters: Sequence[nn.Parameter]
 
     def as_torch(self) -> dict[str, Any]:
-        """Return the group as torch's optimizers take it; `set_learning_rate` reads `lr_scale`."""
+        """Return the group as a dict for torch's optimizers; `set_learning_rate` reads
+        `lr_scale`.
+        """
         return {"params": list(self.parameters), **self.settings._asdict()}
 
 
@@ -36,10 +38,10 @@ Its `step` reads `grad_scale` and `found_inf` as torch's fused ones do.
 def unscaled_gradients(
     weights: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
-    """Return gradients divided by `grad_scale`, in place, and whether the step moves weights.
+    """Divide gradients by `grad_scale` in place; return them, and 1 if the step updates, else 0.
 
-    The latter is fp64 `[]`, so that factors round as numbers of Python do: 0 where `found_inf` is
-    1, else 1. Gradients of a step that moves nothing are zeros, as are those of weights without.
+    The factor is fp64 `[]`, so that products with it round as Python's numbers do; it is 0 if
+    `found_inf` is 1, and then all gradients are zeros. Weights without a gradient get zeros.
     """
     device = weights[0].device
     skips = torch.zeros((), device=device) if found_inf is None else found_inf
@@ -54,6 +56,8 @@ def unscaled_gradients(
 
 
 def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of tensors of one shape, as views, a piece of bounded size at a time."""
+    """Yield views of the same rows of equally shaped tensors, a bounded number of rows at a
+    time.
+    """
     rows = rows_of_piece(tensors[0][:1].numel())
     yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)

@@ -15,14 +15,15 @@ from meshwright.training.optimizers.base import ParameterGroup, in_pieces, unsca
 def build(
     groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
-    """Return Lion."""
+    """Return Lion over the groups."""
     return Lion([group.as_torch() for group in groups], {"lr": spec.lr, "betas": spec.betas})
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion, arXiv:2302.06675, algorithm 2: two averages of gradients share one state.
+    """Lion, arXiv:2302.06675, algorithm 2: one momentum with two interpolation factors.
 
-    It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
+    Like torch's fused optimizers, it takes `grad_scale` and `found_inf` as tensors that the host
+    does not read.
     """
 
     grad_scale: Tensor | None = None

@@ -1,4 +1,4 @@
-"""SGD whose weight decay is decoupled, as AdamW's is."""
+"""SGD with decoupled weight decay, like AdamW's."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from meshwright.training.optimizers.base import ParameterGroup, unscaled_gradien
 def build(
     groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
-    """Return SGD, with momentum if the config has one."""
+    """Return SGD over the groups, with momentum if the config has one."""
     return DecoupledSGD([group.as_torch() for group in groups], lr=spec.lr, momentum=spec.momentum)
 
 
 class DecoupledSGD(torch.optim.SGD):
-    """SGD whose decay shrinks the weights beside the update, as AdamW's does.
+    """SGD whose weight decay is decoupled from the gradient, as in AdamW.
 
-    It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
-    torch's own fused SGD leaves its momentum undefined where the first step is skipped.
+    Like torch's fused optimizers, it takes `grad_scale` and `found_inf` as tensors that the host
+    does not read. torch's own fused SGD leaves its momentum undefined where the first step is
+    skipped.
     """
 
     grad_scale: Tensor | None = None
