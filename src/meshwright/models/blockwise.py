@@ -165,10 +165,7 @@ def _key_blocks(
     sums: Tensor,
     deltas: Tensor,
 ) -> list[Callable[[Tensor, Tensor], None]]:
-    """Return functions that each compute the key and value gradients of one block of keys.
-
-    They also add the block's contribution to the query gradients in `total`.
-    """
+    """Return functions that differentiate one block of keys each, adding to the query gradients."""
     dtype = queries.narrow.dtype
     first, second = (FactorMemory.of(cut.room, dtype) for _ in range(2))
     third = cut.room() if cut.cap else None
