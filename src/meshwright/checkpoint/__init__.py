@@ -1,1 +1,1 @@
-"""Saves and loads files that are either whole and verified or absent."""
+"""Saves and loads checkpoints: a step is either complete and verified, or absent."""

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, and weights with merged adapters.
+"""LoRA adapters in PEFT's format, and models with adapters merged into their weights.
 
 PEFT, github.com/huggingface/peft, writes `adapter_config.json` and `adapter_model.safetensors`,
 whose tensors are named after the stored module that they adapt.
@@ -31,7 +31,7 @@ _SHOWN: Final = 3
 
 
 class AdapterSource:
-    """The adapters of a PEFT folder, checked against `spec` when opened and read on request.
+    """The adapters of a PEFT folder, checked against `spec` on opening, read on demand.
 
     Raises `CheckpointError` if a tensor is missing, unexpected, of another shape or not of floating
     point, and if the file is damaged.
@@ -60,7 +60,7 @@ class AdapterSource:
                 raise CheckpointError(problem)
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        """Return a region of a matrix by our name, as it is stored."""
+        """Return a region of the LoRA matrix `name` (Meshwright's), in its stored dtype."""
         return self._places[name].read(region, self._stored)
 
     def _stored(self, name: str, region: Region | None) -> Tensor:
@@ -74,7 +74,7 @@ class AdapterSource:
 
 
 def both(base: Source, adapters: Source) -> Source:
-    """Return a source with a model's weights from one source, and its adapters from another."""
+    """Return a source that reads adapters from `adapters`, and all other parameters from `base`."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         is_adapter = name.endswith(_MATRICES)
@@ -86,7 +86,7 @@ def both(base: Source, adapters: Source) -> Source:
 def merged(source: Source, spec: ModelSpec) -> Source:
     """Return a source of weights with the adapters of `spec` merged: `W + scale * B A`, fp32.
 
-    arXiv:2106.09685, section 4.1: the model without adapters that computes the same.
+    arXiv:2106.09685, section 4.1. A model without adapters and these weights computes the same.
     """
     lora, shapes = spec.lora, {part.name: part.shape for part in parts(spec)}
     if lora is None:
@@ -110,9 +110,9 @@ def merged(source: Source, spec: ModelSpec) -> Source:
 
 @torch.no_grad()
 def merge(model: Transformer) -> Transformer:
-    """Return a model without adapters that computes the same as one with adapters, in fp32.
+    """Return an fp32 model on the CPU whose weights have the adapters of `model` merged in.
 
-    Returns the model itself if it has none.
+    Returns the model itself if it has no adapters.
     """
     spec = model.spec
     if spec.lora is None:
@@ -136,9 +136,10 @@ def merge(model: Transformer) -> Transformer:
 def write_adapter(
     model: Transformer, folder: Path, base: str | None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the adapters of a model as a PEFT folder; `base` is the folder of its weights.
+    """Write a model's adapters as a PEFT folder; `base` is the path of the base model in its
+    config.
 
-    Raises `CheckpointError` if the model has none.
+    Raises `CheckpointError` if the model has no adapters.
     """
     spec = model.spec
     if spec.lora is None:

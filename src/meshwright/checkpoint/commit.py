@@ -56,14 +56,14 @@ def step_name(step: int) -> str:
 
 
 def unmarked(moment: str) -> None:
-    """Ignore a progress mark."""
+    """Do nothing: the default for `mark`, which gets the progress of a save."""
 
 
 def begin(root: P, step: int, run: str = "") -> P | None:
     """Return a new temporary folder for a step's files; None if `run` has committed the step.
 
     `root` must exist: if it is gone, someone removed it during the run. Raises `CheckpointError` if
-    the folder or the step belongs to another run, and with path and cause if the disk refuses.
+    the folder or the step belongs to another run, and with path and cause for a disk error.
     """
     _refuse_others(root, _writers(root), run)
     final = root / step_name(step)
@@ -281,7 +281,7 @@ def files_of(folder: P, manifest: Mapping[str, Any]) -> P:
 def verify(folder: Place, only: Callable[[int], bool] = lambda index: True) -> dict[str, Any]:
     """Return the manifest of a step folder after checking size and SHA-256 of each of its files.
 
-    `only` picks files by their place in the list, where ranks share the work. Raises
+    `only` selects files by their index in the manifest, so that ranks can share the work. Raises
     `CheckpointError` naming the file that is missing, truncated or changed.
     """
     manifest = read_manifest(folder)
@@ -430,7 +430,7 @@ def fingerprint(path: Place) -> Fingerprint:
 
 
 def digest_of(texts: Iterable[str]) -> str:
-    """Return one SHA-256 for some texts in their order."""
+    """Return the SHA-256 in hex of texts joined by line feeds."""
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 

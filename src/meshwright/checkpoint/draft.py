@@ -1,4 +1,4 @@
-"""A new folder that appears under its name whole or not at all. No torch here."""
+"""A new folder that appears under its name complete or not at all. No torch here."""
 
 from __future__ import annotations
 

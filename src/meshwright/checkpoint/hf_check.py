@@ -1,4 +1,4 @@
-"""Checks that a folder holds the model that it was made from, also according to transformers."""
+"""Checks that an exported folder contains the source's model, also as transformers reads it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ basse. Они молчали. 潮が満ちてくる。 🌊 Ten minutes later th
 
 @dataclass(frozen=True)
 class Check:
-    """One claim about a folder: `observed` is `expected`, or at most `tolerance` if it has one.
+    """The result of one check of a folder: `observed` must equal `expected`, within `tolerance`.
 
-    `first_divergence` describes the first difference.
+    A `tolerance` of None requires equality. `first_divergence` describes the first difference.
     """
 
     claim: str
@@ -58,7 +58,9 @@ class Check:
     first_divergence: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as a verdict, JSON-ready: a number that is not finite becomes a text."""
+        """Return the check as a JSON-ready verdict: a number that is not finite becomes a
+        string.
+        """
         observed = self.observed
         if isinstance(observed, float) and not math.isfinite(observed):
             observed = str(observed)
@@ -68,8 +70,8 @@ class Check:
 def sample_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> Tensor:
     """Return token ids int64 `[3, seq]` to compare models with.
 
-    Two rows are a text, one goes through the whole vocabulary. Without a tokenizer, all three do,
-    in different orders.
+    Two sequences are a text, one covers the whole vocabulary. Without a tokenizer, all three cover
+    it, in different orders.
     """
     length = min(SEQ_LEN, spec.context)
     spread = torch.arange(length) * spec.vocab_size // length
@@ -81,9 +83,9 @@ def sample_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> Tensor:
 
 
 class Logits(NamedTuple):
-    """Logits in fp32 `[batch, seq, vocab]`, and the tokens whose experts hang on rounding.
+    """Logits fp32 `[batch, seq, vocab]`, and the tokens whose expert selection is within rounding.
 
-    `close` bool `[batch, seq]`: in some layer an expert is selected by less than `CLOSE`.
+    `close` bool `[batch, seq]`: in some layer an expert is selected by a margin below `CLOSE`.
     """
 
     values: Tensor
@@ -92,7 +94,7 @@ class Logits(NamedTuple):
 
 @torch.no_grad()
 def logits_of(model: Transformer, ids: Tensor) -> Logits:
-    """Return a model's logits of token ids `[batch, seq]`."""
+    """Run a model on token ids `[batch, seq]`; return logits and router margins."""
     close = torch.zeros_like(ids, dtype=torch.bool)
 
     def note(router: Router, args: tuple[Any, ...], _: Any) -> None:
@@ -109,7 +111,7 @@ def logits_of(model: Transformer, ids: Tensor) -> Logits:
 
 
 def difference_of(observed: Logits, expected: Logits) -> float:
-    """Return the largest difference of two logits as a share of the largest one."""
+    """Return the largest difference of two logits, relative to the largest expected logit."""
     difference = (observed.values - expected.values).abs().max()
     return float(difference / expected.values.abs().max().clamp_min(1e-30))
 
@@ -117,7 +119,9 @@ def difference_of(observed: Logits, expected: Logits) -> float:
 def same_tensors(
     claim: str, observed: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> Check:
-    """Claim that every tensor is as expected, to the bit in fp32; `observed` counts the others."""
+    """Check that tensors are equal bit for bit in fp32; `observed` of the check counts
+    differences.
+    """
     different = [
         name
         for name in sorted({*observed, *expected})
@@ -140,10 +144,11 @@ def _equal(observed: Tensor, expected: Tensor) -> bool:
 
 
 def same_logits(claim: str, observed: Tensor, expected: Logits, tolerance: float) -> Check:
-    """Claim that logits differ by at most a share `tolerance` of the largest one.
+    """Check that logits differ by at most `tolerance`, relative to the largest expected logit.
 
-    The first divergence is where they differ most. In rows that first differ at a token that is
-    `close`, it has met another expert, and later tokens have seen it: the rest is left out.
+    `first_divergence` is where they differ most. If a sequence first differs at a token that is
+    `close`, rounding may have selected another expert, which affects all later tokens: that token
+    and the later ones are left out.
     """
     values = expected.values
     difference = (observed - values).abs() / values.abs().max().clamp_min(1e-30)
@@ -166,10 +171,10 @@ def checks_by_transformers(
     tokenizer: Tokenizer | None,
     eos_id: int | None = None,
 ) -> tuple[list[Check], str]:
-    """Claim that transformers loads the same model, and the same tokenizer if any.
+    """Check that transformers loads the same model, and the same tokenizer if there is one.
 
-    `expected` are the logits of `ids` by our own loader, `eos_id` is the folder's. Runs no code of
-    the folder. Without transformers, there are no checks, but the reason.
+    `expected` are Meshwright's logits of `ids`; `eos_id` is the folder's, None for the tokenizer's.
+    Runs no code of the folder. Returns the checks, and the reason if none could be made.
     """
     try:
         version = str(_transformers().__version__)
@@ -190,7 +195,7 @@ def checks_by_transformers(
 
 
 def _too_old(version: str, folder: Path) -> str:
-    """Say why this version of transformers would not read a folder as it is meant, if so."""
+    """Return why this version of transformers cannot read the folder correctly, or ""."""
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if numbers < OLDEST_TRANSFORMERS:
         oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
@@ -245,9 +250,10 @@ def _their_ids(folder: Path, tokenizer: Tokenizer, version: str, eos_id: int | N
 def same_ids(
     claim: str, observed: Sequence[int], tokenizer: Tokenizer, eos_id: int | None = None
 ) -> Check:
-    """Claim that the ids of a text, and those before it, are the tokenizer's, and that of its end.
+    """Check that `observed` are the tokenizer's ids of `TEXT`, with those before and after it.
 
-    `eos_id` is the end, if it is not the tokenizer's. `observed` counts the equal ids.
+    `eos_id` is the expected last id, None for the tokenizer's. `observed` of the check counts the
+    leading ids that are equal.
     """
     end = tokenizer.eos_id if eos_id is None else eos_id
     expected = [*tokenizer.bos_ids, *tokenizer.encode(TEXT), end]
@@ -261,7 +267,7 @@ def same_ids(
 
 
 def failed(claim: str, tolerance: float | None, error: Exception) -> Check:
-    """Return a claim that could not be checked, with the reason as observed."""
+    """Return a check that failed with an error, which becomes its `observed`."""
     text = " ".join(str(error).split())
     observed = f"{type(error).__name__}: {text:.300}"
     return Check(claim, None, observed, tolerance, False)
@@ -269,7 +275,7 @@ def failed(claim: str, tolerance: float | None, error: Exception) -> Check:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Keep transformers from drawing progress bars between our lines."""
+    """Within this context, disable transformers' progress bars."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

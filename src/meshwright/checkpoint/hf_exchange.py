@@ -1,4 +1,4 @@
-"""Converts models to and from Hugging Face folders; the result appears only if it is the same."""
+"""Converts models to and from Hugging Face folders; the result appears only if it is verified."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A converted folder, and the checks of it.
+    """The result of a conversion: the new folder and the checks of it.
 
     `out` exists only if all `checks` passed. `files` has the size of each file in bytes.
-    `not_checked` says why transformers was not asked, if so. `rounding` is by how much rounding the
-    weights moves logits, as a share of the largest one, where they were rounded.
+    `not_checked` is the reason why transformers did not check it, or "". `rounding` is the largest
+    change of a logit by rounding the weights, relative to the largest logit; None: not rounded.
     """
 
     source: Path
@@ -65,7 +65,7 @@ class Exchanged:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
+        """Return the result as JSON-ready values."""
         return {
             "source": str(self.source),
             "out": str(self.out),
@@ -91,14 +91,14 @@ def export_hf(
 ) -> Exchanged:
     """Write the model of a run, step or Hugging Face folder as a new Hugging Face folder.
 
-    Merges adapters into its weights. `form` is the `data.format` that it was trained on: a model
-    of conversations ends its texts as its chat template ends turns.
+    Merges adapters into the weights. `form` is the `data.format` that the model was trained on,
+    which determines the end-of-text token: a model of conversations uses its chat template's.
 
     Weights are in `dtype`, in files of at most `max_shard_bytes`, with configs, and the tokenizer's
-    files if there is one. `out` appears after it has been loaded again, here and by transformers if
-    that is installed, and has given the logits of the model with these weights; else
-    `Exchanged.passed` is false. Raises `ConfigError` if `out` is not new or empty and as
-    `write_hf`, `CheckpointError` as `load_model` and if the disk refuses.
+    files if there is one. `out` appears only after Meshwright, and transformers if installed, have
+    loaded it and computed the model's logits; else `Exchanged.passed` is false. Raises
+    `ConfigError` if `out` is not new or empty and as `write_hf`, `CheckpointError` as `load_model`
+    and for disk errors.
     """
     with Draft(out) as draft:
         model = merge(load_model(source))
@@ -141,9 +141,9 @@ def export_hf(
 def export_adapter(source: Path, out: Path, base: str | None, dtype: StoredType) -> Exchanged:
     """Write the adapters of a run or step as a new PEFT folder, in `dtype`.
 
-    `base` is where PEFT finds the weights that they belong to. `out` appears after it has been read
-    back bit for bit; else `Exchanged.passed` is false. Raises `ConfigError` if `out` is not new or
-    empty, `CheckpointError` if the model has no adapters, and as `load_model`.
+    `base` is where PEFT finds the base model. `out` appears only after it has been read back bit
+    for bit; else `Exchanged.passed` is false. Raises `ConfigError` if `out` is not new or empty,
+    `CheckpointError` if the model has no adapters, and as `load_model`.
     """
     with Draft(out) as draft:
         model = load_model(source)
@@ -175,11 +175,11 @@ def export_adapter(source: Path, out: Path, base: str | None, dtype: StoredType)
 
 
 def import_hf(source: Path, out: Path) -> Exchanged:
-    """Write a Hugging Face folder as step 0 of a new folder for `model.init_from`.
+    """Write a Hugging Face folder's model as step 0 of a new folder, for `model.init_from`.
 
-    Weights are in fp32, whatever they are stored in, with the tokenizer's files if there is a
-    tokenizer.json. `out` appears after it has been read back bit for bit, and transformers, if
-    installed, gives our logits for `source`; else `Exchanged.passed` is false. Raises `ConfigError`
+    Weights are converted to fp32; the tokenizer's files are copied if there is a tokenizer.json.
+    `out` appears only after it has been read back bit for bit and transformers, if installed, has
+    computed the same logits from `source`; else `Exchanged.passed` is false. Raises `ConfigError`
     if `out` is not new or empty, and as `load_hf`.
     """
     with Draft(out) as draft:
@@ -221,7 +221,7 @@ def _check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
 
 
 class _Checked(NamedTuple):
-    """The checks of an export, why some were not made, and by how much rounding moves logits."""
+    """The checks of an export, why some are missing, and the change of logits by rounding."""
 
     checks: tuple[Check, ...]
     not_checked: str
@@ -236,7 +236,9 @@ def _check_export(
     eos_id: int | None,
     dtype: StoredType,
 ) -> _Checked:
-    """Load a folder again and compare it with the model, which gets the weights of `state`."""
+    """Load an exported folder and compare it with the model, after loading `state` into the
+    model.
+    """
     ids = sample_ids(model.spec, tokenizer)
     checks = []
     try:

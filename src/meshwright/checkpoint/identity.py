@@ -1,6 +1,6 @@
-"""What must stay the same when a run is resumed, and the refusal if it doesn't. No torch here.
+"""What must stay the same when a run is resumed, and the refusal otherwise. No torch here.
 
-A resumed run with other data, or another model, would train on with a loss that looks normal.
+A run resumed with other data, or another model, would continue with a loss that looks normal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ PARTS: Final = (
 
 
 def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
-    """Return the parts that identify a run; `data` is the data set's own identity."""
+    """Return a run's identity: what must not change on resumption, as a value or hash by name.
+
+    The names are those of `PARTS`. `data` has the entries of the data set.
+    """
     model, train = unpadded(config.model).identity(), config.train
     del model["init_from"]
     return {
@@ -53,11 +56,11 @@ def refuse_changed(
     allowed: Collection[str],
     descriptions: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise `CheckpointError` if the resumed run is not the one that wrote a step.
+    """Raise `CheckpointError` if the resumed run's identity differs from that of the saved step.
 
-    `identity` is its own, `run` its id; parts in `allowed` may differ. The message names what
-    differs, with both values and the flag that overrides it; `descriptions` has other texts for
-    some parts.
+    `identity` and `run` (its id) are the resumed run's; names in `allowed` may differ. The message
+    lists each difference with both values and the flag that allows it; `descriptions` replaces the
+    text for some names.
     """
     stored = manifest.get("identity")
     if not isinstance(stored, Mapping):
@@ -81,7 +84,7 @@ def refuse_changed(
 
 
 def check_parts(allowed: Collection[str]) -> None:
-    """Raise `ConfigError` for a name that no part of a run's identity has."""
+    """Raise `ConfigError` if a name in `allowed` (of --allow-changed) is not one of `PARTS`."""
     for part in allowed:
         if part not in PARTS:
             raise ConfigError(refusal(f"--allow-changed {part}: no such part", legal=PARTS))

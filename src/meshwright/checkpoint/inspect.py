@@ -13,7 +13,7 @@ from meshwright.store import Place, StorePath
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One committed step; `problem` says what is wrong with it, if anything.
+    """What the manifest of a committed step says; `problem` is why the step is invalid, or None.
 
     `is_verified`: every file's hash was compared.
     """
@@ -30,7 +30,7 @@ class StepFacts:
     problem: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
+        """Return the facts as JSON-ready values."""
         return asdict(self)
 
 

@@ -1,6 +1,6 @@
-"""`Checkpoints`: the steps of a user's own loop, in the format of runs, for any layout.
+"""`Checkpoints`: saves and loads the steps of a user's own training loop, for any layout.
 
-The parts of a model that `mw.parallelize` has distributed are written as regions of whole tensors
+The shards of a model that `mw.parallelize` has distributed are written as regions of whole tensors
 and committed like a run's step, so that another layout can read the regions that it needs.
 """
 
@@ -50,7 +50,7 @@ class Loaded(NamedTuple):
 
 
 class Checkpoints:
-    """The steps under a folder, for a model that `parallelize` returned and its optimizer.
+    """The saved steps of a user's loop: a model that `parallelize` returned, and its optimizer.
 
     Every rank creates one, after `parallelize` and the optimizer, and makes the same calls of its
     methods, which are collectives. Only one loop may write into a folder, which all ranks must be
@@ -87,8 +87,8 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any] | None = None) -> Place:
         """Save weights, optimizer and `state` as a step, and return its folder.
 
-        `state` may contain what JSON can: the data's position, a scheduler's `state_dict()`. Tuples
-        come back as lists, and keys as text. Raises `CheckpointError` on every rank if the step
+        `state` must be JSON-serializable: the data's position, a scheduler's `state_dict()`. Tuples
+        come back as lists, and keys as strings. Raises `CheckpointError` on every rank if the step
         already exists, if another loop has written steps that this one has not loaded, or if one
         rank could not write; the steps before it stay.
         """
@@ -160,7 +160,10 @@ class Checkpoints:
             _take(group, settings)
 
     def _leaves(self) -> list[Leaf]:
-        """Return this rank's shards of the model; raises if the optimizer has other parameters."""
+        """Return this rank's shards of parameters and buffers.
+
+        Raises `ConfigError` if the optimizer has other parameters.
+        """
         reshard(self._model)  # a forward without backward may have left whole weights
         leaves = list(_parameters(self._model, self._layout))
         known = {leaf.tensor for leaf in leaves}
@@ -188,7 +191,7 @@ def _parameters(model: nn.Module, layout: Layout) -> Iterator[Leaf]:
 
 
 def _sharding(name: str, parameter: Tensor, layout: Layout) -> Sharding:
-    """Return how `parallelize` has placed a parameter on the mesh."""
+    """Return how `parallelize` has sharded a parameter over the mesh."""
     tp_dim, is_sharded = None, False
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or ()
@@ -204,7 +207,7 @@ def _sharding(name: str, parameter: Tensor, layout: Layout) -> Sharding:
 
 
 def _buffers(model: nn.Module, *, is_mine: bool) -> Iterator[Leaf]:
-    """Yield a model's persistent buffers, which all ranks are assumed to hold alike."""
+    """Yield a model's persistent buffers, which are assumed to be equal on all ranks."""
     for prefix, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
@@ -213,7 +216,10 @@ def _buffers(model: nn.Module, *, is_mine: bool) -> Iterator[Leaf]:
 
 
 def _kept(leaf: Leaf, state: Mapping[str, Any]) -> Iterable[tuple[str, float | None]]:
-    """Yield an optimizer's state of a parameter; raises for state of another shape."""
+    """Yield (key, number, or None for a tensor) of a parameter's optimizer state.
+
+    Raises `ConfigError` for tensors of another shape than the parameter's.
+    """
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == leaf.tensor.shape:
             yield key, None
@@ -247,7 +253,7 @@ def _refuse_other(leaves: Iterable[Leaf], stored: Stored, folder: Place) -> None
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group of parameters as JSON."""
+    """Return the settings of an optimizer's parameter group, without parameters, as JSON values."""
     settings = {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in group.items()
@@ -266,12 +272,12 @@ def _take(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def _counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer of torch keeps its number of updates beside the parameters."""
+    """Whether a torch optimizer keeps its step count on the parameters' device."""
     return bool(group.get("capturable") or group.get("fused"))
 
 
 def _as_json(subject: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Return a value as JSON restores it; raises `ConfigError` if it cannot be stored."""
+    """Return `value` as JSON would restore it; raise `ConfigError` if it is not serializable."""
     try:
         return dict(json.loads(json.dumps(value)))
     except (TypeError, ValueError) as error:

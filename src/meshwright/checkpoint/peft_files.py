@@ -1,8 +1,8 @@
-"""Where the matrices of adapters lie in PEFT's files.
+"""Which tensors of PEFT's files contain a model's LoRA matrices.
 
-A layer's are tensors named after its stored module, those of experts one by one or all together: A
-`[experts x rank, in]`, B `[out, rank x experts]` with the expert as the last index, as PEFT has
-them for parameters of transformers 5. The experts' gate and up are there one matrix.
+A linear layer's are named after its stored module. Those of experts are stored one by one or in one
+tensor: A `[experts x rank, in]`, B `[out, rank x experts]` with the expert as the last index, as
+PEFT has them for parameters of transformers 5. There, gate and up of the experts are one matrix.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _EXPERTS: Final = "model.layers.{}.mlp.experts"
 
 
 class StoredAdapter(NamedTuple):
-    """One of our matrices in a file: the names of its tensors, and the shape of each.
+    """Where one of Meshwright's LoRA matrices is stored: its tensors' names, and the shape of each.
 
-    There is one for each expert, or all are `together` in one, of whose outputs it has `rows`.
+    Experts have one tensor each, or if `together` one for all, of whose outputs the matrix has
+    `rows`.
     """
 
     part: Part
@@ -40,7 +41,7 @@ class StoredAdapter(NamedTuple):
     rows: slice = slice(None)
 
     def inside(self, stored: Tensor) -> Tensor:
-        """Return the view of a stored tensor that is our matrix, or an expert's."""
+        """Return the view of a stored tensor that is the matrix, or one expert's."""
         if not self.together:
             return stored
         experts = self.part.shape[0]
@@ -49,7 +50,10 @@ class StoredAdapter(NamedTuple):
         return stored.view(len(stored), -1, experts).permute(2, 0, 1)[:, self.rows]
 
     def read(self, region: Region, stored: Callable[[str, Region | None], Tensor]) -> Tensor:
-        """Return a region; `stored` reads a region of a tensor by its name, or all of it."""
+        """Return a region of the matrix.
+
+        `stored(name, region)` reads a region of a stored tensor; None: all of it.
+        """
         if self.together:
             joint = self.inside(stored(self.names[0], None))
             return joint[tuple(slice(*along) for along in region)].contiguous()
@@ -63,9 +67,9 @@ class StoredAdapter(NamedTuple):
 
 
 def places(spec: ModelSpec, stored: Collection[str] | None = None) -> dict[str, StoredAdapter]:
-    """Return where each matrix of a model's adapters lies, by our names.
+    """Return, by Meshwright's names, where each LoRA matrix of a model is stored.
 
-    Experts lie as they are written, or as in a file with the names `stored`.
+    With the names of a file in `stored`, experts are as in that file; None: as they are written.
     """
     together = in_one_module(spec.adapted, spec.blocks)
     if stored is not None and not together and DOWN in spec.adapted:
@@ -98,20 +102,20 @@ def _place(spec: ModelSpec, part: Part, together: Sequence[str]) -> StoredAdapte
 
 
 def _module(layer: str, together: Sequence[str], which: str, matrix: str) -> str:
-    """Return the name of a matrix of all experts: the first of two parameters is wrapped twice."""
+    """Return the stored name of a matrix of all experts; PEFT wraps the first of two twice."""
     inner = ".base_layer" if len(together) > 1 and which == together[0] else ""
     return f"{_PREFIX}{_EXPERTS.format(layer)}{inner}.{_MATRICES[matrix]}.weight"
 
 
 def peft_name(family: str, name: str, expert: int = 0) -> str:
-    """Return PEFT's name for a matrix of an adapter, of experts one by one that of one."""
+    """Return PEFT's name for a LoRA matrix, or for that of one expert where stored one by one."""
     module, matrix = name.rsplit(".", 1)
     stored = hf_name(family, f"{module}.weight", expert).removesuffix(".weight")
     return f"{_PREFIX}{stored}.{_MATRICES[matrix]}.weight"
 
 
 def to_peft(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a PEFT adapter file; `state` has the matrices by our names."""
+    """Convert LoRA matrices by Meshwright's names to the tensors of a PEFT adapter file."""
     tensors: dict[str, Tensor] = {}
     for name, stored_adapter in places(spec).items():
         matrix = state[name]

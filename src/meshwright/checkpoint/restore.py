@@ -39,7 +39,7 @@ def newest_good(
     on_bad: Callable[[str], None],
     group: dist.ProcessGroup | None = None,
 ) -> Good | None:
-    """Return the newest step that passes its verification; a collective.
+    """Return the newest step that passes its verification, or None if there is no step.
 
     The ranks share the reading, and communicate over a gloo `group`, by default the world's. A
     newer step that fails is set aside, so that it can be saved again, and `on_bad` receives the
@@ -94,18 +94,20 @@ def stored_of(folder: Place, kind: str) -> Stored:
 
 
 class StoredSource:
-    """A source of weights for `build`: each rank reads the regions that it holds."""
+    """A source of weights for `build` that reads the requested regions from a step folder."""
 
     def __init__(self, folder: Place) -> None:
         self._stored, self._folder = stored_of(folder, WEIGHTS), folder
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        """Return a region of a parameter; raises `CheckpointError` where it does not fit."""
+        """Return a region of a parameter; raise `CheckpointError` if its whole shape is not
+        `shape`.
+        """
         self.check(name, shape)
         return self._stored.read(name, region)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `CheckpointError` if a parameter of this shape is missing."""
+        """Raise `CheckpointError` if a parameter is missing or has another shape."""
         stored_shape = self._stored.shape(name)
         if stored_shape != tuple(shape):
             raise CheckpointError(
@@ -114,9 +116,9 @@ class StoredSource:
 
 
 def restore(trained: Trained, good: Good, *, same_optimizer: bool = True) -> None:
-    """Restore the optimizer from a verified step, whose weights are already loaded.
+    """Restore the optimizer's state from a verified step, whose weights are already loaded.
 
-    If the step is of another kind of optimizer, the optimizer starts without state.
+    If not `same_optimizer`, the step is of another optimizer, and this one starts without state.
     """
     if same_optimizer:
         stored = stored_of(good.folder, OPTIMIZER)

@@ -1,8 +1,8 @@
-"""`Saver`: the ranks of a run write one step together, synchronously or during training.
+"""`Saver`: the ranks of a run write a step together, synchronously or during training.
 
 During training, a thread copies what this rank writes while the next forward and backward run:
-these change no weights, so only the update has to wait for the copy. Then the thread writes, over a
-separate process group, because two threads must not use collectives of the same group.
+these change no weights, so only the update has to wait for the copy. Then the thread writes to the
+disk; it uses a separate process group, because two threads must not use collectives of one group.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from meshwright.store import Place, place
 
 
 class Saved(NamedTuple):
-    """A committed step: its path, its bytes, and the seconds from the call to the commit.
+    """A committed step: its path, its size in bytes, and the seconds from the call to the commit.
 
-    `stall_s` is how long training waited for it.
+    `stall_s` are the seconds that training waited for it.
     """
 
     step: int
@@ -77,9 +77,10 @@ class Saver:
         mark: Callable[[str, int], None] = lambda moment, step: None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Make `root` and open a group of its own.
+        """Create `root` and a process group for saves.
 
-        `run` is the id of the run that saves; `mark` is told where the save of which step is.
+        `run` is the id of the run that saves; `mark` is called with each progress mark and the
+        step.
         """
         self._root, self._world, self._keep, self._mark = root, world, keep, mark
         self.run = run
@@ -104,10 +105,10 @@ class Saver:
     def save(
         self, step: int, chunks: Chunks, facts: Mapping[str, Any], texts: Mapping[str, str]
     ) -> None:
-        """Save a step, or start to; waits for the previous one.
+        """Save a step, or with `during_training` start to; waits for the previous save.
 
-        `facts` go into the manifest, `texts` become files by their names. Raises `CheckpointError`
-        on every rank if one of them could not write.
+        `facts` go into the manifest; `texts` are the contents of further files by name. Raises
+        `CheckpointError` on every rank if one of them could not write.
         """
         self.finish()
         started = time.perf_counter()
@@ -141,9 +142,9 @@ class Saver:
             self.finish()
 
     def keep_best(self, step: int) -> None:
-        """Keep a step, if it is saved, until another one is the best; a collective.
+        """Mark a step as the best, if it is saved, so that it is not removed; a collective.
 
-        Waits for its save. The previous best one becomes an old step.
+        Waits for its save. The previous best step may then be removed.
         """
         self.finish()
 
@@ -164,13 +165,13 @@ class Saver:
             self._running.stall_s += time.perf_counter() - started
 
     def poll(self) -> None:
-        """Report a save that has ended on every rank; doesn't wait."""
+        """Report a save whose thread has ended; does not wait for others."""
         running = self._running
         if running is not None and running.thread is not None and not running.thread.is_alive():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for a running save and report it; raises what it raised."""
+        """Wait for a running save and report it; raise its error if it failed."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -187,7 +188,7 @@ class Saver:
 
     @contextmanager
     def _beside_training(self, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """Run the copies from a GPU on a separate stream, after an event of the training stream."""
+        """Within this context, run copies on a separate GPU stream, after the event `ready`."""
         if self._stream is None or self._staging is None or ready is None:
             yield
             return
@@ -199,7 +200,7 @@ class Saver:
             self._staging.finish()
 
     def _copied(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Return chunks whose values are copied to host memory, the same for every save."""
+        """Copy chunks to host buffers, which all saves reuse."""
         copies = []
         for name, offsets, tensor in chunks:
             buffer = self._buffers.get(name)
@@ -277,7 +278,7 @@ class Saver:
         return str(begin(self._root, step, self.run) or "")
 
     def _remove_old(self, step: int) -> None:
-        """Remove steps that are kept no longer, once one of the others has been verified."""
+        """Verify the step just saved, then remove steps that need not be kept."""
         self._together(lambda: self._verify(self._root / step_name(step)))
         self._mark("purge", step)
         if self._world.rank == 0:
@@ -289,7 +290,7 @@ class Saver:
         return ""
 
     def _together(self, work: Callable[[], str]) -> list[str]:
-        """Return what `work` returns on each rank; where it fails on one, it fails on all."""
+        """Run `work` on all ranks and return all results; an error on one rank is raised on all."""
         try:
             answer = "=" + work()
         except (CheckpointError, OSError) as error:
@@ -302,7 +303,7 @@ class Saver:
 
 
 def _more_room(error: BaseException) -> str:
-    """Return what to do where a disk was full."""
+    """Return advice for a full disk, or "" for other errors."""
     cause = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(cause, OSError) or cause.errno not in FULL:
         return ""
@@ -313,13 +314,13 @@ def _more_room(error: BaseException) -> str:
 
 
 def _bytes_of(files: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return the bytes of the tensors that a manifest lists."""
+    """Return the total bytes of the tensor files that a manifest lists."""
     kinds = (f"{WEIGHTS}-", f"{OPTIMIZER}-")
     return sum(file["bytes"] for name, file in files.items() if name.startswith(kinds))
 
 
 class _Running:
-    """A save under way."""
+    """The state of a save in progress."""
 
     def __init__(self, step: int) -> None:
         self.step = step

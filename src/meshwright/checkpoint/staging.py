@@ -18,17 +18,19 @@ PIECE: Final = 64 * MIB
 
 
 class Staging:
-    """Copies tensors of a GPU to the host on a stream; with two pinned buffers at most."""
+    """Copies GPU tensors to the host on a stream, through at most two pinned buffers."""
 
     def __init__(self, stream: Any, piece: int = PIECE, *, pins: bool = True) -> None:
-        """Take the `torch.cuda.Stream` to copy on; nothing is allocated before the first copy."""
+        """Set the `torch.cuda.Stream` to copy on; buffers are allocated by the first copy."""
         self._stream, self._piece, self._pins = stream, piece, pins
         self._pieces: list[Tensor] = []
         self._filled: dict[int, tuple[Any, Tensor]] = {}  # until when, and where its bytes belong
         self._turn = 0
 
     def copy(self, source: Tensor, into: Tensor) -> None:
-        """Start to copy a tensor into one of the same shape on the host; `finish` waits for it."""
+        """Start to copy `source` to the host tensor `into` of the same shape; `finish` waits for
+        it.
+        """
         source_bytes, destination_bytes = (
             x.contiguous().view(-1).view(torch.uint8) for x in (source, into)
         )

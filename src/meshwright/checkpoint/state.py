@@ -1,8 +1,8 @@
-"""A run's state at a step, as tensors by name and facts: the same for every layout.
+"""A run's state at a step: named tensors and plain values, the same for every layout.
 
 Weights and optimizer states are stored as regions of whole tensors, so any layout can read what
 another one writes. Everything else is plain values: dropout, initial weights and the order of
-samples are pure functions of the seed and the step, so there is no generator state to lose.
+samples are pure functions of the seed and the step, so there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIMIZER: Final = "optimizer"
 
 
 class Trained(NamedTuple):
-    """The parts of a run that a step changes and a checkpoint keeps."""
+    """The model, the optimizer's shards and the optimizer of a run, which checkpoints save."""
 
     parallel: Parallel
     shards: Shards
@@ -38,17 +38,17 @@ class Trained(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What one rank writes: chunks of the parameters and of the optimizer's state."""
+    """What one rank writes of a step: chunks of parameters and of the optimizer's states."""
 
     weights: list[Chunk]
     optimizer: list[Chunk]
 
 
 class Leaf(NamedTuple):
-    """A tensor of a step: its name, the tensor and its region of the whole.
+    """This rank's shard of a tensor to save: its name, the tensor, and its region of the whole.
 
-    The optimizer knows it as `tensor`. `is_mine`: of the ranks that hold it, this one writes it.
-    The last `padding` rows of a shard are zero, and are not stored.
+    `tensor` is the key of the optimizer's state. `is_mine`: of the ranks with this shard, this one
+    writes it. The last `padding` rows of a shard are zero, and are not stored.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Leaf(NamedTuple):
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard of it, as a plain tensor that shares its memory."""
+        """This rank's shard without padding, as a plain tensor that shares the memory."""
         return self.stored(self.tensor.detach())
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """Return what is stored of this rank's shard of a tensor that lies as this one does."""
+        """Return this rank's shard, without padding, of a tensor that is sharded like this one."""
         shard = local_shard(tensor)
         return shard[: len(shard) - self.padding] if self.padding else shard
 
@@ -73,9 +73,9 @@ Kept = Mapping[str, float | None]
 
 
 def chunks_of(trained: Trained) -> Chunks:
-    """Return this rank's share of the state; its tensors are the run's own, not copies.
+    """Return the chunks of a run's state that this rank writes, without copying them.
 
-    Of ranks that hold the same shard, one writes it, in turn, so that all write about as much.
+    Of ranks that have the same shard, one writes it, in turn, so that all write about as much.
     """
     unchanged = [*_frozen(trained.parallel), *_buffers(trained.parallel)]
     return chunks([*_leaves(trained), *unchanged], trained.optimizer)
@@ -83,7 +83,7 @@ def chunks_of(trained: Trained) -> Chunks:
 
 @torch.no_grad()
 def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
-    """Return what this rank writes of some leaves and of their optimizer state."""
+    """Return the chunks that this rank writes of some tensors and of their optimizer states."""
     rank_chunks = Chunks([], [])
     for leaf in leaves:
         if not leaf.is_mine or leaf.shard.numel() == 0:
@@ -98,7 +98,7 @@ def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
 
 
 def scalars_of(trained: Trained) -> Mapping[str, float]:
-    """Return the optimizer's state besides tensors: AdamW's number of updates."""
+    """Return the optimizer's scalar states by key, such as AdamW's number of updates."""
     for leaf in trained.shards.leaves:
         state = trained.optimizer.state.get(leaf, {})
         scalars = {key: float(value) for key, value in state.items() if _is_scalar(value)}
@@ -108,9 +108,9 @@ def scalars_of(trained: Trained) -> Mapping[str, float]:
 
 
 def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float]) -> None:
-    """Restore the optimizer state of a step, whose weights are already loaded.
+    """Restore the optimizer's states from a step, whose weights are already loaded.
 
-    Raises `CheckpointError` if the step lacks a part.
+    Raises `CheckpointError` if the step lacks a tensor.
     """
     if not stored.names and not scalars:  # the optimizer that was saved kept nothing
         return
@@ -140,7 +140,7 @@ def fill_state(
     states: Kept,
     scalars_on: torch.device,
 ) -> None:
-    """Restore an optimizer's state of a parameter, its scalars on a device."""
+    """Restore the optimizer's state of one parameter; scalars go to the device `scalars_on`."""
     state: dict[str, Any] = {}
     for key, value in states.items():
         if value is not None:
@@ -159,7 +159,7 @@ def _leaves(trained: Trained) -> list[Leaf]:
 
 
 def _frozen(parallel: Parallel) -> list[Leaf]:
-    """Return the frozen parameters, which each step stores so that it can be loaded by itself."""
+    """Return the frozen parameters, which each step stores so that it is complete by itself."""
     dtype = DTYPES[parallel.program.train.precision]
     frozen = [parameter for parameter in parallel.held if not parameter.sharding.part.trained]
     leaves = [_leaf(parallel, parameter, parameter.shard) for parameter in frozen]
@@ -180,7 +180,7 @@ def _leaf(parallel: Parallel, parameter: GatheredParameter, tensor: Tensor) -> L
 
 
 def _buffers(parallel: Parallel) -> list[Leaf]:
-    """Return the buffers of all stages; the first rank of each stage writes them."""
+    """Return the buffers of all stages, which the first rank of each stage writes."""
     coordinates = parallel.groups.at
     is_mine = all(coordinates[axis] == 0 for axis in coordinates if axis != "pp")
     return [
@@ -197,7 +197,7 @@ def _is_scalar(value: object) -> bool:
 def is_turn(
     number: int, layout: Layout, coordinates: Mapping[str, int], sharding: Sharding
 ) -> bool:
-    """Whether this rank writes a shard, of the ranks that hold the same shard of a parameter.
+    """Whether this rank is the one that writes a shard, among the ranks that have the same shard.
 
     `number` is the parameter's index in the model, `coordinates` the rank's in the mesh.
     """

@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 def write_chunks(
     path: Place, chunks: Sequence[Chunk], mark: Callable[[str], None] = lambda moment: None
 ) -> Fingerprint:
-    """Write chunks of different tensors as one safetensors file, synced, and return its hash.
+    """Write chunks of different tensors as one safetensors file, synced; return size and hash.
 
     GPU tensors are copied to the host one chunk at a time. `mark` is called with "shard" halfway,
     and with "" whenever another part is on the disk or in the store. Raises `CheckpointError` with
@@ -136,7 +136,7 @@ class _StoredPlace(NamedTuple):
 
 
 class Stored:
-    """The tensors of some files, read by region, wherever their chunks are."""
+    """The tensors in a set of files, of which any region can be read across their chunks."""
 
     def __init__(self, files: Iterable[Place]) -> None:
         self._places: dict[str, list[_StoredPlace]] = {}
@@ -213,7 +213,7 @@ def _offsets(opened: Any, path: Place) -> Mapping[str, Sequence[int]]:
 
 
 def _slices(region: Sequence[tuple[int, int]], within: Region) -> tuple[slice, ...]:
-    """Return a region in the coordinates of another one that holds it."""
+    """Return the index of `region` in a tensor that holds the region `within`."""
     return tuple(
         slice(start - base, stop - base)
         for (start, stop), (base, _) in zip(region, within, strict=True)

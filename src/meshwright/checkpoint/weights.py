@@ -1,4 +1,4 @@
-"""Loads the model of any folder, and writes folders with weights only."""
+"""Loads the model from any supported folder, and writes folders with weights only."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def write_weights(
 ) -> Place:
     """Commit whole weights, by our names, as a step under `root` and return its path.
 
-    `run` is the id of the run that trained them, if one did. Raises `CheckpointError` if the step
-    already exists or the disk refuses.
+    `run` is the id of the run that trained them, or "". Raises `CheckpointError` if the step
+    already exists or for a disk error.
     """
     with contextlib.suppress(OSError):  # `begin` tells
         root.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write_weights(
 
 
 def spec_text(spec: ModelSpec) -> str:
-    """Return the architecture as the text of `model.json`."""
+    """Return the architecture as the JSON text of `model.json`."""
     return spec.model_dump_json(indent=1, exclude={"init_from", "planned", OF_PADDING}) + "\n"
 
 
@@ -65,8 +65,8 @@ def load_model(folder: str | Path) -> Transformer:
     """Return the model of a run, a step, a Hugging Face folder or a PEFT folder, in fp32.
 
     Adapters of a PEFT folder are merged into the base model that it names. `model(input_ids)`
-    gives logits `[batch, seq, vocab]`. Every file is verified before it is read. Raises
-    `CheckpointError` naming what is missing or corrupt.
+    returns logits `[batch, seq, vocab]`. The files of a step are verified before they are read.
+    Raises `CheckpointError` naming what is missing or corrupt.
     """
     path = Path(folder)
     step = find_step(path)
@@ -86,7 +86,7 @@ def load_model(folder: str | Path) -> Transformer:
 
 
 def weights_from(folder: Path, spec: ModelSpec) -> Any:
-    """Return the source of the initial weights in `model.init_from`, for `build`.
+    """Return the source, for `build`, of the initial weights in the folder `model.init_from`.
 
     It is a Hugging Face folder, or a run or step folder, which is verified first. Adapters that a
     run has trained are merged into the weights.
@@ -119,7 +119,7 @@ def _load_step(folder: Path) -> Transformer:
 
 
 def _filled(spec: ModelSpec, source: Source) -> Transformer:
-    """Return a model with the weights of a source."""
+    """Return a model on the CPU with the weights of a source."""
     model = build_model(spec, device="meta")
     model.to_empty(device="cpu")
     model.init_tables(torch.device("cpu"))

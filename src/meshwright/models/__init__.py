@@ -1,4 +1,4 @@
-"""The models: plain modules without parallel code, their initial weights, and Hugging Face."""
+"""Models as plain modules without parallel code, their initial weights, Hugging Face files."""
 
 from meshwright.models.cache import KVCache
 from meshwright.models.init import init_model, init_parameter

@@ -29,7 +29,7 @@ NormPair = Callable[[Tensor, Tensor, RMSNorm, RMSNorm], tuple[Tensor, Tensor]]
 
 
 def each(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
-    """Return the results of layers with the same input."""
+    """Return the outputs of linear layers that all take the input `x`, in the order of `layers`."""
     return [apply(layer, x, context) for layer in layers]
 
 
@@ -47,8 +47,8 @@ def attend(
 ) -> Tensor:
     """Return causal attention, or attention where `mask` (bool, broadcast) is true.
 
-    The last query is at the position of the last key. A mask doesn't include the window and the cap
-    in `scores`, which apply in addition. sinks `[heads]` are there if `scores` says so.
+    The last query is at the position of the last key. The sliding window and soft cap of `scores`
+    apply in addition to the mask. `sinks` `[heads]`: attention sinks; None: the model has none.
     """
     queries, keys = q.shape[-2], k.shape[-2]
     scores = scores.within(keys)
@@ -68,7 +68,7 @@ def attend(
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds, sinks: Tensor | None) -> Tensor:
-    """Return causal attention of as many queries as keys."""
+    """Return causal attention for as many queries as keys, by the fastest kernel that can do it."""
     if blockwise.takes(q, k, scores):
         bounds = scores.window or 0, scores.cap or 0.0
         out: Tensor = blockwise.attention(q, k, v, *bounds, sinks)[0]
@@ -83,10 +83,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds, sinks: Tensor 
 def _by_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
 ) -> Tensor:
-    """Return attention by torch's fastest kernel.
+    """Return attention by torch's `scaled_dot_product_attention`.
 
-    On a GPU the one that takes fp32, or a mask, wants as many heads of keys as of queries: of
-    fewer torch would hold all scores.
+    On a GPU, torch falls back to storing all scores in fp32 or with a mask if there are fewer key
+    heads than query heads: there, key and value heads are repeated first.
     """
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda" and (q.dtype == torch.float32 or mask is not None):
@@ -96,7 +96,7 @@ def _by_kernel(
 
 
 def spread(x: Tensor, heads: int) -> Tensor:
-    """Return x `[batch, kv_heads, seq, head_dim]` with a copy for each head that shares it."""
+    """Return `x` `[batch, kv_heads, seq, head_dim]` with its heads repeated to `heads` heads."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -108,19 +108,20 @@ def _masked(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return attention where `mask` is true, everywhere without one."""
+    """Return attention where `mask` is true; None: each query attends to all keys."""
     if cap is None and sinks is None:
         return _by_kernel(q, k, v, mask)
     return plainly(q, k, v, mask, cap, sinks)
 
 
 class Attention(nn.Module):
-    """Projections q, k, v, o around `core`, which context parallelism may replace.
+    """Multi-head attention: projections q, k, v and o around `core`, the scores and the softmax.
 
-    With `gate`, a fourth one of the input, its sigmoid multiplies what enters `o`. Tensor
-    parallelism may replace `project`, which computes all but `o`, `norm_pair`, which
-    normalizes queries and keys over all heads, and `local`, which returns this rank's sinks. The
-    number of heads is derived from the projections' outputs, so it may be a rank's share.
+    With `gate`, a fourth projection of the input, the sigmoid of that projection multiplies the
+    input of `o`. Context parallelism may replace `core`. Tensor parallelism may replace `project`,
+    which computes all projections but `o`, `norm_pair`, which normalizes queries and keys over all
+    heads, and `local`, which returns this rank's sinks. The number of heads follows from the width
+    of the projections' outputs, so a rank may have a part of the heads.
     """
 
     q: nn.Linear
@@ -150,7 +151,7 @@ class Attention(nn.Module):
         self.local: Callable[[Tensor], Tensor] = _same
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return attention over x `[batch, seq, dim]`, of the same shape."""
+        """Return the attention sublayer's output for `x` `[batch, seq, dim]`, of the same shape."""
         cache = context.cache
         gated = () if self.gate is None else (self.gate,)
         q, k, v, *gate = self.project(x, (self.q, self.k, self.v, *gated), context)

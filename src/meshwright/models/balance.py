@@ -24,15 +24,16 @@ from meshwright.models.context import Unpadded
 
 
 def full_at(capacity: float, seq_len: int, top_k: int, experts: int) -> int:
-    """Return how many tokens of a sequence an expert takes, for a capacity in even shares."""
+    """Return an expert's limit of tokens per sequence: `capacity` times an even share."""
     return math.ceil(capacity * seq_len * top_k / experts)
 
 
 class Sequences(NamedTuple):
-    """The sequences of a router's tokens: their number, and which of the tokens are data.
+    """The sequences that a router's tokens belong to, and which of the tokens are not padding.
 
-    `is_data` bool `[tokens]`; `lengths` int64 `[number]` are the data of each whole sequence, also
-    on other ranks. None: every token is data.
+    `number` is the number of sequences. `is_data` bool `[tokens]` is False for padding. `lengths`
+    int64 `[number]` are the tokens of each whole sequence without padding, including those that
+    other ranks hold. None: no token is padding.
     """
 
     number: int
@@ -41,19 +42,25 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, number: int, unpadded: Unpadded | None) -> Sequences:
-        """Return so many sequences, of which some may be padded."""
+        """Return `number` sequences; `unpadded` says which tokens are not padding, None that all
+        are not.
+        """
         if unpadded is None:
             return cls(number)
         return cls(number, unpadded.mask.flatten(), unpadded.lengths)
 
     def data(self, values: Tensor) -> Tensor:
-        """Return values of tokens `[tokens, ...]` with 0 for padding."""
+        """Return per-token values `[tokens, ...]` with those of padding set to 0."""
         if self.is_data is None:
             return values
         return values * self.is_data.view(-1, *[1] * (values.dim() - 1))
 
     def add(self, values: Tensor, into: Tensor) -> None:
-        """Add the values of each sequence `[number, n]` to its tokens `[tokens, n]`, in place."""
+        """Add the values of each sequence `[number, n]` to each of its tokens in `into` `[tokens,
+        n]`.
+
+        It works in place and leaves padding out.
+        """
         by_row = into.view(self.number, -1, into.shape[-1])
         if self.is_data is None:
             by_row += values[:, None]
@@ -61,9 +68,11 @@ class Sequences(NamedTuple):
             by_row.addcmul_(values[:, None], self.is_data.view(self.number, -1, 1).to(values))
 
     def lengths_of(self, tokens: int) -> Tensor | int:
-        """Return the data of each sequence `[number, 1]`, or the one number; padding alone is 1.
+        """Return each sequence's length without padding `[number, 1]`, or one integer without
+        padding.
 
-        `tokens` are those of all sequences, on all ranks that share them.
+        `tokens` counts the tokens of all sequences on all ranks that share them. A sequence of
+        padding alone counts as 1.
         """
         if self.lengths is None:
             return tokens // self.number
@@ -72,17 +81,19 @@ class Sequences(NamedTuple):
 
 @dataclass
 class Balance:
-    """The weights of a router's losses, and its counts and losses since they were last read.
+    """A router's auxiliary losses, capacity and bias correction, with counts since the last
+    reading.
 
-    `aux` weighs the load-balancing loss, `z` the z-loss. `scale` multiplies both: one over the
-    sequences of the global batch times the loss scale, 0 on ranks that compute what another does.
-    `summed` returns the sum of counts over the `ranks` that share sequences. Of a sequence, this
-    rank has such `pieces`, and each of the others as many. `met` are the tokens of each expert,
-    int64 `[experts]`, on ranks that count; `losses` the two losses, fp32 `[2]`, without `scale`.
-    With a `capacity` c, an expert takes at most c times its even share of a row's tokens; `dropped`
-    counts the pairs that it does not take, int64 `[]`. With `is_forced` tokens meet experts in
-    turn, whatever their scores. `lately` are the tokens of each expert in the step under way, int64
-    `[experts]`, where `rate` moves the router's correction after it.
+    `aux` weighs the load-balancing loss, `z` the z-loss. `scale` multiplies both: the loss scale
+    divided by the sequences of the global batch, or 0 on ranks that duplicate another's work.
+    `ranks` ranks share each sequence; `summed` returns the sum of counts over them. `pieces` are
+    the numbers of the pieces of a sequence on this rank; every other rank has equally many. `met`
+    are the tokens of each expert, int64 `[experts]`, None on ranks that do not count; `losses` the
+    two losses, fp32 `[2]`, without `scale`. With a `capacity` c, an expert accepts at most c times
+    its even share of a sequence's tokens; `dropped` counts the (token, expert) pairs beyond it,
+    int64 `[]`. With `is_forced`, tokens are assigned to experts round-robin, whatever their scores.
+    `lately` are the tokens of each expert in the current step, int64 `[experts]`; by it, the
+    router's correction changes by `rate` after the step.
     """
 
     aux: float = 0.0
@@ -100,9 +111,10 @@ class Balance:
     dropped: Tensor | None = None
 
     def picked(self, weights: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Return the weights and ids of each token's experts, from all experts' weights in fp32.
+        """Select `top_k` experts of each token; return their weights and ids, both `[tokens,
+        top_k]`.
 
-        weights `[tokens, experts]`; the results are `[tokens, top_k]`.
+        `weights` fp32 `[tokens, experts]`: the largest win, unless the selection `is_forced`.
         """
         if not self.is_forced:
             return weights.topk(top_k)
@@ -112,9 +124,11 @@ class Balance:
         return weights.gather(-1, ids), ids
 
     def placed(self, ids: Tensor, sequences: Sequences, experts: int) -> Tensor:
-        """Return the ids int64 `[tokens, top_k]`, with padding spread over experts in turn.
+        """Return `ids` int64 `[tokens, top_k]` with those of padding spread evenly over the
+        experts.
 
-        It is alike, and would all meet the same. With a capacity, it meets none: see `bounded`.
+        All padding has the same scores, so it would load the same experts. With a capacity, `ids`
+        stay as they are, since `bounded` assigns no expert to padding.
         """
         if sequences.is_data is None or self.capacity is not None:
             return ids
@@ -122,11 +136,11 @@ class Balance:
         return ids.where(sequences.is_data[:, None], turns)
 
     def bounded(self, ids: Tensor, sequences: Sequences, experts: int) -> Tensor:
-        """Return the ids, with those of full experts replaced by the number of experts.
+        """Return `ids` with the id `experts`, "dropped", wherever an expert is beyond its capacity.
 
-        ids int64 `[tokens, top_k]`. The first tokens of a row have precedence, so that no token
-        depends on later ones: GShard, arXiv:2006.16668, algorithm 1, by sequence. Padding meets no
-        expert.
+        `ids` int64 `[tokens, top_k]`. The first tokens of a sequence have precedence, so that no
+        token depends on later ones: GShard, arXiv:2006.16668, algorithm 1, per sequence. All pairs
+        of padding are dropped.
         """
         assert self.capacity is not None
         rows = sequences.number
@@ -159,9 +173,11 @@ class Balance:
     def count(
         self, ids: Tensor, sequences: Sequences, experts: int, dropped: Tensor | None
     ) -> None:
-        """Record how many tokens met each expert, and the pairs that were `dropped`, int64 `[]`.
+        """Add the tokens per expert in `ids` int64 `[tokens, top_k]` to the counters, without
+        padding.
 
-        ids int64 `[tokens, top_k]`.
+        `dropped` int64 `[]` is the number of (token, expert) pairs beyond the capacity; None: no
+        capacity.
         """
         if self.dropped is not None and dropped is not None:
             self.dropped += dropped
@@ -173,11 +189,13 @@ class Balance:
                 noted += counts
 
     def to_shares(self, probabilities: Tensor, ids: Tensor, sequences: Sequences) -> Tensor:
-        """Return the load-balancing loss' gradient of all tokens of a row, fp32 `[rows, experts]`.
+        """Return the gradient of the load-balancing loss with respect to each token's
+        probabilities.
 
-        probabilities fp32 `[tokens, experts]` add up to 1 for each token, ids are the experts
-        `[tokens, top_k]` with the most of it. The loss is linear in the former: counts of the
-        latter have no gradient.
+        It is the same for all tokens of a sequence: fp32 `[sequences, experts]`. `probabilities`
+        fp32 `[tokens, experts]` add up to 1 for each token; `ids` `[tokens, top_k]` are its most
+        probable experts. Counts of `ids` have no gradient, so the loss is linear in
+        `probabilities`.
         """
         by_row, experts = ids.view(sequences.number, -1), probabilities.shape[-1]
         counts = torch.zeros(sequences.number, experts, dtype=torch.float32, device=ids.device)
@@ -192,9 +210,10 @@ class Balance:
         return gradient * self.scale
 
     def to_scores(self, sizes: Tensor, sequences: Sequences) -> Tensor:
-        """Return the z-loss gradient of scores, as factors `[tokens, 1]` of their softmax.
+        """Return factors `[tokens, 1]`: times the softmax of the scores, they are the z-loss'
+        gradient.
 
-        sizes fp32 `[tokens]` are the logarithms of the scores' summed exponentials.
+        `sizes` fp32 `[tokens]` are the log-sum-exp of each token's scores.
         """
         lengths = sequences.lengths_of(sizes.shape[0] * self.ranks)
         by_row = sequences.data(sizes).view(sequences.number, -1)

@@ -1,4 +1,4 @@
-"""The transformer block: attention or a recurrence, then an MLP or experts, each added to x."""
+"""The transformer block: attention or a recurrence, then an MLP or experts, with residual sums."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def mixing(spec: ModelSpec, rope: Rope, layer: str) -> Attention | LatentAttenti
 
 
 def feed_forward(spec: ModelSpec, kind: LayerSpec) -> MLP | ExpertMLP:
-    """Return the second sublayer of a layer: an MLP, or experts."""
+    """Return the second sublayer of a layer of this `kind`: an MLP, or a mixture of experts."""
     return ExpertMLP(spec) if spec.has_experts(kind) else MLP(spec)
 
 
 class Block(nn.Module):
-    """Attention and MLP around the residual stream, with norms before them, after them or both.
+    """A decoder layer: attention and MLP, with norms before or after each, and residual sums.
 
     Sequential, as in Llama: `x += attn(norm(x)); x += mlp(norm(x))`. Parallel, as in GPT-NeoX
     (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`. A norm after a sublayer
-    applies to what is added to the stream, as in OLMo 2 and Gemma 2. Dropout, if any, comes before
-    each addition, with the keys of this layer in the context. What is added is multiplied by
-    `scale`, as in Granite.
+    applies to the sublayer's output, as in OLMo 2 and Gemma 2. Dropout, if any, comes before each
+    addition, with the keys of this layer in the context. `scale` multiplies the sublayers' outputs,
+    as in Granite.
     """
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:

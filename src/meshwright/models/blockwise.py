@@ -1,13 +1,13 @@
 """Causal attention on a CPU by blocks of matmuls, forward and backward.
 
 PyTorch's CPU kernel (`_scaled_dot_product_flash_attention_for_cpu`) works head by head, with
-products too small for the library's best. Here a block has some rows of several heads at once:
-its scores stay in a core's cache, and each product is one batched call. Queries that share a head
-of keys are rows of one matrix, token by token, so that those after a key are a slice of it. What
-is kept for the backward is the kernel's: q, k, v, the result and the log-sum-exp.
-arXiv:2205.14135, algorithms 1 and 4, with all keys of a query, or all queries of a key, in one
-block: within a sliding window (arXiv:2004.05150, section 3.1), no others are read. Exponentials are
-powers of two, which PyTorch computes faster on a CPU.
+matmuls too small to be fast. Here a block has the queries of several heads and sequences at once:
+its scores stay in the cache of a CPU core, and each matmul is one batched call. The queries of the
+heads that share a key head are rows of one matrix, token by token, so that the queries after a key
+are one slice. The backward needs what the kernel's backward needs: q, k, v, the result and the
+log-sum-exp. arXiv:2205.14135, algorithms 1 and 4, with all keys of a query, or all queries of a
+key, in one block; with a sliding window (arXiv:2004.05150, section 3.1), only those within it.
+Exponentials are powers of two, which PyTorch computes faster on a CPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PRECISIONS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def takes(q: Tensor, k: Tensor, scores: ScoreBounds = UNBOUNDED) -> bool:
-    """Whether this is faster than PyTorch's kernel; q and k as for `attention`.
+    """Whether `attention` supports this call and is faster than PyTorch's kernel; shapes as there.
 
-    In bf16 and fp32 on a CPU, as `by_blocks` says.
+    It takes bf16 and fp32 on a CPU, for the sizes that `program.attention.by_blocks` accepts.
     """
     precision = _PRECISIONS.get(q.dtype, "")
     if q.device.type != "cpu" or q.shape[-2] != k.shape[-2]:
@@ -53,12 +53,13 @@ def attention(
     cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return causal attention and the log-sum-exp of its scores, in powers of two.
+    """Return causal attention and the base-2 log-sum-exp of its scores.
 
     query `[batch, heads, seq, head_dim]`, key and value `[batch, kv_heads, seq, head_dim]`, fp32 or
-    bf16; the result is as query, token by token in memory, the sums fp32 `[batch, heads, seq]`.
-    ScoreBounds are in fp32; exponentials are rounded before the second product, as the kernel does.
-    `window` and `cap` are those of `ScoreBounds`, 0 for none; sinks `[heads]`.
+    bf16. The result has the shape and dtype of query, contiguous as `[batch, seq, heads,
+    head_dim]`; the log-sum-exp is fp32 `[batch, heads, seq]`. Scores are fp32; their exponentials
+    are rounded to the input's dtype before the matmul with values, as in PyTorch's kernel. `window`
+    and `cap` are those of `ScoreBounds`, 0 for none; sinks `[heads]`.
     """
     cut = PlannedCut.of_call(query, key, window, cap)
     out, lse = by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -92,7 +93,10 @@ def attention_backward(
     window: int = 0,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value; arguments as `attention` has and gives them."""
+    """Return the gradients of query, key and value, given that of the result, `grad`.
+
+    `out` and `lse` are the results of `attention`; the other arguments are those of its call.
+    """
     cut = PlannedCut.of_call(query, key, window, cap)
     q_grad, k_grad, v_grad = by_token(query), by_token(key), by_token(value)
     queries, incoming = (FactorMemory.of(cut.queries, query.dtype) for _ in range(2))
@@ -119,7 +123,7 @@ def attention_backward(
 def _query_blocks(
     cut: PlannedCut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
 ) -> list[Callable[[Tensor], None]]:
-    """Return functions that compute a block of a part's result each, over all keys that it sees."""
+    """Return functions that each compute the output of one block of queries."""
     scores = FactorMemory.of(cut.room, values.dtype)
     results = torch.empty(queries[:, : BLOCK * cut.shared].shape, dtype=values.dtype).flatten()
     hidden = Hidden.of(cut)
@@ -161,7 +165,7 @@ def _key_blocks(
     sums: Tensor,
     deltas: Tensor,
 ) -> list[Callable[[Tensor, Tensor], None]]:
-    """Return functions that differentiate a block of keys each; queries' gradients add up."""
+    """Return functions that differentiate one block of keys each, adding to the query gradients."""
     dtype = queries.narrow.dtype
     first, second = (FactorMemory.of(cut.room, dtype) for _ in range(2))
     third = cut.room() if cut.cap else None
@@ -212,7 +216,7 @@ def _key_blocks(
 
 
 def by_token(x: Tensor) -> Tensor:
-    """Return an empty tensor of x's shape `[batch, heads, seq, dim]`, contiguous by token."""
+    """Return an empty tensor of x's shape `[batch, heads, seq, dim]`, token by token in memory."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 

@@ -8,12 +8,12 @@ from meshwright.errors import ConfigError
 
 
 class KVCache:
-    """Keys and values of past positions, preallocated for `capacity` of them, per layer.
+    """Keys and values of past positions of each layer, preallocated for `capacity` positions.
 
-    `length` is the number of positions that all layers hold; the model advances it after each
-    forward. Memory: 2 x layers x batch x kv_heads x capacity x head_dim elements, and layers x
-    batch x capacity x (kv_lora_rank + qk_rope_head_dim) of latent attention. A recurrent layer
-    keeps its state, whatever the capacity.
+    `length` is the number of positions that all layers have; the model advances it after each
+    forward. Memory: 2 x layers x batch x kv_heads x capacity x head_dim elements; for latent
+    attention, layers x batch x capacity x (kv_lora_rank + qk_rope_head_dim). A recurrent layer
+    stores its state, whose size does not depend on the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -31,9 +31,9 @@ class KVCache:
             )
 
     def append(self, layer: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values `[batch, kv_heads, new, head_dim]`; return all so far.
+        """Store new keys and values `[batch, kv_heads, new, head_dim]`; return all so far.
 
-        Each may have a last dim of its own.
+        The last dim of keys may differ from that of values.
         """
         if layer not in self._layers:
             self._layers[layer] = (self._room(keys), self._room(values))
@@ -44,11 +44,11 @@ class KVCache:
         return all_keys[:, :, :stop], all_values[:, :, :stop]
 
     def keep(self, layer: str, state: tuple[Tensor, ...]) -> None:
-        """Store what a recurrent layer needs of all positions so far."""
+        """Store the state of a recurrent layer after all positions so far."""
         self._states[layer] = state
 
     def kept(self, layer: str) -> tuple[Tensor, ...] | None:
-        """Return what a recurrent layer stored, None before the first position."""
+        """Return the stored state of a recurrent layer, or None before the first position."""
         return self._states.get(layer)
 
     def _room(self, x: Tensor) -> Tensor:

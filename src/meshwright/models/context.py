@@ -16,9 +16,10 @@ MaskOf = Callable[[Tensor, Tensor | None, KVCache | None], Tensor | None]
 
 
 class Unpadded(NamedTuple):
-    """Which tokens are data, in rows that are padded at their end.
+    """Which tokens are not padding, for sequences that are padded at their end.
 
-    `mask` bool `[batch, seq of the routers]`; `lengths` int64 `[batch]`: tokens of each whole row.
+    `mask` bool `[batch, seq of the routers]` is False for padding; `lengths` int64 `[batch]` are
+    the tokens of each whole sequence without padding.
     """
 
     mask: Tensor
@@ -28,15 +29,18 @@ class Unpadded(NamedTuple):
 class Context(NamedTuple):
     """The inputs of blocks besides the residual stream; made once per forward.
 
-    `mask` is what `Attention.core` gets: bool `[batch or 1, 1, seq, keys]`, or under context
-    parallelism the rows' segments. `positions` int64 `[seq of attention]`: for the rotation, where
-    they are not consecutive from the cache's length on. `keys` int64 `[batch]`: the rows' dropout
-    keys; None: no dropout. `places` int64 `[seq of the stream]`: the tokens' positions in the whole
-    row, for dropout; None: 0, 1, 2, ... Under sequence parallelism they differ from `positions`.
-    `unpadded`: the tokens that count in routers; None: all. `is_long` bool `[batch, seq of
-    attention]`: the tokens of documents that longrope rotates by its long factors, where the rows'
-    documents may differ. `documents` int `[batch, seq of attention]`: the tokens' segments, for
-    recurrences; None: a row is one document.
+    - `mask`: the mask of `Attention.core`, bool `[batch or 1, 1, seq, keys]`, or under context
+      parallelism the segments of each sequence; None: plain causal attention.
+    - `positions` int64 `[seq of attention]`: for rotary embeddings; None: consecutive from the
+      cache's length on.
+    - `keys` int64 `[batch]`: the dropout key of each sequence; None: no dropout.
+    - `places` int64 `[seq of the residual stream]`: positions in the whole sequence, for dropout;
+      None: 0, 1, 2, ... Under sequence parallelism they differ from `positions`.
+    - `unpadded`: the tokens that count in routers; None: all.
+    - `is_long` bool `[batch, seq of attention]`: the tokens that longrope rotates by its long
+      factors; None: all tokens use the same factors.
+    - `documents` int `[batch, seq of attention]`: the tokens' segments, for recurrences; None: each
+      sequence is one document.
     """
 
     mask: Tensor | None = None
@@ -53,10 +57,10 @@ PLAIN: Final = Context()
 
 
 def causal_mask(x: Tensor, segments: Tensor | None, cache: KVCache | None) -> Tensor | None:
-    """Return bool `[batch or 1, 1, seq, keys]`, or None for plain causal attention.
+    """Return the causal mask bool `[batch or 1, 1, seq, keys]`, or None for plain causal attention.
 
-    x `[batch, seq, ...]`, `segments` int `[batch, seq]`. Raises `ConfigError` if the cache is too
-    small, or is used with segments.
+    `segments` int `[batch, seq]`: each token attends to its own segment only. `x` is `[batch, seq,
+    ...]`. Raises `ConfigError` if the cache is too small, or is used with segments.
     """
     seq = x.shape[1]
     if cache is not None:

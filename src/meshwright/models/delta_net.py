@@ -1,8 +1,8 @@
 """Gated DeltaNet, a recurrent layer in place of attention: arXiv:2412.06464, section 3.4.
 
 Queries, keys and values pass a short causal convolution and a SiLU, then the gated delta rule of
-`models.delta_rule`; its result is normalized head by head and multiplied by a gate. What is around
-the rule has hand-written backwards, which save what each takes and nothing else.
+`models.delta_rule`, whose result is normalized per head and multiplied by a gate. The convolution,
+the gates and the norm have hand-written backwards, which save their inputs and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.spec.parts import delta_linears
 
 
 class GatedNorm(nn.Module):
-    """An RMSNorm of each head, times the SiLU of its gate."""
+    """An RMSNorm of each head, multiplied by the SiLU of a gate."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -41,13 +41,14 @@ class GatedNorm(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections `qkvz`, `ba` and `out` around the gated delta rule.
+    """The Gated DeltaNet layer: projections `qkvz`, `ba` and `out` around the gated delta rule.
 
-    `qkvz` has for each head of keys its query, its key, the values of the heads that share it, and
-    their gates z; `ba` their strengths b and decays a, before the functions of them. Tensor
-    parallelism may replace `project`, which computes both, and `local`, which returns this rank's
-    part of a parameter. The number of heads is derived from the projections' outputs, so it may be
-    a rank's share. A cache holds the last state, and what the convolution still needs.
+    For each key head, `qkvz` outputs its query, its key, the values of the value heads that share
+    it, and their output gates z; `ba` outputs the values b and a of these heads, from which `gates`
+    computes strengths and decays. Tensor parallelism may replace `project`, which computes both,
+    and `local`, which returns this rank's part of a parameter. The number of heads follows from the
+    width of the projections' outputs, so a rank may have a part of the heads. The cache stores the
+    last state and the last inputs of the convolution.
     """
 
     qkvz: nn.Linear
@@ -73,7 +74,7 @@ class GatedDeltaNet(nn.Module):
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return the layer's result for x `[batch, seq, dim]`, of the same shape."""
+        """Return the layer's output for `x` `[batch, seq, dim]`, of the same shape."""
         qkvz, ba = self.project(x, (self.qkvz, self.ba), context)
         strength, decay = gates(ba, self.local(self.a_log), self.local(self.dt_bias), self.shared)
         del ba
@@ -99,7 +100,7 @@ class GatedDeltaNet(nn.Module):
         return result
 
     def _heads(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield queries, keys, values and gates `[batch, seq, channels]` of what `qkvz` gives."""
+        """Yield queries, keys, values, gates `[batch, seq, channels]` from the output of `qkvz`."""
         values = self.shared * self.value_dim
         widths = [self.key_dim, self.key_dim, values, values]
         by_head = torch.split(torch.unflatten(x, 2, (-1, sum(widths))), widths, -1)
@@ -107,10 +108,10 @@ class GatedDeltaNet(nn.Module):
 
 
 def gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, shared: int) -> tuple[Tensor, Tensor]:
-    """Return the strengths of tokens, and in fp32 the logarithms of decays, `[batch, seq, heads]`.
+    """Return write strengths `sigmoid(b)` and log-decays `-exp(a_log) * softplus(a + dt_bias)`.
 
-    ba `[batch, seq, 2 heads]` has the numbers of `shared` heads, first their strengths' and then
-    their decays'. arXiv:2405.21060, section 7.1, of the decay.
+    Both are `[batch, seq, heads]`, log-decays in fp32. `ba` `[batch, seq, 2 heads]` has for each
+    key head the b of its `shared` value heads, then their a. arXiv:2405.21060, section 7.1.
     """
     out: tuple[Tensor, Tensor] = _Gates.apply(ba, a_log, dt_bias, shared)  # type: ignore[no-untyped-call]
     return out
@@ -143,7 +144,7 @@ class _Gates(torch.autograd.Function):
 
 
 def _both(ba: Tensor, dt_bias: Tensor, shared: int) -> tuple[Tensor, Tensor]:
-    """Return strengths before their sigmoid, and in fp32 decays before their softplus."""
+    """Return strengths before the sigmoid, and decays before the softplus, the latter in fp32."""
     strength, decay = torch.unflatten(ba, 2, (-1, 2, shared)).unbind(3)
     return strength.flatten(2), widened(decay.flatten(2)) + widened(dt_bias)
 
@@ -174,7 +175,7 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x `[..., dim]` divided by its root mean square in fp32 at least, and the factor."""
+    """Return `x` `[..., dim]` divided by its root mean square, and the factor, in fp32 at least."""
     wide = widened(x)
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return wide * scale, scale

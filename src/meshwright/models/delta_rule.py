@@ -49,13 +49,13 @@ def delta_rule(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what queries read, the state before each chunk, and the last state.
+    """Return the output of each token's query, the state before each chunk, and the last state.
 
-    query and key `[batch, seq, key_heads, key_dim]` are divided by their length, and query by
-    `sqrt(key_dim)`, in fp32 at least, as everything. value `[batch, seq, heads, value_dim]`, of
-    which the result has shape and dtype; decay (of the logarithm) and strength `[batch, seq,
-    heads]`. Where `segments` int `[batch, seq]` change, the state is zero again. `state`
-    `[batch, key_heads, key_dim, heads / key_heads, value_dim]` is the first one; None: zero.
+    query and key `[batch, seq, key_heads, key_dim]` are normalized to length 1, and query divided
+    by `sqrt(key_dim)`; all computation is in fp32 at least. value `[batch, seq, heads, value_dim]`;
+    the output has its shape and dtype. decay (its logarithm) and strength `[batch, seq, heads]`.
+    Where `segments` int `[batch, seq]` change, the state restarts from zero. `state` `[batch,
+    key_heads, key_dim, heads / key_heads, value_dim]` is the initial state; None: zero.
     """
     shape = state_shape(key, value)
     wide = torch.promote_types(value.dtype, torch.float32)
@@ -89,9 +89,10 @@ def delta_rule_backward(
     segments: Tensor | None,
     states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, decay, strength and the first state.
+    """Return the gradients of query, key, value, decay, strength and the initial state.
 
-    `grad` and `to_last` are those of the result and the last state; None: zero.
+    `grad` and `to_last` are the gradients of the output and of the last state; None: zero. `states`
+    are those before each chunk, from `delta_rule`.
     """
     given = query, key, value, decay, strength
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
@@ -107,7 +108,7 @@ def delta_rule_backward(
 
 
 class _Chunk(NamedTuple):
-    """The tokens of a chunk, in fp32 at least.
+    """The inputs of the tokens of a chunk, grouped by key head, in fp32 at least.
 
     query and key `[batch, key_heads, seq, key_dim]` in `reads` are normalized, and `lengths` are
     their divisors' inverses; value `[batch, key_heads, seq, shared, value_dim]`, strength alike
@@ -146,9 +147,12 @@ class _Chunk(NamedTuple):
         return ((key @ key.mT)[:, :, None] * self.reads.decays.within).tril_(-1)
 
     def written(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what tokens write after a state, what is left to write, and the system by row.
+        """Return four tensors: what tokens write, the value minus the state's, `system`, the keys'
+        reads.
 
-        Also what their keys read of the state.
+        `state` is the state before the chunk. The first is `strength * (v - what k reads)`,
+        including earlier writes of the chunk; the second is `value - enters * read`; the last are
+        what keys read of `state`.
         """
         read = through(self.reads.key, state)
         missing = self.value - self.reads.decays.enters * read
@@ -158,9 +162,11 @@ class _Chunk(NamedTuple):
         return written, missing, system, read
 
     def backward(self, grad: Tensor, state: Tensor, to_next: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of a call's arguments, as `[batch, seq, ...]`, and of the state.
+        """Return the gradients of the five inputs, each `[batch, seq, ...]`, and of the initial
+        state.
 
-        `grad` is that of the result, `to_next` that of the state after the chunk.
+        `grad` is the gradient of the output, `state` the state before the chunk, `to_next` the
+        gradient of the state after it.
         """
         (q, k, decays), strength = self.reads, self.strength
         written, missing, system, read = self.written(state)
@@ -191,7 +197,7 @@ class _Chunk(NamedTuple):
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return heads `[batch, heads, seq, dim]` divided by their lengths, and the factors."""
+    """Return heads `[batch, heads, seq, dim]` normalized to length 1, and the factors applied."""
     x = widened(x.transpose(1, 2))
     inverse = x.square().sum(-1, keepdim=True).add_(_EPS).rsqrt_()
     return x * inverse, inverse
@@ -204,7 +210,7 @@ def _through_unit(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _solved(system: Tensor, values: Tensor, *, upper: bool) -> Tensor:
-    """Return the solution of triangular systems with ones on their diagonals."""
+    """Return the solution of triangular systems whose diagonals are taken to be ones."""
     solve = torch.linalg.solve_triangular
     solution: Tensor = solve(system, values.transpose(2, 3), upper=upper, unitriangular=True)
     return solution.transpose(2, 3)

@@ -1,8 +1,9 @@
-"""Dropout with a mask that is a function of the element's place, the same on every mesh.
+"""Dropout with a mask that is a function of an element's position, the same for every mesh.
 
-A mask bit is a hash of the row's key, the layer, the site in it, the token's position in the row
-and the channel. However rows, positions and layers are distributed, each rank computes its share of
-the same mask, and a recomputed forward computes it again without any generator state.
+A mask bit is a hash of the sequence's key, the layer, the site (which dropout of the layer), the
+token's position in the sequence and the channel. However sequences, positions and layers are
+distributed, each rank computes its part of the same mask, and a recomputed forward computes it
+again without any generator state.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _FINAL: Final = ((16, 0x21F0AAAD), (15, 0x735A2D97))
 
 
 def row_keys(seed: int, step: int, rows: range | Tensor) -> Tensor:
-    """Return the dropout keys of a step's rows, int64 `[rows]`.
+    """Return the dropout key of each sequence of a step, int64 `[rows]`.
 
-    `rows` are numbers in the global batch, int64 where a tensor; the keys are on its device.
+    `rows` are the sequences' indices in the global batch, a range or an int64 tensor, on whose
+    device the keys are made.
     """
     if isinstance(rows, range):
         rows = torch.arange(rows.start, rows.stop, rows.step, dtype=torch.int64)
@@ -36,7 +38,7 @@ def row_keys(seed: int, step: int, rows: range | Tensor) -> Tensor:
 
 
 def layer_keys(keys: Tensor, layer: int) -> Tensor:
-    """Return the rows' keys for one layer, by its number in the whole model."""
+    """Return the sequences' dropout keys for a layer, by its number in the whole model."""
     return _mixed(keys ^ (layer + 1))
 
 
@@ -54,7 +56,7 @@ def dropout(
 
 
 class Dropout(nn.Module):
-    """`dropout` at one site; no effect if p is 0, in eval mode or without keys."""
+    """`dropout` at one site of a layer; no effect if p is 0, in eval mode or without keys."""
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class Dropout(nn.Module):
         self.site = site
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return x `[batch, seq, dim]` with its dropout."""
+        """Return `x` `[batch, seq, dim]` after dropout."""
         if self.p == 0 or context.keys is None or not self.training:
             return x
         return dropout(x, self.p, context.keys, context.places, self.site)
@@ -97,9 +99,9 @@ def _drop(
 
 
 def hashes(keys: Tensor, positions: Tensor, site: int, first: int, dim: int) -> Tensor:
-    """Return the hashes of rows x positions x channels, int32 `[batch, seq, dim]`.
+    """Return a hash of each (sequence, position, channel), int32 `[batch, seq, dim]`.
 
-    Their upper 16 bits depend on all of the arguments, which are those of `dropout`.
+    Its upper 16 bits depend on all arguments, which are those of `dropout`.
     """
     # Nothing may multiply an `arange` here: the compiler would take the product for an index, and
     # miscompile it where it wraps around.
@@ -116,13 +118,13 @@ def hashes(keys: Tensor, positions: Tensor, site: int, first: int, dim: int) -> 
 
 
 def _mixed(ints: Tensor) -> Tensor:
-    """Return int64 numbers of any shape, mixed so that each bit depends on all."""
+    """Return int64 numbers hashed so that each bit of a result depends on all input bits."""
     for shift, factor in _MIX:
         ints = (ints ^ _shifted(ints, shift)) * factor
     return ints ^ _shifted(ints, 31)
 
 
 def _shifted(ints: Tensor, by: int) -> Tensor:
-    """Return integers shifted to the right, with zeros coming in instead of the sign."""
+    """Return integers shifted right logically: zeros come in instead of the sign bit."""
     bits = 8 * ints.element_size()
     return (ints >> by).bitwise_and_((1 << (bits - by)) - 1)

@@ -1,7 +1,7 @@
-"""Low-rank adapters of experts, LoRA: matrices of its own for each expert, by grouped products.
+"""Low-rank adapters (LoRA) of experts: each expert has its own matrices, in grouped matmuls.
 
-arXiv:2106.09685, section 4.1. Projections of one input may share A, as where a file has them as one
-matrix with the outputs of both.
+arXiv:2106.09685, section 4.1. Projections with the same input may share A, for instance where a
+checkpoint stores gate and up as one matrix.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from meshwright.models.grouped import products, weight_grads
 
 
 class Adapter(NamedTuple):
-    """A `[experts, rank, in]`, and B `[experts, out, rank]` of each projection that takes `x A'`.
+    """The LoRA matrices of the projections `names`: one A, and a B for each of them.
 
-    Rows are sorted by expert, `counts` int64 `[experts]` of them each.
+    `a` `[experts, rank, in]`, `bs` `[experts, out, rank]`. In all methods, `rows` `[pairs, in]` are
+    tokens sorted by expert, and `counts` int64 `[experts]` says how many each expert has.
     """
 
     names: tuple[str, ...]
@@ -26,7 +27,7 @@ class Adapter(NamedTuple):
     scale: float
 
     def add(self, outputs: Mapping[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
-        """Add `scale * rows A' B'` to the outputs of projections; returns `rows A'`."""
+        """Add `scale * rows A' B'` to the projections' outputs in place; return `rows A'`."""
         low = products(rows, self.a, counts)
         for name, b in zip(self.names, self.bs, strict=True):
             outputs[name].add_(products(low, b, counts), alpha=self.scale)
@@ -35,7 +36,9 @@ class Adapter(NamedTuple):
     def back(
         self, grads: Sequence[Tensor], low: Tensor, counts: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of `rows A'` and of each B, from those of projections' outputs."""
+        """Return the gradients of `low = rows A'` and of each B, given those of the projections'
+        outputs.
+        """
         total, *further = (
             products(grad, b, counts, transposed=True)
             for grad, b in zip(grads, self.bs, strict=True)
@@ -49,7 +52,10 @@ class Adapter(NamedTuple):
 def named(
     adapters: Sequence[tuple[str, ...]], matrices: Sequence[Tensor | None], scale: float
 ) -> list[Adapter]:
-    """Return the adapters of projections from their matrices in order: A, and the B of each."""
+    """Return an `Adapter` for each group of projection names.
+
+    `matrices` has, group by group, A and then the B of each projection; None entries are skipped.
+    """
     named_adapters, remaining = [], [matrix for matrix in matrices if matrix is not None]
     for names in adapters:
         a, *bs = remaining[: 1 + len(names)]
@@ -61,7 +67,7 @@ def named(
 def added(
     adapters: Sequence[Adapter], outputs: Mapping[str, Tensor], rows: Tensor, counts: Tensor
 ) -> list[Tensor]:
-    """Add the adapters' outputs to those of projections in `outputs`; returns each `rows A'`."""
+    """Add the output of each adapter whose projections are in `outputs`; return their `rows A'`."""
     return [
         adapter.add(outputs, rows, counts) for adapter in adapters if adapter.names[0] in outputs
     ]
@@ -77,9 +83,11 @@ def through(
     to_rows: Tensor,
     counts: Tensor,
 ) -> Through:
-    """Add the adapters' part to the gradient of rows, from those of projections' outputs.
+    """Add the adapters' contribution to `to_rows`, the gradient of rows; return the other
+    gradients.
 
-    Beside each adapter there is the product with A that the forward has made.
+    `adapters` are pairs of an adapter and its `rows A'` of the forward; `grads` are the gradients
+    of the projections' outputs by name.
     """
     adapter_grads = []
     for adapter, low in adapters:
@@ -90,9 +98,10 @@ def through(
 
 
 def gradients(adapter_grads: Through, rows: Tensor, counts: Tensor) -> list[Tensor]:
-    """Return the gradients of all matrices, in the order in which `named` takes them.
+    """Return the gradients of all A and B matrices, in the order in which `named` takes the
+    matrices.
 
-    That of an A is made by the rows that it has multiplied.
+    `rows` are the inputs of the projections.
     """
     grads = []
     for to_low, to_bs in adapter_grads:

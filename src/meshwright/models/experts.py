@@ -1,9 +1,8 @@
-"""A mixture of experts instead of one MLP: a router, the selected experts, a shared one.
+"""A mixture of experts instead of one MLP: a router, routed experts and maybe a shared expert.
 
 arXiv:1701.06538, section 2. Without a capacity, no token is dropped: each is processed by its
-`top_k` experts, whatever their load. Products are computed on tokens sorted by expert. The backward
-is written by hand: it saves the projections of gate and up and the routing, and recomputes the
-rest.
+`top_k` experts, whatever their load. Matmuls run on tokens sorted by expert. The backward is
+written by hand: it saves the outputs of gate and up and the routing, and recomputes the rest.
 """
 
 from __future__ import annotations
@@ -36,9 +35,11 @@ from meshwright.spec.model import ModelSpec
 
 
 class Experts(nn.Module):
-    """Gated MLPs side by side: the sum of `share * down(act(gate(x), up(x)))` over a token's.
+    """The routed experts: for each token, the sum of `share * down(act(gate(x), up(x)))` over its
+    experts.
 
-    Tensor parallelism may clear `adds`: then another rank adds the bias of `down`.
+    Each expert is a gated MLP; `gate`, `up` and `down` have the matrices of all. Tensor parallelism
+    may set `adds` to False on ranks that leave the bias of `down` to another rank.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -57,7 +58,9 @@ class Experts(nn.Module):
             projection.adapt(spec.lora.rank, matrices(spec.adapted, name))
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sum of each token's experts; x `[tokens, dim]`."""
+        """Return, for each token of `x` `[tokens, dim]`, its experts' outputs weighted by their
+        shares.
+        """
         weights, biases = zip(
             *(projection.used for projection in (self.gate, self.up, self.down)), strict=True
         )
@@ -68,14 +71,14 @@ class Experts(nn.Module):
         return out
 
     def _low(self, names: Sequence[str]) -> list[Tensor]:
-        """Return this rank's matrices of an adapter of some projections: A, and the B of each."""
+        """Return this rank's LoRA matrices of projections: their A, then the B of each."""
         projections: list[Matrices] = [getattr(self, name) for name in names]
         adapter = (projections[0].lora_a, *(projection.lora_b for projection in projections))
         return [projections[0].local(matrix) for matrix in adapter if matrix is not None]
 
 
 def _adapters(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the projections of each adapter of experts, in order."""
+    """Return, for each LoRA adapter of the experts, the names of its projections, in order."""
     if JOINT in spec.adapted:
         names: list[tuple[str, ...]] = [("gate", "up")]
     else:
@@ -84,11 +87,12 @@ def _adapters(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
 
 
 class ExpertMLP(nn.Module):
-    """Experts, and maybe a shared one, instead of an MLP.
+    """A mixture-of-experts sublayer: a router, routed experts, and maybe a shared expert.
 
-    `enter` and `leave` are what comes before and after the part that tensor parallelism cuts, as
-    the experts' widths; the router is in it, on all tokens. If it `folds`, that part is the shared
-    expert alone. Expert parallelism replaces `begin`.
+    Tensor parallelism splits the experts' widths; `enter` and `leave` are its collectives before
+    and after that part of the computation, which includes the router (on all tokens). If it `folds`
+    (see `parallel.tensor_parallel`), only the shared expert is split this way. Expert parallelism
+    replaces `begin`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -102,7 +106,7 @@ class ExpertMLP(nn.Module):
         self.folds = False
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return the mixture for x `[..., dim]`, of the same shape."""
+        """Return the sublayer's output for `x` `[..., dim]`, of the same shape."""
         routed = x if self.folds else self.enter(x)
         tokens = routed.flatten(0, -2)
         sequences = Sequences.of(len(routed) if routed.dim() > 2 else 1, context.unpadded)
@@ -114,7 +118,9 @@ class ExpertMLP(nn.Module):
         return self.leave(out if shared is None else out + shared)
 
     def _beside(self, x: Tensor, context: Context) -> Tensor | None:
-        """Return the result of the shared expert for the tokens x, if there is one."""
+        """Return the shared expert's output for tokens x, or None if the layer has no shared
+        expert.
+        """
         if self.shared is None:
             return None
         inside = self.enter(x) if self.folds else x
@@ -124,18 +130,20 @@ class ExpertMLP(nn.Module):
         return shared
 
     def begin(self, tokens: Tensor, routing: Routing) -> Make:
-        """Begin to compute the experts of tokens `[tokens, dim]`; returns a function that ends it.
+        """Start the routed experts of tokens `[tokens, dim]`; return a function that returns their
+        output.
 
-        The shared expert computes before that function is called.
+        The shared expert runs before that function is called, so it may overlap with communication.
         """
         return partial(self.experts, tokens, routing)
 
 
 class _Experts(torch.autograd.Function):
-    """All experts' MLPs. A share multiplies what enters `down`: its gradient needs no result.
+    """Autograd function of all experts' MLPs. Shares multiply the input of `down`.
 
-    Kept are the tokens, their shares, the pairs' order, the results of gate and up, and of each
-    adapter the product with A.
+    So the gradient of a share does not need the output of `down`. Saved for the backward: the
+    tokens, their shares, the order of (token, expert) pairs, the outputs of gate and up, and `rows
+    A'` of each adapter.
     """
 
     @staticmethod

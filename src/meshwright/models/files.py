@@ -13,10 +13,10 @@ MAX_TENSORS: Final = 100_000  # of one file: a hostile header has more
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a file for reading on the CPU; reads only its header.
+    """Open a safetensors file for reading on the CPU; reads only its header.
 
     Raises `CheckpointError` for a file that is not valid safetensors, or has more than
-    `MAX_TENSORS`.
+    `MAX_TENSORS` tensors.
     """
     try:
         opened: Any = safe_open(path, framework="pt", device="cpu")

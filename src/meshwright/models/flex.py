@@ -1,7 +1,7 @@
 """Causal attention with a window, a soft cap or sinks on a GPU: FlexAttention, arXiv:2412.05496.
 
-It is compiled with the bounds of the scores, skips blocks outside the window, and stores no square.
-PyTorch's module is imported on first use, because that takes long.
+It is compiled for given score bounds, skips blocks outside the window, and stores no matrix of all
+scores. PyTorch's module is imported on first use, because that takes long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _Parts = tuple[Callable[..., Any], Callable[..., Tensor] | None, Any]
 
 
 def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether it computes with such tensors; its kernels are Triton's."""
+    """Whether FlexAttention supports tensors of this device, dtype and head dim, which needs
+    Triton.
+    """
     is_wide = head_dim >= _MIN_HEAD_DIM and dtype != torch.float64
     return is_wide and device.type == "cuda" and HAS_TRITON
 
@@ -34,7 +36,9 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return the attention of as many queries as keys; shapes as `blockwise.attention` has."""
+    """Return causal attention for equal numbers of queries and keys; shapes as
+    `blockwise.attention`.
+    """
     # Inside code that is compiled it is part of that.
     make = _parts if torch.compiler.is_compiling() else _compiled_parts
     attend, bound, blocks = make(scores, q.shape[-2], q.device)
@@ -54,13 +58,15 @@ def attention(
 
 @lru_cache(maxsize=16)
 def _compiled_parts(scores: ScoreBounds, length: int, device: torch.device) -> _Parts:
-    """Return the parts of a call with attention compiled; calls that are alike share them."""
+    """Return `_parts` with attention compiled; cached, so that equal arguments share one
+    compilation.
+    """
     attend, bound, blocks = _parts(scores, length, device)
     return torch.compile(attend), bound, blocks
 
 
 def _parts(scores: ScoreBounds, length: int, device: torch.device) -> _Parts:
-    """Return the parts of a call."""
+    """Return FlexAttention's function, score modifier (None without a cap) and block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     window = scores.window

@@ -1,7 +1,7 @@
 """Matrices in fp8 with a scale per block, as DeepSeek-V3, Kimi K2 and MiniMax-M2 are published.
 
-arXiv:2412.19437, section 3.3.2: blocks of 128 x 128 numbers (E4M3), each times its fp32 scale. The
-scales of `X.weight` are stored as `X.weight_scale_inv`.
+arXiv:2412.19437, section 3.3.2: blocks of 128 x 128 numbers (E4M3), each with an fp32 scale that
+multiplies it. The scales of `X.weight` are stored as `X.weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _STORED: Final = "F8_E4M3"
 
 
 def scales_of(files: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the scales that stand beside a matrix in fp8; checks their shapes.
+    """Return the names of the stored tensors that hold the block scales of an fp8 matrix.
 
-    `files` has the opened file of each stored tensor. Raises `CheckpointError` for scales that are
-    not one of each block.
+    `files` maps the name of each stored tensor to its opened file. Raises `CheckpointError` where
+    the shape of the scales is not one scale per block.
     """
     names = set()
     for name, opened in files.items():
@@ -46,9 +46,10 @@ def scales_of(files: Mapping[str, Any]) -> frozenset[str]:
 def read(
     files: Mapping[str, Any], scales: Collection[str], name: str, region: Region | None
 ) -> Tensor | None:
-    """Return a region of a matrix as bf16, or None if it is not stored in fp8 with scales.
+    """Return a region of a stored fp8 matrix as bf16, or None if `name` is not in fp8 with scales.
 
-    Nothing else of the matrix is read. DeepSeek's own conversion rounds to bf16, too.
+    A `region` of None is the whole matrix; only the region is read. DeepSeek's own conversion
+    rounds to bf16, too.
     """
     if name + SCALES not in scales:
         return None

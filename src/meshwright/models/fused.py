@@ -1,8 +1,8 @@
-"""Experts of a folder in transformers 5's in-memory format: a layer's experts in two tensors.
+"""Experts of a folder in transformers 5's in-memory format: all experts of a layer in two tensors.
 
 `save_pretrained` separates them again, unless `save_original_format = False`. A layer's
-`gate_up_proj` is `[experts, 2 x width, dim]`, gates above ups, and `down_proj`
-`[experts, dim, width]`.
+`gate_up_proj` is `[experts, 2 x width, dim]`, gate rows before up rows, and `down_proj` `[experts,
+dim, width]`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _ROUTER: Final = re.compile(r"layers\.(\d+)\.mlp\.router\.weight")
 
 
 class Inside(NamedTuple):
-    """The place of one expert's matrix: rows `start` to `stop` of that `expert` of a stored tensor.
+    """Where one expert's matrix is in a fused tensor: rows `start` to `stop` of expert number
+    `expert`.
 
-    `rows` is the number of the stored tensor's rows per expert.
+    `stored` is the fused tensor's name, `rows` its number of rows per expert.
     """
 
     stored: str
@@ -31,7 +32,7 @@ class Inside(NamedTuple):
     rows: int
 
     def cuts(self, region: Region | None) -> tuple[int | slice, ...]:
-        """Return the index into the stored tensor of a region of the matrix, or of all of it."""
+        """Return the index into the fused tensor for a region of the matrix; None: all of it."""
         if region is None:
             return self.expert, slice(self.start, self.stop)
         (first, last), *columns = region
@@ -40,7 +41,10 @@ class Inside(NamedTuple):
 
 
 def inside(tensors: Iterable[HFTensor], names: Collection[str]) -> dict[str, Inside]:
-    """Return where each expert is that a folder has in fused tensors, by its usual name."""
+    """Return, by its usual name, where each expert's matrix is in the fused tensors of a folder.
+
+    `names` are the tensors that the folder has. Experts that are stored on their own are left out.
+    """
     by_name: dict[str, Inside] = {}
     for item in tensors:
         part = _PART.fullmatch(item.parts[0])
@@ -57,7 +61,10 @@ def inside(tensors: Iterable[HFTensor], names: Collection[str]) -> dict[str, Ins
 
 
 def routers(tensors: Iterable[HFTensor], names: Collection[str]) -> dict[str, str]:
-    """Return the stored name of each router that is named as in memory, by its usual name."""
+    """Return, by its usual name, the stored name of each router that is named as in memory.
+
+    `names` are the tensors that the folder has. Routers under their usual name are left out.
+    """
     stored_names = {}
     for item in tensors:
         if (part := _ROUTER.fullmatch(item.parts[0])) and item.name not in names:

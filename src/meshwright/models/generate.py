@@ -21,7 +21,7 @@ def generate(
     seed: int = 0,
     eos_id: int | Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the prompt with its continuation, int64 `[batch, prompt + new]`.
+    """Return the prompts with their sampled continuations, int64 `[batch, prompt + new]`.
 
     Arguments and errors as for `generate_tokens`.
     """
@@ -38,12 +38,12 @@ def generate_tokens(
     seed: int = 0,
     eos_id: int | Sequence[int] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the next token of each row, int64 `[batch]`, as it is sampled.
+    """Yield the next token of each sequence, int64 `[batch]`, as it is sampled.
 
-    `input_ids` int64 `[batch, prompt]`, prompts of equal length. `temperature` 0 takes the
-    likeliest token; `top_p` keeps the smallest set of likeliest tokens whose probability reaches
-    it. A row that produced `eos_id`, or one of several, repeats it; sampling ends when all have.
-    Raises `ConfigError` at once where a setting is out of range or prompt and new tokens exceed the
+    `input_ids` int64 `[batch, prompt]`, prompts of equal length. `temperature` 0 is greedy; `top_p`
+    samples from the smallest set of likeliest tokens whose probability reaches it. After `eos_id`
+    (or any of several), a sequence repeats it; sampling ends when all sequences have ended. Raises
+    `ConfigError` at once where a setting is out of range or prompt and new tokens exceed the
     model's context.
     """
     _check(model, input_ids, max_new_tokens, temperature, top_p)
@@ -107,9 +107,10 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Return `[batch, vocab]` with zeros outside the smallest likeliest set that reaches `top_p`.
+    """Return probabilities `[batch, vocab]` with 0 outside the smallest likeliest set reaching
+    `top_p`.
 
-    What is left is not rescaled. arXiv:1904.09751, section 3.1.
+    The rest is not rescaled. arXiv:1904.09751, section 3.1.
     """
     ordered, order = probabilities.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered

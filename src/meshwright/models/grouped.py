@@ -1,6 +1,6 @@
-"""Matmuls of sorted rows with a matrix of their own for each group: those of experts.
+"""Grouped matmuls: sorted rows, where each group (an expert) has a matrix of its own.
 
-One kernel for all groups where there is one (bf16 on CUDA), else a product for each group that has
+One kernel computes all groups where there is one (bf16 on CUDA), else one matmul per group that has
 rows.
 """
 
@@ -17,11 +17,12 @@ ALIGNED: Final = 8
 
 
 class Sorted(NamedTuple):
-    """Pairs of a token and an expert, those of an expert in a row.
+    """(token, expert) pairs sorted by expert.
 
-    `tokens` int64 `[pairs]` are the places of their tokens. `back` int64 `[pairs]` says where the
-    pairs of each token are, in the order of its experts. `counts` int64 `[experts]`. If pairs were
-    dropped, `tokens` are those of the others, and `back` has places beyond the end.
+    `tokens` int64 `[pairs]`: the index of each pair's token. `back` int64 `[tokens * top_k]`: the
+    sorted position of each token's pairs, in the order of the token's experts. `counts` int64
+    `[experts]`: pairs per expert. If pairs were dropped, `tokens` lacks them, and their entries in
+    `back` are beyond its end.
     """
 
     tokens: Tensor
@@ -30,9 +31,10 @@ class Sorted(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, experts: int, *, drops: bool = False) -> Sorted:
-        """Return the pairs of tokens with the experts `ids` `[tokens, top_k]`.
+        """Return the sorted pairs of tokens with their experts `ids` `[tokens, top_k]`.
 
-        With `drops`, pairs with the id `experts` are dropped; this waits for the device.
+        With `drops`, pairs whose id equals `experts` are dropped, and the host waits for the
+        device.
         """
         flat = ids.flatten()
         order = flat.argsort(stable=True)
@@ -45,21 +47,25 @@ class Sorted(NamedTuple):
         return cls(order // ids.shape[-1], back, counts)
 
     def sorted(self, shares: Tensor) -> Tensor:
-        """Return the share of each pair, `[pairs]`, from the shares of tokens `[tokens, top_k]`."""
+        """Return the share of each sorted pair, `[pairs]`, from the tokens' shares `[tokens,
+        top_k]`.
+        """
         flat = shares.flatten()
         by_pair = torch.empty_like(flat)
         by_pair[self.back] = flat
         return by_pair[: len(self.tokens)]
 
     def of_tokens(self, pairs: Tensor) -> Tensor:
-        """Return values of pairs in the order of tokens; 0 for pairs that were dropped."""
+        """Return values of sorted pairs in the order of tokens, then of their experts; 0 where
+        dropped.
+        """
         if len(self.tokens) == len(self.back):
             return pairs[self.back]
         padded = torch.cat([pairs, pairs.new_zeros(1, *pairs.shape[1:])])
         return padded[self.back.clamp(max=len(pairs))]
 
     def summed(self, pairs: Tensor, top_k: int) -> Tensor:
-        """Return the sums `[tokens, dim]` over each token's pairs `[pairs, dim]`."""
+        """Return the sum `[tokens, dim]` of the values `[pairs, dim]` of each token's pairs."""
         return self.of_tokens(pairs).view(-1, top_k, pairs.shape[-1]).sum(1)
 
 
@@ -71,10 +77,11 @@ def products(
     transposed: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return `rows @ weight.T` by groups, or `rows @ weight`, and the groups' bias.
+    """Return `rows @ weight.T` of each group (`rows @ weight` if `transposed`), plus the group's
+    bias.
 
-    rows `[pairs, in]`, sorted by group; weight `[groups, out, in]`, or `[groups, in, out]` where it
-    is `transposed`; counts int64 `[groups]`; bias `[groups, out]`.
+    rows `[pairs, in]`, sorted by group; weight `[groups, out, in]`, or `[groups, in, out]` if
+    `transposed`; counts int64 `[groups]`, the rows of each group; bias `[groups, out]`.
     """
     factors = weight if transposed else weight.transpose(1, 2)
     if not len(rows):
@@ -93,14 +100,19 @@ def products(
 
 
 def spread(values: Tensor, counts: Tensor, total: int) -> Tensor:
-    """Return values of groups `[groups, dim]` for each row of a group, `[total, dim]`."""
+    """Repeat the values of each group `[groups, dim]` for each of its rows: `[total, dim]`.
+
+    `counts` are the rows of each group, `total` their sum.
+    """
     return values.repeat_interleave(counts, 0, output_size=total)
 
 
 def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
-    """Return the sums of `factor * row` of each group, `[groups, dim]`, 0 for one without rows.
+    """Return the sum of `factor * row` over each group's rows, `[groups, dim]`, 0 for an empty
+    group.
 
-    rows `[total, dim]`, sorted by group; factors `[total]`, of the dtype of rows.
+    rows `[total, dim]`, sorted by group; factors `[total]`, of the dtype of rows; counts
+    `[groups]`.
     """
     if counts_are_on_device(rows):
         totals: Tensor = _sums_by_picks(rows, factors, counts)
@@ -113,7 +125,7 @@ def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
 # An operator of its own, since it is a sum, which no count of a layer's products has.
 @torch.library.custom_op("meshwright::sums_by_picks", mutates_args=())
 def _sums_by_picks(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
-    """Return `sums` without a wait for the counts, by a product with each group's factors."""
+    """Return `sums` by one matmul with a matrix of factors, which needs no wait for the counts."""
     groups = torch.arange(len(counts), device=rows.device)
     group_of_row = groups.repeat_interleave(counts, output_size=len(rows))
     picks = torch.zeros(len(counts), len(rows), dtype=rows.dtype, device=rows.device)
@@ -128,9 +140,10 @@ def _(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
 # An operator, because the compiler knows none that has to wait for a gradient.
 @torch.library.custom_op("meshwright::rows_again", mutates_args=())
 def rows_again(x: Tensor, places: Tensor, after: Tensor) -> Tensor:
-    """Return `x[places]` in a backward that has come to the gradient `after`.
+    """Return `x[places]`, gathered in the backward and not before the gradient `after` exists.
 
-    Compiled code would keep the rows of the forward instead: `top_k` times the tokens.
+    Without the dependency, compiled code would save the rows that the forward gathered: `top_k`
+    times the tokens.
     """
     return x[places]
 
@@ -141,7 +154,11 @@ def _(x: Tensor, places: Tensor, after: Tensor) -> Tensor:
 
 
 def dots(rows: Tensor, vectors: Tensor, counts: Tensor) -> Tensor:
-    """Return the dot products `[total]` of sorted rows `[total, dim]` and their group's vector."""
+    """Return the dot products `[total]` of sorted rows `[total, dim]` with the vector of their
+    group.
+
+    vectors `[groups, dim]`; counts `[groups]`, the rows of each group.
+    """
     if counts_are_on_device(rows) or not len(rows):
         return (rows * spread(vectors, counts, len(rows))).sum(-1)
     parts = zip(torch.split(rows, on_host(counts, len(rows))), vectors, strict=True)
@@ -164,18 +181,20 @@ def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def takes_one_kernel(rows: Tensor, factors: Tensor) -> bool:
-    """Whether there is a kernel for all groups at once: it wants widths that are multiples of 8."""
+    """Whether one kernel computes all groups: for bf16 on CUDA, with widths that are multiples of
+    8.
+    """
     is_aligned = rows.shape[-1] % ALIGNED == 0 and factors.shape[-1] % ALIGNED == 0
     return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
 
 
 def counts_are_on_device(rows: Tensor) -> bool:
-    """Whether the host would have to wait for the counts of groups of these rows."""
+    """Whether group counts are on a GPU, so that the host would have to wait to read them."""
     return rows.is_cuda
 
 
 def on_host(counts: Tensor, total: int) -> list[int]:
-    """Return counts that add up to `total` as numbers; without values they are even."""
+    """Return counts as integers, which add up to `total`; of fake tensors, even shares."""
     if isinstance(counts, FakeTensor):
         groups = len(counts)
         return [(total + index) // groups for index in range(groups)]

@@ -48,9 +48,10 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> Transformer:
-    """Return the model of a Hugging Face folder on the CPU, in `dtype` or as it is stored.
+    """Return the model of a Hugging Face folder on the CPU, in `dtype`, or in the stored dtype if
+    None.
 
-    What must stay in fp32 is in fp32, whatever `dtype` and the files have.
+    Tensors that must be in fp32 are in fp32, whatever `dtype` and the files say.
 
     Raises `CheckpointError` for a missing folder or file, a missing, unexpected or misshaped
     tensor, pickled weights and a corrupt file; `ConfigError` for an unsupported architecture.
@@ -72,15 +73,15 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> Transformer
 
 
 def hf_source(folder: str | Path, spec: ModelSpec) -> HFWeights:
-    """Return the parameters of a folder as a function of name, shape and region, for `fill`.
+    """Return a function of (name, shape, region) that reads the parameters of a folder.
 
-    Raises as `load_hf`, before the first tensor is read, also where they do not fit `spec`.
+    Raises as `load_hf`, before the first tensor is read, also where the files do not match `spec`.
     """
     return HFWeights(Path(folder), spec)
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Return the architecture of a Hugging Face folder."""
+    """Return the model's architecture from the `config.json` of a Hugging Face folder."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     path = folder / CONFIG
@@ -93,7 +94,9 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 class HFWeights:
-    """The stored tensors of a folder, checked against `spec` when opened and read when asked."""
+    """The stored tensors of a Hugging Face folder, checked against `spec` on opening, read on
+    demand.
+    """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.tensors = hf_tensors(spec)
@@ -111,7 +114,9 @@ class HFWeights:
         self._check(folder, spec)
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        """Return a region of a parameter by our name, as it is stored; nothing else is read."""
+        """Return a region of the parameter `name` (Meshwright's) in its stored dtype; reads only
+        it.
+        """
         items = self._items_of[name]
         item = items[0]
         if isinstance(item, AllExperts):
@@ -142,7 +147,7 @@ class HFWeights:
         return item.of_region(name, stored)
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Return one stored tensor, or a region of it."""
+        """Return one stored tensor by its Hugging Face name, or a region of it; None: all of it."""
         if name in self._packed:
             return self._unpacked(self._packed[name], region)
         inside = self._inside.get(name)
@@ -161,7 +166,7 @@ class HFWeights:
         return tensor
 
     def _unpacked(self, item: HFTensor, region: Region | None) -> Tensor:
-        """Return a dequantised region of a tensor `[experts, out, in]` that is stored in MXFP4."""
+        """Return a dequantised region of an MXFP4 tensor, whose shape is `[experts, in, out]`."""
         experts, (first, last), outs = whole(item.shape) if region is None else region
         blocks = first // mxfp4.BLOCK, -(-last // mxfp4.BLOCK)
         cuts = tuple(slice(*bounds) for bounds in (experts, outs, blocks))
@@ -174,7 +179,7 @@ class HFWeights:
         return values.transpose(1, 2)
 
     def _find_packed(self) -> dict[str, HFTensor]:
-        """Return the tensors that are stored in MXFP4, by the names that they have unpacked."""
+        """Return the tensors that are stored in MXFP4, by their unpacked names."""
         return {
             item.name: item
             for item in self.tensors
@@ -218,7 +223,9 @@ class HFWeights:
             self._check_shape(item)
 
     def _ahead(self, folder: Path, spec: ModelSpec, names: set[str]) -> set[str]:
-        """Return the tensors of layers that predict further tokens, which the model leaves out."""
+        """Return the stored tensors of multi-token-prediction layers, which the model lacks; warns
+        of them.
+        """
         if not FAMILIES[spec.family].predicts_ahead:
             return set()
         layers = {match[1] for name in names if (match := _AHEAD.fullmatch(name))}
@@ -261,7 +268,11 @@ class HFWeights:
                 )
 
     def _tied_heads(self, heads: Iterable[str]) -> set[str]:
-        """Return the stored heads of a tied model that equal the embedding, as they must."""
+        """Return the names among `heads` whose tensors equal the embedding, as a tied model
+        requires.
+
+        Raises `CheckpointError` where one differs from the embedding.
+        """
         embed = self.tensors[0].name
         equal: set[str] = set()
         for name in heads if embed in self._files else ():
@@ -296,11 +307,11 @@ def write_hf(
     bos_token_id: int | None = None,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> None:
-    """Write whole parameters, by our names, as a Hugging Face folder that transformers loads.
+    """Write unsharded parameters, by Meshwright's names, as a folder that transformers loads.
 
-    More than `max_shard_bytes` go into several files with an index. `config.json` comes last, so
-    an interrupted export cannot be mistaken for a whole one. Raises `CheckpointError` where the
-    folder holds a model already or a parameter is missing, `ConfigError` as `hf_config`.
+    More than `max_shard_bytes` go into several files with an index. `config.json` comes last, so an
+    interrupted export cannot be mistaken for a whole one. Raises `CheckpointError` where the folder
+    holds a model already or a parameter is missing, `ConfigError` as `hf_config`.
     """
     path = Path(folder)
     tensors = hf_tensors(spec)
@@ -339,7 +350,7 @@ def _bytes(item: HFTensor, state: Mapping[str, Tensor]) -> int:
 def _shards(
     tensors: Sequence[HFTensor], state: Mapping[str, Tensor], limit: int
 ) -> list[list[HFTensor]]:
-    """Cut the tensors, in their order, into runs of at most `limit` bytes, or of one tensor."""
+    """Split the tensors, in order, into files of at most `limit` bytes, or of one larger tensor."""
     shards: list[list[HFTensor]] = [[]]
     shard_bytes = 0
     for item in tensors:
@@ -353,7 +364,7 @@ def _shards(
 
 
 def _opened(folder: Path) -> dict[str, Any]:
-    """Return the opened file of each tensor of a folder, by its name in a text model."""
+    """Return the opened file of each tensor of a folder, by its name in a text-only model."""
     is_multimodal = (folder / CONFIG).is_file() and has_images(_read_json(folder / CONFIG))
     files: dict[str, Any] = {}
     left_out = 0
@@ -377,7 +388,10 @@ def _opened(folder: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder; an index may only name files inside it."""
+    """Return the safetensors files of a folder.
+
+    Raises `CheckpointError` for pickles, and for an index that names a file outside the folder.
+    """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():

@@ -1,8 +1,8 @@
-"""Maps tensors of a Hugging Face folder to our parameters, both ways.
+"""Maps tensors of a Hugging Face folder to Meshwright's parameters, both ways.
 
-The names are those of a family's table. GPT-NeoX stores query, key and value of each head together:
-`[heads, 3, head_dim, dim]` flattened to `[3 x dim, dim]`, with a bias alike. Experts are stored one
-by one, or all of a layer in one tensor.
+The names are those of the table of the model's family. GPT-NeoX stores query, key and value of each
+head together: `[heads, 3, head_dim, dim]` flattened to `[3 x dim, dim]`, with a bias alike. Experts
+are stored one by one, or all of a layer in one tensor.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One stored tensor: its name and shape, and the parameters in it with the rows of each.
+    """One stored tensor: its name and shape, and which parameters (`parts`) it contains.
 
-    Several are interleaved by head, where `heads` has their number, or lie one below the other. One
-    of an `expert` is that number's of a parameter of all experts.
+    `rows` are the rows of each parameter. Several parameters are concatenated along the rows, or
+    interleaved by head if `heads` is set, to the number of heads. If `expert` is set, the tensor is
+    that expert's slice of a parameter `[experts, ...]`.
     """
 
     name: str
@@ -39,7 +40,10 @@ class HFTensor:
     expert: int | None = None
 
     def taken(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the parts of whole parameters, by our names, that this tensor holds."""
+        """Return this tensor's parameters from `state`, unsharded parameters by Meshwright's names.
+
+        For a tensor of one expert, they are that expert's slices.
+        """
         parameters = [state[name] for name in self.parts]
         return (
             parameters
@@ -48,14 +52,14 @@ class HFTensor:
         )
 
     def split(self, stored: Tensor) -> tuple[Tensor, ...]:
-        """Return the parameters of a stored tensor, each contiguous."""
+        """Split a stored tensor into its parameters, in the order of `parts`, each contiguous."""
         if self.heads is None:
             return tuple(part.contiguous() for part in torch.split(stored, list(self.rows)))
         by_head = stored.reshape(self.heads, len(self.parts), -1, *stored.shape[1:])
         return tuple(part.flatten(0, 1).contiguous() for part in by_head.unbind(1))
 
     def join(self, ours: Sequence[Tensor]) -> Tensor:
-        """Return the stored tensor of these parameters, contiguous."""
+        """Return the contiguous stored tensor of the parameters `ours`, in the order of `parts`."""
         if self.heads is None:
             if self.expert is not None:  # not memory of all experts: files hold each by itself
                 return ours[0].clone()
@@ -66,9 +70,10 @@ class HFTensor:
     def read_rows(
         self, name: str, start: int, stop: int, read: Callable[[int, int], Tensor]
     ) -> Tensor:
-        """Return rows of a parameter out of stored rows, which `read` returns from one to another.
+        """Return rows `start` to `stop` of the parameter `name`.
 
-        Of rows that lie head by head it reads the heads that are touched.
+        `read(first, last)` returns rows of the stored tensor. If parameters are interleaved by
+        head, all rows of the affected heads are read.
         """
         index = self.parts.index(name)
         if self.heads is None:
@@ -132,23 +137,23 @@ class StackedExperts(AllExperts):
 class ExpertsInTurn(AllExperts):
     """A stored tensor of all experts: `[experts, in, out]`, of biases `[experts, out]`.
 
-    The outputs of the parameters in it come in turn.
+    If it contains several parameters (gate and up), their outputs alternate.
     """
 
     def split(self, stored: Tensor) -> tuple[Tensor, ...]:
-        """Return the parameters of a stored tensor, each contiguous."""
+        """Split a stored tensor into its parameters, each `[experts, out, in]` and contiguous."""
         ours = stored.transpose(1, -1)
         return tuple(
             ours[:, index :: len(self.parts)].contiguous() for index in range(len(self.parts))
         )
 
     def join(self, ours: Sequence[Tensor]) -> Tensor:
-        """Return the stored tensor of these parameters, contiguous."""
+        """Return the contiguous stored tensor of the parameters `ours`, in the order of `parts`."""
         return torch.stack(list(ours), 2).flatten(1, 2).transpose(1, -1).contiguous()
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
-        """The shape of each parameter in it."""
+        """The shape of each parameter in the stored tensor."""
         count, *inner, out = self.shape
         return count, out // len(self.parts), *inner
 
@@ -160,7 +165,9 @@ class ExpertsInTurn(AllExperts):
 
 
 def hf_name(family: str, name: str, expert: int = 0) -> str:
-    """Return the name of the stored tensor that holds one of our parameters, or an expert of it."""
+    """Return the Hugging Face name of the tensor that contains a parameter, or an expert's part of
+    it.
+    """
     modules, match = FAMILIES[family].modules, _LAYER.fullmatch(name)
     layer, inner = (None, name) if match is None else match.groups()
     if inner in modules:
@@ -170,7 +177,7 @@ def hf_name(family: str, name: str, expert: int = 0) -> str:
 
 
 def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
-    """Return the tensors of a stored model: of our parameters in their order, then of buffers."""
+    """Return the tensors of a model's Hugging Face folder: parameters in order, then buffers."""
     contents: dict[str, list[tuple[Part, int | None]]] = {}
     family = FAMILIES[spec.family]
     for part in (*parts(spec), *buffers(spec)):
@@ -189,7 +196,7 @@ def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
 
 
 def _heads(spec: ModelSpec, part: Part) -> int | None:
-    """Return the heads by which a parameter is interleaved with others, None where it is not."""
+    """Return the number of heads by which a parameter is interleaved with others, or None."""
     match = _LAYER.fullmatch(part.name)
     module = "" if match is None else match[2].rpartition(".")[0]
     return spec.n_heads if module in FAMILIES[spec.family].by_head else None
@@ -218,19 +225,21 @@ def _stored(name: str, ours: Sequence[Part], expert: int | None, heads: int | No
 
 
 def to_hf(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole parameters, by our names, as the tensors of a Hugging Face folder."""
+    """Convert unsharded parameters, by Meshwright's names, to Hugging Face tensors."""
     return {item.name: item.join(item.taken(state)) for item in hf_tensors(spec)}
 
 
 def from_hf(spec: ModelSpec, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a Hugging Face folder as parameters by our names."""
+    """Convert the tensors of a Hugging Face folder to parameters by Meshwright's names."""
     return dict(each_from_hf(hf_tensors(spec), stored.__getitem__))
 
 
 def each_from_hf(
     tensors: Iterable[HFTensor], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters by our names, of stored tensors that `read` returns by theirs."""
+    """Yield (name, parameter) by Meshwright's names; `read` returns a stored tensor by its own
+    name.
+    """
     experts: dict[str, list[Tensor]] = {}
     for item in tensors:
         pairs = zip(item.parts, item.split(read(item.name)), strict=True)
@@ -244,10 +253,12 @@ def each_from_hf(
 
 
 def head_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the names under which the head is stored, the one that is written first."""
+    """Return the names under which the output head may be stored, first the one that is written."""
     return FAMILIES[spec.family].heads
 
 
 def is_parameter(family: str, name: str) -> bool:
-    """Whether a stored tensor is a parameter, rather than a table kept beside them."""
+    """Whether a stored tensor is a parameter, rather than a stored table such as rotary
+    frequencies.
+    """
     return FAMILIES[family].buffers.fullmatch(name) is None

@@ -1,4 +1,4 @@
-"""Files of models with images, of which the text model is read."""
+"""Names of tensors in multimodal checkpoints, from which only the text model is read."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _IMAGES: Final = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 
 class Renamed(NamedTuple):
-    """A tensor of an opened file, under another name than it has there."""
+    """An opened file that returns its tensor `stored` for any name."""
 
     file: Any
     stored: str
 
     def get_slice(self, name: str) -> Any:
-        """Return a view of the tensor, whatever `name` it is asked by."""
+        """Return a view of the tensor `stored`, whatever `name` is."""
         return self.file.get_slice(self.stored)
 
 
 def text_name(name: str) -> str | None:
-    """Return the name of a stored tensor in a text model; None for a tensor of images."""
+    """Return a stored tensor's name in a text-only model, None for a vision tensor."""
     if name.removeprefix("model.").startswith(_IMAGES):
         return None
     for start, text_start in _TEXT:

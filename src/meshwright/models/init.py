@@ -39,7 +39,7 @@ def weight_std(name: str, spec: ModelSpec) -> float:
 
 
 def norm_adds_one(name: str, spec: ModelSpec) -> bool:
-    """Whether a parameter is the weight of a norm that multiplies by 1 + weight."""
+    """Whether a parameter is the weight of a norm that multiplies by `1 + weight`."""
     return spec.norm_plus_one and name.endswith("norm.weight") and "gated_norm" not in name
 
 
@@ -51,13 +51,14 @@ def init_parameter(
     rows: tuple[int, int] | None = None,
     on_piece: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return initial values of a parameter or buffer, fp32 on the CPU; some rows or all.
+    """Return the initial values of a parameter or buffer, fp32 on the CPU.
 
-    Matrices are normal with `weight_std`, norms multiply by 1, biases and sinks are 0; of Gated
-    DeltaNet, the logarithm of a decay's rate is that of a uniform one, and its bias is 1. The A of
-    an adapter is uniform up to `1 / sqrt(in)`, as in PEFT, and its B is 0. The CPU's generator
-    draws from the first row on, so that every device and every sharding starts alike; earlier rows
-    than requested are skipped, and later ones are not drawn. `on_piece` is called after each piece.
+    `rows` selects rows (start, stop); None: all. Matrices are normal with `weight_std`, norms start
+    as the factor 1, biases and sinks as 0. For Gated DeltaNet, `a_log` is the logarithm of a
+    uniform decay rate, and `dt_bias` is 1. LoRA's A is uniform up to `1 / sqrt(in)`, as in PEFT,
+    its B is 0. The CPU's generator draws from the first row on, so that every device and every
+    sharding starts alike; rows before `rows` are skipped, and those after are not drawn. `on_piece`
+    is called before each piece of values is drawn.
     """
     first, end = rows or (0, shape[0])
     size = (end - first, *shape[1:])
@@ -90,10 +91,10 @@ def init_parameter(
 
 
 def _pieces(count: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield pieces of `count` values, up to the one that holds the last before `end`.
+    """Yield (start, stop) of the pieces in which `count` values are drawn, until `end` is covered.
 
-    `normal_` draws 16 values together, and the last 16 anew where there are some over: a piece is a
-    multiple of 16, and the last one not smaller.
+    `normal_` draws 16 values together, and redraws the last 16 if the count is no multiple of 16: a
+    piece is a multiple of 16, and the last one has at least 16.
     """
     starts = list(range(0, count, _PIECE))
     if len(starts) > 1 and count - starts[-1] < 16:
@@ -105,7 +106,10 @@ def _pieces(count: int, end: int) -> Iterator[tuple[int, int]]:
 
 @torch.no_grad()
 def init_model(model: Transformer, spec: ModelSpec, seed: int) -> Transformer:
-    """Initialise all tensors of a model or a stage in place, and its tables; returns it."""
+    """Initialise all tensors of a model, or of a pipeline stage, in place, and its rotary tables.
+
+    Returns the model.
+    """
     for name, tensor in model.state_dict().items():
         tensor.copy_(init_parameter(name, tensor.shape, spec, seed))
     model.init_tables(next(model.parameters()).device)

@@ -26,16 +26,17 @@ LATENT_EPS: Final = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Projections around `core`, which context parallelism may replace.
+    """Multi-head latent attention (MLA): projections around `core`, the scores and the softmax.
 
-    `kv_a` computes a latent vector from the stream, and a rotated key that all heads share; `kv_b`
-    computes the rest of the heads' keys and their values from the normalized latent vector. Queries
-    come from a latent vector in the same way, by `q_a` and `q_b`, or directly by `q`. Tensor
-    parallelism may replace `project`, which computes everything that reads the stream.
+    `kv_a` computes from the hidden states a latent vector, and a rotated key that all heads share;
+    `kv_b` computes the remaining dims of each head's key and its value from the normalized latent
+    vector. Queries come from a latent vector in the same way, by `q_a` and `q_b`, or directly by
+    `q`. Context parallelism may replace `core`, tensor parallelism `project`, which computes all
+    projections of the hidden states.
 
     The core receives queries, keys and values of one size, padded with zeros. The number of heads
-    is derived from the projections' outputs, so it may be a rank's share. A cache holds latent
-    vectors and shared keys, from which heads are recomputed.
+    follows from the width of the projections' outputs, so a rank may have a part of the heads. The
+    cache stores latent vectors and shared keys, from which heads are recomputed.
     """
 
     q: nn.Linear | None
@@ -71,7 +72,7 @@ class LatentAttention(nn.Module):
         self.project: Project = each
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return attention over x `[batch, seq, dim]`, of the same shape."""
+        """Return the attention sublayer's output for `x` `[batch, seq, dim]`, of the same shape."""
         cache = context.cache
         into = self.q if self.q_a is None else self.q_a
         assert into is not None
@@ -101,7 +102,9 @@ class LatentAttention(nn.Module):
     def _keys_and_values(
         self, latent: Tensor, shared: Tensor, context: Context
     ) -> tuple[Tensor, Tensor]:
-        """Return `[batch, seq, heads, core_dim]` of latent vectors and the key that heads share."""
+        """Compute keys and values `[batch, seq, heads, core_dim]` from latent vectors and the
+        shared key.
+        """
         heads = apply(self.kv_b, latent, context)
         heads = heads.view(*heads.shape[:-1], -1, self.nope + self.value)
         keys, values = torch.split(heads, [self.nope, self.value], -1)
@@ -109,14 +112,17 @@ class LatentAttention(nn.Module):
         return self._filled(keys, shared_keys), self._filled(values)
 
     def _filled(self, *parts: Tensor) -> Tensor:
-        """Return a copy of parts of heads side by side, and zeros up to the core's size."""
+        """Concatenate parts of heads along the last dim, and pad with zeros up to `core_dim`."""
         room = self.core_dim - sum(part.shape[-1] for part in parts)
         if not room:
             return torch.cat(parts, -1)
         return F.pad(parts[0] if len(parts) == 1 else torch.cat(parts, -1), (0, room))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return heads `[batch, seq, heads, turned]`, rotated; pairs end half of the dims apart."""
+        """Apply rotary embeddings to heads `[batch, seq, heads, rope_dim]`.
+
+        Interleaved pairs of dims are first reordered to the layout of `rotate`.
+        """
         if self.interleaves:
             x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
         return rotate(x.transpose(1, 2), cos, sin).transpose(1, 2)

@@ -37,13 +37,17 @@ class LoraLinear(nn.Linear):
         self.part = 0
 
     def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return `[batch, seq, out]` of `[batch, seq, in]`."""
+        """Return the layer's output `[batch, seq, out]` for `input` `[batch, seq, in]`."""
         bias = None if self.bias is None else self.local(self.bias)
         out = product(self, input, self.local(self.weight), bias)
         return self.added(out, input, context, self.part * input.shape[-1])
 
     def added(self, out: Tensor, x: Tensor, context: Context, first: int = 0) -> Tensor:
-        """Return `out` plus the adapter's output for x, whose channels start at `first`."""
+        """Return `out` plus the adapter's output for `x`.
+
+        `first` is the number of x's first input channel, where tensor parallelism splits the
+        inputs: dropout masks depend on it.
+        """
         if self.p > 0 and context.keys is not None and self.training:
             x = dropout(x, self.p, context.keys, context.positions, self.site, first)
         low = F.linear(F.linear(x, self.local(self.lora_a)), self.local(self.lora_b))
@@ -51,7 +55,11 @@ class LoraLinear(nn.Linear):
 
 
 def add_linears(module: nn.Module, spec: ModelSpec, linears: Iterable[Linear]) -> None:
-    """Give a sublayer its linear layers, by the last parts of their names, with their adapters."""
+    """Create a sublayer's linear layers as attributes, named by the last part of each linear's
+    name.
+
+    Layers that the model adapts are `LoraLinear`.
+    """
     for name, (outer, _), (inner, _), bias in linears:
         if spec.lora is not None and name in spec.adapted:
             site = _FIRST_SITE + LINEAR.index(name)
@@ -62,12 +70,14 @@ def add_linears(module: nn.Module, spec: ModelSpec, linears: Iterable[Linear]) -
 
 
 def apply(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:
-    """Return a linear layer of x `[batch, seq, in]`, with or without an adapter."""
+    """Return the output of a linear layer for `x` `[batch, seq, in]`; only `LoraLinear` uses
+    `context`.
+    """
     out: Tensor = layer(x, context) if isinstance(layer, LoraLinear) else layer(x)
     return out
 
 
 def freeze(model: nn.Module) -> None:
-    """Make everything except adapters untrained."""
+    """Set `requires_grad` to False for all parameters but LoRA's A and B."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith((".lora_a", ".lora_b")))

@@ -13,9 +13,10 @@ from meshwright.spec.parts import mlp_linears
 
 
 class MLP(nn.Module):
-    """`down(act(gate(x)) * up(x))` if gated, as Llama's, SwiGLU with SiLU: arXiv:2002.05202.
+    """`down(act(gate(x)) * up(x))` if gated, as in Llama (SwiGLU with SiLU, arXiv:2002.05202).
 
-    Otherwise `down(act(up(x)))`, as GPT-NeoX's. `name` is its own in a block.
+    Otherwise `down(act(up(x)))`, as in GPT-NeoX. `name` is the module's name in a block, by which
+    its adapters are found.
     """
 
     gate: nn.Linear
@@ -30,7 +31,7 @@ class MLP(nn.Module):
         self.project: Project = each
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return the MLP of x `[..., dim]`, of the same shape."""
+        """Return the MLP's output for `x` `[..., dim]`, of the same shape."""
         if self.is_gated:
             gate, up = self.project(x, (self.gate, self.up), context)
             hidden = gated(gate, up, self.act)

@@ -1,7 +1,7 @@
 """Weights in MXFP4, as in published gpt-oss files for experts.
 
 Open Compute Project, Microscaling Formats 1.0: blocks of 32 four-bit numbers (E2M1) and a power of
-two per block. A byte has two numbers, the first in its lower half.
+two per block. A byte contains two numbers, the first in its lower half.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HALF: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers `[..., blocks * 32]`, bf16, which holds them exactly.
+    """Return the numbers `[..., blocks * 32]` in bf16, which represents them exactly.
 
     blocks uint8 `[..., blocks, 16]`, scales uint8 `[..., blocks]`.
     """

@@ -1,9 +1,10 @@
 """Weights in NF4, four bits each: QLoRA, arXiv:2305.14314, section 3 and appendix E.
 
-A block of 64 inputs of an output has a scale, the largest of its magnitudes. A number is the
-nearest of 16, quantiles of a normal distribution, times the scale. A byte has two of them, the
-first in its upper half, as in bitsandbytes and torchao. The scales of a row, fp32, follow its
-numbers, so that a weight is one tensor, and a cut between rows or between blocks is one of it.
+Each block of 64 inputs of an output has a scale, its largest magnitude. A number is the nearest of
+16 levels, quantiles of a normal distribution, times the scale. A byte contains two numbers, the
+first in its upper half, as in bitsandbytes and torchao. The fp32 scales of a row follow its numbers
+in the same uint8 tensor, so that a sharded weight is one tensor, whether cut between rows or
+between blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LEAST: Final = 1e-38  # in place of the scale of a block of zeros
 
 
 def pairs(device: torch.device | str) -> Tensor:
-    """Return the two numbers that each byte stands for, fp32 `[256, 2]`."""
+    """Return the dequantisation table: the two levels that each byte encodes, fp32 `[256, 2]`."""
     levels = torch.tensor(LEVELS, device=device)
     first, second = levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))
     return torch.stack((first, second), -1)
@@ -35,9 +36,9 @@ def pairs(device: torch.device | str) -> Tensor:
 
 @torch.no_grad()
 def quantise(weight: Tensor) -> Tensor:
-    """Return a weight `[out, in]` in four bits: uint8 `[out, nf4_bytes(in)]`.
+    """Quantise a weight `[out, in]` to NF4: uint8 `[out, nf4_bytes(in)]`.
 
-    What `dequantise` makes of it gives the same bytes again.
+    Quantising its `dequantise` again gives the same bytes.
     """
     blocks = weight.float().reshape(len(weight), -1, NF4_BLOCK)
     scales = blocks.abs().amax(-1)
@@ -50,9 +51,10 @@ def quantise(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def dequantise(packed: Tensor, dtype: torch.dtype, table: Tensor | None = None) -> Tensor:
-    """Return the weight `[out, in]` that is stored as uint8 `[out, nf4_bytes(in)]`.
+    """Return the weight `[out, in]` in `dtype`, from its NF4 bytes uint8 `[out, nf4_bytes(in)]`.
 
-    `table` is what `pairs` gives. Beside the result there is memory for some rows at once.
+    `table` is the result of `pairs`; None computes it. It works on a few rows at once, to limit
+    temporary memory.
     """
     table = pairs(packed.device) if table is None else table
     inner = packed.shape[1] * NF4_BLOCK // nf4_bytes(NF4_BLOCK)
@@ -70,7 +72,9 @@ def dequantise(packed: Tensor, dtype: torch.dtype, table: Tensor | None = None) 
 
 
 class _Product(torch.autograd.Function):
-    """A matmul with a frozen weight in NF4, which is dequantised for each pass anew."""
+    """A linear layer with a frozen NF4 weight, dequantised in the forward and again in the
+    backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, table: Tensor) -> Tensor:
@@ -84,9 +88,9 @@ class _Product(torch.autograd.Function):
 
 
 def product(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight.T + bias` with a layer's weight, or this rank's part of it.
+    """Return `x @ weight.T + bias`, where `weight` is the layer's weight or this rank's part of it.
 
-    One in four bits has `levels` beside it, the table of `pairs`.
+    A uint8 weight is in NF4; then `layer.levels` is the table of `pairs`.
     """
     if weight.dtype != torch.uint8:
         return F.linear(x, weight, bias)
@@ -95,8 +99,8 @@ def product(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer without an adapter whose weight is in four bits."""
+    """A linear layer without a LoRA adapter whose weight is in NF4."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[..., out]` of `[..., in]`."""
+        """Return the layer's output `[..., out]` for `input` `[..., in]`."""
         return product(self, input, self.weight, self.bias)

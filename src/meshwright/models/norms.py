@@ -27,14 +27,16 @@ class RMSNorm(nn.Module):
 
 
 def norm(spec: ModelSpec) -> nn.Module:
-    """Return a norm of the residual stream: RMSNorm, or LayerNorm with bias."""
+    """Return a new norm of the residual stream: RMSNorm, or LayerNorm with bias."""
     if spec.norm == "rms":
         return RMSNorm(spec.dim, spec.norm_eps, plus_one=spec.norm_plus_one)
     return nn.LayerNorm(spec.dim, eps=spec.norm_eps)
 
 
 def head_norm(spec: ModelSpec, heads: int) -> RMSNorm | None:
-    """Return a norm over each head, or over all heads, if the model has one."""
+    """Return the norm of queries or keys, over each head or over all heads; None if the model has
+    none.
+    """
     if spec.qk_norm == "none":
         return None
     dim = spec.head_dim * (heads if spec.qk_norm == "all" else 1)
@@ -42,5 +44,5 @@ def head_norm(spec: ModelSpec, heads: int) -> RMSNorm | None:
 
 
 def norm_pair(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """Return the norms of queries and keys `[batch, seq, heads * head_dim]` over all heads."""
+    """Normalize queries and keys `[batch, seq, heads * head_dim]`, each over all heads."""
     return q_norm(q), k_norm(k)

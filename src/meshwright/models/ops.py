@@ -19,9 +19,9 @@ _APPROXIMATE: Final[Mapping[Activation, str]] = {"gelu": "none", "gelu_tanh": "t
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
-    """Return `x / rms(x) * weight` over the last dim of x `[..., dim]`, in fp32 at least.
+    """Return `x / rms(x) * weight` over the last dim of x `[..., dim]`, computed in fp32 at least.
 
-    With `plus_one` it is times `1 + weight`. The result has the dtype of `x`. arXiv:1910.07467,
+    With `plus_one`, the factor is `1 + weight`. The result has the dtype of `x`. arXiv:1910.07467,
     equation 4.
     """
     if x.device.type == "cuda":  # has a fused kernel
@@ -33,26 +33,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dims of each head by the angle of its position, in fp32 at least.
+    """Apply rotary embeddings to the first `rotary_dim` dims of each head, in fp32 at least.
 
-    x `[batch, heads, seq, head_dim]`; cos and sin fp32 `[seq, rotary_dim]`, or of each row
-    `[batch, 1, seq, rotary_dim]`, both halves equal. Dims
-    beyond `rotary_dim` are unchanged. Dim i is paired with i + rotary_dim/2, as in GPT-NeoX and
-    transformers. arXiv:2104.09864, equation 34.
+    x `[batch, heads, seq, head_dim]`; cos and sin fp32 `[seq, rotary_dim]`, or `[batch, 1, seq,
+    rotary_dim]` where they differ by sequence, both halves equal. Dim i is paired with i +
+    rotary_dim/2, as in GPT-NeoX and transformers. arXiv:2104.09864, equation 34.
     """
     out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return out
 
 
 def activated(x: Tensor, name: Activation) -> Tensor:
-    """Return an elementwise function of x."""
+    """Return the activation `name` of `x`, elementwise."""
     if name == "silu":
         return F.silu(x)
     return F.gelu(x, approximate=_APPROXIMATE[name])
 
 
 def gated(gate: Tensor, up: Tensor, name: Activation) -> Tensor:
-    """Return `activated(gate) * up`, saving only gate and up; all of one shape.
+    """Return `activated(gate) * up` of tensors of one shape, saving only both for the backward.
 
     The activation is recomputed in the backward, as arXiv:2410.10989, section 3.2, does on a GPU.
     """
@@ -76,7 +75,7 @@ class _Gated(torch.autograd.Function):
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
-    """Return `x * sigmoid(gate)`, saving only both; of one shape."""
+    """Return `x * sigmoid(gate)` of tensors of one shape, saving only both for the backward."""
     out: Tensor = _SigmoidGated.apply(x, gate)  # type: ignore[no-untyped-call]
     return out
 
@@ -100,8 +99,8 @@ class _SigmoidGated(torch.autograd.Function):
 class Glu(NamedTuple):
     """The activation of a gated MLP: `activated(gate) * up`.
 
-    With a `limit` `(up + 1) * gate * sigmoid(alpha * gate)` of gate and up within it: gate from
-    above, up on both sides, as gpt-oss has it.
+    With a `limit`, it is `(up + 1) * gate * sigmoid(alpha * gate)`, where gate is clamped to at
+    most `limit` and up to `-limit` .. `limit`, as in gpt-oss.
     """
 
     name: Activation
@@ -109,22 +108,22 @@ class Glu(NamedTuple):
     alpha: float = 1.0
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return `activated(gate) * up` of tensors of one shape, in new memory."""
+        """Return the gated activation of two tensors of one shape, in new memory."""
         return self.gate(gate).mul_(self.up(up))
 
     def gate(self, x: Tensor) -> Tensor:
-        """Return the factor from gate, in new memory."""
+        """Return the factor that depends on the gate's projection x, in new memory."""
         if self.limit is None:
             return activated(x, self.name)
         bounded = x.clamp(max=self.limit)
         return torch.sigmoid(bounded * self.alpha).mul_(bounded)
 
     def up(self, x: Tensor) -> Tensor:
-        """Return the factor from up."""
+        """Return the factor that depends on the up projection x."""
         return x if self.limit is None else x.clamp(-self.limit, self.limit).add_(1)
 
     def through_gate(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x from that of `gate(x)`, in the memory of the latter."""
+        """Return the gradient of x, given that of `gate(x)`, whose memory it overwrites."""
         if self.limit is None:
             return through_activation(grad, x, self.name)
         share = torch.sigmoid(x * self.alpha)
@@ -132,12 +131,12 @@ class Glu(NamedTuple):
         return grad.mul_(slope).masked_fill_(x > self.limit, 0)
 
     def through_up(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x from that of `up(x)`, in the memory of the latter."""
+        """Return the gradient of x, given that of `up(x)`, whose memory it overwrites."""
         return grad if self.limit is None else grad.masked_fill_(x.abs() > self.limit, 0)
 
 
 def through_activation(grad: Tensor, x: Tensor, name: Activation) -> Tensor:
-    """Return the gradient of x from that of `activated(x)`, in the memory of the latter."""
+    """Return the gradient of x, given that of `activated(x)`, whose memory it overwrites."""
     aten = torch.ops.aten
     if name == "silu":
         aten.silu_backward.grad_input(grad, x, grad_input=grad)
@@ -173,7 +172,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def factor(weight: Tensor, plus_one: bool) -> Tensor:
-    """Return a norm's factor: its weight, or 1 + weight in fp32."""
+    """Return the factor of an RMSNorm: its weight, or `1 + weight` in fp32 with `plus_one`."""
     return 1 + widened(weight) if plus_one else weight
 
 
@@ -196,10 +195,10 @@ class _Rotate(torch.autograd.Function):
 
 
 def returned(x: Tensor) -> Tensor:
-    """Return the result of a Function's forward that was written in place, as torch 2.11 needs it.
+    """Return a view of x, the result of a Function's forward that was written in place.
 
-    Its compiler would hand zeros to the backward of such a result, without a word
-    (github.com/pytorch/pytorch/issues/180642; mended in 2.12). It takes a view of it.
+    torch 2.11's compiler passes zeros to the backward of such a result, silently, unless it is a
+    view (github.com/pytorch/pytorch/issues/180642; fixed in 2.12).
     """
     return x.view_as(x)
 

@@ -1,6 +1,6 @@
 """Attention in plain operations: windows, soft caps and sinks that no kernel supports.
 
-It stores a whole square of scores or of a mask.
+It stores the full matrix of scores, or of a mask.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from meshwright.models.ops import softcapped
 
 
 def band(q: Tensor, keys: int, window: int | None) -> Tensor:
-    """Return the mask `[queries, keys]` of q `[..., queries, head_dim]`: no later key is seen.
+    """Return the causal mask bool `[queries, keys]`, true where a query of `q` may attend to a key.
 
-    The last query is at the last key; of a window's queries, each sees that many keys at most.
+    The last query is at the last of the `keys` keys. With a `window`, a query attends to its last
+    `window` keys only, its own included.
     """
     queries = q.shape[-2]
     seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_(keys - queries)
@@ -31,10 +32,10 @@ def plainly(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention where `mask` is true, in fp32 at least.
+    """Return attention where `mask` is true (None: everywhere), computed in fp32 at least.
 
-    With a cap, scores become `cap * tanh(x / cap)`; sinks `[heads]` are additional scores of each
-    softmax.
+    With a cap, scores become `cap * tanh(score / cap)`; sinks `[heads]` are an additional score in
+    each softmax.
     """
     batch, heads, queries, dim = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -17,16 +17,16 @@ _Table = tuple[Tensor, Tensor]
 
 
 class Rope:
-    """The tables of one model, shared by its blocks; they grow for longer sequences.
+    """The rotary tables of a model, shared by its blocks; they are extended for longer sequences.
 
-    There is one for each rotary base of the layers: `ModelSpec.rotary_bases`.
+    There is one for each of `ModelSpec.rotary_bases`, the rotary bases of the layers.
 
     `longrope` rotates documents of more than `original_context` tokens by other frequencies. In
-    rows of several documents, the length of each one decides: `is_long`. Otherwise, as in
+    sequences of several documents, the length of each document decides: `is_long`. Otherwise, as in
     transformers, the last position of a forward decides, including cached ones. A forward with a
-    share of its rows can't know that: in a model that was built for rows of some length, this
+    part of each sequence can't know that: in a model that was built for a sequence length, this
     length decides, equally on every rank. A cache cannot cross the boundary, because its keys are
-    already rotated: `starts_anew` says where the row has to be recomputed.
+    already rotated: `starts_anew` says where the sequence has to be recomputed.
 
     Deliberately neither a module nor buffers: `to_empty`, `to(bfloat16)` and the input cast of
     FSDP's mixed precision would empty or round them, and positions do not survive bf16.
@@ -44,20 +44,25 @@ class Rope:
         self._current: Sequence[_Table] | None = None
 
     def index(self, layer: int) -> int | None:
-        """Return which table a layer uses; None if it rotates nothing."""
+        """Return the number of the table that a layer uses, or None if the layer has no rotary
+        embedding.
+        """
         base = self.spec.rotary_base(self.spec.layer(layer))
         return None if base is None else self.bases.index(base)
 
     def build(self, device: torch.device, length: int) -> None:
-        """Compute the tables of positions 0 to `length` on a device, for rows of that length."""
+        """Compute the tables of positions 0 to `length - 1` on a device, for sequences of that
+        length.
+        """
         self.row, is_long = length, self._long(length)
         self._compute(device, length, is_long)
         self._current = self._tables[is_long]
 
     def is_long(self, lengths: Tensor | None) -> Tensor | None:
-        """Return bool, of the shape of `lengths`: whether documents of such lengths are long.
+        """Return which documents, of these token counts, longrope rotates by its long factors.
 
-        None where all are rotated alike.
+        The result is bool, of the shape of `lengths`; None for models without longrope, or if
+        `lengths` is None.
         """
         scaling = self.spec.rope_scaling
         if lengths is None or scaling is None or scaling.kind != "longrope":
@@ -67,10 +72,10 @@ class Rope:
     def reach(
         self, stop: int, device: torch.device, cached: int = 0, *, mixed_lengths: bool = False
     ) -> None:
-        """Build the tables that a forward up to `stop` needs, on `device`, unless they exist.
+        """Build the tables for positions below `stop` on `device`, unless they exist.
 
-        `mixed_lengths`: for documents that are long and documents that are not. Raises
-        `ConfigError` where `cached` positions of it were rotated by other tables.
+        `mixed_lengths` builds both tables of longrope, for short and long documents. Raises
+        `ConfigError` where the `cached` positions before were rotated by another table.
         """
         if cached and self.starts_anew(cached, stop):
             assert self.spec.rope_scaling is not None
@@ -91,7 +96,9 @@ class Rope:
         self._current = self._tables[of_rows]
 
     def starts_anew(self, cached: int, stop: int) -> bool:
-        """Return whether a forward up to `stop` needs other rotations than the cached positions."""
+        """Whether a forward up to position `stop` needs a table other than that of the cached
+        positions.
+        """
         return self._long(cached) != self._long(stop)
 
     def tables(
@@ -102,12 +109,12 @@ class Rope:
         index: int = 0,
         is_long: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin `[seq, rotary_dim]`, fp32, of positions `start` to `stop`.
+        """Return cos and sin `[seq, rotary_dim]`, fp32, of positions `start` to `stop - 1`.
 
-        With `positions` (int64 `[seq]`) of those instead. They must be within `reach`: blocks only
-        look up, so that they can be compiled. `index` is which table, as the layer asked for it.
-        With `is_long` (bool `[batch, seq]`) they are `[batch, 1, seq, rotary_dim]`: each token's by
-        its document.
+        `positions` (int64 `[seq]`) replaces this range. Positions must be below the `stop` of the
+        last `reach`: blocks only look up, so that they can be compiled. `index` is the number of
+        the table, from the method `index`. With `is_long` (bool `[batch, seq]`), which chooses
+        longrope's table per token, the results are `[batch, 1, seq, rotary_dim]`.
         """
         assert self._current is not None, "reach() comes first"
         if is_long is None:
@@ -118,7 +125,7 @@ class Rope:
         return cos, sin
 
     def held(self) -> Iterator[Tensor]:
-        """Yield the tables that forwards look up."""
+        """Yield all tensors of cosines and sines."""
         for tables in self._tables.values():
             for table in tables:
                 yield from table
@@ -145,7 +152,7 @@ class Rope:
 
 
 def _at(table: _Table, start: int, stop: int, positions: Tensor | None) -> _Table:
-    """Return a table's rows at some positions, or from one to another."""
+    """Return the rows of a table at `positions`, or from `start` to `stop` if that is None."""
     cos, sin = table
     if positions is not None:
         return cos[positions], sin[positions]
@@ -153,7 +160,7 @@ def _at(table: _Table, start: int, stop: int, positions: Tensor | None) -> _Tabl
 
 
 def lengths_of(segments: Tensor) -> Tensor:
-    """Return how many tokens each token's document has in its row, int64 `[batch, seq]`.
+    """Return, for each token, the number of tokens of its document, int64 `[batch, seq]`.
 
     segments int `[batch, seq]`: adjacent tokens with equal numbers belong to one document.
     """
@@ -169,8 +176,8 @@ def inverse_frequencies(
 ) -> Tensor:
     """Return the angle per position of each rotated pair, fp32 `[rotary_dim / 2]`, in radians.
 
-    `theta^(-2i / rotary_dim)`: arXiv:2104.09864, section 3.2.2; then the scaling of the spec.
-    `base`: not the model's own; `is_long`: of a document that longrope has its long factors for.
+    `theta^(-2i / rotary_dim)`: arXiv:2104.09864, section 3.2.2; then the scaling of the spec. A
+    `base` of None is the model's own; `is_long` selects the long factors of longrope.
     """
     theta, is_scaled = (spec.rope_theta, True) if base is None else base
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu")
@@ -188,7 +195,9 @@ def inverse_frequencies(
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow down long wavelengths, keep short ones, blend between: Llama 3.1's `apply_scaling`."""
+    """Divide low frequencies by the factor, keep high ones, blend between: Llama 3.1's
+    `apply_scaling`.
+    """
     wavelength = 2 * math.pi / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     blend = (scaling.original_context / wavelength - low) / (high - low)
@@ -201,9 +210,9 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(powers: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Keep what turns often, slow down what turns seldom, blend between: arXiv:2309.00071, 3.2.
+    """Keep high frequencies, divide low ones by the factor, blend between: arXiv:2309.00071, 3.2.
 
-    The blend is linear in the number of the pair, as in the authors' code.
+    The blend is linear in the index of the pair, as in the authors' code.
     """
     pairs = powers.shape[0]
     # The pair that turns so many times in the context that was trained with, as a real number.

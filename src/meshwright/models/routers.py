@@ -1,6 +1,6 @@
-"""The routers of experts: the scores of each token, the experts that it is given, their shares.
+"""The routers of mixtures of experts: each token's scores, its selected experts and their shares.
 
-Each has a hand-written backward, which keeps the tokens and their softmax or sigmoids.
+Each has a hand-written backward, which saves the tokens and their softmax or sigmoids.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ Edge = Callable[[Tensor], Tensor]
 
 
 def same(x: Tensor) -> Tensor:
-    """Return x."""
+    """Return x unchanged."""
     return x
 
 
 class Matrices(nn.Module):
-    """Matrices with a hand-written backward: `[..., out, in]`; their biases `[..., out]`.
+    """Weight matrices `[..., out, in]` and biases `[..., out]` for modules with hand-written
+    backwards.
 
-    Parallelisms may replace `local`, which returns this rank's operand, and `made`, which computes
-    its gradient.
+    Parallelisms may replace `local`, which returns this rank's tensor of a parameter, and `made`,
+    which computes a parameter's gradient or defers that.
     """
 
     bias: nn.Parameter | None
@@ -47,11 +48,13 @@ class Matrices(nn.Module):
 
     @property
     def used(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's operands: matrices and biases."""
+        """This rank's weight and bias; the latter may be None."""
         return self.local(self.weight), None if self.bias is None else self.local(self.bias)
 
     def adapt(self, rank: int, which: Collection[str]) -> None:
-        """Add the matrices of an adapter: A `[..., rank, in]`, B `[..., out, rank]`, or one."""
+        """Add LoRA matrices, both or one, as `which` says: A `[..., rank, in]`, B `[..., out,
+        rank]`.
+        """
         *outer, out, inner = self.weight.shape
         if "lora_a" in which:
             self.lora_a = nn.Parameter(torch.empty(*outer, rank, inner))
@@ -59,14 +62,14 @@ class Matrices(nn.Module):
             self.lora_b = nn.Parameter(torch.empty(*outer, out, rank))
 
     def gradient(self, make: Make) -> Tensor | None:
-        """Return the gradient, or None if it is deferred."""
+        """Return the weight's gradient, which `make` computes, or None if it is computed later."""
         return self.made(self.weight, make)
 
 
 class Routing(NamedTuple):
-    """The experts of each token: `ids` int64 and `shares` fp32, both `[tokens, top_k]`.
+    """The experts of each token, `ids` int64, and their weights, `shares` fp32: `[tokens, top_k]`.
 
-    If it `drops`, the id of an expert that was full is the number of experts.
+    If `drops`, ids that equal the number of experts are dropped: the expert was full.
     """
 
     ids: Tensor
@@ -75,9 +78,9 @@ class Routing(NamedTuple):
 
 
 class Router(Matrices):
-    """Scores each expert for each token, and selects those with the largest softmax; in fp32.
+    """A softmax router: selects each token's experts with the largest scores; computes in fp32.
 
-    `balance` has its losses.
+    `balance` has its auxiliary losses and its capacity.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -86,21 +89,25 @@ class Router(Matrices):
         self.balance = Balance()
 
     def forward(self, x: Tensor, sequences: Sequences) -> Routing:
-        """Return the routing of the tokens of some sequences, x `[tokens, dim]`."""
+        """Return the routing of tokens x `[tokens, dim]`, which belong to `sequences`."""
         shares, ids = _Route.apply(x, *self.used, self, sequences)  # type: ignore[no-untyped-call]
         return Routing(ids, shares, drops=self.balance.capacity is not None)
 
     def margin(self, x: Tensor) -> Tensor:
-        """Return by how much the score of a token's last expert beats the next, `[tokens]`.
+        """Return how far the score of each token's last selected expert is above the next,
+        `[tokens]`.
 
-        x `[tokens, dim]`. Where rounding could change that, so could another implementation.
+        x `[tokens, dim]`. Where the margin is within rounding, another implementation may select
+        another expert.
         """
         weight, bias = self.used
         scores = widened(x) @ widened(weight).t()
         return _lead(scores if bias is None else scores + widened(bias), self.top_k)
 
     def bounded(self, ctx: Any, ids: Tensor, sequences: Sequences) -> Tensor:
-        """Return the ids, marked where an expert is full; `ctx` gets how many of them are."""
+        """Return ids with dropped pairs marked, if there is a capacity; sets `ctx.dropped` to their
+        number.
+        """
         ctx.dropped = None
         if self.balance.capacity is None:
             return ids
@@ -110,7 +117,7 @@ class Router(Matrices):
 
 
 class SigmoidRouter(Router):
-    """Scores by a sigmoid; a correction per expert affects selection, but not weights.
+    """A sigmoid router, whose correction per expert affects the selection, but not the shares.
 
     DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Experts are selected from the groups with the
     largest sum of their two best scores. The correction is a buffer, fp32 `[experts]`.
@@ -125,7 +132,7 @@ class SigmoidRouter(Router):
         self.register_buffer("correction", torch.zeros(spec.experts))
 
     def forward(self, x: Tensor, sequences: Sequences) -> Routing:
-        """Return the routing of the tokens of some sequences, x `[tokens, dim]`."""
+        """Return the routing of tokens x `[tokens, dim]`, which belong to `sequences`."""
         weight = self.local(self.weight)
         shares, ids = _RouteBySigmoid.apply(x, weight, self, sequences)  # type: ignore[no-untyped-call]
         return Routing(ids, shares, drops=self.balance.capacity is not None)
@@ -137,7 +144,9 @@ class SigmoidRouter(Router):
         return self._eligible(scores).topk(self.top_k).indices
 
     def margin(self, x: Tensor) -> Tensor:
-        """Return by how much a token's last expert, or last group, beats the next, `[tokens]`."""
+        """Return how far each token's last selected expert, or group, is above the next,
+        `[tokens]`.
+        """
         scores = torch.sigmoid(widened(x) @ widened(self.local(self.weight)).t())
         lead = _lead(self._eligible(scores), self.top_k)
         if self.top_groups == self.groups:
@@ -160,7 +169,8 @@ class SigmoidRouter(Router):
         return corrected.view(len(corrected), self.groups, -1).topk(2).values.sum(-1)
 
     def to_even(self, scores: Tensor, sequences: Sequences) -> Tensor:
-        """Return the load-balancing loss' gradient of scores, both fp32 `[tokens, experts]`.
+        """Return the gradient of the load-balancing loss with respect to scores, fp32 `[tokens,
+        experts]`.
 
         A token counts for the experts with its largest scores, without corrections, and its
         probabilities are its scores divided by their sum.
@@ -174,10 +184,11 @@ class SigmoidRouter(Router):
 
     @torch.no_grad()
     def correct(self, moves: Tensor) -> None:
-        """Change the correction of experts with fewer or more tokens than the mean.
+        """Raise the correction of experts with fewer tokens than the mean by `rate`, lower the
+        others'.
 
-        arXiv:2408.15664, algorithm 1. `balance.lately` are the tokens of the global batch; `moves`
-        fp32 `[]` is 0 if the step changes no weights.
+        arXiv:2408.15664, algorithm 1. `balance.lately` are the tokens per expert of the global
+        batch; `moves` fp32 `[]` is 0 if the step changes no weights, else 1.
         """
         met = self.balance.lately
         assert met is not None
@@ -186,7 +197,7 @@ class SigmoidRouter(Router):
 
 
 def _lead(scores: Tensor, number: int) -> Tensor:
-    """Return how far the last of so many best scores is above the next; inf if there is none."""
+    """Return how far the `number`-th largest score exceeds the next; inf if that is the last."""
     if number == scores.shape[-1]:
         return torch.full_like(scores[:, 0], torch.inf)
     *_, last, following = scores.topk(number + 1).values.unbind(-1)
@@ -194,15 +205,15 @@ def _lead(scores: Tensor, number: int) -> Tensor:
 
 
 def router(spec: ModelSpec) -> Router:
-    """Return the router of a layer with experts."""
+    """Return a new router of the kind that the model uses: softmax or sigmoid."""
     return SigmoidRouter(spec) if spec.router_scores == "sigmoid" else Router(spec)
 
 
 class _Route(torch.autograd.Function):
-    """Scores, their softmax, the largest of it and their shares.
+    """Autograd function of a softmax router: scores, softmax, selection and shares.
 
-    Kept are the tokens, the softmax `[tokens, experts]` in fp32 and the ids, for the z-loss also
-    how large a token's scores are.
+    Saved for the backward: the tokens, the softmax `[tokens, experts]` in fp32, the ids, and for
+    the z-loss the log-sum-exp of each token's scores.
     """
 
     @staticmethod
@@ -257,9 +268,9 @@ _TINY: Final = 1e-20
 
 
 class _RouteBySigmoid(torch.autograd.Function):
-    """Scores, their sigmoid, those picked and their shares.
+    """Autograd function of a sigmoid router: scores, sigmoids, selection and shares.
 
-    Kept are the tokens, the sigmoids `[tokens, experts]` in fp32 and the ids.
+    Saved for the backward: the tokens, the sigmoids `[tokens, experts]` in fp32 and the ids.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Attention sinks: one more score per head in every softmax, without a value.
 
-arXiv:2309.17453, section 3.3, as in gpt-oss. A sink is a block of attention with a value of zero
-and its score as log-sum-exp: merged into a kernel's result without it, it makes the result smaller
-and the log-sum-exp larger. The backward of any block uses both unchanged, because
-`exp(score - lse)` are then the true probabilities. arXiv:2205.14135, algorithm 4.
+arXiv:2309.17453, section 3.3, as in gpt-oss. A sink is equivalent to a block of attention with
+value 0 and the sink's score as log-sum-exp: merging it into the result of a kernel without sinks
+makes that result smaller and the log-sum-exp larger. The backward of any block uses both unchanged,
+because `exp(score - lse)` are then the true probabilities. arXiv:2205.14135, algorithm 4.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Merge the sinks of heads into attention and its log-sum-exp, in place.
+    """Merge sinks into the result of attention without sinks, and into its log-sum-exp, in place.
 
-    out `[batch, heads, seq, head_dim]`, lse `[batch, heads, seq]` in powers of e, fp32 at least,
-    sinks `[heads]`.
+    out `[batch, heads, seq, head_dim]`, lse `[batch, heads, seq]` in base e, fp32 at least, sinks
+    `[heads]`.
     """
     scores = sinks.to(lse.dtype)[:, None]
     out.mul_(torch.sigmoid(lse - scores).unsqueeze(-1))
@@ -24,9 +24,9 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks `[heads]` for `grad`, the gradient of `out`.
+    """Return the gradient of sinks `[heads]`, given `grad`, the gradient of `out`.
 
-    `out` and `lse` include the sinks, which take their share of the probability from the values.
+    `out` and `lse` (base e) include the sinks.
     """
     along = (grad * out).sum(-1, dtype=lse.dtype)
     shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse)

@@ -1,4 +1,4 @@
-"""The whole decoder, or the part of it that one pipeline stage holds."""
+"""The decoder model, whole or as one pipeline stage."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Project = Callable[[Tensor, Tensor], Tensor]
 class Transformer(nn.Module):
     """A decoder with the parameters of `spec.parts`, in that order.
 
-    `layers` is keyed by the global layer number, so a stage keeps the names of the whole model.
-    Parallelisms may replace `mask_of`, which makes the blocks' mask.
+    The keys of `layers` are global layer numbers, so parameters of a stage have the names of the
+    whole model. Parallelisms may replace `mask_of`, which makes the blocks' mask.
     """
 
     embed: nn.Embedding | None
@@ -54,7 +54,8 @@ class Transformer(nn.Module):
             freeze(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert the tensors, but keep buffers in fp32 that half precision would falsify.
+        """Move or convert the tensors, except that buffers which need fp32 are not converted below
+        it.
 
         PyTorch calls it for `to`, `bfloat16`, `half`, `cuda` and the like.
         """
@@ -70,13 +71,14 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks in order, also those of a stage alone."""
+        """The blocks in order; in a pipeline stage, those of the stage."""
         return cast(list[Block], list(self.layers.values()))
 
     def keep(self, layers: Iterable[int], *, first: bool, last: bool) -> Self:
-        """Drop the modules that a pipeline stage does not hold; returns the model itself.
+        """Remove the modules that a pipeline stage does not need; return the model itself.
 
-        The last stage of a tied model keeps the embedding, as its head.
+        `layers` are the stage's layer numbers. The last stage of a model with tied embeddings keeps
+        the embedding, as its head.
         """
         stage_layers = {str(layer) for layer in layers}
         for name in [name for name in self.layers if name not in stage_layers]:
@@ -88,10 +90,12 @@ class Transformer(nn.Module):
         return self
 
     def init_tables(self, device: torch.device | str, length: int | None = None) -> None:
-        """Compute the rotary tables now, for rows of a length; else the first forward does.
+        """Compute the rotary tables now, for sequences of `length`; otherwise the first forward
+        does.
 
-        Longer rows have them grow. A forward with a share of its rows needs their length here, or
-        when the model is built.
+        None: the length with which the model was built. Longer sequences extend the tables. If
+        forwards get a part of each sequence, the whole sequence's length must be given here or to
+        `build_model`.
         """
         length = self.rope.row if length is None else length
         if length > 0:
@@ -110,18 +114,18 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         project: Project | None = None,
     ) -> Tensor:
-        """Return logits `[batch, seq, vocab]` of int64 token ids `[batch, seq]`.
+        """Return logits `[batch, seq, vocab]` for int64 token ids `[batch, seq]`.
 
-        A stage without the embedding takes hidden states `[batch, seq, dim]`, one without the
-        final norm returns them. `segments` int `[batch, seq]`: attention stays among equal ones.
-        `cache` holds the earlier positions. `positions` int64 `[seq]` where a rank's are not
-        0, 1, 2, ...: rotation follows them, the mask does not, and `init_tables` must have reached
+        A stage without the embedding takes hidden states `[batch, seq, dim]`, one without the final
+        norm returns them. `segments` int `[batch, seq]`: tokens attend within equal ones only.
+        `cache` has the earlier positions. `positions` int64 `[seq]`: the rotary positions where
+        they are not 0, 1, 2, ...; they do not affect the mask, and `init_tables` must have covered
         them. `keys` and `places`, for dropout, and `unpadded` as in `Context`. `lengths` int64
-        `[batch, seq of attention]` are those of the tokens' documents, for longrope; None: those of
-        `segments`, or all are as long as the row. `documents` int `[batch, seq of attention]` are
-        the segments for recurrences, where `segments` is what a parallelism makes of them.
-        `project` makes what is returned of the last
-        hidden states and the head's matrix, tied or not, in place of logits.
+        `[batch, seq of attention]`: for longrope, the token count of each token's document; None:
+        derived from `segments`, or the whole sequence's. `documents` int `[batch, seq of
+        attention]`: segments for recurrences, where a parallelism has replaced `segments` by
+        another form. `project`, given the last hidden states and the matrix of the head, tied or
+        not, computes what is returned in place of logits.
         """
         x = self.hidden(
             *(input_ids, segments, cache, positions, keys, places, unpadded, lengths, documents)
@@ -142,7 +146,7 @@ class Transformer(nn.Module):
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Return the head's input `[batch, seq, dim]`; arguments as for `forward`."""
+        """Return the input of the head `[batch, seq, dim]`; arguments as for `forward`."""
         mask = self.mask_of(input_ids, segments, cache)
         if lengths is None and segments is not None and self.mask_of is causal_mask:
             lengths = lengths_of(segments)
@@ -176,7 +180,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix `[vocab, dim]` of the head, padded: its own, or the embedding's where tied."""
+        """The matrix `[padded vocab, dim]` of the head; the embedding's if tied."""
         if self.head is not None:
             return self.head.weight
         if self.norm is None or self.embed is None:
@@ -199,8 +203,8 @@ def build_model(
 ) -> Transformer:
     """Return the model of `spec`; on a device other than meta its weights are uninitialised.
 
-    `max_seq_len` is the length of its rows, where they have one: rotary tables are first built for
-    it, and grow by themselves; `Rope` says what it means to longrope.
+    `max_seq_len` is the length of its sequences, 0 if unknown: rotary tables are first built for
+    it, and extended when needed; `Rope` says how longrope depends on it.
     """
     with torch.device("meta"):
         model = Transformer(spec, max_seq_len)

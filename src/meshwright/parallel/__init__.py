@@ -1,1 +1,1 @@
-"""Runs the program: process groups and the parallel model, on torch's distributed engine."""
+"""Builds and runs this rank's part of the model, on torch's distributed engine."""

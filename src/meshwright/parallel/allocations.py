@@ -1,4 +1,4 @@
-"""What a rank's memory consists of, from the allocations that torch's profiler records.
+"""Categorizes a rank's memory over a step, from the allocations that torch's profiler records.
 
 On a CPU, torch keeps no memory statistics, and the system's count is up to twice too high. Labels
 in the profile give the purpose of an allocation: `label` adds one.
@@ -59,7 +59,7 @@ class AllocatedPiece:
 
 
 def label(kind: str, tensor: Tensor | None) -> None:
-    """Add a label with the category of a tensor's memory to the profile; the last one counts."""
+    """Record in the profile that a tensor's memory has this category; the last label counts."""
     if tensor is None:
         return
     address = local_shard(tensor.detach()).untyped_storage().data_ptr()
@@ -70,7 +70,10 @@ def label(kind: str, tensor: Tensor | None) -> None:
 
 @contextmanager
 def labelled_in_data() -> Iterator[None]:
-    """Label what data parallelism gathers, reduces and buffers, and what is on the host."""
+    """Within this context, label the tensors that data parallelism and offloading allocate.
+
+    These are gathered weights, gradients, communication buffers and host memory.
+    """
     gather, reduce = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
     allocate, begin = DefaultAllocMixin.allocate, Exchange.__init__
 
@@ -140,7 +143,7 @@ def labelled_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
 def lasting(
     parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that exist from step to step, with their category."""
+    """Yield (category, tensor) for each tensor that exists from step to step."""
     layout = parallel.program.layout
     for param in parallel.held:
         yield HOST if layout.offload == "params" else "parameters", param.parameter
@@ -160,20 +163,20 @@ def lasting(
 
 
 class LabellingTape(Tape):
-    """A tape that also labels the beginning of each turn in the profile.
+    """A tape of a step's messages that also marks the beginning of each turn in the profile.
 
-    After each message it waits until gloo's threads have released its tensors: if one of them
-    is the last to do so, the profiler misses that the memory is free.
+    A turn is one action of the rank's schedule. After each message it waits until gloo's threads
+    have released the message's tensors: the profiler misses memory that one of them frees.
     """
 
     def turn(self, name: str, stage: int, microbatch: int) -> None:
-        """Record that the rank begins something."""
+        """Record that the rank begins an action."""
         super().turn(name, stage, microbatch)
         with record_function(f"{TURN}{self.turns[-1]}"):
             pass
 
     def end(self, *entries: int) -> None:
-        """Record that the rank no longer waits for some messages."""
+        """Record that the rank no longer waits for the messages `entries`."""
         super().end(*entries)
         wait_for_gloo_threads()
 
@@ -185,7 +188,7 @@ class LabellingTape(Tape):
 
 
 class _Frame(NamedTuple):
-    """An operation, and the one that it is in."""
+    """The name of an operation, and the operation that called it."""
 
     name: str
     outer: _Frame | None
@@ -223,13 +226,14 @@ def _flat(roots: Sequence[Any]) -> Iterator[Event]:
 def pieces_of(
     events: Sequence[Event], device: str = "cpu", known: Mapping[int, AllocatedPiece] | None = None
 ) -> list[AllocatedPiece]:
-    """Return all allocations on a type of device with their ends, except offloaded ones.
+    """Return all allocations on a type of device with their ends, except those labelled as host
+    memory.
 
-    `known` are those from before the profile, by address.
+    `known` are allocations from before the profile, by address.
 
     The profiler sees only frees in its own thread. If a thread of gloo is the last to release a
-    collective's tensor, the free is missed: its address is used again, or gloo's allocation never
-    ends. Such a piece is assumed to end with its collective.
+    collective's tensor, the free is missed: the address is used again, or gloo's own allocation
+    never ends. Such an allocation is assumed to end with its collective.
     """
     ends = sorted(node.end_time_ns for node, _ in events if node.name.startswith(COLLECTIVES))
 
@@ -266,14 +270,15 @@ def pieces_of(
 
 
 def alive(pieces: Sequence[AllocatedPiece], time: int) -> list[AllocatedPiece]:
-    """Return the pieces that exist at a moment."""
+    """Return the allocations that exist at `time`, in ns."""
     return [p for p in pieces if p.start <= time and (p.end is None or p.end > time)]
 
 
 def moments_of(pieces: Sequence[AllocatedPiece], begins: Sequence[int]) -> list[MeasuredMoment]:
-    """Return the memory held as each turn begins, and at its peak; `begins` ends with the end.
+    """Return the bytes per category at the beginning of each turn, and at each turn's peak.
 
-    Times are in ns, like those of the pieces. Uncategorized memory counts as activations.
+    `begins` are the start times of the turns and, last, the end of the step, in ns. Uncategorized
+    memory counts as activations.
     """
 
     def now() -> dict[str, int]:
@@ -323,15 +328,14 @@ def _silent() -> Iterator[None]:
 
 
 class MemoryProfile:
-    """A context that profiles the memory of one step of a run.
-
-    `lasting` must list what existed before.
-    """
+    """A context that profiles a rank's memory by category during one step."""
 
     def __init__(
         self, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Take the model, shards and optimizer of the step."""
+        """Prepare to profile a step of this model, with its optimizer and the optimizer's
+        shards.
+        """
         self._trained = parallel, shards, optimizer
         self._device = parallel.device.type
         self._known: dict[int, AllocatedPiece] = {}
@@ -361,7 +365,9 @@ class MemoryProfile:
             self._contexts.close()
 
     def moments(self) -> list[MeasuredMoment]:
-        """Return the memory held as each turn of a `LabellingTape` began, and at its peak."""
+        """Return the bytes per category as each turn of a `LabellingTape` began, and at its
+        peak.
+        """
         events = events_of(self._profile)
         begins = [event.start_time_ns for event, _ in events if event.name.startswith(TURN)]
         return moments_of(pieces_of(events, self._device, self._known), begins)

@@ -35,11 +35,12 @@ from meshwright.spec.model import PLAIN_LAYER
 
 @dataclass
 class Parallel:
-    """A rank's stages of the model with every parallelism applied, and their steps.
+    """A rank's pipeline stages with every parallelism applied, and what runs a step with them.
 
-    `positions` int64 `[seq / cp]` are the tokens of a row in this rank's attention, None for all of
-    them; `places` those in its residual stream. Logits of `loss_rows` tokens exist together;
-    `fuses_loss` as in `loss_sum`.
+    `modules` are the stages by number, `held` the parameters that this rank has shards of.
+    `positions` int64 `[seq / cp]` are the positions of a sequence in this rank's attention,
+    `places` those in its residual stream (fewer with sequence parallelism); None: all. The loss
+    computes the logits of `loss_rows` tokens at a time; `fuses_loss` is `fuses` of `loss_sum`.
     """
 
     program: Program
@@ -59,12 +60,12 @@ class Parallel:
 
     @property
     def trained(self) -> list[GatheredParameter]:
-        """The trained parameters: with adapters, only these."""
+        """The parameters that are trained: with adapters, only those of the adapters."""
         return [param for param in self.held if param.sharding.part.trained]
 
     @cached_property
     def sums(self) -> tuple[GradientSum, ...]:
-        """The sums that complete this rank's gradients, besides those of data parallelism."""
+        """The sums over tp and tied copies that complete this rank's gradients."""
         return tuple(gradient_sums(self.program, self.program.held(self.groups.at["pp"])))
 
     @property
@@ -89,18 +90,21 @@ class Parallel:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss is added to the others': one tp rank of the last stage."""
+        """Whether this rank contributes its loss to the sum: tp rank 0 of the last stage does."""
         last = self.stage_ranks[-1] == self.groups.at["pp"]
         return last and self.groups.tp.rank == 0
 
     def stream(self, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of a stage's output for a microbatch."""
+        """Return shape and dtype of the hidden states that a stage outputs for a microbatch."""
         program = self.program
         shape = (len(batch.inputs), program.stream, program.model.dim)
         return shape, DTYPES[program.train.precision]
 
     def forward(self, stage: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return a stage's output: the residual stream, or the last stage's summed loss."""
+        """Return the hidden states after a stage, or the summed loss if it is the last stage.
+
+        `hidden` are the previous stage's hidden states, None for the first stage.
+        """
         ends = {}
         if stage == len(self.stage_ranks) - 1:
             ends["project"] = partial(
@@ -128,7 +132,10 @@ class Parallel:
         return out
 
     def _documents(self, batch: Batch) -> Tensor | None:
-        """Return the documents' segments, bounds or mask, whichever attention uses."""
+        """Return the documents as attention needs them: segments, varlen bounds or a mask.
+
+        None: the batch is not packed.
+        """
         layout, train, model = self.program.layout, self.program.train, self.program.model
         if batch.segments is None or (layout.cp > 1 and layout.cp_kind == "ring"):
             return batch.segments
@@ -139,7 +146,7 @@ class Parallel:
         return causal_mask(batch.segments, batch.segments, None)
 
     def _unpadded(self, batch: Batch) -> Unpadded | None:
-        """Return the tokens that count in this rank's routers; None for all."""
+        """Return which tokens this rank's routers count; None: all."""
         if batch.segments is None or not self.routers:
             return None
         is_data = batch.segments != PADDING
@@ -147,7 +154,9 @@ class Parallel:
         return Unpadded(is_data if seen is None else is_data[:, seen], is_data.sum(1))
 
     def _lengths(self, batch: Batch) -> Tensor | None:
-        """Return the lengths of the documents of this rank's tokens, where longrope needs them."""
+        """Return the document length of each of this rank's tokens; None where longrope
+        ignores it.
+        """
         scaling, train = self.program.model.rope_scaling, self.program.train
         if batch.segments is None or scaling is None or scaling.kind != "longrope":
             return None
@@ -177,7 +186,9 @@ class Parallel:
         return loss / count if self.counts_loss else torch.zeros_like(loss)
 
     def _rescale(self) -> None:
-        """Take the scales of weights that are gathered in float8: updates change them."""
+        """Recompute the scales of weights that are gathered in float8, since updates change
+        them.
+        """
         if self.float8 is not None:
             self.float8.rescale()
 
@@ -191,7 +202,11 @@ class Parallel:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """Return this rank's share of the summed loss over some batches, and of their targets."""
+        """Return this rank's part of the summed loss over some batches, and of the number of
+        targets.
+
+        Ranks whose loss is not counted return zeros.
+        """
         total = count = 0.0
         self._rescale()
         for batch in batches:
@@ -205,7 +220,7 @@ class Parallel:
         return total, count
 
     def _forward_table(self, microbatches: int) -> Table:
-        """Return the table of a pass without backward: stage by stage, all microbatches each."""
+        """Return this rank's actions for a forward-only pass: each stage runs all microbatches."""
         if microbatches not in self._tables:
             everyone = tuple(
                 tuple(
@@ -221,7 +236,7 @@ class Parallel:
 
 
 def set_training(parallel: Parallel, mode: bool) -> None:
-    """Switch dropout on or off."""
+    """Set the train mode of all stages, which switches dropout on or off."""
     for module in parallel.modules.values():
         assert isinstance(module, Transformer)
         module.train(mode)

@@ -1,4 +1,4 @@
-"""The rows that a rank computes with, divided into microbatches and by its sequence shard."""
+"""The sequences that a rank computes, divided into microbatches and by sequence shard."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from meshwright.kernels.varlen import bounds_of
 
 
 class Batch(NamedTuple):
-    """Rows of this rank on its device: int64 `[rows, seq]`; segments and bounds where packed.
+    """Sequences of this rank on its device; inputs, targets and segments are int64 `[rows, seq]`.
 
-    `keys` int64 `[rows]` are the rows' dropout keys, where the model drops. `bounds` are those of
-    the documents that the segments number (`kernels.varlen`).
+    `segments` (None unless packed) number each token's document, and `bounds` are the boundaries of
+    these documents for varlen attention (`kernels.varlen`). `keys` int64 `[rows]` are dropout keys,
+    None without dropout.
     """
 
     inputs: Tensor
@@ -27,7 +28,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, keys: Tensor | None = None) -> Batch:
-        """Return sampled rows as host tensors, which share their memory."""
+        """Wrap sampled sequences as host tensors, which share their memory."""
         inputs, targets = torch.from_numpy(rows.inputs), torch.from_numpy(rows.targets)
         if rows.segments is None:
             return cls(inputs, targets, None, keys)
@@ -35,7 +36,7 @@ class Batch(NamedTuple):
         return cls(inputs, targets, segments, keys, bounds_of(segments))
 
     def to(self, device: torch.device) -> Batch:
-        """Return it on a device; a GPU copies from pinned memory without blocking the host."""
+        """Return the batch on a device; copies to a GPU are asynchronous, from pinned memory."""
         if device.type == "cuda":
             return self._each(lambda part: part.pin_memory().to(device, non_blocking=True))
         return self._each(lambda part: part.to(device))
@@ -44,16 +45,19 @@ class Batch(NamedTuple):
         return Batch(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
     def split(self, size: int) -> list[Batch]:
-        """Return microbatches of `size` rows."""
+        """Return microbatches of `size` sequences."""
         starts = range(0, len(self.inputs), size)
         return [self.rows(slice(start, start + size)) for start in starts]
 
     def rows(self, selection: slice) -> Batch:
-        """Return some of the rows."""
+        """Return a slice of the sequences."""
         return self._each(lambda part: part[selection])
 
     def at(self, positions: Tensor | None) -> Batch:
-        """Return the inputs and targets at some positions; segments stay whole rows."""
+        """Return inputs and targets at `positions` of each sequence; segments remain whole.
+
+        None: all positions.
+        """
         if positions is None:
             return self
         return self._replace(
@@ -75,7 +79,7 @@ class Feed:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def bring(self, batch: Batch) -> Batch:
-        """Return a host batch on the device; the current stream waits for it there."""
+        """Copy a host batch to the device; later work on the current stream waits for the copy."""
         if self._stream is None:
             return batch.to(self._device)
         with torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""The one ordered function that turns a program into the parallel model of this rank."""
+"""Builds this rank's part of the model from a program, in one ordered function."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def build(
 ) -> Parallel:
     """Return this rank's part of the model, with weights from `source`.
 
-    For each stage of this rank: describe it on the meta device, shard it over tp, replace its
-    attention over cp, wrap blocks for recomputation, compile them, distribute over data,
-    materialise, fill. The values of a shard depend only on its position in the whole tensor, so
-    every mesh starts from the same weights.
+    For each stage of this rank: build it on the meta device, shard it over tp, replace its
+    attention over cp, wrap blocks for recomputation, compile them, distribute over data, allocate,
+    fill. The values of a shard depend only on its position in the whole tensor, so every mesh
+    starts from the same weights.
     """
     matmul_route = take_route(program.train.matmul, device)
     deferral = Deferral()
@@ -100,7 +100,10 @@ def describe(
     *,
     wrap: Wrap | None = None,
 ) -> dict[int, Transformer]:
-    """Return this rank's stages on the meta device, sharded and wrapped, by number."""
+    """Return this rank's stages by number, on the meta device, with every parallelism applied.
+
+    `wrap` compiles a block; None: no compilation.
+    """
     layout, spec = program.layout, program.model
     modules = {}
     offload = None
@@ -151,7 +154,10 @@ def compiler(
     recomputes: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Wrap:
-    """Return a function that compiles a block, its matmuls by a route; see `compile_block`."""
+    """Return a function that compiles a block.
+
+    `products` is how its matmuls are computed; see `kernels.compiled.compile_block`.
+    """
     # Not at the top: the compiler is a second of imports.
     from meshwright.kernels.compiled import compile_block
 
@@ -171,7 +177,9 @@ def materialise(
     modules: dict[int, Transformer],
     deferral: Deferral,
 ) -> Parallel:
-    """Allocate the stages that `describe` has returned, with weights from `source`."""
+    """Allocate the stages from `describe` on the device, and fill them with weights from
+    `source`.
+    """
     layout, train = program.layout, program.train
     attended, in_stream = _positions(program, groups, device)
     params: list[GatheredParameter] = []
@@ -209,7 +217,10 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def splits_backward(program: Program) -> bool:
-    """Whether weight gradients are computed separately; not those of adapters."""
+    """Whether the schedule computes weight gradients apart from input gradients (zero bubble).
+
+    False for models with adapters.
+    """
     layout = program.layout
     return (
         SCHEDULES[layout.schedule].splits_backward and layout.pp > 1 and program.model.lora is None
@@ -217,7 +228,10 @@ def splits_backward(program: Program) -> bool:
 
 
 def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: Deferral) -> None:
-    """Give every tp rank its share of heads, ffn and vocabulary, as the program shards them."""
+    """Shard attention heads, MLP widths and vocabulary over tp, as the program says.
+
+    Also replaces linear layers where weight gradients may be deferred, even without tp.
+    """
     layout = program.layout
     deferral.splits = splits_backward(program)
     if layout.tp == 1 and not deferral.splits:
@@ -244,7 +258,7 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
 def _take_over_linear(
     model: Transformer, program: Program, tp_region: TPRegion, deferral: Deferral
 ) -> None:
-    """Have linear layers, and those of experts, compute by our own function."""
+    """Replace linear layers, also those of experts, by ones with deferrable weight gradients."""
     for block in model.blocks:  # first: linear layers of experts are not those of MLPs
         if isinstance(block.mlp, ExpertMLP):
             cut_experts(block.mlp, tp_region, deferral, folds=program.layout.folds > 1)
@@ -260,7 +274,7 @@ def _take_over_linear(
 
 
 def share_out_experts(model: Transformer, program: Program, groups: Groups) -> None:
-    """Let each rank compute its own experts, on the tokens of all ranks of `ep`."""
+    """Make each rank compute its own experts, on tokens from all ranks of `ep`."""
     if groups.experts is None:
         return
     for block in model.blocks:
@@ -273,7 +287,9 @@ def share_out_experts(model: Transformer, program: Program, groups: Groups) -> N
 
 
 def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
-    """Replace parameters by this rank's part, those that tp cuts by DTensors; still meta."""
+    """Replace parameters by this rank's shards on the meta device, those sharded by tp as
+    DTensors.
+    """
     for path, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             sharding = program.shardings[f"{path}.{name}"]
@@ -290,7 +306,9 @@ def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
 
 
 def attend_by_varlen(model: Transformer) -> None:
-    """Make attention use `Parallel`'s document bounds instead of a mask."""
+    """Make attention use varlen attention, with document bounds from `Parallel` instead of
+    a mask.
+    """
     model.mask_of = lambda x, documents, cache: documents
     for block in model.blocks:
         if not isinstance(block.attn, Recurrence):
@@ -298,7 +316,7 @@ def attend_by_varlen(model: Transformer) -> None:
 
 
 def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
-    """Replace the core of attention by one that sees the whole sequence from its shards."""
+    """Replace the core of attention by `Ring` or `Ulysses`, which compute over all ranks of cp."""
     if program.layout.cp == 1:
         return
     group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
@@ -311,7 +329,10 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
 def _positions(
     program: Program, groups: Groups, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return a rank's positions in attention and in its residual stream; None for all."""
+    """Return the positions of a sequence in a rank's attention and in its residual stream.
+
+    None: all positions.
+    """
     layout, seq_len = program.layout, program.train.seq_len
     attended = None
     if layout.cp > 1:
@@ -339,7 +360,7 @@ def _held(
 
 
 def seeded(spec: ModelSpec, seed: int, on_piece: Callable[[], None] = lambda: None) -> Source:
-    """Return the source of freshly initialised weights; `on_piece` is called after each piece."""
+    """Return a source of freshly initialised weights; `on_piece` is called before each draw."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         rows, *columns = region
@@ -364,14 +385,14 @@ def fill(parallel: Parallel, source: Source) -> None:
 
 
 def region_of(param: GatheredParameter, parallel: Parallel) -> Region:
-    """Return the position of this rank's shard of a parameter, without padding, in the whole."""
+    """Return the region of a whole parameter that this rank's shard covers, without padding."""
     coordinates = parallel.groups.at
     data = data_rank(parallel.program.layout, coordinates)
     return param.sharding.real_region(coordinates["tp"], data)
 
 
 def cut(full: Tensor, region: Sequence[tuple[int, int]]) -> Tensor:
-    """Return a region of a whole tensor, as a view."""
+    """Return a view of a region of a tensor, given as (start, stop) per dim."""
     for dim, (start, stop) in enumerate(region):
         full = full.narrow(dim, start, stop - start)
     return full

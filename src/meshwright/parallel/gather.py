@@ -16,9 +16,10 @@ from meshwright.program.shards import Sharding
 
 
 def full_tensor(tensor: Tensor, ep: Link | None = None) -> Tensor:
-    """Return the whole of a tensor that may be sharded; a collective if it is.
+    """Return the whole of a tensor that may be sharded over tp, data or experts.
 
-    `ep` is the link over which experts are divided, for tensors of experts.
+    A collective if it is sharded. `ep` is the link over which experts are divided, for tensors of
+    experts.
     """
     if isinstance(tensor, DTensor):
         # Shards that are kept on the host meet on the device, where their groups communicate.
@@ -33,7 +34,7 @@ def full_tensor(tensor: Tensor, ep: Link | None = None) -> Tensor:
 
 
 def whole_of(tensor: Tensor, sharding: Sharding, parallel: Parallel) -> Tensor:
-    """Return a whole parameter, or a tensor that is sharded like it; a collective if sharded."""
+    """Return the whole of a tensor that is sharded like a parameter; a collective if sharded."""
     experts = parallel.groups.experts
     return full_tensor(tensor.detach(), experts.ep if experts and sharding.ep > 1 else None)
 
@@ -42,7 +43,11 @@ def whole_of(tensor: Tensor, sharding: Sharding, parallel: Parallel) -> Tensor:
 def on_stages(
     parallel: Parallel, tensor_of: Callable[[GatheredParameter], Tensor | None]
 ) -> Iterator[tuple[GatheredParameter, Tensor | None]]:
-    """Yield whole tensors of this rank's trained parameters; a collective of a stage's ranks."""
+    """Yield (parameter, whole tensor) for this rank's trained parameters.
+
+    `tensor_of` returns the sharded tensor, or None, which is passed on. A collective of the ranks
+    of a stage.
+    """
     for param in parallel.trained:
         tensor = tensor_of(param)
         yield param, None if tensor is None else whole_of(tensor, param.sharding, parallel)
@@ -52,7 +57,7 @@ def on_stages(
 def on_rank_0(
     parallel: Parallel, tensor_of: Callable[[GatheredParameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors of the model in its order, without padding, on the host of rank 0.
+    """Yield (name, whole tensor) in the model's order, without padding, on the host of rank 0.
 
     A collective: every rank must iterate; the others yield nothing. One tensor is whole at a time.
     """

@@ -1,10 +1,10 @@
-"""The head's product and the cross-entropy of its logits, a few rows at a time.
+"""The output head and the cross-entropy of its logits, a few tokens at a time.
 
 Logits are the largest tensor of a model with a large vocabulary, and never exist as a whole. The
-backward computes some rows, their loss and gradient, and at once their part of the gradients of the
-head's weight and input. Liger Kernel, arXiv:2410.10989, section 3.2, does so in the forward. In the
-backward, which needs the same products, a schedule may have any number of forwards in flight, and
-the gradient is scaled before it is rounded to half precision.
+backward computes the logits of some tokens, their loss and gradient, and at once their part of the
+gradients of the head's weight and input. Liger Kernel, arXiv:2410.10989, section 3.2, does so in
+the forward. In the backward, which needs the same matmuls, a schedule may have any number of
+forwards in flight, and the gradient is scaled before it is rounded to half precision.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def loss_sum(
     unit: HeadUnit | None = None,
     vocab: int | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
+    """Return the summed cross-entropy in nats in fp32, the same on all tp ranks.
 
-    hidden `[batch, seq or its share, dim]` enters `tp_region`, and is multiplied by weight
-    `[vocab / ranks, dim]`; targets int64 `[batch, seq]` have global ids, and those equal to
-    `ignore` don't count. Logits of `at_once` tokens exist together. If gradients are recorded, the
-    value is NaN until the backward fills it in. `fuses` compiles loss and gradient, which may need
-    no other rank. `cap` is the soft cap of logits. A `unit` holds the weights instead of `weight`,
-    and receives their gradient. Rows of the weight after the first `vocab` of all are padding: they
-    take no part in the loss.
+    hidden `[batch, seq or its shard, dim]` enters `tp_region`, and is multiplied by weight `[vocab
+    / ranks, dim]`; targets int64 `[batch, seq]` have global ids, and those equal to `ignore` don't
+    count. Logits of `at_once` tokens exist together. If gradients are recorded, the value is NaN
+    until the backward fills it in. `fuses` compiles loss and gradient, which requires an unsharded
+    vocabulary. `cap` is the soft cap of logits. If `unit` is given, it provides the weights instead
+    of `weight` and receives their gradient. Rows of the whole weight after the first `vocab` are
+    padding: they take no part in the loss.
     """
     if torch.is_grad_enabled():
         local_weight = None if unit is not None else local(weight)
@@ -153,11 +153,11 @@ class _Loss(torch.autograd.Function):
 
 
 class Softmax(NamedTuple):
-    """The summed loss of some rows, and the inputs of their gradient.
+    """The summed loss of some tokens, and the inputs of its gradient.
 
     `exponentials` fp32 `[rows, vocab / ranks]` times `shares` `[rows]` are the probabilities.
-    `local_targets` are valid where they are `inside`; rows that are not `counted` have none.
-    `slopes`, in the same shape, are the derivatives of a soft cap.
+    `local_targets` index this rank's vocabulary where `inside` is true; tokens that are not
+    `counted` have no target. `slopes`, shaped like the logits, are the derivatives of a soft cap.
     """
 
     loss: Tensor
@@ -169,7 +169,7 @@ class Softmax(NamedTuple):
     slopes: Tensor | None = None
 
     def gradient(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of the logits from that of the loss, overwriting `exponentials`."""
+        """Return the gradient of the logits, given that of the loss; overwrites `exponentials`."""
         wide = self.exponentials.mul_((self.shares * self.counted * grad)[:, None])
         wide.scatter_add_(-1, self.local_targets[:, None], -(self.inside * grad)[:, None])
         if self.slopes is not None:
@@ -185,11 +185,12 @@ def soften(
     cap: float | None = None,
     vocab: int | None = None,
 ) -> Softmax:
-    """Return loss and softmax of logits `[rows, vocab / ranks]`, in their memory if it is fp32.
+    """Return loss and softmax of logits `[rows, vocab / ranks]`; overwrites them if they are fp32.
 
     Logits after the first `vocab` of all ranks are padding, and have no probability. targets int64
-    `[rows]` have global ids. With a sharded vocabulary, one message sends three numbers per row:
-    the largest logit, the sum of exponentials and the target's logit. arXiv:1909.08053, section 3.
+    `[rows]` have global ids. With a sharded vocabulary, one all-gather sends three numbers per
+    token: the largest logit, the sum of exponentials and the target's logit. arXiv:1909.08053,
+    section 3.
     """
     local_targets, counted = targets - link.rank * logits.shape[-1], targets != ignore
     inside = (local_targets >= 0) & (local_targets < logits.shape[-1]) & counted
@@ -225,7 +226,8 @@ def loss_and_gradient(
     cap: float | None = None,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of whole logits `[rows, vocab]`, and the gradient in their dtype.
+    """Return the summed loss of unsharded logits `[rows, vocab]`, and their gradient in their
+    dtype.
 
     The same as `soften` and `Softmax.gradient`, written for a compiler: without fp32 tensors of the
     logits' size.
@@ -249,18 +251,18 @@ def loss_and_gradient(
 
 
 def _leave_out(logits: Tensor, real: int) -> None:
-    """Give all but the first `real` logits of each row no probability, in place."""
+    """Set all but the first `real` logits of each row to a value with probability 0, in place."""
     if real < logits.shape[-1]:
         logits[:, max(real, 0) :] = _NEVER
 
 
 @cache
 def _fused() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `loss_and_gradient` compiled; the compiler is a second of imports."""
+    """Return `loss_and_gradient` compiled; cached, as importing the compiler takes a second."""
     return torch.compile(loss_and_gradient)
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:
-    """Yield slices of rows."""
+    """Yield slices of at most `size` tokens."""
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))

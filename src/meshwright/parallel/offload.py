@@ -28,7 +28,9 @@ Place = Literal["device", "leaving", "host", "coming"]
 
 
 class MovedStorage:
-    """A storage that was saved, whole: `flat` on the device, `host` on the host, or both."""
+    """A whole tensor storage that autograd saved: `flat` on the device, `host` on the host, or
+    both.
+    """
 
     __slots__ = ("__weakref__", "flat", "host")
 
@@ -38,7 +40,7 @@ class MovedStorage:
 
 
 class SavedPlace(NamedTuple):
-    """The place of an offloaded tensor in a block's storage, which autograd saves instead of it."""
+    """What autograd saves in place of an offloaded tensor: a storage, and the view into it."""
 
     stay: Stay
     piece: MovedStorage
@@ -48,7 +50,7 @@ class SavedPlace(NamedTuple):
     offset: int
 
     def tensor(self) -> Tensor:
-        """Return the tensor, on the device."""
+        """Return the tensor on the device, copied back if necessary."""
         self.stay.need()
         flat = self.piece.flat
         assert flat is not None
@@ -58,22 +60,24 @@ class SavedPlace(NamedTuple):
 
 
 class _Moved(_VersionWrapper):
-    """A result that selective recomputation has kept, on its way like saved tensors."""
+    """A result cached by selective recomputation that is offloaded like saved tensors."""
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Return the tensor, on the device."""
+        """Return the tensor on the device, copied back if necessary."""
         assert isinstance(self.val, SavedPlace)
         return self.val.tensor()
 
 
 class Copies:
-    """Copies between device and host: on a GPU in order, on a stream of their own."""
+    """Copies between device and host: on a GPU in order, on a separate stream."""
 
     def __init__(self) -> None:
         self.stream: Any = None
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Begin to copy to the first of each pair from the second; returns the event of its end."""
+        """Start to copy for each (target, source) pair; return the event of the end, None
+        on a CPU.
+        """
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
@@ -87,26 +91,27 @@ class Copies:
         return self.stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Have later work of the device wait for copies; the host does not wait."""
+        """Make later work of the current stream wait for copies; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory from reuse until the copies are done with it."""
+        """Prevent reuse of a tensor's memory until the copy stream is done with it."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 
 
 def host_buffer(flat: Tensor) -> Tensor:
-    """Return host memory for a tensor: pinned where a GPU copies to it by itself."""
+    """Return uninitialised host memory like a tensor, pinned if the tensor is on a GPU."""
     return torch.empty_like(flat, device="cpu", pin_memory=flat.is_cuda)
 
 
 class Stay:
-    """The tensors that a block has saved for one microbatch, and where they are.
+    """The tensors that a block saved for one microbatch, and where they are.
 
-    Autograd alone keeps the pieces, so that each is freed with the operation that needs it;
-    `_copied` keeps those that a copy works with. `left` are storages that don't move.
+    Only autograd keeps their storages alive, so that each is freed with the operation that needs
+    it; `_copied` keeps those that a copy is working with. `left` are storages that are not
+    offloaded.
     """
 
     def __init__(self, offload: Offload, before: Stay | None, left: set[int], device: Any) -> None:
@@ -119,7 +124,7 @@ class Stay:
         self._event: Any = None
 
     def pack(self, tensor: Tensor) -> Tensor | SavedPlace:
-        """Return what autograd saves of a tensor: itself, or the place of its offloaded storage."""
+        """Autograd's pack hook: return the tensor itself, or the place of its offloaded storage."""
         if isinstance(tensor, DTensor) or not tensor.is_floating_point():
             return tensor
         storage = tensor.untyped_storage()
@@ -136,7 +141,7 @@ class Stay:
         return SavedPlace(self, piece, tensor.dtype, *where)
 
     def _pack_cached(self) -> None:
-        """Pack the results that selective recomputation keeps outside of autograd."""
+        """Pack the results that selective recomputation caches outside of autograd."""
         for result in tree_leaves([list(storage.values()) for storage in self.cached]):
             if isinstance(result, _VersionWrapper) and isinstance(result.val, Tensor):
                 result.val = self.pack(result.val)
@@ -148,7 +153,7 @@ class Stay:
         return [piece for reference in self._pieces for piece in [reference()] if piece is not None]
 
     def leave(self) -> None:
-        """Begin to copy to the host."""
+        """Start to copy the saved tensors to the host."""
         self._pack_cached()
         self._by_storage.clear()
         self._copied = self._alive()
@@ -160,14 +165,14 @@ class Stay:
         self._event, self.place = self._of.copies.begin(pairs), "leaving"
 
     def let_go(self) -> None:
-        """Free the device's memory, once the copies are done."""
+        """Free the device's memory of the saved tensors, once the copies to the host are done."""
         self._of.copies.wait(self._event)
         for piece in self._copied:
             piece.flat = None
         self._copied, self.place = [], "host"
 
     def _fetch(self) -> None:
-        """Begin to copy to the device."""
+        """Start to copy the saved tensors back to the device, if they are on the host."""
         if self.place != "host":
             return
         self._copied = self._alive()
@@ -179,7 +184,9 @@ class Stay:
         self._event, self.place = self._of.copies.begin(pairs), "coming"
 
     def need(self) -> None:
-        """Bring everything to the device for the backward, and begin to fetch the block before."""
+        """Make all saved tensors available on the device, and prefetch those of the block
+        before.
+        """
         if self.place == "device":
             return
         if self._of.leaving is self:
@@ -200,9 +207,9 @@ class Stay:
 
 
 class Offload:
-    """The blocks of a rank; `least` is the bytes of the smallest storage that moves.
+    """Offloading of a rank's blocks; storages of less than `least` bytes are not offloaded.
 
-    `leaving` is what left last: the device still has it.
+    `leaving` are the tensors of the last block that ran, which the device still has.
     """
 
     def __init__(self, least_bytes: int) -> None:
@@ -212,9 +219,10 @@ class Offload:
         self._open: Stay | None = None
 
     def wrap(self, block: Block, *, is_first: bool) -> None:
-        """Have a block's saved tensors go to the host; `is_first` is that of its stage.
+        """Offload a block's saved tensors; `is_first`: it is the first block of its stage.
 
-        The method is replaced on the instance, outside of recomputation and the compiler.
+        The block's `forward` is replaced on the instance, outside of recomputation and the
+        compiler.
         """
         inner = block.forward
         if isinstance(block.mlp, ExpertMLP):
@@ -237,7 +245,9 @@ class Offload:
         block.forward = forward  # type: ignore[method-assign]
 
     def _note_weights(self, experts: nn.Module) -> None:
-        """Leave weights that data parallelism gathers after the block's."""
+        """Exclude the experts' weights, which data parallelism gathers after the block's forward
+        began.
+        """
         inner = experts.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -248,12 +258,12 @@ class Offload:
         experts.forward = forward
 
     def note(self, cached: Mapping[Any, Any]) -> None:
-        """Remember where selective recomputation keeps the open block's results."""
+        """Register a cache in which selective recomputation keeps results of the current block."""
         if self._open is not None:
             self._open.cached.append(cached)
 
     def let_go(self) -> None:
-        """Free the device's memory of the tensors that left last, once they are on the host."""
+        """Free the device's memory of the last offloaded block, once the host has its tensors."""
         if self.leaving is not None:
             self.leaving.let_go()
             self.leaving = None
@@ -273,7 +283,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
-    """Yield tensors that others hold as well: weights, tables, the context, an input leaf."""
+    """Yield tensors that exist anyway, so need no offload: weights, tables, context, leaf input."""
     yield from map(_local, block.parameters())
     yield from block.buffers()
     if not isinstance(block.attn, Recurrence):

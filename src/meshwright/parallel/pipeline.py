@@ -1,6 +1,6 @@
-"""Executes a rank's action table: forwards, backwards and the transfers between stages.
+"""Executes a rank's pipeline schedule: forwards, backwards and the transfers between stages.
 
-One stage on one rank is the shortest pipeline: gradient accumulation has no separate path.
+Without pipeline parallelism it is gradient accumulation on one stage: there is no separate path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Edge = Any  # torch.autograd.graph.GradientEdge
 
 
 class Stages(Protocol):
-    """The interface of a rank's part of the model for the pipeline."""
+    """The interface of a rank's part of the model for the pipeline; `Parallel` implements it."""
 
     modules: dict[int, nn.Module]
     deferral: Deferral
@@ -56,10 +56,10 @@ class Stages(Protocol):
         """The flight recorder of this rank."""
 
     def stream(self, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of a stage's output for a microbatch."""
+        """Return shape and dtype of the hidden states that a stage outputs for a microbatch."""
 
     def forward(self, stage: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return a stage's output: the residual stream, or the last one's summed loss."""
+        """Return the hidden states after a stage, or the summed loss if it is the last stage."""
 
 
 class Departure(NamedTuple):
@@ -72,8 +72,8 @@ class Departure(NamedTuple):
 class Arrival(NamedTuple):
     """A receive in flight.
 
-    Both sides issue the transfers of a pair of ranks in the same order, so it proves the arrival of
-    earlier ones that were `sent` to its sender.
+    Both ranks of a pair issue their transfers in the same order, so its completion proves that
+    earlier sends to the same rank, `sent`, have completed.
     """
 
     work: Pending
@@ -83,19 +83,19 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """The factor of the summed loss: 1 / targets, times the loss scale of fp16."""
+    """The factors of the summed loss: `loss` is 1 / targets, `extra` the loss scale of fp16."""
 
     loss: Tensor
     extra: float = 1.0
 
 
 class Pipeline:
-    """One pass of a table over the microbatches of a step."""
+    """One execution of a schedule's actions over the microbatches of a step."""
 
     def __init__(
         self, stages: Stages, table: Table, microbatches: Sequence[Batch], scale: Scale | None
     ) -> None:
-        """Prepare a pass; without `scale` it only goes forward."""
+        """Prepare to execute the actions of `table`; a `scale` of None runs forwards only."""
         self.stages, self.table, self.microbatches, self.scale = stages, table, microbatches, scale
         self.last = len(stages.stage_ranks) - 1
         self.losses: list[Tensor] = []
@@ -109,9 +109,10 @@ class Pipeline:
         self._ends = _last_backwards(table)
 
     def run(self, observe: Observe | None = None) -> Tensor:
-        """Execute the table; returns the unscaled summed loss of this rank's microbatches.
+        """Execute the actions; return the unscaled summed loss of this rank's microbatches.
 
-        In fp64; zero on ranks without the last stage.
+        It is fp64, and zero on ranks without the last stage. `observe` gets each action with its
+        start and end times.
         """
         perform = {
             "F": self._forward,
@@ -224,9 +225,10 @@ class Pipeline:
 
 
 class _Enter(torch.autograd.Function):
-    """Begins a stage's graph with a received tensor, and appends its gradient to a list.
+    """Start a stage's graph with a received tensor, whose gradient is appended to a list.
 
-    A leaf would hold what has arrived until its gradient is there, even if no operation needs it.
+    A leaf tensor would keep the received values in memory until its gradient exists, even if no
+    operation needs them.
     """
 
     @staticmethod
@@ -241,11 +243,13 @@ class _Enter(torch.autograd.Function):
 
 
 def _wait(departures: list[Departure]) -> None:
-    """Wait until transfers are over, and release their tensors."""
+    """Wait until sends have completed, and release their tensors."""
     while departures:
         departures.pop().work.wait()
 
 
 def _last_backwards(table: Table) -> dict[int, Action]:
-    """Return the action after which a stage's gradients are complete, by stage."""
+    """Return, by stage, the last backward action, after which the stage's gradients are
+    complete.
+    """
     return {action.stage: action for action in table if action.kind in ("B", "W")}

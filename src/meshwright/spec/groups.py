@@ -1,4 +1,4 @@
-"""Groups of parameters by name, with a learning rate and a weight decay of their own."""
+"""Groups of parameters, selected by name, with their own learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SUGGESTED = 3
 
 
 class GroupSpec(Spec):
-    """The parameters whose names match a pattern, and how their update differs.
+    """The parameters whose names match a pattern, with settings for their update.
 
-    `match` is a pattern of the shell: `*` stands for any text, dots included, `?` for a character,
-    `[abc]` for one of them. The learning rate is multiplied by `lr_scale`: with 0, the weights stay
-    as they are. A `weight_decay` applies to every parameter of the group, to vectors, too; without
-    one, matrices have that of [optimizer].
+    `match` is a shell pattern: `*` stands for any text, dots included, `?` for a character, `[abc]`
+    for one of them. The learning rate is multiplied by `lr_scale`: with 0, the weights do not
+    change. A `weight_decay` applies to every parameter of the group, also to vectors; None:
+    matrices have that of [optimizer].
     """
 
     match: str = Field(min_length=1)
@@ -35,14 +35,16 @@ class GroupSpec(Spec):
 
 
 def group_of(groups: Sequence[GroupSpec], name: str) -> GroupSpec | None:
-    """Return the first group that a parameter matches, None if there is none."""
+    """Return the first group whose pattern matches a parameter's name, or None."""
     return next((group for group in groups if group.matches(name)), None)
 
 
 def empty_group(
     groups: Sequence[GroupSpec], names: Sequence[str], origin: str = "config"
 ) -> str | None:
-    """Return why a group has none of the trained parameters, by their names; None if all do."""
+    """Return the error message for the first group without trained parameters; None if all have
+    some.
+    """
     members = [group_of(groups, name) for name in names]
     for group in groups:
         if any(member is group for member in members):
@@ -56,7 +58,7 @@ def empty_group(
 
 
 def _near(match: str, names: Sequence[str]) -> list[str]:
-    """Return patterns near one that matches nothing, each of a parameter in all layers."""
+    """Suggest patterns similar to one without matches, each for a parameter in all layers."""
     patterns = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     word = match.strip("*.^$")
     inside = [pattern for pattern in patterns if word and word in pattern]

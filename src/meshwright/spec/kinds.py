@@ -1,4 +1,4 @@
-"""`Spec`, the base of all specs, and the kinds of values that keys accept, in TOML's terms."""
+"""`Spec`, the base class of config sections, and descriptions of the values that keys accept."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _KIND_ERRORS: Final = ("int_from_float", "literal_error", "too_long", "too_short
 
 
 def is_of_kind(error: ErrorDetails) -> bool:
-    """Whether a pydantic error is about the kind of a value, not its size."""
+    """Whether a pydantic error is about a value's type, rather than its size."""
     kind, is_item = error["type"], isinstance(error["loc"][-1], int)
     return kind.endswith("_type") or kind in _KIND_ERRORS or (kind == "missing" and is_item)
 
 
 def kind_of(annotation: Any) -> str:
-    """Return what a key accepts: "an integer", "true, false or 'auto'", "a list of 2 numbers"."""
+    """Describe what a key accepts: "an integer", "true, false or 'auto'", "a list of 2 numbers"."""
     return either(_alternatives(annotation))
 
 
@@ -72,7 +72,7 @@ def is_table(annotation: Any) -> bool:
 
 
 def tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the specs of the tables that a key accepts, by itself or in a list."""
+    """Yield the spec classes of the tables that a key accepts, directly or in a list."""
     if is_table(annotation):
         yield annotation
     for inner in get_args(annotation):
@@ -84,7 +84,7 @@ def _plural(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value in TOML, a string in single quotes."""
+    """Format a value as TOML, with strings in single quotes."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

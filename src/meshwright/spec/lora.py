@@ -48,7 +48,7 @@ NF4_PIECE: Final = 1 << 20
 
 
 def nf4_bytes(inner: int) -> int:
-    """Return the bytes of a row of so many numbers in NF4: half a byte each, and fp32 scales."""
+    """Return the bytes of a row of `inner` numbers in NF4: half a byte each, and fp32 scales."""
     return inner // 2 + inner // NF4_BLOCK * 4
 
 
@@ -74,7 +74,9 @@ class Lora(Spec):
 
     @model_serializer(mode="wrap")
     def _without_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a base in the run's precision, so that dumps are as in earlier versions."""
+        """Leave a base of "precision" out of dumps, so that these equal those of earlier
+        versions.
+        """
         values: dict[str, Any] = handler(self)
         return {
             key: value for key, value in values.items() if (key, value) != ("base", "precision")
@@ -82,7 +84,7 @@ class Lora(Spec):
 
     @property
     def is_nf4(self) -> bool:
-        """Whether weights of linear layers are kept in four bits."""
+        """Whether the weights of linear layers are stored in NF4."""
         return self.base == "nf4"
 
     @property
@@ -120,7 +122,7 @@ class LoraSection(Spec):
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that the section describes."""
+        """The adapters that the section describes, or None."""
         if self.rank == 0:
             return None
         return Lora(
@@ -134,10 +136,11 @@ class LoraSection(Spec):
 
 
 class BlockKinds(NamedTuple):
-    """The features of a model that decide which linear layers its blocks have.
+    """The features of a model that determine which linear layers its blocks have.
 
-    `experts`, and a `shared` one beside them; `dense` layers have an MLP nevertheless. Attention is
-    plain or `latent`, with queries maybe from a latent vector, too (`low_queries`).
+    `experts` is their number, `shared`: there is a shared expert, too; `dense`: some layers have an
+    MLP nevertheless. Attention is plain or `latent`, with `low_queries` also its queries come from
+    a latent vector.
     """
 
     family: str
@@ -150,7 +153,7 @@ class BlockKinds(NamedTuple):
 
     @property
     def linear(self) -> Iterator[str]:
-        """Our names of the linear layers that are none of experts'."""
+        """Meshwright's names of the linear layers of blocks, without those of routed experts."""
         if self.latent:
             yield from ("attn.q_a", "attn.q_b") if self.low_queries else ("attn.q",)
             yield from ("attn.kv_a", "attn.kv_b", "attn.o")
@@ -164,10 +167,11 @@ class BlockKinds(NamedTuple):
 
 
 def target_names(blocks: BlockKinds) -> dict[str, tuple[str, ...]]:
-    """Return the names by which targets may select each layer of a block, by our name of it.
+    """Return, for each layer of a block, the names by which `lora.targets` may select it.
 
-    Those of Hugging Face files first. Layers that a family stores as one have one name. Experts are
-    stored one by one, and in memory together, as PEFT's `target_parameters` name them.
+    Keys are Meshwright's names; the name in Hugging Face files comes first. Layers that a family
+    stores as one share a name. Experts are stored one by one, and in memory together, as PEFT's
+    `target_parameters` name them.
     """
     family = FAMILIES[blocks.family]
     names: dict[str, tuple[str, ...]] = {}
@@ -187,15 +191,16 @@ def _inside(stored: str) -> str:
 
 
 def _is_named(name: str, target: str) -> bool:
-    """Whether a target matches the last parts of a name, as many as it has itself."""
+    """Whether a target matches the last parts of a dotted name, as many as the target has."""
     parts = name.split(".")[-1 - target.count(".") :]
     return fnmatchcase(".".join(parts), target)
 
 
 def _matches(target: str, blocks: BlockKinds) -> Iterator[str]:
-    """Yield our names of the layers that a target matches; "all-linear": attention beside experts.
+    """Yield Meshwright's names of the layers that a target matches.
 
-    A pattern is for layers one by one: not for gate and up together where files separate them.
+    "all-linear" matches only attention in models with experts. A pattern does not match gate and up
+    of experts together where files separate them.
     """
     family = FAMILIES[blocks.family]
     is_pattern = not _PATTERN.isdisjoint(target) and not family.fused_experts
@@ -208,7 +213,7 @@ def _matches(target: str, blocks: BlockKinds) -> Iterator[str]:
 
 
 def own_layers(blocks: BlockKinds) -> list[str]:
-    """Return the targets of "all-linear" that a family does not store as one with others."""
+    """Return the targets of "all-linear" that the family stores as separate matrices."""
     names = target_names(blocks)
     targets = [names[layer][0] for layer in _matches(ALL_LINEAR, blocks)]
     return [
@@ -218,17 +223,17 @@ def own_layers(blocks: BlockKinds) -> list[str]:
 
 @lru_cache(maxsize=256)
 def adapted(lora: Lora | None, blocks: BlockKinds) -> frozenset[str]:
-    """Return the linear layers of a block that have adapters, by our names."""
+    """Return Meshwright's names of the linear layers of a block that have adapters."""
     if lora is None:
         return frozenset()
     return frozenset(layer for target in lora.targets for layer in _matches(target, blocks))
 
 
 def matrices(layers: Collection[str], name: str) -> tuple[str, ...]:
-    """Return which matrices of an adapter are a layer's own: `lora_a`, `lora_b`.
+    """Return which LoRA matrices the layer `name` has: `lora_a`, `lora_b`, both or none.
 
-    `layers` are the adapted ones. Where gate and up of experts are one layer with an adapter, A is
-    with gate, and each has its rows of B.
+    `layers` are the adapted ones. Where gate and up of experts share an adapter, A belongs to gate,
+    and each has its rows of B.
     """
     if name in layers:
         return ("lora_a", "lora_b")
@@ -266,7 +271,7 @@ def check_targets(lora: Lora | None, blocks: BlockKinds) -> None:
 def _check_experts(
     lora: Lora, layers: Collection[str], names: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Raise `ValueError` for adapters of experts that exclude each other."""
+    """Raise `ValueError` for adapters of experts that cannot be combined."""
     separate = [layer for layer in JOINED if layer in layers]
     if JOINT in layers and separate:
         joined, single = names[JOINT][0], names[separate[0]][0]

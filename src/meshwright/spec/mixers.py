@@ -1,7 +1,7 @@
-"""`Mixer`: what a layer that is planned only has beside, or in place of, our attention and MLP.
+"""`Mixer`: sublayers that Meshwright has no module for, described by their shapes for planning.
 
-It is known by its shapes: matrices, other parameters, scores and recurrences. From these follow its
-parameters, FLOPs and bytes; there is no module of it, so models that have one cannot be trained.
+Its matrices, other parameters, scores and recurrences determine parameters, FLOPs and bytes; models
+that have one cannot be trained.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Matrix(Spec):
 
 
 class PairScores(Spec):
-    """Products over pairs of a query and a key, for so many heads.
+    """Attention scores over pairs of a query and a key, for a number of heads.
 
-    `width` is what a pair's products sum over: the size of a head's keys, and that of its values if
-    scores weigh values. A query sees `window` positions; None: all before it.
+    `width` is the size summed over per pair: that of a head's keys, plus that of its values if the
+    scores weigh values. A query attends to `window` positions; None: all before it.
     """
 
     heads: int = Field(gt=0, le=LARGEST)
@@ -47,12 +47,12 @@ class PairScores(Spec):
 
 
 class Mixer(Spec):
-    """What a layer has that has no module here, by its shapes.
+    """Sublayers of a layer that have no module here, described by their shapes.
 
-    `attends`: attention as the model's other layers have it is there, too. `feeds`: an MLP or
-    experts follow. Tensor parallelism cuts it by `heads`. `vectors` are its parameters outside of
-    matrices, `flops` a recurrence's for one token, forward, and `saved` the elements of one token
-    that its operators keep for the backward, inputs of products aside.
+    `attends`: the layer also has the model's attention. `feeds`: an MLP or experts follow. Tensor
+    parallelism shards it by `heads`. `vectors` is the number of parameters outside of matrices,
+    `flops` a recurrence's forward FLOPs per token, and `saved` the elements per token that its
+    operators save for the backward, without the inputs of matmuls.
     """
 
     attends: bool = False
@@ -66,12 +66,12 @@ class Mixer(Spec):
 
     @property
     def mixes(self) -> bool:
-        """Whether there is anything before the MLP."""
+        """Whether it has any sublayer before the MLP."""
         return self.attends or bool(self.matrices)
 
 
 class Planned(Spec):
-    """Why a model is planned, but not trainable: its `model_type`, and what a plan assumes."""
+    """Why a model can only be planned: its unsupported `model_type`, and the plan's assumptions."""
 
     model_type: str
     assumed: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()

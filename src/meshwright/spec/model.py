@@ -47,9 +47,9 @@ Family = Annotated[str, AfterValidator(_known_family)]
 
 
 class LayerSpec(Spec):
-    """The attention window and rotation of a layer, or its recurrence, and whether it has one MLP.
+    """One layer of a pattern: its attention window and rotation, or its recurrence, and its MLP.
 
-    A query sees its own position and the `window - 1` before it; None: all. `rope_theta` is a
+    A query attends to its own position and the `window - 1` before it; None: all. `rope_theta` is a
     separate base, to which `ModelSpec.rope_scaling` doesn't apply; None: the model's base and
     scaling. Without `rotary`, nothing is rotated. A `dense` layer has an MLP where others have
     experts. A `delta` layer has Gated DeltaNet in place of attention, without window or rotation; a
@@ -77,17 +77,17 @@ class LayerSpec(Spec):
 
     @property
     def mixes(self) -> bool:
-        """Whether it has anything before its MLP."""
+        """Whether the layer has any sublayer before its MLP."""
         return self.mixer is None or self.mixer.mixes
 
     @property
     def feeds(self) -> bool:
-        """Whether it has an MLP or experts."""
+        """Whether the layer has an MLP or experts."""
         return self.mixer is None or self.mixer.feeds
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what few layers have, so that dumps are as in earlier versions."""
+        """Leave unset rare fields out of dumps, so that these equal those of earlier versions."""
         values: dict[str, Any] = handler(self)
         return {key: value for key, value in values.items() if key not in _RARE or value}
 
@@ -101,7 +101,7 @@ def _dense(layer: LayerSpec) -> LayerSpec:
 
 
 def _qk_norm(value: object) -> object:
-    """Take true for the norm of each head: the only one there was when this was a flag."""
+    """Convert the boolean of earlier versions: true meant the norm of each head."""
     return {True: "head", False: "none"}[value] if isinstance(value, bool) else value
 
 
@@ -251,13 +251,13 @@ class ModelSpec(Spec):
 
     @property
     def blocks(self) -> BlockKinds:
-        """The features that decide which linear layers its blocks have."""
+        """The features that determine which linear layers the model's blocks have."""
         features = (self.shared_ffn_dim > 0, self.has_dense, self.is_latent, self.q_lora_rank > 0)
         return BlockKinds(self.family, self.gated_mlp, self.experts, *features)
 
     @property
     def drops(self) -> bool:
-        """Whether training drops anything."""
+        """Whether training uses dropout, of the model or of its adapters."""
         return self.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     @property
@@ -311,13 +311,15 @@ class ModelSpec(Spec):
         return hash((self.dim, self.n_layers, self.dense_layers, self.layer_pattern[:1]))
 
     def layer(self, index: int) -> LayerSpec:
-        """Return the window and rotation of a layer."""
+        """Return the spec of a layer, given its number."""
         pattern = self.layer_pattern
         kind = pattern[index % len(pattern)] if pattern else PLAIN_LAYER
         return _dense(kind) if index < self.dense_layers else kind
 
     def alike(self, kind: LayerSpec, **update: Any) -> ModelSpec:
-        """Return the model with layers of one kind, and with other changes."""
+        """Return a copy of the model in which all layers are of `kind`, with further updated
+        fields.
+        """
         return self.model_copy(update={"layer_pattern": (kind,), "dense_layers": 0, **update})
 
     def has_experts(self, layer: LayerSpec) -> bool:
@@ -380,7 +382,7 @@ class ModelSpec(Spec):
         return scale * math.sqrt(self.core_dim / self.head_dim)
 
     def identity(self) -> dict[str, Any]:
-        """Return the model's identity as JSON, without fields that its family fixes."""
+        """Return the JSON values that identify the model, without fields that its family fixes."""
         implied = LATER & FAMILIES[self.family].features.keys()
         unused = {key for key in NEWEST if getattr(self, key) == FEATURES[key]}
         if self.pad_vocab_to_multiple_of is None:
@@ -392,7 +394,9 @@ class ModelSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _of_family(cls, values: Any) -> Any:
-        """Fill fields that are the same in all models of a family, where they are not given."""
+        """Fill in fields that are the same for all models of the family, where they are not
+        given.
+        """
         if not isinstance(values, Mapping):
             return values
         name = values.get("family", "llama")  # of any type: it is not validated yet
@@ -433,7 +437,7 @@ class ModelSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out adapters where there are none, so that dumps are as in earlier versions."""
+        """Leave absent adapters out of dumps, so that these equal those of earlier versions."""
         values: dict[str, Any] = handler(self)
         return {key: value for key, value in values.items() if key != "lora" or value is not None}
 
@@ -559,10 +563,9 @@ class ModelSpec(Spec):
 
 
 def padded(spec: ModelSpec, tp: int) -> ModelSpec:
-    """Return a model whose rows of the embedding and of the head `tp` ranks share equally.
+    """Return the model with embedding and head padded so that `tp` divides their rows.
 
-    Where the config doesn't say to what multiple its vocabulary is padded, it is padded only if it
-    has to be.
+    Where the config doesn't set a multiple for the vocabulary, it is padded only if necessary.
     """
     multiple = spec.pad_vocab_to_multiple_of
     if multiple is None:
@@ -576,7 +579,7 @@ def _with_padding(spec: ModelSpec, multiple: int, tp: int) -> ModelSpec:
 
 
 def unpadded(spec: ModelSpec) -> ModelSpec:
-    """Return the model as it is stored and exported: without rows after its vocabulary."""
+    """Return the model without vocabulary padding, as it is stored and exported."""
     if spec.pad_vocab_to_multiple_of is None:
         return spec
     return spec.model_copy(update={OF_PADDING: None})

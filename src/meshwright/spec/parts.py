@@ -27,7 +27,9 @@ Side = tuple[int, str]
 
 
 class Linear(NamedTuple):
-    """A linear layer of a block: its name there, its outputs and its inputs."""
+    """A linear layer of a block: its name in the block, and the size and axis of outputs and
+    inputs.
+    """
 
     name: str
     outer: Side
@@ -42,10 +44,10 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter: its global name, its shape and the logical axis of each dim.
+    """One parameter: its global name, its whole shape and the logical axis of each dim.
 
-    What is not `trained` has no gradient and nothing that follows from one. With `is_nf4` it is
-    kept in NF4. The last `padding` rows are zero and stay zero: nothing stores them.
+    If not `trained`, it has neither gradient nor optimizer state. With `is_nf4` it is stored in
+    NF4. The last `padding` rows are zero and stay zero: they are not saved.
     """
 
     name: str
@@ -67,31 +69,33 @@ class Part:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix, or one for each expert; biases, norms and sinks are vectors."""
+        """Whether it is a matrix, or one per expert; biases, norms and sinks are vectors."""
         return len(self.axes) - self.is_of_experts == 2
 
     @property
     def is_matmul(self) -> bool:
-        """Whether tokens are multiplied by it; false for matrices that are only looked up."""
+        """Whether tokens are multiplied by it; false for embeddings, which are only looked up."""
         return self.is_matrix and not self.is_lookup
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it has a row for each token of the vocabulary, which is only looked up."""
+        """Whether it is an embedding, with a row per vocabulary entry that is only looked up."""
         return self.name == "embed.weight" or (self.axes[0] == "vocab" and ".mixer." in self.name)
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is a matrix of an adapter."""
+        """Whether it is a LoRA matrix."""
         return "rank" in self.axes
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether it has a matrix for each expert, of which a token uses a few."""
+        """Whether it has one matrix or vector per expert."""
         return self.axes[0] == "experts"
 
     def active(self, spec: ModelSpec) -> int:
-        """Return the elements that a token uses: of experts, those of its `top_k`."""
+        """Return the number of elements that one token uses: for experts, those of `top_k`
+        of them.
+        """
         return self.numel * spec.top_k // spec.experts if self.is_of_experts else self.numel
 
 
@@ -111,7 +115,7 @@ def parts(spec: ModelSpec) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=64)
 def names_by_layer(spec: ModelSpec) -> Mapping[int | None, tuple[str, ...]]:
-    """Return the names of the parameters of each layer; None has those outside of layers."""
+    """Return the parameter names of each layer; the key None has those outside of layers."""
     by_layer: dict[int | None, list[str]] = {None: []}
     for part in parts(spec):
         prefix, _, suffix = part.name.partition(".")
@@ -159,13 +163,13 @@ _CUT_AXES: Final = {
 
 
 def mixer_linear(matrix: Matrix) -> Linear:
-    """Return a matrix of a layer that is planned only as a linear layer."""
+    """Return a `Mixer`'s matrix as a linear layer."""
     outer, inner = ("vocab", "dim") if matrix.lookup else _CUT_AXES[matrix.cut]
     return Linear(matrix.name, (matrix.outer, outer), (matrix.inner, inner), False)
 
 
 def _mixer(spec: ModelSpec, mixer: Mixer, path: str) -> Iterator[Part]:
-    """Yield the parameters of what has no module here."""
+    """Yield the parameters of a `Mixer`, which has no module here."""
     yield from _linears(spec, path, map(mixer_linear, mixer.matrices))
     if mixer.vectors:
         yield Part(f"{path}.mixer.vectors", (mixer.vectors,), ("latent",))
@@ -191,13 +195,15 @@ def _attention(spec: ModelSpec, path: str) -> Iterator[Part]:
 
 
 def delta_shape(spec: ModelSpec, tp: int = 1) -> tuple[int, int, int, int]:
-    """Return heads, heads of keys, and dims of keys and of values of a rank's Gated DeltaNet."""
+    """Return a tp rank's heads, key heads, key dim and value dim of Gated DeltaNet."""
     heads, key_heads = spec.delta_heads // tp, spec.delta_key_heads // tp
     return heads, key_heads, spec.delta_key_dim, spec.delta_value_dim
 
 
 class DeltaWidths(NamedTuple):
-    """The channels of Gated DeltaNet: of queries or keys, of values, and outputs of projections."""
+    """Widths in Gated DeltaNet: of all keys, of all values, and of the outputs of two
+    projections.
+    """
 
     keys: int
     values: int
@@ -206,7 +212,7 @@ class DeltaWidths(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, tp: int = 1) -> DeltaWidths:
-        """Return those of a rank of so many that share the heads."""
+        """Return the widths on each of `tp` ranks that share the heads."""
         heads, key_heads, key_dim, value_dim = delta_shape(spec, tp)
         keys, values = key_heads * key_dim, heads * value_dim
         return cls(keys, values, 2 * (keys + values), 2 * heads)
@@ -225,7 +231,7 @@ def _delta(spec: ModelSpec, path: str) -> Iterator[Part]:
 
 
 def delta_linears(spec: ModelSpec) -> tuple[Linear, ...]:
-    """Return the linear layers of Gated DeltaNet, `out` last; tp cuts all by heads of keys."""
+    """Return the linear layers of Gated DeltaNet, `out` last; tp shards all by key heads."""
     _, values, qkvz, ba = DeltaWidths.of(spec)
     stream = spec.dim, "dim"
     columns = {"attn.qkvz": qkvz, "attn.ba": ba}
@@ -271,8 +277,8 @@ def mamba_linears(spec: ModelSpec) -> tuple[Linear, ...]:
 def attention_linears(spec: ModelSpec) -> tuple[Linear, ...]:
     """Return the linear layers of attention, `o` last.
 
-    Of latent attention, those whose names end in `_a` make latent vectors, and those in `_b` heads
-    of these.
+    In latent attention, layers named `_a` compute latent vectors, and those named `_b` compute
+    heads from them.
     """
     stream, bias = (spec.dim, "dim"), spec.attention_bias
     queries, values = spec.n_heads * spec.head_dim, spec.n_heads * spec.value_dim
@@ -294,7 +300,9 @@ def attention_linears(spec: ModelSpec) -> tuple[Linear, ...]:
 
 
 def mlp_linears(spec: ModelSpec, name: str = "mlp") -> tuple[Linear, ...]:
-    """Return the linear layers of an MLP, `down` last; `mlp.shared` is a shared expert."""
+    """Return the linear layers of an MLP, `down` last; the name `mlp.shared` is the shared
+    expert.
+    """
     width = (spec.shared_ffn_dim if name == "mlp.shared" else spec.ffn_dim), "ffn"
     stream = spec.dim, "dim"
     columns = ("gate", "up") if spec.gated_mlp else ("up",)
@@ -324,7 +332,7 @@ def _experts(spec: ModelSpec, layer: str) -> Iterator[Part]:
 
 
 def expert_columns(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the names of experts' projections to their width: without a gate, only `up`."""
+    """Return the names of the experts' first projections: gate and up, or only up."""
     return JOINED if spec.gated_mlp else JOINED[1:]
 
 
@@ -360,7 +368,7 @@ def _linear(
 
 
 def _adapter(spec: ModelSpec, path: str, name: str, out: Side, inner: Side) -> Iterator[Part]:
-    """Yield the matrices of a layer's adapter, if it has one."""
+    """Yield the LoRA matrices of a layer, if it is adapted."""
     if spec.lora is None:
         return
     parameters = {
@@ -373,7 +381,7 @@ def _adapter(spec: ModelSpec, path: str, name: str, out: Side, inner: Side) -> I
 def buffers(spec: ModelSpec) -> tuple[Part, ...]:
     """Return the model's buffers, in the order of the module's `named_buffers`.
 
-    They have no gradients, but checkpoints and files contain them.
+    They have no gradients, but checkpoints and exported files contain them.
     """
     if not spec.has_router_bias:
         return ()
@@ -386,24 +394,24 @@ def buffers(spec: ModelSpec) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=64)
 def kept_in_fp32(spec: ModelSpec) -> frozenset[str]:
-    """Return the names of the buffers that half precision would falsify.
+    """Return the names of the buffers that must stay in fp32 under half precision.
 
-    What stores, loads or converts a whole model leaves these in fp32.
+    Whatever saves, loads or converts a whole model leaves them in fp32.
     """
     ends = tuple(f".{name}" for name in FAMILIES[spec.family].kept_in_fp32)
     return frozenset(part.name for part in buffers(spec) if part.name.endswith(ends))
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Return the number of parameters without padding, a tied matrix counted once."""
+    """Return the number of parameters without padding; tied matrices count once."""
     return sum(part.numel for part in parts(unpadded(spec)))
 
 
 def active_parameter_count(spec: ModelSpec) -> int:
-    """Return the number of parameters that a token uses: of experts its `top_k`."""
+    """Return the number of parameters that a token uses: of experts, those of `top_k`."""
     return sum(part.active(spec) for part in parts(unpadded(spec)))
 
 
 def trained_parameter_count(spec: ModelSpec) -> int:
-    """Return the number of trained parameters: with adapters, only these."""
+    """Return the number of trained parameters: with adapters, only those of the adapters."""
     return sum(part.numel for part in parts(unpadded(spec)) if part.trained)

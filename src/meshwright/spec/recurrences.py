@@ -1,8 +1,8 @@
-"""`Mixer`s by what a config's sizes say: recurrences, gated and indexed attention.
+"""Builds the `Mixer`s of recurrences, gated attention and sparse attention from a config's sizes.
 
-FLOPs are a token's, forward, over all heads, for kernels that work in chunks. The gated delta rule:
-arXiv:2412.06464, section 3.3; Kimi Delta Attention: arXiv:2510.26692, section 4; Mamba-2:
-arXiv:2405.21060, section 6; the index of sparse attention: arXiv:2512.02556, section 2.1.
+FLOPs are those of one token's forward, over all heads, for kernels that work in chunks. The gated
+delta rule: arXiv:2412.06464, section 3.3; Kimi Delta Attention: arXiv:2510.26692, section 4;
+Mamba-2: arXiv:2405.21060, section 6; the index of sparse attention: arXiv:2512.02556, section 2.1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHUNK: Final = 64
 
 
 def _delta_flops(heads: int, keys: int, values: int) -> int:
-    """Return those of the delta rule: products within a chunk, then with the state.
+    """Return the FLOPs per token of the delta rule: matmuls within a chunk, then with the state.
 
     Within: keys with keys, queries with keys, and the triangular system applied to keys and to
     values, then scores with values. With the state: for keys, for queries, and its update.
@@ -27,10 +27,11 @@ def _delta_flops(heads: int, keys: int, values: int) -> int:
 
 
 def chunk_flops(heads: int, key_heads: int, key_dim: int, value_dim: int) -> float:
-    """Return those of the delta rule as `models.delta_rule` computes it.
+    """Return the FLOPs per token of the delta rule as `models.delta_rule` computes it.
 
-    Products of queries and keys with the keys of a chunk, which heads share; of each head a
-    triangular system, the product of scores with what it gives, and three products with the state.
+    Matmuls of queries and keys with the keys of a chunk, which value heads share; for each value
+    head a triangular system, the matmul of scores with its solution, and three matmuls with the
+    state.
     """
     by_head = 6 * key_dim * value_dim + 3 * CHUNK * value_dim
     return float(heads * by_head + key_heads * 4 * CHUNK * key_dim)
@@ -47,12 +48,12 @@ def state_space_flops(heads: int, groups: int, key_dim: int, value_dim: int) -> 
 
 
 def _states(heads: int, keys: int, values: int, chunk: int) -> int:
-    """Return the elements of a state that a token's share of its chunk keeps, of 16 bits each."""
+    """Return, per token, the 16-bit elements of one fp32 state saved for each chunk."""
     return 2 * heads * keys * values // chunk  # in fp32
 
 
 class Delta(NamedTuple):
-    """The sizes of the gated delta rule, as Qwen3-Next and Qwen3.5 have it."""
+    """The sizes of the gated delta rule, as in Qwen3-Next and Qwen3.5."""
 
     dim: int
     key_heads: int
@@ -116,9 +117,9 @@ class KimiDelta(NamedTuple):
 
 
 class Mamba(NamedTuple):
-    """The sizes of a Mamba-2 mixer: heads that share the two projections of their group.
+    """The sizes of a Mamba-2 mixer, whose heads share two projections (B and C) per group.
 
-    `norm` is the number of a gated norm's weights.
+    `norm` is the number of weights of a gated norm.
     """
 
     dim: int
@@ -133,7 +134,9 @@ class Mamba(NamedTuple):
     norm: int
 
     def mixer(self, *, attends: bool = False, feeds: bool = True) -> Mixer:
-        """Return the mixer, beside attention or in place of it."""
+        """Return the mixer; with `attends`, it runs beside the layer's attention, else in its
+        place.
+        """
         inner, shared = self.heads * self.head_dim, 2 * self.groups * self.state
         through = inner + shared
         biases = (inner + through + self.heads + self.dim) * self.bias
@@ -158,14 +161,14 @@ class Mamba(NamedTuple):
 
 
 def gated_attention(dim: int, heads: int, head_dim: int) -> Mixer:
-    """Return what attention has beside it where a projection of the stream gates its result."""
+    """Return the mixer of an output gate, a projection of the hidden states, beside attention."""
     width = heads * head_dim
     gate = Matrix(name="mixer.gate", outer=width, inner=dim, cut="outer")
     return Mixer(attends=True, heads=heads, matrices=(gate,), saved=2 * width)
 
 
 def indexer(dim: int, rank: int, heads: int, head_dim: int) -> Mixer:
-    """Return the index of sparse attention, which scores all keys to pick those that are seen."""
+    """Return the mixer of a sparse attention index, which scores all keys to select some."""
     return Mixer(
         attends=True,
         heads=heads,
@@ -181,7 +184,9 @@ def indexer(dim: int, rank: int, heads: int, head_dim: int) -> Mixer:
 
 
 class Heads(NamedTuple):
-    """The sizes of attention of one layer where layers differ; `kv_heads` 0: another layer's."""
+    """The sizes of one layer's attention where layers differ; `kv_heads` 0: another layer's
+    keys.
+    """
 
     dim: int
     heads: int
@@ -191,7 +196,9 @@ class Heads(NamedTuple):
     shares_values: bool
 
     def mixer(self, extra: tuple[Matrix, ...], vectors: int) -> Mixer:
-        """Return the attention with norms of heads, and further parameters beside it."""
+        """Return the mixer of this attention with norms of heads, and `extra` matrices
+        beside it.
+        """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         names = () if not keys else ("k",) if self.shares_values else ("k", "v")
         columns = [

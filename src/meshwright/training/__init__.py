@@ -1,1 +1,1 @@
-"""The training loop with its optimizer, events, metrics and run folder."""
+"""The training loop, its optimizers, events, metrics and run folder."""

@@ -1,4 +1,4 @@
-"""A run between its steps: starts or resumes it, saves it, and compares replicas of its weights."""
+"""What a run does between steps: start or resume, save, and compare replicas of weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_replicas(parallel: Parallel, world: World) -> None:
 
 
 def bits(shard: Tensor) -> int:
-    """Return a number that changes if any bit of an fp32 tensor flips."""
+    """Return a checksum of an fp32 tensor, which changes if any single bit flips."""
     flat = shard.contiguous().view(-1).view(torch.int32)
     weights = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=torch.int64)
     total = torch.zeros((), device=flat.device, dtype=torch.int64)
@@ -87,9 +87,11 @@ def bits(shard: Tensor) -> int:
 
 
 class Progress(NamedTuple):
-    """A run's progress: its last step, the loss scale of the next, and a stream's position.
+    """Where a run stands: its last step, the next step's loss scale, and the data stream's
+    position.
 
-    `loss` is that of the step in nats, NaN if unknown.
+    `position` is None unless the data is streamed. `loss` is that of the step in nats, NaN if
+    unknown.
     """
 
     step: int
@@ -101,7 +103,7 @@ class Progress(NamedTuple):
 def open_run(
     job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit, resume: bool
 ) -> tuple[Trained, Progress, Saver]:
-    """Build this rank's part of a run, from its beginning or from its newest valid step.
+    """Build this rank's part of a run, or with `resume` restore it from its newest valid step.
 
     A collective. Raises `CheckpointError` if another run has written that step.
     """
@@ -150,7 +152,7 @@ def open_run(
 
 
 def _found(job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit) -> Good | None:
-    """Return the newest good step, of this very run; None where an attempt has saved none yet."""
+    """Return the newest valid step of this run; None if a restarted run has saved none yet."""
 
     def on_bad(problem: str) -> None:
         emit({"event": "bad_checkpoint", "problem": problem})
@@ -169,7 +171,7 @@ def _is_same_optimizer(job: Job, good: Good) -> bool:
 
 
 def _progress(job: Job, good: Good) -> Progress:
-    """Return where a step was; the loss scale goes on where both are of fp16."""
+    """Return the progress saved in a step; a dynamic fp16 loss scale continues from its value."""
     scale = LossScale.of(job.config.train)
     if scale.is_dynamic and good.manifest["loss_scale"]["is_dynamic"]:
         scale = LossScale(**good.manifest["loss_scale"])
@@ -178,9 +180,9 @@ def _progress(job: Job, good: Good) -> Progress:
 
 
 def weights_source(job: Job, world: World) -> Source:
-    """Return the source of the initial weights: a folder with a model, or the seed.
+    """Return the source of the initial weights: the model in `model.init_from`, or the seed.
 
-    Adapters come from a PEFT folder, or the seed.
+    Adapters come from the PEFT folder in `lora.init_from`, or the seed.
     """
     model, seed, adapters = job.config.model, job.config.train.seed, job.config.lora.init_from
     source: Source = seeded(model, seed, world.recorder.beat)
@@ -202,7 +204,9 @@ def save(
     step: int,
     loss: float,
 ) -> None:
-    """Save a step, whose loss in nats is given, or start to; a collective."""
+    """Save a step, or start to if saves are asynchronous; `loss` is its loss in nats. A
+    collective.
+    """
     world.recorder.phase("save")
     config, position = job.config, position_of(sampler, world)
     facts = {
@@ -222,21 +226,22 @@ def save(
 
 
 def _scalars(trained: Trained, world: World) -> dict[str, float]:
-    """Return the optimizer's scalars, of the first rank that trains weights; a collective."""
+    """Return the optimizer's scalar states from the first rank that has any; a collective."""
     by_rank = _everyones(dict(scalars_of(trained)), world)
     return next(filter(None, by_rank), {})
 
 
 def _everyones(value: Any, world: World) -> list[Any]:
-    """Return what all ranks have, as JSON, by rank; a collective."""
+    """All-gather a JSON-serializable value; return those of all ranks. A collective."""
     group = dist.group.WORLD if world.size > 1 else None
     return [json.loads(text) for text in exchange(json.dumps(value), group)]
 
 
 def position_of(sampler: object, world: World) -> dict[str, Any] | None:
-    """Return the stream position of all rows, None if the step alone determines it; a collective.
+    """Return the data stream's position for the whole global batch; a collective.
 
-    The same on every layout, so any can resume from it.
+    None if the step number alone determines it. It is the same for every layout, so any can resume
+    from it.
     """
     if not isinstance(sampler, StreamSampler):
         return None
@@ -245,7 +250,7 @@ def position_of(sampler: object, world: World) -> dict[str, Any] | None:
 
 
 def saved_event(saved: Saved) -> dict[str, object]:
-    """Return the event of a committed step."""
+    """Return the `save` event of a committed step."""
     return {
         "event": "save",
         "step": saved.step,

@@ -1,8 +1,8 @@
-"""Training with DeepSpeed's step: the same config, batches, events and run folder.
+"""Training with DeepSpeed's engine: the same config, batches, events and run folder.
 
 For users who must stay on its engine, and for comparing the two. Weights, samples, learning rates
-and the normalization of the loss are ours; ZeRO, precision, accumulation, clipping and the update
-are DeepSpeed's, over data-parallel ranks. The extra `deepspeed` installs it.
+and the normalization of the loss are Meshwright's; ZeRO, precision, accumulation, clipping and the
+update are DeepSpeed's, over data-parallel ranks. The extra `deepspeed` installs it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def train(
 ) -> Summary:
     """Train to the last step, or to the step at which any rank was asked to stop.
 
-    Saves only weights, as the config says and at the end. Raises `MeshwrightError` for a resumed
+    Saves weights only, as the config says and at the end. Raises `MeshwrightError` for a resumed
     run, because DeepSpeed's states are not saved.
     """
     if resume:
@@ -100,7 +100,7 @@ def train(
 
 
 def open_engine(job: Job, world: World) -> Any:
-    """Return DeepSpeed's engine over our model, with our own initial weights."""
+    """Return DeepSpeed's engine around Meshwright's model, with Meshwright's initial weights."""
     config, layout = job.config, job.layout
     spec = unpadded(config.model)
     model = build_model(spec, "cpu", config.train.seq_len)
@@ -130,11 +130,10 @@ def open_engine(job: Job, world: World) -> Any:
 
 
 def update(engine: Any, batch: Batch, microbatch: int, ranks: int) -> float:
-    """Do one optimizer step and return `ranks` times this rank's share of the loss, in nats.
+    """Run one optimizer step; return `ranks` times this rank's contribution to the loss, in nats.
 
-    DeepSpeed averages over ranks and microbatches; each of our losses is the sum over its tokens,
-    divided by the global number of targets. So it is multiplied by both counts before it goes to
-    DeepSpeed.
+    DeepSpeed averages over ranks and microbatches, but each loss here is a sum over tokens divided
+    by the global number of targets. So it is multiplied by both counts before it goes to DeepSpeed.
     """
     count = (batch.targets != IGNORE).sum()
     if ranks > 1:
@@ -150,7 +149,7 @@ def update(engine: Any, batch: Batch, microbatch: int, ranks: int) -> float:
 
 
 def loss_sum(engine: Any, batch: Batch) -> Tensor:
-    """Return the summed cross-entropy of some rows, in nats and fp32."""
+    """Return the summed cross-entropy of a batch, in nats and fp32."""
     logits = engine(batch.inputs, segments=batch.segments, keys=batch.keys).float()
     targets = batch.targets.flatten()
     return F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
@@ -160,7 +159,7 @@ def loss_sum(engine: Any, batch: Batch) -> Tensor:
 def evaluate(
     engine: Any, job: Job, world: World, rows: Iterable[Batch], asked_to_stop: Callable[[], bool]
 ) -> float | None:
-    """Return the loss on this rank's rows of the held-out split.
+    """Return the mean loss on the held-out split, over all ranks.
 
     None, on every rank, if any is asked to stop before the end.
     """

@@ -28,7 +28,7 @@ Emit = Callable[[Event], None]
 
 
 class Sink(Protocol):
-    """A destination of events."""
+    """A destination of events, such as a file or an experiment tracker."""
 
     def write(self, event: Event) -> None:
         """Write one event."""
@@ -38,15 +38,15 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """`events.jsonl`: every event, one per line, at once, so that a reader can follow.
+    """`events.jsonl`: each event is appended as one line at once, so that a reader can follow.
 
-    Rank 0 and the supervisor append to the same file: each writer holds its lock. The partial line
-    of a killed process is cut off. If the disk is full, lines are kept until there is space; `say`
-    is called when this begins and when it is over.
+    Rank 0 and the supervisor append to the same file, each under its lock. The partial line of a
+    killed process is removed. If the disk is full, lines are kept in memory until there is space;
+    `say` is called with a message when this begins and when it is over.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
-        """Open the file; raises as `open_own` does."""
+        """Open the file for appending; raises as `open_own` does."""
         self._path, self._say = path, say or note
         self._kept: list[bytes] = []
         self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
@@ -56,9 +56,9 @@ class JsonLines:
                 self._file.truncate(content.rfind(b"\n") + 1)
 
     def write(self, event: Event) -> None:
-        """Append one event; a non-finite number becomes a string, as JSON has none.
+        """Append one event; a non-finite number becomes a string, since JSON has none.
 
-        Raises `OSError` if the disk refuses for another reason than being full.
+        Raises `OSError` for any disk error but a full disk.
         """
         was_full = bool(self._kept)
         self._kept.append(json.dumps(_finite(event)).encode() + b"\n")
@@ -70,7 +70,7 @@ class JsonLines:
             )
 
     def catch_up(self) -> None:
-        """Write the events that found no space, as far as there is some now."""
+        """Write the events kept in memory, as far as there is space now."""
         if self._kept:
             self._catch_up(was_full=True)
 
@@ -84,11 +84,11 @@ class JsonLines:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep others from writing meanwhile, where the file system has locks.
+        """Within this context, lock the file against other writers, if the file system has locks.
 
-        Of a line that has found too little room, what was written is cut off again: a line that
-        another process had written since would go with it. One that was stopped meanwhile keeps
-        nobody waiting for long.
+        A line that found too little space is removed by truncation, which must not remove a line
+        that another process has written since. A process that was stopped while it has the lock
+        delays others by a few seconds at most: then they continue without it.
         """
         deadline = time.monotonic() + _LOCKED_S
         with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ class JsonLines:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _append(self, line: bytes) -> bool:
-        """Write a line, or nothing of it; returns whether it is written."""
+        """Write a line completely or not at all; return whether it was written."""
         try:
             written = self._file.write(line)
         except OSError as error:
@@ -116,7 +116,7 @@ class JsonLines:
         return written == len(line)
 
     def close(self) -> None:
-        """Close the file; reports how many events are missing if there was no space to the end."""
+        """Close the file; report how many events are missing if the disk is still full."""
         self.catch_up()
         self._file.close()
         if self._kept:
@@ -124,9 +124,9 @@ class JsonLines:
 
 
 class Callbacks:
-    """A sink that passes each event on to functions of the user, after another sink has it.
+    """A sink that writes each event to another sink, then passes it to a user's functions.
 
-    A function that raises ends no run: a note names it, and it gets no more events.
+    A function that raises does not end the run: a note names it, and it gets no more events.
     """
 
     def __init__(self, sink: Sink, callbacks: Iterable[Emit]) -> None:
@@ -147,19 +147,19 @@ class Callbacks:
                 )
 
     def close(self) -> None:
-        """Close the other sink."""
+        """Close the wrapped sink."""
         self._sink.close()
 
 
 def append_event(path: Path, event: Event) -> None:
-    """Append one event to a run's, beside whoever writes there."""
+    """Append one event to the `events.jsonl` of a run that other processes may be writing."""
     lines = JsonLines(path)
     lines.write(event)
     lines.close()
 
 
 def note(text: str) -> None:
-    """Print a note to the log of this process, which may be on a full disk itself."""
+    """Print a note to stderr; errors of a full disk are ignored."""
     with contextlib.suppress(OSError):
         print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -173,14 +173,14 @@ def _finite(value: Any) -> Any:
 
 
 class _Scalars:
-    """The numbers of step and evaluation events, handed to a tracker."""
+    """A sink that passes the numbers of step and eval events to an experiment tracker."""
 
     def __init__(self, name: str, tracker: Opened) -> None:
         self._name, self._tracker = name, tracker
         self._is_lost = False
 
     def write(self, event: Event) -> None:
-        """Pass on the numbers of a step or an evaluation."""
+        """Pass on the numbers of a step or eval event; ignore other events."""
         kind = event["event"]
         if kind in ("step", "eval"):
             numbers = {
@@ -191,11 +191,11 @@ class _Scalars:
             self._try(lambda: self._tracker.write(numbers, int(event["step"])))
 
     def close(self) -> None:
-        """Let the tracker end."""
+        """Close the tracker's record."""
         self._try(self._tracker.close)
 
     def _try(self, do: Callable[[], None]) -> None:
-        """Do what the tracker may fail at: a full disk or a server is no reason to end a run."""
+        """Call `do`; after its first exception, note it and ignore the tracker from then on."""
         if self._is_lost:
             return
         try:
@@ -221,7 +221,7 @@ def open_sinks(log: LogSpec, run: TrackedRun) -> list[Sink]:
 
 
 def without_package(tracker: str) -> str:
-    """Return the refusal of a tracker whose package is not installed."""
+    """Return the error message for a tracker whose package is not installed."""
     return (
         f"log.{tracker} is set, but {tracker} is not installed: pip install 'meshwright[{tracker}]'"
     )

@@ -1,6 +1,6 @@
-"""`HeldOut`: losses on the held-out split, of which the lowest is the best.
+"""`HeldOut`: records losses on the held-out split, and which step has the lowest.
 
-Its batches are `Interruptible`: they end when any rank is asked to stop.
+The batches of an evaluation are `Interruptible`: they end when any rank is asked to stop.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _VOTE_S: Final = 0.5
 
 
 class Interruptible:
-    """Yields batches; in between, all ranks vote whether to continue.
+    """An iterable of batches that ends early, on all ranks together, when any is asked to stop.
 
     Every rank creates one and iterates over it alike. The ranks vote before the first batch and
-    then every half second; in the vote, they agree on the number of batches until the next one.
-    `is_broken_off` says, after the iteration, whether batches were left out.
+    then about every half second; in each vote, they agree on the number of batches until the next.
+    After the iteration, `is_broken_off` says whether batches were left out.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ LOSSES: Final = "held-out.json"
 
 
 class Best(NamedTuple):
-    """The lowest held-out loss, in nats, and its step; `since` evaluations came after it.
+    """The lowest held-out loss, in nats, its step, and the number of evaluations `since` then.
 
     Before the first finite loss, the step is 0.
     """
@@ -78,7 +78,7 @@ class Best(NamedTuple):
 
     @classmethod
     def of(cls, losses: Iterable[tuple[int, float]]) -> Best:
-        """Return the best of losses by step; of equal ones, the first."""
+        """Return the lowest of (step, loss) pairs in order; of equal losses, the first."""
         best = cls()
         for step, loss in losses:
             is_lower = loss < best.loss
@@ -86,25 +86,27 @@ class Best(NamedTuple):
         return best
 
     def is_final(self, evaluations: int) -> bool:
-        """Whether so many evaluations in a row (0: no limit) were no better."""
+        """Whether the last `evaluations` evaluations (0: no limit) were no better, so training
+        stops.
+        """
         return 0 < evaluations <= self.since
 
     @property
     def told(self) -> str:
-        """It in words."""
+        """A sentence about the lowest loss and the evaluations since."""
         lowest = f"the lowest held-out loss was {self.loss:.4f} at step {self.step}"
         text = lowest if self.step else "no held-out loss was finite"
         return f"{text}, and no lower one in {counted(self.since, 'evaluation')}"
 
 
 class HeldOut:
-    """The losses up to a step, stored in a file next to the saved steps, for resumed runs.
+    """The held-out losses of a run, in a file next to the saved steps, so that resuming finds them.
 
     A saved step cannot contain its own loss, because it is saved before it is evaluated.
     """
 
     def __init__(self, job: Job, world: World, saver: Saver, step: int) -> None:
-        """Read what is kept of a run; a collective. What came after the step comes again."""
+        """Read the losses up to `step`; a collective. Later losses in the file are discarded."""
         self._path, self._writes, self._saver = job.checkpoints / LOSSES, world.rank == 0, saver
         self._patience = job.config.train.stop_after_evals
         self._keeps_best = job.config.checkpoint.keep_best
@@ -122,26 +124,26 @@ class HeldOut:
 
     @property
     def is_over(self) -> bool:
-        """Whether a run has waited long enough for a lower loss."""
+        """Whether early stopping ends the run: too many evaluations without a lower loss."""
         return self.best.is_final(self._patience)
 
     def wants(self, step: int) -> bool:
-        """Whether a step should be saved because of its loss."""
+        """Whether a step should be saved: it is the best, or early stopping ends the run."""
         return self.is_over or (self._keeps_best and self.best.step == step)
 
     def lacks(self, step: int) -> bool:
-        """Whether no loss of a step is known; the same on all ranks."""
+        """Whether a step has not been evaluated; the same on all ranks."""
         return all(evaluated != step for evaluated, _ in self.losses)
 
     def keep(self, step: int) -> None:
-        """Keep a step, if it is the best and saved; a collective."""
+        """Mark a saved step as the best, if it is and the config asks for it; a collective."""
         if self._keeps_best and self.best.step == step:
             self._saver.keep_best(step)
 
     def add(self, step: int, loss: float) -> None:
-        """Add the loss of one more step, which may be saved already; a collective.
+        """Record the loss of a step, which may be saved already; a collective.
 
-        Raises `CheckpointError` if the disk refuses.
+        Raises `CheckpointError` for a disk error.
         """
         self.losses = [*(entry for entry in self.losses if entry[0] < step), (step, loss)]
         self.best = Best.of(self.losses)

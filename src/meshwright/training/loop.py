@@ -1,4 +1,4 @@
-"""The training loop, readable from top to bottom; the names of functions say what they do."""
+"""The training loop, readable from top to bottom."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def train(
 ) -> Summary:
     """Train to the last step, to a stop request, or until early stopping ends the run.
 
-    With `resume`, the run continues from its newest valid step; restarted ranks begin again if none
-    was saved yet. The run is saved as the config says, and always at the end. A stop request waits
-    for the current step and its save: an evaluation is left out, or broken off.
+    With `resume`, the run continues from its newest valid step; restarted ranks start over if none
+    was saved yet. The run is saved as the config says, and always at the end. After a stop request,
+    the current step and its save complete, but an evaluation is skipped or interrupted.
     """
     config, layout, steps = job.config, job.layout, job.config.train.steps
     trained, progress, saver = open_run(job, world, dataset, emit, resume)
@@ -107,7 +107,7 @@ def train(
 
 
 def begin(step: int, world: World, recording: Recording, readings: Readings) -> None:
-    """Start the clocks and the records of a step."""
+    """Start the clocks and the flight recorder for a step, and its recording if one is due."""
     if recording.is_due(step):  # its clock begins on a device that does nothing
         readings.drain()
     recording.begin(step)
@@ -124,7 +124,10 @@ def ended(
     world: World,
     emit: Emit,
 ) -> Summary:
-    """Report how a run ended, and return it: it was stopped only if that left something out."""
+    """Emit the end event and return the summary.
+
+    The run counts as stopped only if the stop request left out steps or an evaluation.
+    """
     world.recorder.phase("end")
     train = job.config.train
     stopped = stopped and (step < train.steps or train.eval_every > 0)
@@ -138,7 +141,7 @@ def ended(
 def sampler_at(
     position: Mapping[str, Any] | None, dataset: Dataset | StreamedDataset, config: Config
 ) -> Sampler | BlendSampler | StreamSampler:
-    """Return the sampler of the training split; where it is a stream, at a position."""
+    """Return the sampler of the training split; a stream starts at `position`, if given."""
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
     if position is not None and isinstance(sampler, StreamSampler):
         sampler.seek(position)
@@ -146,14 +149,14 @@ def sampler_at(
 
 
 def keys(config: Config, step: int, rows: range) -> torch.Tensor | None:
-    """Return the dropout keys of some rows of a step's global batch, where the model drops."""
+    """Return the dropout keys of some sequences of a step's global batch; None without dropout."""
     if not config.model.drops:
         return None
     return row_keys(config.train.seed, step, rows)
 
 
 def share(batch: int, rank: int, ranks: int) -> range:
-    """Return the rows of the global batch that a data-parallel rank reads."""
+    """Return the indices of the global batch's sequences that a data-parallel rank reads."""
     size = batch // ranks
     return range(rank * size, (rank + 1) * size)
 
@@ -164,7 +167,9 @@ def is_due(interval: int, step: int, last: bool) -> bool:
 
 
 def is_pause(config: Config, step: int) -> bool:
-    """Whether a step is followed by something that takes longer than reading it."""
+    """Whether an evaluation, check or save follows a step, so that the host may wait for its
+    results.
+    """
     train, save_every = config.train, config.checkpoint.every
     return any(
         is_due(n, step, last=False) for n in (train.eval_every, train.check_every, save_every)
@@ -178,7 +183,7 @@ def start_event(
     sampler: Sampler | BlendSampler | StreamSampler,
     step: int,
 ) -> dict[str, object]:
-    """Return the event that describes the run, or its continuation after a step."""
+    """Return the event that describes the run as it starts, or continues after `step`."""
     config = job.config
     drawn: dict[str, object] = {}
     if isinstance(sampler, BlendSampler):
@@ -218,9 +223,9 @@ def evaluated(
     held_out: HeldOut,
     step: int,
 ) -> bool:
-    """Report and record the loss on the held-out split, the same rows each time.
+    """Compute, emit and record the loss on the held-out split, on the same sequences each time.
 
-    Returns whether it was completed: not if any rank is asked to stop.
+    Returns whether it completed: not if any rank is asked to stop.
     """
     world.recorder.phase("eval")
     started = time.perf_counter()
@@ -237,9 +242,9 @@ def evaluated(
 def held_out_batches(
     step: int, job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit
 ) -> Iterator[Batch]:
-    """Yield this rank's rows of the global batches that a run evaluates, on its device.
+    """Yield this rank's part of each held-out global batch, on its device.
 
-    First reports their number, because an evaluation may take longer than many steps.
+    First emits their number, because an evaluation may take longer than many steps.
     """
     train = job.config.train
     held_out = dataset.held_out(train.seq_len, train.batch, train.eval_batches)

@@ -1,4 +1,4 @@
-"""The optimizer with its parameter groups, and the step that it takes."""
+"""Builds the optimizer with its parameter groups, and steps it with loss scale and clipping."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def build_optimizer(
     spec: OptimizerSpec,
     matrices: WholeMatrices | None = None,
 ) -> torch.optim.Optimizer:
-    """Return a config's optimizer over parameters or shards of them; `parts` says what each one is.
+    """Return the config's optimizer over parameters, or shards of them, that `parts` describes.
 
-    Weight decay is decoupled (arXiv:1711.05101). Without `matrices`, parameters are whole. Raises
-    `ValueError` for shards of matrices that the optimizer needs whole.
+    Weight decay is decoupled (arXiv:1711.05101). `matrices` gathers whole matrices of shards; None:
+    parameters are whole. Raises `ValueError` for shards of matrices that the optimizer needs whole.
     """
     pairs = list(zip(parameters, parts, strict=True))
     if matrices is None:
@@ -58,10 +58,10 @@ def _check_whole(pairs: Sequence[tuple[nn.Parameter, Part]], spec: OptimizerSpec
 def step_scaled(
     optimizer: torch.optim.Optimizer, norm: Tensor, loss_scale: float, clip_norm: float
 ) -> None:
-    """Update with scaled gradients, clipped to a norm (0: no clipping).
+    """Step the optimizer with gradients unscaled and clipped to `clip_norm` (0: no clipping).
 
-    `norm` fp64 `[]` is that of the unscaled gradients; if it is not finite, nothing changes. The
-    optimizer receives both like from `torch.amp.GradScaler`, so the host reads neither.
+    `norm` fp64 `[]` is that of the unscaled gradients; if it is not finite, nothing changes. Both
+    facts are passed on as `torch.amp.GradScaler` does, in tensors, so the host does not wait.
     """
     if parameters := optimizer.param_groups[0]["params"]:
         norm = norm.to(parameters[0].device)  # the host's, where shards are there
@@ -74,6 +74,6 @@ def step_scaled(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group: so many times the group's own factor."""
+    """Set each group's learning rate to `lr` times the group's `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]

@@ -1,7 +1,7 @@
-"""`Readings`: the results of steps, read by the host and reported once.
+"""`Readings`: copies the results of steps to the host and emits their events.
 
-A step event has speed, memory and utilization, measured or null with the reason; jumps of the loss
-are detected.
+A step event has speed, memory and utilization, null where unknown; sudden jumps of the loss are
+detected.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ FACTOR: Final = 10.0  # times what one step usually differs from the next
 
 
 class SpikeWatch:
-    """Detects a loss far above those of the last steps; `usual` is the median of a few."""
+    """Detects a loss far above those of the last steps.
+
+    `usual` is the median of a few recent losses.
+    """
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
         self.usual = float("nan")
 
     def is_spike(self, loss: float) -> bool:
-        """Add a step's loss in nats; true if it stands out, or is not finite."""
+        """Record a step's loss in nats; return whether it is far above recent losses, or NaN."""
         spike = loss != loss
         if len(self._last) >= LEAST:
             losses = list(self._last)
@@ -56,7 +59,7 @@ class SpikeWatch:
 
 
 class Lap(NamedTuple):
-    """Seconds of a step, and of these the seconds spent waiting for data."""
+    """The seconds of one step, and the part of them spent waiting for data."""
 
     total_s: float
     data_s: float
@@ -84,66 +87,68 @@ class StepClock:
             self._since, self._runs, self._data_s = self._started, True, 0.0
 
     def data_done(self) -> None:
-        """Note that the batch is here."""
+        """Record that the batch has arrived."""
         self._data_s += time.perf_counter() - self._started
 
     def lap(self, seconds: float | None = None) -> Lap:
-        """End a step and keep running; `seconds` is its time if a device has measured it."""
+        """End a step without pausing; `seconds` replaces the host's time by a device's
+        measurement.
+        """
         end = time.perf_counter()
         lap = Lap(end - self._since if seconds is None else seconds, self._data_s)
         self._since, self._data_s = end, 0.0
         return lap
 
     def rest(self) -> None:
-        """Pause until the next start."""
+        """Pause the clock until the next `start`."""
         self._runs = False
 
     def add(self, lap: Lap) -> None:
-        """Count a step."""
+        """Add a step's times to the totals."""
         self.steps += 1
         self.total_s += lap.total_s
         self.data_s += lap.data_s
 
     def stop(self) -> None:
-        """End a step, and pause."""
+        """End a step, add its times to the totals, and pause."""
         self.add(self.lap())
         self.rest()
 
     def take(self) -> tuple[float, float]:
-        """Return the mean seconds of a step and the data's share, and reset."""
+        """Return the mean seconds of a step and the share spent waiting for data, and reset."""
         mean, share = self.total_s / max(self.steps, 1), self.data_s / max(self.total_s, 1e-9)
         self.steps, self.total_s, self.data_s = 0, 0.0, 0.0
         return mean, share
 
 
 class DeviceLaps:
-    """Seconds between the ends of steps on a device, however late the host reads them.
+    """Measures the seconds between the ends of steps on a GPU, however late the host reads them.
 
-    Marks are CUDA events with timing.
+    It uses CUDA events with timing.
     """
 
     def __init__(self) -> None:
         self._since: torch.cuda.Event | None = None
 
     def begin(self, mark: Callable[[], torch.cuda.Event]) -> None:
-        """Start a step: it is timed from here if none was running."""
+        """Record the start of a step, unless the previous one is still running."""
         if self._since is None:
             self._since = mark()
 
     def until(self, end: torch.cuda.Event) -> float:
-        """Return the seconds since the last end, or since the beginning."""
+        """Return the seconds from the previous step's end, or the recorded start, to `end`."""
         assert self._since is not None
         seconds: float = self._since.elapsed_time(end) / 1e3
         self._since = end
         return seconds
 
     def rest(self) -> None:
-        """Note that no step is running."""
+        """Record that no step is running on the device."""
         self._since = None
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak of this rank in bytes: allocated on a GPU, resident on a CPU."""
+    """Return this rank's peak memory in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -160,11 +165,11 @@ def step_event(
     job: Job,
     world: World,
 ) -> dict[str, object]:
-    """Return a step event; a collective, so every rank calls it.
+    """Return a step event with speed, memory and utilization over all ranks; a collective.
 
-    `loss_scale` is only there under fp16. `mfu` is null if the device's peak is not set: a peak is
-    never guessed. Raises `MeshwrightError` for a utilization above 1, which can only mean a wrong
-    peak.
+    `loss_scale` is included only under fp16. `mfu` is null if the device's peak is not set: a peak
+    is never guessed. Raises `MeshwrightError` for a utilization above 1, which can only mean a
+    wrong peak.
     """
     train = job.config.train
     seconds, data_share = clock.take()
@@ -197,17 +202,17 @@ def step_event(
 
 
 def mark() -> torch.cuda.Event:
-    """Return an event of the device's progress."""
+    """Record and return a CUDA event with timing on the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 class ArrivingNumbers:
-    """fp64 numbers being copied to the host; on CUDA, an event says when they are `there`."""
+    """fp64 numbers being copied to the host; on a GPU, the event `there` marks their arrival."""
 
     def __init__(self, numbers: Tensor) -> None:
-        """Begin to copy them, after what the device is still to compute."""
+        """Start to copy `numbers`, on a GPU after all work enqueued so far."""
         self._numbers, self.there = numbers, None
         if numbers.is_cuda:
             pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -215,7 +220,7 @@ class ArrivingNumbers:
             self.there = mark()
 
     def read(self) -> list[float]:
-        """Return them after waiting."""
+        """Wait for the copy and return the numbers."""
         if self.there is not None:
             self.there.synchronize()
         numbers: list[float] = self._numbers.tolist()
@@ -224,7 +229,7 @@ class ArrivingNumbers:
 
 @dataclass
 class _Step:
-    """A step that was begun; what it computed is there once it is read."""
+    """A step that has started; its results are NaN until they are read."""
 
     step: int
     lr: float
@@ -236,15 +241,15 @@ class _Step:
 
 
 def lag(device: torch.device, scale: LossScale) -> int:
-    """Return how many further steps may start before one is read.
+    """Return how many further steps may start before a step's results are read.
 
-    A dynamic fp16 scale depends on the previous step, so then it is none.
+    It is 0 on a CPU, and with a dynamic fp16 scale, which depends on the previous step.
     """
     return 1 if device.type == "cuda" and not scale.is_dynamic else 0
 
 
 class Readings:
-    """Reads the steps of a run in order, `lag` steps behind, and emits their events.
+    """Reads the results of steps in order, `lag` steps behind, and emits their events.
 
     Every rank creates one and makes the same calls. `loss` is the last one read, in nats.
     """
@@ -258,7 +263,9 @@ class Readings:
         lag: int,
         progress: Progress,
     ) -> None:
-        """Begin after the last step of `progress`, whose loss scale follows the gradients."""
+        """Start after the last step of `progress`, whose loss scale is updated by each step
+        read.
+        """
         self._job, self._world, self._parallel, self._emit = job, world, parallel, emit
         self._scale, self._lag = progress.scale, lag
         self._watch = SpikeWatch()
@@ -268,19 +275,19 @@ class Readings:
         self.loss = progress.loss
 
     def start(self) -> None:
-        """Note the beginning of a step."""
+        """Record the beginning of a step."""
         self.clock.start()
         if self._world.device.type == "cuda":
             self._laps.begin(mark)
 
     def add(self, step: int, lr: float, done: Updated) -> None:
-        """Add a step that has been enqueued on the device."""
+        """Add a step that has been enqueued on the device, with its learning rate and results."""
         self._begun.append(_Step(step, lr, ArrivingNumbers(done.numbers())))
 
     def read(self, stop: bool, *, everything: bool) -> bool:
-        """Read the steps that are due, or all; returns whether any rank asks to stop.
+        """Read the steps that are due, or all; return whether any rank asks to stop.
 
-        A collective. If one does, all steps are read.
+        A collective. If a rank asks to stop, all steps are read.
         """
         stops = self._take(0 if everything else self._lag, stop)
         if stops and self._begun:
@@ -308,17 +315,16 @@ class Readings:
         return votes > 0
 
     def drain(self) -> None:
-        """Read and report all steps that have begun, so that the device becomes idle."""
+        """Read and report all started steps, so that the device becomes idle."""
         if self._begun:
             self._take(0, False)
             self._rest()
             self.tell(last=False)
 
     def tell(self, *, last: bool) -> None:
-        """Emit the events of the steps that were read, always including the run's last one.
+        """Emit the events of the steps read; with `last`, always one of the run's last step.
 
-        Raises `MeshwrightError` on every rank for a non-finite gradient, unless such steps are
-        skipped.
+        Raises `Diverged` on every rank for a non-finite gradient, unless such steps are skipped.
         """
         scale = self._scale
         for step in self._told():

@@ -1,4 +1,4 @@
-"""`RoutingReport`: reports the tokens of each expert, in about a hundred events per run."""
+"""`RoutingReport`: emits the token counts of experts, in about a hundred events per run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST: Final = 100
 
 
 class RoutingReport:
-    """Sums all ranks' routing, and emits it as `experts` events; nothing without experts.
+    """Sums token counts per expert over ranks, and emits them as `experts` events.
 
-    Every rank creates one and makes the same calls.
+    Every rank creates one and makes the same calls. Does nothing for models without experts.
     """
 
     def __init__(self, job: Job, world: World, parallel: Parallel, emit: Emit, done: int) -> None:
-        """Begin after the step `done`."""
+        """Start to count after the step `done`."""
         model, train = job.config.model, job.config.train
         self._job, self._world, self._parallel, self._emit = job, world, parallel, emit
         layers = [layer for layer in range(model.n_layers) if model.has_experts(model.layer(layer))]
@@ -34,10 +34,10 @@ class RoutingReport:
         self._taken: tuple[int, int, ArrivingNumbers] | None = None
 
     def tell(self, step: int, *, last: bool, waits: bool) -> None:
-        """Take the numbers of the steps since the last event, if one is due; a collective.
+        """Take the counts since the last event, if one is due after `step`; a collective.
 
-        The event follows when the next step has begun, so that the host does not wait for a GPU;
-        or at once if it `waits` anyway. A `last` event is always due.
+        The event follows in the next call, so that the host does not wait for a GPU, or at once if
+        it `waits` anyway. At the `last` step an event is always due.
         """
         self._emit_taken()
         if not self._places or step == self._told or not (last or step % self._every == 0):
@@ -76,14 +76,13 @@ def routing_event(
     losses: tuple[float, float],
     routing: str = "learned",
 ) -> Event:
-    """Return the event of some steps; `met` are tokens by expert for each of some layers.
+    """Return the `experts` event of some steps; `met` are tokens by layer and expert.
 
-    With capacities, the caller adds `dropped`: how many of each layer's tokens found an expert
-    full.
+    With capacities, the caller adds `dropped`: the (token, expert) pairs beyond them, per layer.
 
     `excess` is how much more than the mean the busiest of `ep` ranks computes, summed over the
-    layers, whose ranks wait for each other; `expert_excess` is the same for single experts. `dead`
-    are layer and number of each expert without tokens. `routing` is the config's.
+    layers, since ranks wait for each other in each; `expert_excess` is the same for single experts.
+    `dead` are layer and number of each expert without tokens. `routing` is the config's.
     """
     return {
         "event": "experts",
@@ -106,7 +105,10 @@ def routing_event(
 
 
 def _excess(met: list[list[float]], ranks: int) -> float:
-    """Return how much more the busiest of some ranks have than the mean, as a share of it."""
+    """Return the relative excess of the busiest of `ranks` ranks' tokens over the mean.
+
+    Both are summed over layers.
+    """
     busiest = mean = 0.0
     for row in met:
         experts_per_rank = len(row) // ranks

@@ -1,4 +1,4 @@
-"""The run folder: the path of each file of a run, and the creation of the folder. No torch here."""
+"""The run folder: the paths of a run's files, and how it is created and read. No torch here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright.training.events import note
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run."""
+    """The path of a run folder, and those of the files in it."""
 
     path: Path
 
@@ -39,12 +39,12 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """Specs, layout and machine of the run."""
+        """JSON file of the run's config, layout and machine, which the ranks read."""
         return self.path / "plan.json"
 
     @property
     def events(self) -> Path:
-        """One JSON object a line."""
+        """The events, one JSON object per line."""
         return self.path / "events.jsonl"
 
     @property
@@ -54,7 +54,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of `step-00000100` folders."""
+        """The folder of saved steps, `step-00000100` and so on."""
         return self.path / "checkpoints"
 
     def steps_of(self, config: Config) -> Place:
@@ -68,31 +68,33 @@ class RunFolder:
         return self.path / "lock"
 
     def log(self, rank: int) -> Path:
-        """The output of a rank."""
+        """Return the path of a rank's output."""
         return self.path / "logs" / f"rank-{rank}.log"
 
     def cpp_stacks(self, rank: int) -> Path:
-        """The C++ stacks of all threads of a rank that crashed."""
+        """Return the path of the C++ stacks of all threads of a rank that crashed."""
         return self.path / "logs" / f"rank-{rank}.stacks"
 
     def flight_recorder(self, rank: int) -> Path:
-        """What a rank is doing, as `comm.flight_recorder` keeps it."""
+        """Return the path of a rank's flight recorder, see `comm.flight_recorder`."""
         return self.path / "logs" / f"rank-{rank}.recorder"
 
     @property
     def nccl_trace(self) -> Path:
-        """NCCL's last collectives of a rank that hung on a GPU, plus the rank's number."""
+        """The path prefix, before the rank's number, of NCCL's last collectives of a rank that
+        hung.
+        """
         return self.path / "logs" / "nccl-rank-"
 
     def failure(self, rank: int) -> Path:
-        """The exception that ended a rank, as JSON."""
+        """Return the path of the exception that ended a rank, as JSON."""
         return self.path / "logs" / f"rank-{rank}.failure.json"
 
 
 class RunTokenizer(NamedTuple):
-    """The tokenizer of the data: its name, its eos token, its file if it has one.
+    """The tokenizer of the data: its name, eos token and file (None: built in).
 
-    `bos` are the ids that begin each text.
+    `bos` are the ids at the beginning of each text.
     """
 
     name: str
@@ -103,10 +105,11 @@ class RunTokenizer(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank needs to know besides its rendezvous; the contents of `plan.json`.
+    """What a rank needs to know about its run, apart from the rendezvous; stored in `plan.json`.
 
-    `resume`: the folder's run is resumed; `allowed` are the parts of its identity that may have
-    changed. `run` is a random id, which its steps contain.
+    `resume`: the folder's run is resumed; `allowed` are the names of its identity (see
+    `checkpoint.identity`) that may have changed. `run` is a random id, which its saved steps
+    contain.
     """
 
     config: Config
@@ -126,9 +129,10 @@ class Job:
 
 
 def choose_folder(config: Config, started: datetime.datetime) -> RunFolder:
-    """Return the run folder of a config, which must not hold a run yet.
+    """Return the run folder for a config, which must not contain a run yet.
 
-    Raises `ConfigError` if it does, or if it cannot be written.
+    `started` gives its name unless the config does. Raises `ConfigError` if it contains a run, or
+    cannot be written.
     """
     root = Path(config.log.dir)
     name = config.log.name
@@ -146,7 +150,7 @@ def choose_folder(config: Config, started: datetime.datetime) -> RunFolder:
 
 
 def resumed_folder(run: Path) -> RunFolder:
-    """Return the folder of a run to resume; raises `ConfigError` if it is none."""
+    """Return the folder of a run to resume; raise `ConfigError` if it contains no run."""
     folder = RunFolder(run.resolve())
     if not folder.plan.is_file() or not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder, {folder.plan} is missing")
@@ -156,7 +160,7 @@ def resumed_folder(run: Path) -> RunFolder:
 
 
 def compiled_as(config: Config, folder: RunFolder) -> Config:
-    """Return a config without `train.compile` with the value of the run that it resumes."""
+    """Return `config` with `train.compile`, if it is "auto", as in the run that is resumed."""
     if config.train.compile != "auto":
         return config
     before = load_config(folder.config).train.compile
@@ -167,7 +171,7 @@ def compiled_as(config: Config, folder: RunFolder) -> Config:
 
 
 def other_name(config: Config) -> str | None:
-    """Return a name for the next run of a config whose `log.name` has one already, else None."""
+    """Return an unused `log.name` if the config's names an existing run, else None."""
     root, name = Path(config.log.dir), config.log.name
     if name is None or not (root / name).exists():
         return None
@@ -183,7 +187,7 @@ def unused_name(root: Path, name: str) -> str:
 
 
 def check_links(path: Path) -> None:
-    """Refuse a run folder in which files are links: a run would write to their targets.
+    """Raise `ConfigError` if files in a run folder are links: a run would write to their targets.
 
     Folders in it may be links, for example to another disk.
     """
@@ -195,7 +199,8 @@ def check_links(path: Path) -> None:
 
 
 def check_writable(label: str, path: Path, key: str) -> None:
-    """Refuse a folder that is not writable, with the system's reason and the `key`.
+    """Raise `ConfigError` if a folder is not writable, with the system's reason and the config
+    `key`.
 
     Missing folders are created for the check, and removed after it.
     """
@@ -213,7 +218,9 @@ def check_writable(label: str, path: Path, key: str) -> None:
 
 
 def create(job: Job) -> None:
-    """Write the config, its provenance and the plan, and point `latest` next to it to the run."""
+    """Write a run's config, its provenance and the plan, and link `latest` next to it to
+    the run.
+    """
     folder = job.folder
     folder.log(0).parent.mkdir(parents=True, exist_ok=True)
     _write(folder.config, to_toml(portable(job.config)))
@@ -244,9 +251,9 @@ def create(job: Job) -> None:
 
 
 def restore(job: Job) -> None:
-    """Write a run's config and plan again, with a note, where they no longer say what the run does.
+    """Write a run's config and plan again, with a note, if they are missing, damaged or changed.
 
-    For a restart: its ranks read what another process may have removed or damaged since.
+    For a restart, whose ranks read them.
     """
     with contextlib.suppress(ConfigError):
         stored = read_job(job.folder.path)
@@ -257,9 +264,9 @@ def restore(job: Job) -> None:
 
 
 def put_step(folder: RunFolder, profile: StepProfile) -> None:
-    """Put a step profile into a run's `ledger.json`, replacing one of the same source.
+    """Add a step profile to a run's `ledger.json`, replacing one of the same source.
 
-    A run continues without it: if the disk refuses, it prints a note.
+    A disk error only prints a note, since a run can continue without the file.
     """
     path = folder.step_profile
     before: tuple[StepProfile, ...] = ()
@@ -273,7 +280,9 @@ def put_step(folder: RunFolder, profile: StepProfile) -> None:
 
 
 def read_job(path: Path) -> Job:
-    """Return the job that `create` wrote into a run folder; raises `ConfigError` if it is none."""
+    """Return the job that `create` wrote into a run folder; raise `ConfigError` if there is
+    none.
+    """
     folder = RunFolder(path)
     if not folder.plan.is_file():
         raise ConfigError(f"{path} is not a run folder: {folder.plan} is missing")
@@ -298,7 +307,7 @@ def read_job(path: Path) -> Job:
 
 @contextlib.contextmanager
 def _readable(plan: Path) -> Iterator[None]:
-    """Turn what a plan that is damaged raises into a `ConfigError` that names it."""
+    """Within this context, turn the errors of a damaged plan into a `ConfigError` that names it."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -306,7 +315,7 @@ def _readable(plan: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file of a run whole; where a link is in its place, the file takes that place."""
+    """Write a file atomically; a link at this path is replaced, not followed."""
     write_atomic(path, text.encode())
 
 
@@ -317,7 +326,7 @@ def _json(value: Any) -> str:
 def tokenizer_of(path: Path) -> StoredTokenizer:
     """Return the tokenizer of a run, step or Hugging Face folder.
 
-    Raises `ConfigError` if the folder does not say.
+    Raises `ConfigError` if the folder does not name one.
     """
     if not path.is_dir() and find_step(path) is None:
         raise ConfigError(f"{path} is not a folder")

@@ -1,4 +1,4 @@
-"""`Recording`: records some steps of a run, the last of them in `ledger.json`, of all ranks."""
+"""`Recording`: records the timeline and memory of some steps on all ranks, in `ledger.json`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _DIGITS: Final = 7  # of seconds: a tenth of a microsecond
 def gather_ranks(
     world: World, program: Program, profile: RankProfile, began: float
 ) -> tuple[RankProfile, ...]:
-    """Return all ranks' profiles on rank 0, nothing elsewhere; a collective.
+    """Return all ranks' profiles of a step on rank 0, an empty tuple elsewhere; a collective.
 
-    Times of `profile` are in seconds since the step began there, at `began` by rank 0's clock; the
-    result has them since it began on the first of all ranks.
+    Times of `profile` are in seconds since the step began on this rank, at `began` by rank 0's
+    clock; those of the result are since it began on the first rank to begin.
     """
     text = b""
     if is_detailed(program, world.rank):
@@ -76,7 +76,7 @@ def gather_ranks(
 
 
 def is_detailed(program: Program, rank: int) -> bool:
-    """Whether a rank records everything: with few ranks, or as the first of its stage."""
+    """Whether a rank records everything: in small worlds each does, else one per pipeline rank."""
     layout = program.layout
     coordinates = layout.mesh.coordinates(rank)
     return layout.world <= DETAILED or not any(
@@ -89,7 +89,9 @@ def _alone(profile: RankProfile) -> StepProfile:
 
 
 def _summary(program: Program, rank: int, row: list[float]) -> RankProfile:
-    """Return what is known of a rank from its causes and the bytes of its peak; -1: not known."""
+    """Return the profile of a rank that sent only its causes of time and peak bytes; -1:
+    unknown.
+    """
     coordinates = program.layout.mesh.coordinates(rank)
     causes = {name: value for name, value in zip(CAUSES, row, strict=False) if value >= 0}
     kinds = zip(MEMORY, row[len(CAUSES) :], strict=True)
@@ -100,7 +102,7 @@ def _summary(program: Program, rank: int, row: list[float]) -> RankProfile:
 
 
 def _moved(profile: RankProfile, by: float) -> RankProfile:
-    """Return a rank's profile with its times moved."""
+    """Return a rank's profile with all times shifted by `by` seconds."""
 
     def moved(time: float) -> float:
         return round(time + by, _DIGITS)
@@ -123,13 +125,15 @@ SPANS_AFTER: Final = 3
 
 
 class Recording:
-    """The recordings of a run, as `log.trace` and `log.trace_memory` set them.
+    """Records steps of a run as `log.trace` and `log.trace_memory` say.
 
     Every rank creates one and makes the same calls.
     """
 
     def __init__(self, job: Job, world: World, trained: Trained, done: int) -> None:
-        """Begin after so many steps; compares the clocks of the machines."""
+        """Start after the step `done`; measures the offset of this machine's clock. A
+        collective.
+        """
         self._job, self._world, self._trained = job, world, trained
         self._every, self._done = job.config.log.trace, done
         self._offset = clock_offset(world) if self._every else 0.0
@@ -138,7 +142,7 @@ class Recording:
         self._moments: list[MeasuredMoment] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is to be recorded."""
+        """Whether a step is recorded, in time or memory."""
         return self._holds_memory(step) or self._has_spans(step)
 
     def _holds_memory(self, step: int) -> bool:
@@ -150,7 +154,7 @@ class Recording:
         return bool(self._every) and (after == SPANS_AFTER or is_nth)
 
     def begin(self, step: int) -> None:
-        """Prepare for a step."""
+        """Start to record a step, if it is due."""
         recorder = self._world.recorder
         if self._holds_memory(step):
             self._profile = MemoryProfile(*self._trained)
@@ -166,12 +170,16 @@ class Recording:
 
     @property
     def _has_memory(self) -> bool:
-        """Whether memory is recorded: a limit on a CPU would count what the profile takes."""
+        """Whether memory is recorded; not on a CPU with a memory limit, which would count the
+        profiler's.
+        """
         log, cluster = self._job.config.log, self._job.config.cluster
         return log.trace_memory and (cluster.memory is None or self._world.device.type == "cuda")
 
     def end(self, step: int) -> None:
-        """End a step; rank 0 writes all ranks' recordings, if it was recorded."""
+        """End the recording of a step, if it is recorded; rank 0 writes the timelines of
+        all ranks.
+        """
         tape, self._world.recorder.tape = self._world.recorder.tape, None
         if tape is None:
             return
@@ -184,7 +192,7 @@ class Recording:
         self._tell(step, tape)
 
     def _tell(self, step: int, tape: Tape) -> None:
-        """Have rank 0 write what all ranks have of a step."""
+        """Gather a step's recordings, and write them on rank 0."""
         world, program = self._world, self._trained.parallel.program
         layout = program.layout
         record = recorded(tape, world.recorder.label, pp=layout.pp, dp=layout.dp)
@@ -205,7 +213,7 @@ class Recording:
             put_step(self._job.folder, self._step_profile(step, ranks))
 
     def _with_fixed(self, points: Sequence[MemoryPoint]) -> tuple[MemoryPoint, ...]:
-        """Add to all points what a GPU holds that is not the program's."""
+        """Add, on a GPU, the memory that torch has not allocated as "fixed" bytes to all points."""
         device = self._world.device
         if device.type != "cuda":
             return tuple(points)
@@ -214,7 +222,7 @@ class Recording:
         return tuple(p._replace(bytes={**p.bytes, "fixed": fixed}) for p in points)
 
     def _step_profile(self, step: int, ranks: tuple[RankProfile, ...]) -> StepProfile:
-        """Return the profile of a step: its slowest rank says how long it took."""
+        """Return the step profile of all ranks; the slowest rank determines the step time."""
         job, config = self._job, self._job.config
         train, cluster = config.train, config.cluster
         seconds = max(sum(rank.causes.values()) for rank in ranks)

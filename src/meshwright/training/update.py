@@ -28,10 +28,10 @@ GROWTH_STEPS = 2000
 
 @dataclass
 class LossScale:
-    """The factor of the loss.
+    """The factor of the loss under fp16, and what happens when gradients overflow.
 
-    `is_dynamic`: it follows the gradients. `skips`: a step that overflows is skipped; under fp16
-    that is normal, otherwise something is wrong, and the config decides.
+    `is_dynamic`: it adapts to overflows. `skips`: a step that overflows is skipped, else training
+    ends; under fp16 that is normal, in other precisions `train.nonfinite` decides.
     """
 
     value: float = 1.0
@@ -50,12 +50,12 @@ class LossScale:
 
     @classmethod
     def settled(cls, train: TrainSpec) -> LossScale:
-        """Return a constant scale for measurements: under fp16 the one that runs converge to."""
+        """Return a constant scale for measurements: under fp16 a typical one of long runs."""
         scale = cls.of(train)
         return cls(2.0**10, skips=True) if scale.is_dynamic else scale
 
     def update(self, *, overflowed: bool) -> None:
-        """Adapt to whether a step's gradients overflowed on any rank."""
+        """Adapt a dynamic scale to whether a step's gradients overflowed on any rank."""
         if not self.is_dynamic:
             return
         if overflowed:
@@ -67,11 +67,11 @@ class LossScale:
 
 
 class Updated(NamedTuple):
-    """The results of a step, on the device.
+    """The results of a step, as device tensors.
 
-    `loss` is this rank's share of the loss in nats, `norm` the gradient's before clipping, fp64. If
+    `loss` is this rank's part of the loss in nats, `norm` the gradient's before clipping, fp64. If
     that is not finite, nothing was updated, and `first` is the index in `Parallel.held` of this
-    rank's first non-finite gradient.
+    rank's first parameter with a non-finite gradient.
     """
 
     loss: Tensor
@@ -79,14 +79,15 @@ class Updated(NamedTuple):
     first: Tensor
 
     def numbers(self) -> Tensor:
-        """Return all of it, fp64 `[3]`, still on the device."""
+        """Return loss, norm and first as one fp64 tensor `[3]` on the device."""
         return torch.stack([number.detach().double() for number in self])
 
 
 def gradients(parallel: Parallel, batch: Batch, world: World, loss_scale: float = 1.0) -> Updated:
-    """Compute the gradients of the mean loss, still scaled, and their norm, already unscaled.
+    """Compute gradients of the mean loss times `loss_scale`, and the norm of the unscaled
+    gradients.
 
-    `batch` holds the rows of this data rank, the same on all ranks that share them.
+    `batch` has the sequences of this data rank, the same on all ranks that share them.
     """
     loss = parallel.backward(batch, loss_scale)
     complete(parallel.held, parallel.groups, parallel.sums)
@@ -123,12 +124,12 @@ def update(
 def overflowed(
     norm: float, first: int, parallel: Parallel, world: World, scale: LossScale, *, step: int
 ) -> str | None:
-    """Return the first tensor whose gradient was not finite on any rank in a step, if any was.
+    """Return the first tensor with a non-finite gradient on any rank, or None; adapt the loss
+    scale.
 
-    `norm` and `first` are those of an `Updated`, as they were read; adapts the loss scale. A
-    collective if the norm, which is the same on all ranks, is not finite. Under fp16, the scale
-    then falls; in any other precision, every rank raises `Diverged`, unless `train.nonfinite` says
-    to skip.
+    `norm` and `first` are those of an `Updated`, read by the host. A collective if the norm, which
+    is the same on all ranks, is not finite. Then a dynamic scale falls; if such steps are not
+    skipped, every rank raises `Diverged`.
     """
     if math.isfinite(norm):
         scale.update(overflowed=False)
@@ -145,7 +146,7 @@ def overflowed(
 
 
 def _first_of_all(first: int, parallel: Parallel, world: World) -> str:
-    """Return the first of what the ranks have found, in the model's order, and whose it is."""
+    """Return the first non-finite tensor in the model's order over all ranks, with its rank."""
     names = list(parallel.program.shardings)
     parameters = parallel.held
     place = names.index(parameters[first].name) if first < len(parameters) else len(names)
@@ -156,7 +157,7 @@ def _first_of_all(first: int, parallel: Parallel, world: World) -> str:
 
 
 def evaluate(parallel: Parallel, batches: Iterable[Batch], world: World) -> float:
-    """Return the mean loss in nats over the targets of some global batches."""
+    """Return the mean loss in nats over the targets of some global batches, without dropout."""
     set_training(parallel, False)
     total, count = world.sum_on_host(list(parallel.evaluate(batches)))
     set_training(parallel, True)

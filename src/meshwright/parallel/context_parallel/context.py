@@ -1,9 +1,9 @@
 """Context parallelism: attention over a sequence that is sharded over the ranks of a group.
 
-`Ring` and `Ulysses` replace `Attention.core`. Each rank holds the positions that `positions` lists,
+`Ring` and `Ulysses` replace `Attention.core`. Each rank has the positions that `positions` returns,
 the same for q, k and v. `Ring` passes keys and values around and merges the results of blocks;
-`Ulysses` exchanges positions for heads, and attends to the whole sequence with a share of the
-heads.
+`Ulysses` exchanges positions for heads by an all-to-all, and attends to the whole sequence with a
+part of the heads.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from meshwright.program.pieces import held
 
 
 def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int) -> Tensor:
-    """Return the positions that a rank of a group of `cp` holds, int64 `[seq_len / cp]`, ascending.
+    """Return the positions of a sequence on one rank of `cp`, int64 `[seq_len / cp]`, ascending.
 
-    They are those of the pieces that it holds. Raises `ConfigError` if the sequence doesn't divide
-    evenly.
+    `kind` ring assigns two chunks to each rank, to balance causal attention; ulysses one. Raises
+    `ConfigError` if the sequence doesn't divide evenly.
     """
     pieces = held(kind, cp, rank)
     total = cp * len(pieces)
@@ -56,11 +56,11 @@ def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int
 
 
 class Ring:
-    """Causal attention over a sequence in ring order, as `positions` gives it.
+    """Ring attention: causal, over a sequence that is divided as `positions` says.
 
     arXiv:2310.01889, with the balanced order of arXiv:2311.09431 and Llama 3, section 3.3.2. It has
-    no state between calls. `block` is for tests; by default, the device's fastest block is used.
-    `recorder` is the flight recorder of this rank's waits.
+    no state between calls. `block` computes one block of attention; None: the fastest for the
+    device (tests set it). `recorder` records this rank's waits.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Ring:
 
 
 class Ulysses:
-    """Causal attention over a sequence in natural order, by an all-to-all before and after.
+    """Ulysses attention: causal, with an all-to-all before (positions to heads) and one after.
 
-    The key/value heads must divide among the ranks. arXiv:2309.14509. `core` attends to the whole
-    sequence, with document bounds; without a `core`, segments are used.
+    The number of key heads must be a multiple of the ranks. arXiv:2309.14509. `core` attends to the
+    whole sequence, given document bounds; None: plain attention, given segments.
     """
 
     def __init__(self, group: dist.ProcessGroup, core: Core | None = None) -> None:
@@ -145,7 +145,7 @@ def _by_mask(
 
 
 class _ToHeads(torch.autograd.Function):
-    """Trades all heads of some positions for some heads of all positions, in several tensors."""
+    """All-to-all from all heads of a rank's positions to a part of the heads of all positions."""
 
     @staticmethod
     def forward(
@@ -161,7 +161,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToPositions(torch.autograd.Function):
-    """The inverse of `_ToHeads`, and its transpose, of one tensor."""
+    """The inverse of `_ToHeads`, for one tensor; its backward is `_ToHeads`."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, size: int, tensor: Tensor) -> Tensor:
@@ -203,12 +203,12 @@ def _to_positions(
 
 
 def _cut(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return x with a dim as two, of which the first has `size`; a view."""
+    """Return a view of x with one dim split in two, `[size, dim / size]`."""
     return x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :])
 
 
 def _trade(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors that the ranks send here, stacked; x[i] goes to rank i."""
+    """Send x[i] to rank i; return the tensors received from all ranks, stacked."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=group)
     return received

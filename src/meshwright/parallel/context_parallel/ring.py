@@ -1,7 +1,7 @@
-"""A rank's part in a ring: passes keys and values on, and merges the results of blocks.
+"""Ring attention on one rank: passes keys and values on, and merges the results of blocks.
 
-`attend_round` and `differentiate_round` are the two halves of `context.Ring`. In compiled code,
-each of them is one operator, because the compiler doesn't support transfers between two ranks.
+`attend_round` and `differentiate_round` are the forward and backward of `context.Ring`. In compiled
+code, each of them is one operator, because the compiler doesn't support point-to-point transfers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORK: Final = "Tensor? segments, int? window, float? cap, str ring"
 
 @dataclass(frozen=True)
 class RingPlace:
-    """This rank's place in a ring."""
+    """This rank's position in a ring of ranks, with its process group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -45,14 +45,14 @@ class RingPlace:
     recorder: FlightRecorder
 
     def owner(self, step: int) -> int:
-        """Return the rank whose keys are here after so many exchanges."""
+        """Return the rank whose keys and values are on this rank after `step` exchanges."""
         return (self.rank - step) % self.size
 
     def pass_on(self, sent: Tensor, tag: int) -> Callable[[], Tensor]:
         """Start to send a contiguous tensor to the next rank and receive from the previous one.
 
-        Returns a function that waits; `sent` must not change before. The tag separates messages
-        that are in flight at the same time.
+        Returns a function that waits and returns the received tensor; `sent` must not change
+        before. The `tag` separates messages that are in flight at the same time.
         """
         if self.size == 1:
             return lambda: sent
@@ -78,9 +78,10 @@ class RingPlace:
 
 @dataclass(frozen=True)
 class RingWork:
-    """The arguments of a call of the ring, and its kernels: without a mask, and with one.
+    """The fixed arguments of a ring attention call, and its kernels without and with a mask.
 
-    With `is_whole` all that is seen in a step is one piece, and its mask a `VisibleKeys`.
+    With `is_whole`, each step computes all visible queries and keys as one piece, whose mask is a
+    FlexAttention one (`VisibleKeys`).
     """
 
     place: RingPlace
@@ -93,7 +94,7 @@ class RingWork:
     def of(
         cls, place: RingPlace, q: Tensor, segments: Tensor | None, scores: ScoreBounds
     ) -> RingWork:
-        """Return it with the device's fastest blocks."""
+        """Return the arguments with the fastest kernels for q's device."""
         scores = scores.within(q.shape[2] * place.size)
         if flex.takes(q, segments, scores):
             block = flex.flex_block_attention(scores.cap)
@@ -101,9 +102,9 @@ class RingWork:
         return cls(place, scores, choose(q, False, scores.cap), choose(q, True, scores.cap))
 
     def pieces(self, step: int, q: Tensor, segments: Tensor | None) -> Iterator[_Piece]:
-        """Yield the pieces of this rank's queries with the keys that are here in a step.
+        """Yield the pieces of attention between this rank's queries and the keys present in a step.
 
-        `segments` is in ring order, `[batch or 1, cp, length]`.
+        `segments` is in ring order, `[batch or 1, cp, length]`; None: one document per sequence.
         """
         place = self.place
         owner = place.owner(step)
@@ -142,7 +143,7 @@ class RingWork:
 
 
 def _at(rank: int, size: int, length: int, device: torch.device) -> Tensor:
-    """Return the positions that a rank holds, int32 `[length]`."""
+    """Return the positions that a rank of the ring has, int32 `[length]`."""
     chunk = length // 2
     positions = torch.arange(length, dtype=torch.int32, device=device)
     later = (2 * size - 2 - rank) * chunk  # chunk 2 size - 1 - rank, which is the second here
@@ -150,7 +151,7 @@ def _at(rank: int, size: int, length: int, device: torch.device) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    """Some of this rank's queries and some keys of one rank, and how they are computed."""
+    """A slice of this rank's queries and of one rank's keys, with the kernel and mask to use."""
 
     block: BlockAttention
     queries: slice
@@ -159,12 +160,12 @@ class _Piece(NamedTuple):
     mask: Mask | None
 
     def forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention of its queries over its keys, and the log-sum-exp."""
+        """Return the attention of the piece's queries over its keys, and the log-sum-exp."""
         keys, values = kv[:, :, :, self.keys]
         return self.block.forward(q[:, :, self.queries], keys, values, self.mask, self.causal)
 
     def backward(self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of its queries, keys and values."""
+        """Return the gradients of the piece's queries, keys and values."""
         keys, values = kv[:, :, :, self.keys]
         queries = self.queries
         operands = (
@@ -205,7 +206,7 @@ def attend_round(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention over the keys of all ranks and the sinks, and its log-sum-exp.
 
-    Shapes as in `Ring`; `segments` `in_ring_order`.
+    Shapes as in `Ring`; `segments` from `in_ring_order`.
     """
     place, kv = work.place, torch.stack((k, v))
     begun: tuple[Tensor, Tensor] | None = None  # the result and its log-sum-exp
@@ -240,7 +241,11 @@ def differentiate_round(
     segments: Tensor | None,
     work: RingWork,
 ) -> Grads:
-    """Return the gradients of this rank's queries, keys and values; see `attend_round`."""
+    """Return the gradients of this rank's queries, keys and values.
+
+    `grad` is the gradient of `out`; the other arguments are those and the results of
+    `attend_round`.
+    """
     place, kv = work.place, torch.stack((k, v))
     grads: tuple[Tensor, ...] = ()  # set in step 0: of its queries, and what these give its keys
     sums: Callable[[], Tensor] | None = None
@@ -274,25 +279,27 @@ def differentiate_round(
 
 
 def _unseen(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention of queries over no keys, and its log-sum-exp, to merge others into."""
+    """Return attention over no keys (zeros) and its log-sum-exp (-inf), to merge results into."""
     batch, heads, tokens, dim = q.shape
     out = q.new_zeros(batch, tokens, heads, dim, dtype=wide(q.dtype)).transpose(1, 2)
     return out, out.new_full(q.shape[:3], -torch.inf)
 
 
 def _total(sums: Callable[[], Tensor] | None, kv: Tensor) -> Tensor:
-    """Return the gradients of keys and values that have arrived with them, or zeros."""
+    """Return the gradients of keys and values received from the previous rank, or zeros."""
     return torch.zeros_like(kv, dtype=wide(kv.dtype)) if sums is None else sums()
 
 
 @cache
 def _places() -> WeakValueDictionary[str, RingPlace]:
-    """Return this process's rings by the names of their groups, which operators can take."""
+    """Return the registry of this process's rings by group name, since operators take only
+    names.
+    """
     return WeakValueDictionary()
 
 
 def enrol(place: RingPlace) -> str:
-    """Register a place in a ring for operators; returns its name."""
+    """Register a ring for use in compiled operators, and return its name."""
     _places()[place.group.group_name] = place
     return place.group.group_name
 
@@ -300,7 +307,7 @@ def enrol(place: RingPlace) -> str:
 def compiled_ring(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scores: ScoreBounds, ring: str
 ) -> Tensor:
-    """Return the attention as one differentiable operator; arguments as for `context.Ring`."""
+    """Return ring attention as one differentiable operator; arguments as for `context.Ring`."""
     out: Tensor = torch.ops.meshwright.ring_attention(
         q, k, v, segments, scores.window, scores.cap, ring
     )[0]

@@ -1,8 +1,8 @@
-"""`Exchange` sends the rows of a unit's gradients to their owners; `gather` sends rows of weights.
+"""Point-to-point forms of reduce-scatter (`Exchange`) and all-gather (`gather`) for ZeRO on CPUs.
 
 An exchange is a reduce-scatter without sums on the way: each rank receives the others' gradients of
 its own rows, and adds them up in fp32. It sends half as much as an all-reduce, with no more copies.
-`gather` sends each rank's rows to all others.
+`gather` sends each rank's rows of weights to all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAG: Final = 2**16
 
 
 class Exchange:
-    """Gradients of some weights in flight; once it has begun, the whole gradients are freed."""
+    """A reduce-scatter of some weights' gradients; on creation it sends them and frees them."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class Exchange:
         dtype: torch.dtype,
         recorder: FlightRecorder,
     ) -> None:
-        """Send the rows of others in a dtype, and add this rank's own to their sums.
+        """Start to send other ranks' rows of gradients in `dtype`, and add up this rank's own.
 
-        All weights have gradients. `rank` is this one's place in the group. Without a link nobody
-        is told.
+        All weights have gradients. `rank` is this rank's index in the group. A `link` of None sends
+        nothing.
         """
         self._weights = list(weights)
         self._sent = self._got = torch.empty(0)
@@ -85,10 +85,10 @@ class Exchange:
 def gather(
     weights: Sequence[Weight], link: Link, rank: int, recorder: FlightRecorder
 ) -> list[Pending]:
-    """Start to send each rank's rows of weights to all others, in place.
+    """Start an all-gather of each rank's rows of weights, in place; return the open transfers.
 
-    An all-gather without copies; gloo's copies everything that it gathers. `rank` is this one's
-    place in the group.
+    It makes no copies, while gloo's all-gather copies everything. `rank` is this rank's index in
+    the group.
     """
     group = link.required
     works: list[Pending] = []
@@ -105,6 +105,6 @@ def gather(
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return tensors of some shapes, one after the other in flat memory."""
+    """Return consecutive views of flat memory in the given shapes."""
     parts = torch.split(flat, [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,9 +1,10 @@
-"""FSDP2's gathers of weights that products take in float8: a byte for each element, and a scale.
+"""FSDP2's all-gathers of weights whose matmuls are in float8: one byte per element, and a scale.
 
-A rank rounds its rows before they travel, by the largest value of the whole weight. The result is
-what each rank would make of gathered rows, to the bit. torch documents the two functions that it
-looks for on a shard with `fully_shard`. torchao has them, too, on a subclass of tensors: the
-optimizer and checkpoints would meet that, and it doesn't pad uneven rows.
+A rank rounds its rows before they are sent, by the largest value of the whole weight. The result is
+bit for bit what each rank would compute from gathered rows. torch documents with `fully_shard` the
+two functions (`fsdp_pre_all_gather` and `fsdp_post_all_gather`) that it looks for on a shard.
+torchao has them, too, on a tensor subclass: the optimizer and checkpoints would meet that subclass,
+and it doesn't pad uneven rows.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _E4M3: Final = torch.float8_e4m3fn
 
 
 class Float8Shard:
-    """This rank's rows of a linear layer's weight, as FSDP2 gathers them.
+    """This rank's rows of a linear layer's weight, with FSDP2's hooks to gather them in float8.
 
-    `scale` is that of the whole weight. `dtype` is that of products without float8, to which values
-    are rounded first. `products` is torchao's configuration of the layer's.
+    `scale` is that of the whole weight. `dtype` is the compute dtype, to which values are rounded
+    first. `products` is torchao's matmul configuration of the layer.
     """
 
     def __init__(self, rows: Tensor, products: Any, dtype: torch.dtype) -> None:
@@ -35,7 +36,7 @@ class Float8Shard:
     def before(
         self, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """Return the rows in float8, equally many on each rank, and the scale for `after`."""
+        """FSDP2's pre-all-gather hook: return the rows in float8, padded, and the scale."""
         assert self.scale is not None
         # Of one dimension it makes the product fp32, as a scalar would not.
         rounded = (self.rows.to(self._dtype) * self.scale[None]).to(_E4M3)
@@ -53,7 +54,10 @@ class Float8Shard:
         *,
         out: Any = None,
     ) -> Any:
-        """Return the gathered weight and its memory, or give `out`, which has that, its scale."""
+        """FSDP2's post-all-gather hook: return the float8 weight and its memory.
+
+        If `out` is given, it uses the gathered memory already, and only its scale is set.
+        """
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
         (data,), (scale,) = gathered, scales
@@ -66,12 +70,13 @@ class Float8Shard:
 
 
 class Float8Gathers:
-    """The shards of all weights on this rank that are gathered in float8."""
+    """All weights of this rank that FSDP2 gathers in float8."""
 
     def __init__(self, parameters: Iterable[Any], dtype: torch.dtype, link: Link) -> None:
-        """Take over those of FSDP2's `parameters` that are weights of float8 layers.
+        """Register the gather hooks on those of FSDP2's `parameters` that are float8 layers'
+        weights.
 
-        `link` joins the ranks that share rows.
+        `link` joins the ranks over which rows are sharded.
         """
         from torchao.float8.float8_linear import Float8Linear
 
@@ -90,7 +95,7 @@ class Float8Gathers:
 
     @torch.no_grad()
     def rescale(self) -> None:
-        """Compute the scales anew after an update of the weights, with one message for all."""
+        """Recompute all scales from the updated weights, with one all-reduce."""
         from torchao.float8.float8_utils import amax_to_scale
 
         if not self.shards:

@@ -22,9 +22,9 @@ ROW: Final = 1024
 
 
 class GatheredParameter(NamedTuple):
-    """A parameter that this rank holds a shard of.
+    """A parameter of which this rank has a shard.
 
-    `copies` is how many ranks hold the same shard, 0 if another entry already counts for it: the
+    `copies` is how many ranks have the same shard, 0 if another entry already counts for it: the
     second copy of a tied matrix.
     """
 
@@ -42,7 +42,7 @@ class GatheredParameter(NamedTuple):
     def fill(self, weights: Tensor, dtype: torch.dtype) -> None:
         """Copy weights into the shard; NF4 is quantised from the weights rounded to `dtype`.
 
-        Rows that `weights` don't have are padding.
+        Rows of the shard beyond those of `weights` are padding, and set to 0.
         """
         shard = self.shard
         if self.sharding.part.is_nf4:
@@ -51,14 +51,16 @@ class GatheredParameter(NamedTuple):
         shard[len(weights) :].zero_()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
-        """Return the shard: the run's own, or one in four bits as a copy in `dtype` on the host."""
+        """Return the shard itself, or for an NF4 weight a dequantised copy in `dtype` on
+        the host.
+        """
         if not self.sharding.part.is_nf4:
             return self.shard
         return dequantise(self.shard.cpu(), dtype)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The shard of the gradient, if there is one."""
+        """This rank's shard of the gradient, or None."""
         return None if self.parameter.grad is None else local_shard(self.parameter.grad)
 
 
@@ -71,7 +73,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 def complete(
     params: Sequence[GatheredParameter], groups: Groups, sums: Iterable[GradientSum]
 ) -> None:
-    """Complete the sums that data parallelism doesn't: over tp, and between tied copies."""
+    """Sum gradients over tp and between tied copies, where data parallelism has not."""
     links = {"tp": groups.tp, "ends": groups.ends}
     for gradient_sum in sums:
         parts = [h.gradient for h in params if h.name in gradient_sum.names]
@@ -95,10 +97,10 @@ def _sum_together(tensors: list[Tensor], link: Link) -> None:
 
 
 class Norm(NamedTuple):
-    """The gradient's norm, on the device; the host has not waited for it.
+    """The gradient's norm as device tensors, which the host has not waited for.
 
     `total` is the whole model's 2-norm, fp64. `first` is the index in `held` of this rank's first
-    non-finite gradient, or the number of gradients if there is none.
+    parameter with a non-finite gradient, or the length of `held` if there is none.
     """
 
     total: Tensor
@@ -117,10 +119,10 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor's 2-norm, as the fp64 norm of the norms of its rows.
+    """Return a tensor's 2-norm on a CPU, as the fp64 norm of the norms of its rows.
 
-    A CPU's kernel adds up squares one by one, and is 0.2% short at 33 million elements. To fp64 it
-    would convert the whole tensor first, in 25 times the time.
+    A CPU's kernel adds up squares one by one, and is 0.2% short at 33 million elements. With fp64
+    accumulation it would convert the whole tensor first, which takes 25 times as long.
     """
     if tensor.numel() <= SHORT:
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
@@ -137,8 +139,8 @@ def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def global_norm(params: list[GatheredParameter], world_size: int, device: torch.device) -> Norm:
     """Return the 2-norm of the whole model's gradient, each element counted once.
 
-    A shard that several ranks hold counts with its share on each of them, so one sum over the world
-    is right for every layout.
+    A shard that n ranks have counts 1/n on each of them, so one sum over the world is right for
+    every layout. A collective.
     """
     with_gradient = [index for index, param in enumerate(params) if param.gradient is not None]
     gradients = [gradient for param in params if (gradient := param.gradient) is not None]
@@ -166,7 +168,7 @@ def global_norm(params: list[GatheredParameter], world_size: int, device: torch.
 
 @torch.no_grad()
 def scale_gradients(params: list[GatheredParameter], factor: float) -> None:
-    """Multiply all gradients."""
+    """Multiply all gradients by `factor` in place."""
     gradients = [g for h in params if (g := h.gradient) is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)

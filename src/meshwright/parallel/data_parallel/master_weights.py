@@ -1,4 +1,4 @@
-"""Weights in the form that matmuls use, and the rows of them that this rank's optimizer trains.
+"""Compute copies of weights for matmuls, and the rows of master weights that this rank trains.
 
 Mixed precision, arXiv:1710.03740, section 3.1: products use a copy in half precision, updates
 change the fp32 weights; without masters, both are the same bf16 weights. ZeRO-1,
@@ -75,7 +75,7 @@ class Weight:
         self._sum: Tensor | None = None
 
     def _cut(self, rows: Tensor) -> DTensor:
-        """Return this rank's rows as its part of the whole tensor."""
+        """Return this rank's rows as a DTensor shard of the whole parameter."""
         like, mesh = self.used, self._shards
         placements: list[Placement] = [Shard(0)]
         if isinstance(like, DTensor):
@@ -89,15 +89,15 @@ class Weight:
 
     @property
     def memory(self) -> Tensor:
-        """The memory that products use, sharded by tp only."""
+        """The memory of the weight that matmuls use, sharded by tp only."""
         return self._memory
 
     def rows_used(self, rank: int) -> Tensor:
-        """Return the memory of a rank's rows as products use them."""
+        """Return the rows of `rank` in the weight that matmuls use."""
         return self._memory[self.rows[rank]]
 
     def allocate_storage(self) -> None:
-        """Allocate the memory for a gather."""
+        """Allocate the memory that a gather fills."""
         storage = self._memory.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._size)
@@ -107,12 +107,12 @@ class Weight:
         self._memory.untyped_storage().resize_(0)
 
     def round(self) -> None:
-        """Update this rank's rows in `used` from the master."""
+        """Copy this rank's master rows into `used`, rounded to its dtype."""
         if self.is_copy:
             self.rows_used(self._rank).copy_(local_shard(self.master.detach()))
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Add the gradient of a microbatch to a sum in another dtype."""
+        """Move a microbatch's gradient from `used.grad` into a sum in `dtype`, if that differs."""
         if self.used.grad is None or self.used.dtype == dtype:
             return
         gradient = local_shard(self.used.grad)
@@ -121,18 +121,18 @@ class Weight:
 
     @property
     def is_summing(self) -> bool:
-        """Whether there is a sum in another dtype."""
+        """Whether gradients are accumulated in a dtype other than the weight's."""
         return self._sum is not None
 
     @property
     def gradient(self) -> Tensor | None:
-        """The current gradient, sharded by tp only."""
+        """The gradient accumulated so far, sharded by tp only, or None."""
         if self._sum is not None or self.used.grad is None:
             return self._sum
         return local_shard(self.used.grad)
 
     def rows_of_gradient(self, rank: int) -> Tensor:
-        """Return a rank's rows of the gradient, which must exist."""
+        """Return the rows of `rank` in the gradient, which must exist."""
         assert self.gradient is not None
         return self.gradient[self.rows[rank]]
 
@@ -141,7 +141,7 @@ class Weight:
         self.used.grad = self._sum = None
 
     def add(self, rows: Tensor) -> None:
-        """Add to the gradient of the master, if it has only this rank's rows."""
+        """Add `rows` to the gradient of the master, where the master has only this rank's rows."""
         gradient = self.shard_gradient
         if gradient is None:
             self.master.grad = self._cut(rows.to(self._gradient_dtype, copy=True))
@@ -150,11 +150,11 @@ class Weight:
 
     @property
     def shard_gradient(self) -> Tensor | None:
-        """The accumulated gradient of the master's rows."""
+        """The master's gradient, as a plain tensor of this rank's rows, or None."""
         return None if self.master.grad is None else local_shard(self.master.grad)
 
     def hand_on(self) -> None:
-        """Move the gradient of all rows to the master, if it has all rows."""
+        """Move the gradient from `used` to the master, where the master has all rows."""
         gradient = self.gradient
         if gradient is None or (self.used is self.master and not self.is_summing):
             return
@@ -163,17 +163,17 @@ class Weight:
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor cut over tp as a parameter is."""
+    """Return `local` as a DTensor sharded like `parameter`, or as it is without tp."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 def take_over(model: nn.Module, make: Callable[[str, nn.Parameter], Weight]) -> dict[str, Weight]:
-    """Replace the parameters of a model by those that matmuls use; returns the weights by name.
+    """Replace a model's parameters by the compute weights `Weight.used`; return weights by name.
 
-    `make` is called with a parameter's name and the parameter. One that several modules share stays
-    shared.
+    `make` is called with each parameter's name and the parameter. A parameter that several modules
+    share stays shared.
     """
     weights: dict[nn.Parameter, Weight] = {}
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""What an update may ask beside its shards: whole matrices, and where in them a shard lies."""
+"""Whole matrices for optimizers such as Muon that need them, from shards, and shard positions."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from meshwright.program.shards import Sharding, data_rank
 
 
 class ShardPlace(NamedTuple):
-    """Where a rank's shard begins, by dim, in a parameter of a name and a whole shape."""
+    """Where a rank's shard begins, per dim, in the parameter `name` of whole shape `shape`."""
 
     name: str
     shape: tuple[int, ...]
     starts: tuple[int, ...]
 
     def after_rows(self, rows: int) -> ShardPlace:
-        """Return the place of what follows so many rows of the shard."""
+        """Return the place of the part of the shard after its first `rows` rows."""
         return self._replace(starts=(self.starts[0] + rows, *self.starts[1:]))
 
 
 class WholeMatrices:
-    """Gathers matrices of which this rank has shards, and cuts its shards out of whole ones.
+    """Gathers whole matrices from the ranks' shards, and cuts this rank's shard out of whole ones.
 
-    Every rank that has a shard of a matrix calls `whole` for it, in one order, and gets all of it.
-    Without groups, each parameter is whole already. Messages are those of
-    `program.update.matrix_gathers`.
+    Every rank that has a shard of a matrix calls `whole` for it, in the same order. Without groups,
+    each parameter is whole already. Messages are those of `program.update.matrix_gathers`.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class WholeMatrices:
         device: torch.device | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """`leaves` are the optimizer's tensors of the `parameters`, in a layout.
+        """Register `leaves`, the optimizer's tensors of `parameters`, in the same order.
 
-        Gathering is done on `device`, where groups communicate.
+        Gathers run on `device`, where the groups communicate.
         """
         self._layout = layout
         pairs = zip(leaves, parameters, strict=True)
@@ -55,9 +54,10 @@ class WholeMatrices:
         self._groups, self._device = groups, device
 
     def whole(self, leaf: Tensor, shard: Tensor) -> Tensor:
-        """Return the matrix that a tensor is this rank's shard of, as `leaf` is of its parameter.
+        """Gather the whole matrix of `shard`, a tensor that is sharded like the parameter of
+        `leaf`.
 
-        A parameter of experts stays with this rank's experts: each of them is a whole matrix.
+        Experts are not gathered over ep: each expert is a whole matrix.
         """
         sharding = self._shardings.get(id(leaf))
         if sharding is None or self._groups is None:
@@ -70,7 +70,7 @@ class WholeMatrices:
         return matrix
 
     def place(self, leaf: Tensor) -> ShardPlace:
-        """Return where this rank's shard lies in its parameter, the same for any layout."""
+        """Return where this rank's shard lies in its parameter."""
         sharding = self._shardings.get(id(leaf))
         if sharding is None or self._groups is None or self._layout is None:
             return ShardPlace("", tuple(leaf.shape), (0,) * leaf.dim())
@@ -79,7 +79,7 @@ class WholeMatrices:
         return ShardPlace(part.name, part.shape, tuple(start for start, _ in region))
 
     def shard(self, leaf: Tensor, matrix: Tensor) -> Tensor:
-        """Return this rank's shard of what `whole` has returned for a leaf."""
+        """Return this rank's shard of a matrix that `whole` returned for `leaf`."""
         sharding = self._shardings.get(id(leaf))
         if sharding is None or self._groups is None:
             return matrix
@@ -92,7 +92,7 @@ class WholeMatrices:
 
 
 def _gathered_rows(shard: Tensor, sharding: Sharding, link: Link) -> Tensor:
-    """Return a matrix of which each rank has as many rows, but for the last ones."""
+    """Gather a matrix whose rows are sharded evenly, except that the last ranks may have fewer."""
     rows_per_rank, rows = sharding.rows_each, sharding.tp_shape[0]
     if len(shard) < rows_per_rank:
         padded = shard.new_zeros(rows_per_rank, *shard.shape[1:])
@@ -102,7 +102,7 @@ def _gathered_rows(shard: Tensor, sharding: Sharding, link: Link) -> Tensor:
 
 
 def _gathered(shard: Tensor, dim: int, link: Link) -> Tensor:
-    """Return tensors of equal shape from all ranks of a link, joined along a dim."""
+    """All-gather equally shaped tensors over a link, concatenated along `dim`."""
     gathered = shard.new_empty(link.size * len(shard), *shard.shape[1:])
     dist.all_gather_into_tensor(gathered, shard.contiguous(), group=link.required)
     if dim == 0:

@@ -13,12 +13,12 @@ from meshwright.spec.parts import Part
 
 
 class Shards:
-    """Leaf tensors that share the memory of this rank's shards, or mirror them on the host.
+    """Plain tensors for the optimizer, which share this rank's shards or mirror them on the host.
 
     The optimizer never sees a DTensor: most updates are elementwise, so they need only shards, and
-    plain tensors of different meshes can share one fused call. `matrices` gathers for the others.
-    With offload (ZeRO-Offload, arXiv:2101.06840, section 4), the mirrors and the optimizer states
-    stay on the host; each step copies gradients to it and updated weights back.
+    plain tensors of different meshes can share one fused call. For other updates, `matrices`
+    gathers. With offload (ZeRO-Offload, arXiv:2101.06840, section 4), the mirrors and the optimizer
+    states stay on the host; each step copies gradients to it and updated weights back.
     """
 
     def __init__(self, params: list[GatheredParameter], *, on_host: bool) -> None:
@@ -29,11 +29,11 @@ class Shards:
 
     @property
     def parts(self) -> list[Part]:
-        """The parameter of each leaf."""
+        """The description (name, whole shape, axes) of each leaf's parameter."""
         return [h.sharding.part for h in self.held]
 
     def matrices(self, groups: Groups, device: torch.device, layout: Layout) -> WholeMatrices:
-        """Return what makes whole matrices of these shards, and knows where in them they lie."""
+        """Return the object that gathers whole matrices from these shards."""
         return WholeMatrices(self.leaves, self.held, groups, device, layout)
 
     def _copy(self, shard: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Shards:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Give this step's gradients to the leaf tensors."""
+        """Set the leaves' gradients to this step's gradients, copied to the host with offload."""
         for param, leaf in zip(self.held, self.leaves, strict=True):
             gradient = param.gradient
             if not self.on_host:
@@ -57,7 +57,7 @@ class Shards:
 
     @torch.no_grad()
     def give(self) -> None:
-        """Copy updated weights back to the parameters."""
+        """Copy updated weights from the host back to the parameters, with offload."""
         if self.on_host:
             for param, leaf in zip(self.held, self.leaves, strict=True):
                 param.shard.copy_(leaf, non_blocking=True)
@@ -69,7 +69,9 @@ class Shards:
 
 
 def _on_way(gradient: Tensor) -> Tensor:
-    """Return a gradient on the host; a GPU's is there once the device has come to it."""
+    """Start to copy a gradient to the host; a GPU's arrives when the current stream has
+    reached it.
+    """
     if not gradient.is_cuda:
         return gradient
     pinned = torch.empty_like(gradient, device="cpu", pin_memory=True)

@@ -28,11 +28,11 @@ from meshwright.program.shards import EXPERTS, unit_of
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that share some weights, by the axes `shard` and `tp` of `mesh`, or hold copies.
+    """The ranks over which a set of weights is sharded or replicated.
 
-    `rank` is this one's index in `shards`. Gradients are summed along `sums`: `shards`, and then
-    `replicas`, which have the same rows; without ZeRO sharding, only `replicas`. None if nothing
-    has to be sent.
+    `mesh` has the axes `shard` and `tp`; `rank` is this rank's index in `shards`. Gradients are
+    summed along `sums`: with ZeRO sharding that is `shards`, followed by a sum over `replicas`, the
+    ranks with the same rows; otherwise `replicas` alone.
     """
 
     mesh: DeviceMesh
@@ -43,22 +43,23 @@ class Peers:
 
     @classmethod
     def of(cls, parameters: DeviceMesh, shards: Link, replicas: Link, rank: int) -> Peers:
-        """Return the peers along some links, for a rank's index in `shards`."""
+        """Return the peers along two links; `rank` is this rank's index in `shards`."""
         sums = shards if shards.size > 1 else replicas
         return cls(parameters["shard", "tp"], shards, rank, sums, replicas)
 
     @property
     def cuts(self) -> bool:
-        """Whether ZeRO gives each of them its own rows."""
+        """Whether ZeRO shards the weights' rows over these ranks."""
         return self.shards.size > 1
 
 
 class Unit:
-    """Weights that are gathered and summed together, with the same peers.
+    """Weights that are gathered and reduced together, like an FSDP unit.
 
-    `is_current`: products have the masters' values, or will when the gather is done. `left` is how
-    many gradients the backward still has to compute. `has_met`: the sums of this rank's rows have
-    been sent to its replicas. A unit that `reshards` is freed when nothing computes with it.
+    `is_current`: matmuls use the masters' values, or will once the open gather is done. `left` is
+    the number of gradients that the backward still has to compute. `has_met`: the sums of this
+    rank's rows have been sent to its replicas. If `reshards` (ZeRO-3), gathered weights are freed
+    when nothing computes with them.
     """
 
     def __init__(self, weights: Sequence[Weight], peers: Peers, *, reshards: bool) -> None:
@@ -70,18 +71,18 @@ class Unit:
         self.arriving: Sequence[Pending] = ()
 
     def arrive(self) -> None:
-        """Wait until it has been gathered."""
+        """Wait for the open gather of this unit."""
         for work in self.arriving:
             work.wait()
         self.arriving = ()
 
     def drop(self) -> None:
-        """Free the gathered weights, unless they stay for the step."""
+        """Free the gathered weights, unless they stay until the end of the step."""
         if self.reshards and self.is_current:
             self.expire()
 
     def expire(self) -> None:
-        """Note that weights may have changed."""
+        """Mark the gathered weights as outdated, and free them under ZeRO-3."""
         self.arrive()
         self.is_current = False
         for weight in self.weights:
@@ -90,7 +91,7 @@ class Unit:
 
 
 class Replicas:
-    """Sums the gradients of a model over data, unit by unit, and gathers updated weights.
+    """Reduces a model's gradients over data, unit by unit, and gathers updated weights.
 
     `weights` are by name, `units` in forward order.
     """
@@ -156,9 +157,10 @@ class Replicas:
             around_forward(module, partial(self._need, index), leave)
 
     def _hook(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
-        """Return the hook that a weight of a unit calls when its gradient is complete.
+        """Return the hook that reports a weight's gradient as complete to its unit.
 
-        It keeps no weight alive: where torch holds it, Python's collector sees no circle.
+        The hook references no weight: torch holds it where Python's garbage collector could not see
+        a reference cycle.
         """
         replicas_ref, unit_ref = ref(self), ref(unit)
 
@@ -170,7 +172,7 @@ class Replicas:
         return hook
 
     def _need(self, index: int) -> None:
-        """Wait for a turn's units to be gathered, and begin to gather those of the next turn."""
+        """Wait until a block's units are gathered, and start to gather the next block's."""
         turns = self._turns
         if index + 1 == len(turns):
             self._settle()  # before there are logits
@@ -180,14 +182,16 @@ class Replicas:
             unit.arrive()
 
     def _leave(self, index: int, out: Tensor) -> None:
-        """Drop a turn's units after its forward, and have its backward gather them again."""
+        """Free a block's gathered weights after its forward; its backward gathers them again."""
         for unit in self._turns[index]:
             unit.drop()
         if out.requires_grad:
             out.register_hook(lambda _: self._need_again(index))  # type: ignore[no-untyped-call]
 
     def _need_again(self, index: int) -> None:
-        """Gather units for their backward, begin to gather those before, and drop those after."""
+        """Gather a block's units for its backward, prefetch the block before, free the
+        block after.
+        """
         turns = self._turns
         if index + 1 < len(turns):
             for unit in turns[index + 1]:
@@ -200,13 +204,15 @@ class Replicas:
             unit.arrive()
 
     def end(self) -> None:
-        """Note that a backward is over."""
+        """Free the gathered weights after a backward, under ZeRO-3."""
         for unit in self.units:
             unit.drop()
 
     @torch.no_grad()
     def _gather(self, unit: Unit) -> None:
-        """Begin to bring the weights that matmuls use up to date, where they may have changed."""
+        """Start to update the compute weights of a unit from the masters, unless they are
+        current.
+        """
         if unit.is_current:
             return
         unit.is_current = True
@@ -220,20 +226,22 @@ class Replicas:
                 unit.arriving = gather(cut, peers.shards, peers.rank, self._recorder)
 
     def expire(self) -> None:
-        """Note that weights may have changed."""
+        """Mark all gathered weights as outdated, since an update may have changed the masters."""
         for unit in self.units:
             unit.expire()
 
     def look_ahead(self) -> None:
-        """Start to gather the weights that a backward needs first."""
+        """Start to gather the weights of the last block, which a backward needs first."""
         blocks = [turn for turn in self._turns if any(unit.reshards for unit in turn)]
         for unit in blocks[-1] if blocks else ():
             self._gather(unit)
 
     def begin(self, *, is_last: bool, defers: bool) -> None:
-        """Prepare the next backward: the last one before the update, or one of two halves.
+        """Prepare the next backward.
 
-        ZeRO-2 reduces the gradients of each backward, other stages only after the last one.
+        `is_last`: the last backward before the update. `defers`: weight gradients follow
+        separately, so nothing is reduced yet. ZeRO-2 and 3 reduce the gradients of each backward,
+        other stages only those of the last.
         """
         self._is_last = is_last and not defers
         self._due = (is_last or self._zero >= 2) and not defers
@@ -242,11 +250,11 @@ class Replicas:
                 unit.left = len(unit.trained)
 
     def _is_due(self, unit: Unit) -> bool:
-        """Whether the backward that has begun sums a unit's gradients."""
+        """Whether the current backward reduces a unit's gradients."""
         return self._due if unit.peers.cuts else self._is_last
 
     def _ready(self, unit: Unit, weight: Weight, parameter: Tensor) -> None:
-        """Count a gradient that is complete, and sum those of its unit after the last of them."""
+        """Count a complete gradient; after the last one of its unit, reduce the unit."""
         is_due = self._is_due(unit)
         if not (is_due and unit.peers.cuts) or weight.is_summing:  # else it is sent as it is
             weight.widen(self._summed)
@@ -257,7 +265,7 @@ class Replicas:
             self._sum(unit)
 
     def take(self) -> None:
-        """Add gradients that were computed outside of autograd, and reduce if due."""
+        """Accumulate gradients that were computed outside of autograd, and reduce units if due."""
         for weight in self.weights.values():
             weight.widen(self._summed)
         for unit in reversed(self.units):
@@ -280,7 +288,7 @@ class Replicas:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Add up the rows that the last exchange has received."""
+        """Wait for the last exchange and add up the rows that it received."""
         if self._leaving is None:
             return
         exchange, unit, is_complete = self._leaving
@@ -290,21 +298,21 @@ class Replicas:
             self._meet_again(unit)
 
     def _meet_again(self, unit: Unit) -> None:
-        """Sum this rank's rows over replicas of it."""
+        """All-reduce this rank's rows of a unit's gradients over its replicas."""
         unit.has_met = True
         shard_gradients = [weight.shard_gradient for weight in unit.weights]
         non_empty = [rows for rows in shard_gradients if rows is not None and rows.numel()]
         self._meet(unit.peers.replicas, non_empty)
 
     def _meet(self, link: Link | None, gradients: list[Tensor]) -> None:
-        """Sum gradients in place over the ranks of a link, if there are others."""
+        """Start an in-place all-reduce of gradients over a link, if it has other ranks."""
         if link is None or link.group is None or not gradients:
             return
         work = link.group.allreduce_coalesced(gradients)
         self._works.append((Pending(self._recorder, work), gradients))
 
     def finish(self) -> None:
-        """Reduce the rest, wait, and move the gradients to the masters.
+        """Reduce remaining gradients, wait, and move all gradients to the masters.
 
         Every replica calls it once per update, after its last backward.
         """
@@ -326,7 +334,7 @@ class Replicas:
 
 
 def _peers(groups: Groups, rank: int) -> tuple[Peers, Peers]:
-    """Return the peers of a rank for weights that all ranks have, and for experts."""
+    """Return the peers of this rank for weights that all ranks have, and those for experts."""
     shard_rank = rank % groups.shard.size
     plain = Peers.of(groups.parameters, groups.shard, groups.replicate, shard_rank)
     experts = groups.experts
@@ -338,7 +346,10 @@ def _peers(groups: Groups, rank: int) -> tuple[Peers, Peers]:
 def around_forward(
     module: nn.Module, before: Callable[[], None], after: Callable[[Tensor], None] | None
 ) -> None:
-    """Run functions before and after a module's forwards, outside of compiled code."""
+    """Call functions before and after each forward of a module, outside of compiled code.
+
+    `after` gets the output; None: nothing is called.
+    """
     compiled: Any = module._compiled_call_impl
     if compiled is None:
         module.register_forward_pre_hook(lambda *_: before())

@@ -93,14 +93,14 @@ def distribute_data(
     keeps_frozen: bool = False,
     in_fp32: Collection[nn.Module] = (),
 ) -> None:
-    """Replicate or shard a model over data: its ends, each block, and then the rest.
+    """Replicate or shard a model over data with FSDP2: each block is a unit, and so is the rest.
 
-    `replicas` and `shards` name the axes of the mesh, and of the experts' mesh where experts are
-    divided over ranks. A separate `embed` unit is gathered only for its forward. The loss gathers a
-    `head`, see `HeadUnit`, which is prefetched for the backward. With `keeps_frozen`, untrained
-    weights have the dtype of products, and may stay whole. The modules `in_fp32` compute in fp32
-    whatever the products' dtype is, each in a unit of its own. Gradients are summed, not averaged:
-    the loss is already divided by the global number of target tokens, which stays right for uneven
+    `replicas` and `shards` name the axes of `mesh`, and of `of_experts`, the mesh of experts that
+    are divided over ranks. `embed` and `head` become units of their own: the embedding is gathered
+    only for its forward; the loss gathers the head, see `HeadUnit`. With `keeps_frozen`, untrained
+    weights have the compute dtype, and may stay whole. Each module of `in_fp32` computes in fp32,
+    whatever the compute dtype is, as a unit of its own. Gradients are summed, not averaged: the
+    loss is already divided by the global number of target tokens, which stays right for uneven
     batches.
     """
     if not needs_wrapping(layout, train):
@@ -152,7 +152,7 @@ def _units_of(
     of_experts: DeviceMesh | None,
     in_fp32: Collection[nn.Module],
 ) -> Iterator[tuple[nn.Module, DeviceMesh]]:
-    """Yield the units within a block, and the mesh of each."""
+    """Yield the modules within a block that are FSDP units of their own, with their meshes."""
     experts = getattr(getattr(block, "mlp", None), "experts", None)
     if of_experts is not None and isinstance(experts, nn.Module):
         yield experts, of_experts
@@ -162,11 +162,11 @@ def _units_of(
 
 
 def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]]) -> None:
-    """Have each unit prefetch the one that computes after it, in forwards and in backwards.
+    """Make each FSDP unit prefetch the next one in forwards and in backwards.
 
-    By itself FSDP2 takes the order of backwards from the forward, last in first out: with several
-    microbatches under way it gathers a unit again that it has just dropped. The last of a backward
-    gathers itself, which is nothing. The weights of an embedding are not needed there.
+    By default FSDP2 takes the order of backwards from the forward, last in first out: with several
+    microbatches in flight it would gather a unit again that it has just freed. The last unit of a
+    backward prefetches itself, which has no effect. An embedding's weights are not needed there.
     """
     forward = [model, *chain.from_iterable(turns)]
     backward = [model, *chain.from_iterable(reversed(turns))]
@@ -183,9 +183,9 @@ def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]])
 
 
 def _begin_together(turns: Sequence[Sequence[Any]]) -> None:
-    """Have the units within a block begin their backward when the block begins its own.
+    """Start the backward of the units within a block when the block's own backward starts.
 
-    By itself a unit begins with the gradient of its output. Recomputation may run its forward
+    By default a unit starts with the gradient of its output. Recomputation may run its forward
     earlier, where something after it needs recomputed tensors, such as dropout. FSDP2 would take
     that for the forward of another microbatch, with operations that the first one lacked.
     """
@@ -195,13 +195,13 @@ def _begin_together(turns: Sequence[Sequence[Any]]) -> None:
 
 
 def _begin_with(state: Any, _: nn.Module, __: Any, out: Tensor) -> None:
-    """Have a unit begin its backward with the gradient of a block's output."""
+    """Run a unit's pre-backward hook when the gradient of a block's output arrives."""
     if out.requires_grad:
         out.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
 
 
 class HeadUnit:
-    """The head as a separate FSDP2 unit: the loss gathers it and gives it its gradient.
+    """The output head as a separate FSDP2 unit, which the loss gathers in the backward.
 
     No forward uses its weights, because the loss is computed in the backward. FSDP2 by itself
     gathers for a backward only what it has gathered for a forward.
@@ -212,17 +212,17 @@ class HeadUnit:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the loss has to provide a gradient."""
+        """Whether the head is trained, so that the loss has to provide its gradient."""
         return bool(self._head.weight.requires_grad)
 
     def gather(self) -> nn.Parameter:
-        """Return the weights `[vocab, dim]`, this rank's tp shard of them, after waiting."""
+        """Gather and return the head's weights `[vocab, dim]`, or this rank's tp shard of them."""
         self._head.unshard()
         weight: nn.Parameter = self._head.weight
         return weight
 
     def leave(self, gradient: Tensor | None) -> None:
-        """Add to the weights' gradient, and let FSDP2 reduce and reshard as after a backward."""
+        """Add `gradient` to the head's gradient, then reduce and reshard as after a backward."""
         if gradient is not None:
             defer(self._head.weight, lambda: gradient)
         for group in _param_groups(_state(self._head)):
@@ -230,13 +230,13 @@ class HeadUnit:
 
 
 def head_unit(model: nn.Module) -> HeadUnit | None:
-    """Return the head of a model if it is a separate unit, otherwise None."""
+    """Return a model's head if it is a separate FSDP unit, otherwise None."""
     head = getattr(model, "head", None)
     return HeadUnit(head) if isinstance(head, FSDPModule) else None
 
 
 def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter] | None:
-    """Return the weights that FSDP2 is to leave alone: frozen ones, where ranks do not cut them."""
+    """Return the frozen weights that FSDP2 must not shard, or None if it shards all."""
     if cuts_frozen(layout):
         return None
     return {parameter for parameter in model.parameters() if not parameter.requires_grad} or None
@@ -245,9 +245,9 @@ def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter] | None:
 def replicate_in_place(
     model: nn.Module, layout: Layout, train: TrainSpec, groups: Groups
 ) -> dict[str, nn.Parameter]:
-    """Sum gradients over data without FSDP2; returns trained parameters by name.
+    """Set up `Replicas` in place of FSDP2; return the parameters to train, by name.
 
-    The parameters must be allocated, and are replaced if products need another dtype.
+    The model's parameters must be allocated, and are replaced if matmuls need another dtype.
     """
     if not needs_wrapping(layout, train):
         return dict(model.named_parameters())
@@ -267,7 +267,7 @@ def replicas_of(model: nn.Module) -> Replicas | None:
 
 
 def finish_replicas(model: nn.Module) -> None:
-    """Wait until the gradients of a step are summed over replicas."""
+    """Wait until `Replicas` has reduced a step's gradients; nothing under FSDP2."""
     replicas = replicas_of(model)
     if replicas is not None:
         replicas.finish()
@@ -279,12 +279,11 @@ def wrapped(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool = False) -> None:
-    """Configure the next backward: reduction of gradients, gathered parameters.
+    """Configure the next backward: whether it reduces gradients and frees gathered parameters.
 
-    The last backward before the update reduces the gradients and drops the gathered parameters. For
-    earlier ones, it depends on the ZeRO stage: 0 and 1 accumulate whole gradients, 2 and 3 reduce
-    each time; only 3 drops its parameters each time. If weight gradients are deferred, reduction
-    waits for `finish_backward`.
+    The last backward before the update does both. For earlier ones, it depends on the ZeRO stage: 0
+    and 1 accumulate whole gradients, 2 and 3 reduce each time; only 3 frees its parameters each
+    time. If weight gradients are deferred (`defers`), reduction waits for `finish_backward`.
     """
     replicas = replicas_of(model)
     if replicas is not None:
@@ -300,14 +299,14 @@ def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool
 
 
 def end_backward(model: nn.Module) -> None:
-    """Release the gathered parameters that a backward has left."""
+    """Free the gathered parameters that a backward has left, if `Replicas` gathered them."""
     replicas = replicas_of(model)
     if replicas is not None:
         replicas.end()
 
 
 def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
-    """Add weight gradients that were computed outside of autograd, and reduce if due."""
+    """Accumulate weight gradients that were computed outside of autograd, and reduce if due."""
     replicas = replicas_of(model)
     if replicas is not None:
         replicas.begin(is_last=is_last, defers=False)
@@ -330,7 +329,7 @@ def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Restore the master weights after a forward without a backward.
+    """Free gathered parameters after a forward without a backward.
 
     FSDP2 does it in the backward. Without one, `named_parameters` would keep returning the compute
     copies, which are bf16 under mixed precision and have no gradients.
@@ -343,7 +342,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def ready_parameters(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's (private) record of each parameter, allocated as forwards will have it."""
+    """Yield FSDP2's (private) object of each parameter, in its final memory."""
     for module in wrapped(model):
         for group in _param_groups(_state(module)):
             group.lazy_init()  # else the first forward would pad uneven rows in other memory
@@ -351,7 +350,7 @@ def ready_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def _state(model: FSDPModule) -> Any:
-    """Return the state that torch keeps of a wrapped module (private)."""
+    """Return torch's (private) state of a wrapped module."""
     if isinstance(model, ReplicateModule):
         return replicate.state(model)  # type: ignore[attr-defined]
     return fully_shard.state(model)  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""Sends tokens to the ranks of their experts."""
+"""Expert parallelism: sends tokens to the ranks of their experts."""

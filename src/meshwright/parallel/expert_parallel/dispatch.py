@@ -1,9 +1,9 @@
 """Expert parallelism: data-parallel ranks divide the experts, and tokens are sent to their experts.
 
-GShard, arXiv:2006.16668, section 3.2; without a capacity, no token is dropped. An all-to-all tells
-the others how many tokens come for each of their experts; others take the tokens and their shares
-there, and what the experts make of them back. What arrives is a batch of tokens with one expert
-each. The shared expert computes while tokens, or their gradients, are on their way.
+GShard, arXiv:2006.16668, section 3.2; without a capacity, no token is dropped. A first all-to-all
+exchanges the number of tokens for each expert; others send the tokens and their shares to the
+experts' ranks, and the experts' outputs back. What a rank receives is a batch of tokens with one
+expert each. The shared expert computes while tokens, or their gradients, are in flight.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from meshwright.models.routers import Routing
 
 @dataclass(eq=False)
 class _Trade:
-    """Rows that travel between the ranks of a link: how many go to each and come from each.
+    """An all-to-all of rows: how many go to each rank of a link, and come from each.
 
-    `_on_the_way` are messages that have begun, with the rows that they send and where those that
-    come will be.
+    `_on_the_way` are the transfers in flight, each with its send and receive buffers.
     """
 
     link: Link
@@ -39,19 +38,23 @@ class _Trade:
     _on_the_way: list[tuple[Pending, Tensor, Tensor]] = field(default_factory=list)
 
     def there(self, rows: Tensor) -> Tensor:
-        """Return the rows that arrive at the experts' ranks."""
+        """Send rows to the experts' ranks; return the rows that this rank's experts receive."""
         return _traded(rows, self.leaving, self.arriving, self.link)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return the rows that arrive back at their tokens' ranks."""
+        """Send rows back to their tokens' ranks; return the rows that this rank's tokens
+        receive.
+        """
         return _traded(rows, self.arriving, self.leaving, self.link)
 
     def begin_there(self, rows: Tensor) -> Tensor:
-        """Begin to send rows to the experts' ranks; returns the buffer that `wait` fills."""
+        """Start to send rows to the experts' ranks; return the buffer, which `wait` completes."""
         return self._begin(rows, self.leaving, self.arriving)
 
     def begin_back(self, rows: Tensor) -> Tensor:
-        """Begin to send rows back to their tokens' ranks; returns the buffer that `wait` fills."""
+        """Start to send rows back to their tokens' ranks; return the buffer, which `wait`
+        completes.
+        """
         return self._begin(rows, self.arriving, self.leaving)
 
     def _begin(self, rows: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
@@ -62,7 +65,7 @@ class _Trade:
         return received
 
     def wait(self) -> list[Tensor]:
-        """Wait for the messages that have begun, and return the received rows."""
+        """Wait for the transfers in flight, and return the received rows of each."""
         for pending, *_ in self._on_the_way:
             pending.wait()
         arrived = [received for *_, received in self._on_the_way]
@@ -79,12 +82,12 @@ def send_to_experts(
     x: Tensor,
     routing: Routing,
 ) -> Callable[[], Tensor]:
-    """Begin to send tokens x `[tokens, dim]` to their experts; returns a function to end it with.
+    """Start to send tokens x `[tokens, dim]` to their experts; return a function that finishes.
 
-    That function waits for the tokens, computes, sends the results back and returns them, in the
-    shape of x. `experts` are this rank's of `count`: those of rank 0 come first. For tensors
-    without values, `received` says how many pairs arrive if so many leave. `recorder` is the flight
-    recorder, which shows the messages as open until they have arrived.
+    That function waits for the tokens, runs the experts, sends the results back and returns each
+    token's weighted sum, in the shape of x. `experts` are this rank's of `count` in all: those of
+    rank 0 come first. For fake tensors, `received` returns how many pairs arrive, given the number
+    that leave. `recorder` records the open messages.
     """
     pairs = Sorted.of(routing.ids, count, drops=routing.drops)
     counts = pairs.counts.view(link.size, -1)  # of each rank, of its experts
@@ -107,10 +110,10 @@ def send_to_experts(
 
 
 class _There(torch.autograd.Function):
-    """Begin to send tokens and shares to the ranks of their experts.
+    """Start to send tokens and shares to the ranks of their experts.
 
-    Its backward waits for the gradients that `_Arrived` has begun to send back. What it needs is no
-    saved tensor: a second forward for the backward would end with it.
+    Its backward waits for the gradients that `_Arrived` has started to send back. It uses no saved
+    tensors: unpacking one would trigger recomputation.
     """
 
     @staticmethod
@@ -131,7 +134,7 @@ class _There(torch.autograd.Function):
 
 
 class _Arrived(torch.autograd.Function):
-    """Wait for tokens and shares, and begin to send their gradients back."""
+    """Wait for tokens and shares; the backward starts to send their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shares: Tensor, trade: _Trade) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,12 @@
 """Experts over tp ranks: each rank has a part of every expert's width, and sees all tokens.
 
-The router and the shared expert are inside the same region: one message brings the stream in and
-one takes the sum of all out, as with an MLP. A rank's router gradient is a partial sum over tp,
-because it has only a part of each expert's result. The first rank adds the output bias of experts.
+The router and the shared expert are inside the same tensor-parallel region: one collective brings
+the residual stream in and one sums the outputs, as with an MLP. A rank's router gradient is a
+partial sum over tp, because it has only a part of each expert's output. The first rank adds the
+output bias of experts.
 
-Of layouts that fold, only the shared expert is cut: each rank routes its own tokens to whole
-experts.
+In layouts that fold tp into ep, only the shared expert is sharded over tp: each rank routes its own
+tokens to whole experts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def cut_experts(mlp: ExpertMLP, tp_region: TPRegion, deferral: Deferral, *, fold
 
 
 def _made(deferral: Deferral, owner: Tensor, make: Make) -> Tensor | None:
-    """Return a gradient, or note how to make it."""
+    """Compute a weight gradient now, or queue it and return None if gradients are deferred."""
     if deferral.pending is None:
         return make()
     deferral.pending.append(partial(defer, owner, make))

@@ -29,7 +29,7 @@ def routers(model: Transformer) -> Routers:
 
 
 def balance_routers(model: Transformer, program: Program, groups: Groups) -> None:
-    """Configure a stage's routers as training requires."""
+    """Configure a stage's routers: auxiliary losses, capacity, correction, shared sequences."""
     train, layout = program.train, program.layout
     shared = [getattr(groups, axis) for axis in shared_over(layout)]
     for router in routers(model).values():
@@ -45,10 +45,10 @@ def balance_routers(model: Transformer, program: Program, groups: Groups) -> Non
 def prepare_routers(
     by_layer: Routers, program: Program, groups: Groups, scale: float, device: torch.device
 ) -> None:
-    """Prepare a batch's backward: `scale` is 1 / its sequences, times the loss scale.
+    """Set the loss scale and the counters of routers before a batch's backward.
 
-    Unless the layout folds, all tp ranks see the same tokens: only one of them adds these gradients
-    and reports counts.
+    `scale` is the loss scale divided by the global number of sequences. Unless the layout folds,
+    all tp ranks see the same tokens: only one of them adds these gradients and counts.
     """
     experts = program.model.experts
     counts = groups.tp.rank == 0 or program.layout.folds > 1
@@ -65,7 +65,7 @@ def prepare_routers(
 
 
 def sum_counts(by_layer: Routers, program: Program, groups: Groups) -> None:
-    """Sum a step's token counts over the ranks with different tokens; a collective."""
+    """All-reduce a step's token counts per expert over the ranks with different tokens."""
     counts = [
         router.balance.lately for router in by_layer.values() if router.balance.lately is not None
     ]
@@ -78,7 +78,7 @@ def sum_counts(by_layer: Routers, program: Program, groups: Groups) -> None:
 
 
 def correct_routers(by_layer: Routers, norm: Tensor) -> None:
-    """Update the routers' corrections after a step, unless its gradient is not finite."""
+    """Update the routers' corrections after a step, unless its gradient `norm` is not finite."""
     for router in by_layer.values():
         if router.balance.rate and isinstance(router, SigmoidRouter):
             router.correct(torch.isfinite(norm).to(router.correction))
@@ -87,11 +87,11 @@ def correct_routers(by_layer: Routers, norm: Tensor) -> None:
 def take_counts(
     by_layer: Routers, layers: Mapping[int, int], experts: int, device: torch.device
 ) -> Tensor:
-    """Return this rank's token counts and losses since the last call, in fp64 on its device.
+    """Return this rank's token counts and router losses since the last call, and reset them.
 
-    `layers` are the indices of the model's layers with experts. The last two numbers are the
-    losses; before them are counts `[layers, experts]` and dropped pairs `[layers]`, in order. All
-    are sums over ranks' shares. The host does not wait.
+    `layers` maps the number of each layer with experts to its index. The result is fp64 on the
+    device: counts `[layers, experts]`, dropped pairs `[layers]`, then the two losses, flattened.
+    The host does not wait.
     """
     size = len(layers) * (experts + 1) + 2
     numbers = torch.zeros(size, dtype=torch.float64, device=device)
@@ -111,7 +111,7 @@ def take_counts(
 
 
 def _summed(links: Sequence[Link], counts: Tensor) -> Tensor:
-    """Return the sum of counts over the ranks of some links, one after the other."""
+    """All-reduce counts in place over several links, one after the other."""
     for link in links:
         dist.all_reduce(counts, group=link.required)
     return counts

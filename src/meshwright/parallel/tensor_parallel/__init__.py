@@ -1,1 +1,1 @@
-"""Layers sharded over tp, and the messages at the borders of their regions."""
+"""Layers sharded over tp, and the collectives at the borders of their regions."""

@@ -1,12 +1,12 @@
-"""Tensor parallelism of a model with low-rank adapters, whose own weights are frozen.
+"""Tensor parallelism of a model with low-rank adapters, whose base weights are frozen.
 
 An adapter is sharded like its layer: for a column-parallel layer, B is sharded by rows and A is
 whole; for a row-parallel one, A is sharded by columns and B is whole. B multiplies before the end
-of the region, so one all-reduce sums both products, and nothing else is sent. The gradient of a
-whole matrix is a partial sum over tp, because the other side of its product is sharded.
+of the region, so one all-reduce sums both outputs, and nothing else is sent. The gradient of a
+whole matrix is a partial sum over tp, because the other matrix of its adapter is sharded.
 
-So are those of experts, along each expert's width, and within the same region those of the shared
-expert; `layout.ep` divides them like the experts.
+Adapters of experts are sharded in the same way, along each expert's width, and so are those of the
+shared expert in the same region; `layout.ep` divides them like the experts.
 
 With frozen weights, there are no weight gradients to overlap with the all-reduce of input
 gradients: layers enter a region together, and autograd does the rest.
@@ -32,7 +32,7 @@ from meshwright.parallel.tensor_parallel.tp_regions import TPRegion
 
 
 def cut_adapted(block: Block, tp_region: TPRegion, *, folds: bool) -> None:
-    """Give every rank of tp its share of a block's linear layers and of their adapters.
+    """Shard a block's linear layers and their adapters over tp.
 
     `folds`: experts stay whole, see `expert_parallel.experts`.
     """
@@ -60,10 +60,7 @@ def cut_adapted(block: Block, tp_region: TPRegion, *, folds: bool) -> None:
 
 
 def _cut_experts(mlp: ExpertMLP, tp_region: TPRegion, *, folds: bool) -> list[nn.Linear]:
-    """Have experts, their router and the shared one compute inside of the region.
-
-    Returns the linear layers there.
-    """
+    """Move experts, router and shared expert into the region; return the linear layers there."""
     enter_experts(mlp, tp_region, folds=folds)
     if mlp.shared is not None and isinstance(mlp.shared.down, LoraLinear):
         mlp.shared.down.part = tp_region.link.rank
@@ -71,7 +68,7 @@ def _cut_experts(mlp: ExpertMLP, tp_region: TPRegion, *, folds: bool) -> list[nn
 
 
 def entering(tp_region: TPRegion) -> Project:
-    """Return a replacement of `models.attention.each`: layers of one input, which enters once."""
+    """Return a replacement of `models.attention.each`, whose input enters the region once."""
 
     def project(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
         inside = tp_region.enter(x)
@@ -81,37 +78,41 @@ def entering(tp_region: TPRegion) -> Project:
 
 
 def _column(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:
-    """Return this rank's outputs `[batch, seq, out / ranks]` of the whole x `[batch, seq, in]`."""
+    """Return this rank's outputs `[batch, seq, out / ranks]` for x `[batch, seq, in]`."""
     bias = None if layer.bias is None else local(layer.bias)
     out = product(layer, x, local(layer.weight), bias)
     return layer.added(out, x, context) if isinstance(layer, LoraLinear) else out
 
 
 class FrozenInside(nn.Linear):
-    """A frozen linear layer inside of a region, on this rank's part of its outputs or inputs."""
+    """A frozen linear layer inside of a region, with this rank's shard of its outputs or inputs."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[..., out / ranks]` of `[..., in]`, or partial sums `[..., out]`."""
+        """Return outputs `[..., out / ranks]`, or partial sums `[..., out]` of a row-parallel
+        layer.
+        """
         return product(self, input, local(self.weight), None)
 
 
 class FrozenRow(nn.Linear):
-    """A row-parallel linear layer: sums the partial results at its end, then adds the bias."""
+    """A frozen row-parallel linear layer: sums partial outputs over tp, then adds the bias."""
 
     tp_region: TPRegion
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[batch, seq, out]`, with sp a share of seq, of `[batch, seq, in / tp]`."""
+        """Return `[batch, seq or its shard, out]` for `input` `[batch, seq, in / tp]`."""
         return _left(self, product(self, input, local(self.weight), None), self.tp_region)
 
 
 class RowLora(LoraLinear):
-    """The same with an adapter, whose A has the columns of this rank's inputs."""
+    """A row-parallel linear layer with an adapter, whose A has the columns of this rank's
+    inputs.
+    """
 
     tp_region: TPRegion
 
     def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
-        """Return `[batch, seq, out]`, with sp a share of seq, of `[batch, seq, in / tp]`."""
+        """Return `[batch, seq or its shard, out]` for `input` `[batch, seq, in / tp]`."""
         first = self.tp_region.link.rank * input.shape[-1]
         partial = product(self, input, local(self.weight), None)
         out = self.added(partial, input, context, first)

@@ -1,8 +1,8 @@
-"""Matmuls in pieces beside the messages of sequence parallelism, by the compiler: async TP.
+"""Async TP: the compiler pipelines matmuls with the collectives of sequence parallelism.
 
-PyTorch's compiler finds a gather before products, and a sum behind one, and puts operators in their
-place that exchange pieces through memory which the ranks of a link share (symmetric memory), each
-while the next is computed. See github.com/pytorch/pytorch, torch/_inductor/fx_passes,
+PyTorch's compiler finds an all-gather before matmuls, and a reduce-scatter after one, and replaces
+them by operators that exchange pieces through memory which the ranks share (symmetric memory),
+while the next piece is computed. See github.com/pytorch/pytorch, torch/_inductor/fx_passes,
 micro_pipeline_tp.py; the idea is that of doi.org/10.1145/3567955.3567959.
 """
 
@@ -21,9 +21,9 @@ OPTIONS: Final = {"_micro_pipeline_tp": True}
 
 
 def take_async_tp(groups: Groups, device: torch.device) -> Groups:
-    """Return groups whose tp ranks multiply in pieces; a collective over them.
+    """Enable symmetric memory for the tp group, and return groups marked for async TP.
 
-    Raises `MeshwrightError` where the device or this torch cannot.
+    A collective over tp. Raises `MeshwrightError` where the device or this torch cannot.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         raise MeshwrightError(

@@ -1,4 +1,4 @@
-"""Linear layers of one input, with their three products in an order of our own.
+"""Linear layers that share an input, with control over the order of their backward matmuls.
 
 The input gradient is reduced over tp while weight gradients are computed, as in Megatron-Core's
 linear layers. Weight gradients can also wait longer: a zero-bubble schedule first computes the
@@ -26,8 +26,8 @@ ALONE = TPRegion(Link(None, (0,), 0), sp=False)
 class Deferral:
     """The queue of deferred weight gradients; `pending` is None if they are computed at once.
 
-    `splits`: they are sometimes deferred. Their code is then not part of a compiled block, because
-    a compiled backward returns all its gradients together.
+    `splits`: weight gradients may be deferred. Then linear layers are not part of a compiled block,
+    because a compiled backward returns all its gradients together.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """Enters a tensor-parallel region, and multiplies the input with each of some weights.
+    """Autograd function: enters a tensor-parallel region, and applies several linear layers.
 
-    One function, so that autograd knows the weights' gradients when the input's is there: data
-    parallelism's hooks need not be told of any.
+    One function, so that autograd has the weights' gradients when it has the input's: data
+    parallelism's hooks need no special treatment.
     """
 
     @staticmethod
@@ -99,7 +99,7 @@ def _product(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tens
 
 
 def _input_grad(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the sum of `[tokens, out] @ [out, in]`, in memory of its own."""
+    """Return the sum of `rows @ weight` over the layers, `[tokens, in]`, in new memory."""
     total = rows[0] @ weights[0]
     for grad_rows, weight in zip(rows[1:], weights[1:], strict=True):
         total += grad_rows @ weight
@@ -107,7 +107,7 @@ def _input_grad(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 
 
 def _weight_grad(rows: Tensor, inputs: Tensor) -> Tensor:
-    """Return `[out, in]` of `[tokens, out]` and `[tokens, in]`."""
+    """Return the weight gradient `[out, in]` from output gradients and inputs of tokens."""
     return rows.t() @ inputs
 
 
@@ -117,9 +117,9 @@ def _accumulation(owner: Tensor, rows: Tensor, inputs: Tensor) -> Work:
 
 @torch.no_grad()
 def _accumulate(owner: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """Add the gradient `rows.T @ inputs` to a parameter's, as autograd would have done.
+    """Add the weight gradient `rows.T @ inputs` to that of `owner`, as autograd would have done.
 
-    The product belongs in here: outside, the gradient would have a graph of its own, which keeps
+    The matmul belongs in here: outside, the gradient would have a graph of its own, which keeps
     both of its factors until the next microbatch.
     """
     if owner.grad is not None:
@@ -134,7 +134,9 @@ def _accumulate(owner: Tensor, rows: Tensor, inputs: Tensor) -> None:
 
 
 def _begin(owner: Tensor, grad: Tensor) -> None:
-    """Give a parameter its first gradient."""
+    """Set a parameter's gradient, which it has none of yet, as a DTensor if the parameter
+    is one.
+    """
     if isinstance(owner, DTensor):
         grad = DTensor.from_local(grad, owner.device_mesh, owner.placements, run_check=False)
     owner.grad = grad
@@ -142,7 +144,7 @@ def _begin(owner: Tensor, grad: Tensor) -> None:
 
 @torch.no_grad()
 def defer(owner: Tensor, make: Callable[[], Tensor]) -> None:
-    """Compute a gradient and add it to a parameter's, as autograd would have done."""
+    """Compute a gradient by `make` and add it to that of `owner`, as autograd would have done."""
     if owner.grad is None:
         _begin(owner, make())
     else:
@@ -156,10 +158,10 @@ def linears(
     deferral: Deferral,
     tp_region: TPRegion = ALONE,
 ) -> tuple[Tensor, ...]:
-    """Return `x @ weight.T + bias` of some layers, after the stream `x` has entered the region.
+    """Return `x @ weight.T + bias` of each layer, after `x` has entered the region.
 
-    x `[batch, seq or its share, in]`, or of any shape `[..., in]` without a region; weights
-    `[out, in]` are parameters or DTensors.
+    x `[batch, seq or its shard, in]`, or of any shape `[..., in]` without a region; weights `[out,
+    in]` are parameters or DTensors.
     """
     apply = _linears_apart if deferral.splits else _linears
     out: tuple[Tensor, ...] = apply(x, weights, biases, deferral, tp_region)

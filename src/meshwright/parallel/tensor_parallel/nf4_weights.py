@@ -1,4 +1,4 @@
-"""Frozen weights in NF4: where matmuls, memory and the source of weights meet them."""
+"""NF4 weights in linear layers: replaces weights by packed bytes, and sets their level tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.program.lower import Program
 
 
 def keep_in_nf4(model: nn.Module, program: Program) -> None:
-    """Have linear layers on the meta device keep their weights as the program says, in NF4."""
+    """Replace linear weights on the meta device by packed NF4 ones, where the program says so."""
     for path, module in model.named_modules():
         sharding = program.shardings.get(f"{path}.weight")
         if not isinstance(module, nn.Linear) or sharding is None or not sharding.part.is_nf4:
@@ -22,7 +22,9 @@ def keep_in_nf4(model: nn.Module, program: Program) -> None:
 
 
 def give_levels(model: nn.Module, device: torch.device) -> None:
-    """Give all layers with weights in NF4 one table of the numbers that their bytes stand for."""
+    """Set one shared dequantisation table, from `models.nf4.pairs`, on all layers with NF4
+    weights.
+    """
     packed = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     packed = [layer for layer in packed if layer.weight.dtype == torch.uint8]
     if packed:

@@ -30,7 +30,8 @@ from meshwright.parallel.tensor_parallel.tp_regions import TPRegion, all_reduce
 class ColumnLinear(nn.Linear):
     """A column-parallel linear layer: each rank computes its outputs from the whole input.
 
-    Also any linear layer whose weight gradient may be deferred; without tp, it is a plain one.
+    It also replaces any linear layer whose weight gradient may be deferred; without tp, its output
+    is whole.
     """
 
     tp_region: TPRegion
@@ -44,21 +45,23 @@ class ColumnLinear(nn.Linear):
         module.tp_region, module.deferral = tp_region, deferral
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[batch, seq, out / ranks]` of the stream `[batch, seq or its share, in]`."""
+        """Return `[batch, seq, out / ranks]` for `input` `[batch, seq or its shard, in]`."""
         return linears(input, (self.weight,), (self.bias,), self.deferral, self.tp_region)[0]
 
 
 class RowLinear(ColumnLinear):
-    """A row-parallel linear layer: sums the partial results at its end, then adds the bias."""
+    """A row-parallel linear layer: sums partial outputs over tp, then adds the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
+        """Return `[batch, seq or its shard, out]` for `input` `[batch, seq, in / ranks]`."""
         out = self.tp_region.leave(linear(input, self.weight, None, self.deferral))
         return out if self.bias is None else out + local(self.bias).to(out.dtype)
 
 
 class VocabEmbedding(nn.Embedding):
-    """A vocabulary-parallel embedding: tokens of other ranks give zero, then a sum."""
+    """A vocabulary-parallel embedding: tokens of other ranks' rows give zeros, then a sum
+    over tp.
+    """
 
     tp_region: TPRegion
 
@@ -70,7 +73,7 @@ class VocabEmbedding(nn.Embedding):
         module.tp_region = tp_region
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[batch, seq or its share, dim]` of int64 ids `[batch, seq]`."""
+        """Return `[batch, seq or its shard, dim]` for int64 ids `[batch, seq]`."""
         weight = local(self.weight)
         first = self.tp_region.link.rank * weight.shape[0]
         local_ids = input - first
@@ -83,7 +86,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 def below(kind: Any, cut: Any) -> Any:
-    """Return a class of layers like `kind`, based on the sharded layer instead of torch's own.
+    """Return a subclass of the layer class `kind` whose base is the sharded class `cut`.
 
     Additions of a user's class to the forward of torch's layer, such as a scale, still apply.
     """
@@ -93,7 +96,7 @@ def below(kind: Any, cut: Any) -> Any:
 
 
 def over_all_heads(link: Link) -> NormPair:
-    """Return a replacement of `models.norms.norm_pair` for ranks with some of the heads."""
+    """Return a replacement of `models.norms.norm_pair` for heads that are sharded over tp."""
 
     def norm(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor]:
         weights = local(q_norm.weight), local(k_norm.weight)
@@ -106,10 +109,10 @@ def over_all_heads(link: Link) -> NormPair:
 
 
 def cut_latent(attention: LatentAttention, deferral: Deferral) -> None:
-    """Let latent attention compute this rank's heads from whole latent vectors.
+    """Make latent attention compute this rank's heads from whole latent vectors.
 
-    The stream enters the region where the latent vectors are computed. A rank's gradients of these,
-    and of the shared key, are partial sums over its heads.
+    The residual stream enters the region where the latent vectors are computed. A rank's gradients
+    of the latent vectors, and of the shared key, are partial sums over its heads.
     """
     inner = [attention.kv_b, *([] if attention.q_a is None else [attention.q_b])]
     for module in inner:
@@ -135,9 +138,9 @@ def cut_groups(mamba: Mamba2, link: Link) -> None:
 
 
 class _NormOverRanks(torch.autograd.Function):
-    """RMSNorms of queries and of keys whose features are cut over ranks: one sum over both.
+    """RMSNorms of queries and of keys whose features are sharded over ranks, with one all-reduce.
 
-    arXiv:1910.07467, equation 4. All but the sums is as in `models.ops`.
+    arXiv:1910.07467, equation 4. Apart from the all-reduce, it is the norm of `models.ops`.
     """
 
     @staticmethod
@@ -188,9 +191,9 @@ class _NormOverRanks(torch.autograd.Function):
 
 
 def together(tp_region: TPRegion, deferral: Deferral) -> Project:
-    """Return a replacement of `models.attention.each`: layers of one input, which enters once.
+    """Return a replacement of `models.attention.each`, whose input enters the region once.
 
-    Their modules are not called, so hooks on them don't fire.
+    The layers' modules are not called, so hooks on them don't fire.
     """
 
     def project(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
@@ -201,7 +204,9 @@ def together(tp_region: TPRegion, deferral: Deferral) -> Project:
 
 
 def enter_experts(mlp: ExpertMLP, tp_region: TPRegion, *, folds: bool) -> None:
-    """Have experts, or if they fold the shared one alone, compute inside of a region."""
+    """Make a mixture of experts compute inside of a region; if it `folds`, only the shared
+    expert.
+    """
     mlp.folds = folds
     mlp.experts.adds = folds or tp_region.link.rank == 0  # once, to the sum of what the ranks make
     if tp_region.link.size > 1:

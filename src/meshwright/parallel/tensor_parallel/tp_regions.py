@@ -1,7 +1,7 @@
 """Tensor-parallel regions: how activations enter and leave the sharded part of a block.
 
 Megatron-LM, arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2 for the sequence.
-Asynchronous messages return an `Arrival`.
+Asynchronous collectives return an `Arrival`, a function that waits and returns the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arrival = Callable[[], Tensor]
 
 
 def all_reduce(x: Tensor, link: Link, op: str = "sum") -> Tensor:
-    """Return the sum (or maximum) over the ranks of a link."""
+    """Return the sum (or maximum) of x over the ranks of a link."""
     ops = operators(x, is_shared=link.is_shared)
     out: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), op, link.name))
     return out
@@ -39,7 +39,7 @@ def begin_sum(x: Tensor, link: Link) -> Arrival:
 
 
 def begin_gather(x: Tensor, link: Link) -> Arrival:
-    """Start to gather `[batch, seq, ...]` from the shards `[batch, seq / ranks, ...]`."""
+    """Start to all-gather `[batch, seq, ...]` from the shards `[batch, seq / ranks, ...]`."""
     ops = operators(x, is_shared=link.is_shared)
     parts = ops.all_gather_into_tensor(x.contiguous(), link.size, link.name)
 
@@ -64,7 +64,9 @@ def begin_scatter(x: Tensor, link: Link) -> Arrival:
 
 
 class _Exit(torch.autograd.Function):
-    """Leaves a region: sums the ranks' partial results; each part gets the gradient back."""
+    """Leave a region: sums the ranks' partial outputs; the backward returns each rank's
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
@@ -77,7 +79,7 @@ class _Exit(torch.autograd.Function):
 
 
 class _Entry(torch.autograd.Function):
-    """Enters a region with the residual stream; sums its gradient over the ranks."""
+    """Enter a region with the residual stream; the backward sums its gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
@@ -90,14 +92,14 @@ class _Entry(torch.autograd.Function):
 
 
 def _apart(out: Tensor, x: Tensor) -> Tensor:
-    """Return a tensor, or a view of it if it is the argument itself, as autograd requires."""
+    """Return `out`, or a view of it if it is the input x itself, as autograd requires."""
     return out.view_as(x) if out is x else out
 
 
 class TPRegion:
-    """A tensor-parallel region: the messages at its borders, over the ranks of a link.
+    """A tensor-parallel region: the collectives at its borders, over the ranks of a link.
 
-    The program decides the messages, see `program.tp_collectives`. Without tp, the link is this
+    The program decides the collectives, see `program.tp_collectives`. Without tp, the link is this
     rank alone. `gathers_again`: gathered inputs are gathered again for the backward, not saved.
     """
 
@@ -108,25 +110,25 @@ class TPRegion:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input is gathered: the residual stream is sharded along the sequence."""
+        """Whether the input is all-gathered, because the residual stream is sharded by sequence."""
         return self._collectives.entry.forward == "all_gather"
 
     def entering(self, x: Tensor) -> Arrival:
-        """Start to compute the input of column-parallel layers from the residual stream."""
+        """Start the collective that makes the input of column-parallel layers from the stream."""
         return _begin(self._collectives.entry.forward, x, self.link)
 
     def returning(self, grad: Tensor) -> Arrival:
-        """Start to compute the residual stream's gradient from this rank's input gradient.
+        """Start the collective that sums input gradients to the gradient of the residual stream.
 
-        Uses the memory of the part, if possible.
+        `grad` is overwritten, if possible.
         """
         return _begin(self._collectives.entry.backward, grad, self.link)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the residual stream inside of the region; differentiable.
+        """Return the input of the region for the residual stream x; differentiable.
 
-        For anything but linear layers, which enter by themselves and overlap messages with
-        products.
+        Linear layers do not need it: they enter by themselves, and overlap collectives with
+        matmuls.
         """
         inside: Tensor = _Entry.apply(x, self)  # type: ignore[no-untyped-call]
         return inside
@@ -154,7 +156,7 @@ _BEGINS: Final[Mapping[CollectiveKind, Callable[[Tensor, Link], Arrival]]] = {
 
 
 def _begin(kind: CollectiveKind | None, x: Tensor, link: Link) -> Arrival:
-    """Begin the program's collective for a tensor; without one, the tensor stays as it is."""
+    """Start a collective of this kind on x; None: x is returned as it is."""
     return partial(_same, x) if kind is None else _BEGINS[kind](x, link)
 
 

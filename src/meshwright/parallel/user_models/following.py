@@ -1,4 +1,4 @@
-"""A base for modes that intercept torch operators while a user's own model computes."""
+"""A base class for modes that intercept torch operators while a user's model computes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class Following(TorchFunctionMode):
-    """A torch function mode that is active during the outermost forward of followed modules.
+    """A torch function mode that is active during the outermost forward of registered modules.
 
-    A module that is recomputed in the backward counts as an outermost one.
+    A module that is recomputed in the backward counts as outermost.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Following(TorchFunctionMode):
         self._depth = 0
 
     def follow(self, module: nn.Module) -> None:
-        """Activate this mode whenever a module computes."""
+        """Activate this mode during every forward of `module`, by replacing its `forward`."""
         forward = module.forward
 
         @functools.wraps(forward)
@@ -44,5 +44,5 @@ class Following(TorchFunctionMode):
         """Called when an outermost forward begins."""
 
     def is_done(self, module: nn.Module) -> bool:
-        """Whether an outermost forward has shown that its module need not be followed."""
+        """Whether the forward of `module` has shown that this mode is not needed there any more."""
         return False

@@ -1,4 +1,4 @@
-"""Which weights of a user's model stay in fp32 in half precision: those that transformers keeps."""
+"""Which weights of a user's model stay in fp32 under mixed precision: those transformers lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IN_FP16 = "_keep_in_fp32_modules"
 
 
 def kept_in_fp32(model: nn.Module, precision: Precision) -> list[nn.Module]:
-    """Return the modules whose weights half precision would falsify, by the model's own lists.
+    """Return the modules whose weights must stay in fp32, by the lists of transformers' models.
 
     Raises `ConfigError` if such a module has other weights, too: FSDP2 casts a module as a whole.
     """
@@ -40,7 +40,7 @@ def kept_in_fp32(model: nn.Module, precision: Precision) -> list[nn.Module]:
 
 
 def _kept_names(model: nn.Module, precision: Precision) -> Iterator[str]:
-    """Yield the names of the weights that a model or one of its parts lists."""
+    """Yield the names of the weights that the model or one of its modules lists."""
     lists = {"fp32": (), "bf16": (_STRICT,), "fp16": (_STRICT, _IN_FP16)}[precision]
     for path, module in model.named_modules():
         patterns = [pattern for name in lists for pattern in getattr(module, name, None) or ()]

@@ -1,6 +1,6 @@
 """Context parallelism of a user's model: its attention sees the whole sequence.
 
-Each rank computes with its share of the tokens, and `Ring` or `Ulysses` computes
+Each rank computes its shard of the tokens, and `Ring` or `Ulysses` replaces
 `F.scaled_dot_product_attention`. Calls that they don't support are refused.
 """
 
@@ -43,16 +43,16 @@ class Call(NamedTuple):
 
 
 class Watch(Protocol):
-    """A function that sees a call of attention before it runs, and may replace it."""
+    """A function that gets a call of attention in place of its execution."""
 
     def __call__(self, call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
-        """Return the attention of a call."""
+        """Return the result of the attention call; `attend` executes it over cp."""
 
 
 class OwnAttention(Following):
-    """Computes the attention of followed modules over the ranks of cp.
+    """Replaces attention in a user's modules by attention over the ranks of cp.
 
-    `watch`, if set, decides how a call is computed.
+    `watch`, if set, gets each call in place of its execution.
     """
 
     def __init__(self, layout: Layout, link: Link) -> None:
@@ -65,7 +65,10 @@ class OwnAttention(Following):
         self.watch: Watch | None = None
 
     def follow_all(self, model: nn.Module) -> None:
-        """Follow each module, since recomputation may run any alone; raises for torch's own."""
+        """Activate the mode in each module, because recomputation may run any of them on its own.
+
+        Raises `ConfigError` for `nn.MultiheadAttention`.
+        """
         for name, module in model.named_modules():
             if isinstance(module, nn.MultiheadAttention):
                 raise ConfigError(
@@ -77,7 +80,7 @@ class OwnAttention(Following):
                 self.follow(module)
 
     def begin(self) -> None:
-        """Note whether a backward will follow."""
+        """Record whether the forward computes gradients."""
         self._has_gradients = torch.is_grad_enabled()
 
     def __torch_function__(
@@ -87,7 +90,7 @@ class OwnAttention(Following):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute an operator; attention runs over all ranks of cp."""
+        """Run an operator; `scaled_dot_product_attention` runs over all ranks of cp."""
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         call = Call(*args, **(kwargs or {}))
@@ -103,7 +106,7 @@ class OwnAttention(Following):
         return _operator(query, call.key, call.value, self._core)
 
     def refused(self, call: Call) -> str | None:
-        """Return why a call is not causal attention over the whole row, or None."""
+        """Return why a call is not causal attention over the whole sequence, or None if it is."""
         cp, q, k, v = self._size, *call[:3]
         unsupported = {
             "a mask": call.attn_mask is not None,
@@ -142,7 +145,7 @@ class OwnAttention(Following):
 
 
 def _operator(query: Tensor, key: Tensor, value: Tensor, core: Callable[..., Tensor]) -> Tensor:
-    """Return the attention of a core, as a single operator to other modes such as tp's."""
+    """Run `core` so that other torch function modes, such as tp's, see one operator."""
     if has_torch_function((query, key, value)):
         handled: Tensor = handle_torch_function(
             _operator, (query, key, value), query, key, value, core
@@ -153,10 +156,10 @@ def _operator(query: Tensor, key: Tensor, value: Tensor, core: Callable[..., Ten
 
 
 class _Marked(torch.autograd.Function):
-    """The identity, which keeps one more tensor for the backward.
+    """The identity, which saves one more tensor for the backward.
 
-    A recomputation that reaches attention outside of any module that is followed would attend to
-    its own rank's tokens. Torch refuses it, since it then keeps fewer tensors than the forward did.
+    A recomputation that reaches attention outside of any registered module would attend to its own
+    rank's tokens only. Torch refuses it, since it then saves fewer tensors than the forward did.
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""The first forward under cp: a user's model must compute the same on divided and whole rows.
+"""The first forward under cp: checks that a user's model computes the same on sharded sequences.
 
-Attention is not the only operation along a row. A model may number its tokens itself, use
-convolutions, shift its labels, or have attention code of its own; with divided rows, each of these
+Attention is not the only operation along a sequence. A model may number its tokens itself, use
+convolutions, shift its labels, or have its own attention code; on sharded sequences, each of these
 silently gives wrong results. So before the first forward, some tokens of its batch are computed
-both ways, and the inputs and outputs of each attention and the model's output are compared.
+both sharded and whole, and the inputs and outputs of each attention and the model's output are
+compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _UNCALLED = (
 
 
 def check_first(model: nn.Module, attention: OwnAttention, layout: Layout, link: Link) -> None:
-    """Check a model's first forward; it raises `ConfigError` on every rank if it fails.
+    """Register a check on the model's first forward, which raises `ConfigError` on every rank.
 
     A collective over the world, like the forward.
     """
@@ -59,7 +60,7 @@ def check_first(model: nn.Module, attention: OwnAttention, layout: Layout, link:
 
 
 class _ShareAndWhole(NamedTuple):
-    """Arguments of a forward: a rank's share of a short row, and all of it."""
+    """Arguments of a forward for a short sequence: this rank's shard (`cut`), and all (`uncut`)."""
 
     cut: tuple[Any, Any]
     uncut: tuple[Any, Any]
@@ -76,7 +77,7 @@ class _BothWays:
         self._calls = 0
 
     def check(self, args: Any, kwargs: Any) -> None:
-        """Compute both ways and compare."""
+        """Run the model on a rank's shard and on the whole short sequence, and compare."""
         rows = self._short_row(args, kwargs)
         outs = list[Tensor]()
 
@@ -128,7 +129,9 @@ class _BothWays:
             raise ConfigError(wrong or "another rank was refused: its own error says why")
 
     def _short_row(self, args: Any, kwargs: Any) -> _ShareAndWhole:
-        """Return the first tokens of the batch's first row; raises if it is cut wrongly."""
+        """Return arguments with the first tokens of the first sequence; raises if sharded
+        wrongly.
+        """
         leaves, form = tree_flatten((args, kwargs))
         tokens = next(
             (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None
@@ -159,7 +162,7 @@ class _BothWays:
         return _ShareAndWhole(tree_unflatten(cut, form), tree_unflatten(uncut, form))
 
     def _agree_on(self, rows: int, n: int, device: torch.device) -> None:
-        """Raise if ranks have different numbers of rows or tokens."""
+        """Raise if ranks have different numbers of sequences or tokens."""
         bounds = torch.tensor([rows, n, -rows, -n], device=device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._link.group)
         largest, smallest = bounds[:2].tolist(), [-x for x in bounds[2:].tolist()]
@@ -189,9 +192,10 @@ class _BothWays:
                 )
 
     def _refuse_varlen(self, numbered: Tensor) -> None:
-        """Raise if positions restart within a row, which transformers takes for packed documents.
+        """Raise if positions restart within a sequence, which means packed documents in
+        transformers.
 
-        A rank's share may be of one document, and give no mask.
+        A rank's shard may lie in one document, so that transformers makes no mask for it.
         """
         if not bool((numbered.diff() == 1).all()):
             raise ConfigError(
@@ -201,7 +205,7 @@ class _BothWays:
             )
 
     def _gathered(self, local: Tensor, dim: int) -> Tensor:
-        """Gather a tensor whose tokens are spread over the ranks, in their order."""
+        """All-gather a tensor that is sharded by tokens along `dim`, in the order of tokens."""
         cp, kind, n = self._link.size, self._layout.cp_kind, local.shape[dim]
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(cp)]
         dist.all_gather(parts, local.contiguous(), group=self._link.group)
@@ -209,7 +213,7 @@ class _BothWays:
         return torch.cat(parts, dim).index_select(dim, order.argsort().to(local.device))
 
     def _compare(self, name: str, cut: Tensor, uncut: Tensor, dim: int) -> None:
-        """Record the largest relative difference of any token."""
+        """Record the largest difference of any token, relative to the mean norm of tokens."""
         wide = torch.promote_types(cut.dtype, torch.float32)
         expected = uncut.index_select(dim, self._at).to(wide).movedim(dim, 0).flatten(1)
         size = expected.norm(dim=1).mean().clamp(min=torch.finfo(wide).tiny)
@@ -266,7 +270,7 @@ class _BothWays:
 
 
 def _token_dim(leaf: Any, n: int) -> int | None:
-    """Return the dim of an argument that goes along the row, if one does."""
+    """Return the dim of an argument along which its `n` tokens lie, or None."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
     dim = min(leaf.dim() - 1, 1)
@@ -274,9 +278,9 @@ def _token_dim(leaf: Any, n: int) -> int | None:
 
 
 def _refuse_by_length(model: nn.Module, row_length: int) -> None:
-    """Raise for a transformers model whose behaviour changes from some length on.
+    """Raise for a transformers model whose behaviour depends on the sequence length.
 
-    By a rank's share it cannot tell how long the row is.
+    From its shard, a rank cannot tell how long the sequence is.
     """
     config: Any = getattr(model, "config", None)
     for name in ("sliding_window", "attention_chunk_size"):
@@ -296,7 +300,7 @@ def _refuse_by_length(model: nn.Module, row_length: int) -> None:
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Yield the texts in nested values."""
+    """Yield the strings in nested mappings and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -308,7 +312,7 @@ def _words(value: Any) -> Iterator[str]:
 
 @contextmanager
 def _as_evaluated(model: nn.Module) -> Iterator[None]:
-    """Compute without dropout and gradients; restore modes and buffers afterwards."""
+    """Within this context, disable dropout and gradients; restore modes and buffers afterwards."""
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     model.eval()
@@ -325,9 +329,9 @@ def _as_evaluated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Meanwhile, fill parameters that are all zero: a branch that begins at zero hides its work.
+    """Within this context, fill parameters that are all zero, which would hide a branch's faults.
 
-    Ranks that hold the same shard fill it with the same values.
+    Ranks that have the same shard fill it with the same values.
     """
     filled = [
         shard

@@ -57,16 +57,15 @@ def parallelize(
 
     `mesh` is the result of `make_mesh`. Every rank passes the same weights. `plan` names linear and
     embedding layers by pattern (`*` is a number or a name) and how to shard them: "column", "row",
-    "vocab" (rows of an embedding) or "column_gathered" (whole outputs, such as logits); by default,
-    a transformers model provides its own plan. `train` sets the precision; weights that a
-    transformers model keeps in fp32 stay so. Gradients are summed
-    over data: divide the loss by the global number of targets. The model's code must derive the
-    number of heads from the size of the projections. If a whole weight is used with one rank's
-    features, such as a norm of each head's queries, its gradient is summed over all tp ranks. Under
-    cp, the model receives this rank's `positions` of each row, `F.scaled_dot_product_attention`
-    sees whole rows, and the first forward is compared with that of a whole row. Raises
-    `ConfigError` for anything that the layout or the model does not allow, in the first backward if
-    only that can show it.
+    "vocab" (rows of an embedding) or "column_gathered" (whole outputs, such as logits); None: the
+    plan of a transformers model. `train` sets the precision; weights that a transformers model
+    keeps in fp32 stay so. Gradients are summed over data: divide the loss by the global number of
+    targets. The model's code must derive the number of heads from the size of the projections. If a
+    whole weight is used with one rank's features, such as a norm of each head's queries, its
+    gradient is summed over all tp ranks. Under cp, the model receives this rank's `positions` of
+    each sequence, `F.scaled_dot_product_attention` sees whole sequences, and the first forward is
+    compared with that of a whole sequence. Raises `ConfigError` for anything that the layout or the
+    model does not allow, in the first backward if only that can show it.
     """
     if layout.offload == "activations":
         rule = "layout.offload = activations knows the blocks of Meshwright's models alone"
@@ -105,10 +104,11 @@ def make_mesh(layout: Layout, device: str = "cpu") -> DeviceMesh:
 
 
 def positions(layout: Layout, seq_len: int) -> Tensor:
-    """Return the positions of each row that this rank computes, int64 `[seq_len / cp]`, ascending.
+    """Return the positions of a sequence that this rank computes, int64 `[seq_len / cp]`,
+    ascending.
 
     Use them to index inputs, targets and position ids; without cp, they are all positions. Raises
-    `ConfigError` if rows of `seq_len` tokens don't divide evenly.
+    `ConfigError` if `seq_len` tokens don't divide evenly.
     """
     return cut_positions(
         layout.cp_kind, seq_len, layout.cp, layout.mesh.coordinates(dist.get_rank())["cp"]
@@ -116,9 +116,9 @@ def positions(layout: Layout, seq_len: int) -> Tensor:
 
 
 def _mesh_of_parameters(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh on which parameters lie: ranks of cp hold the same weights.
+    """Return the mesh over which parameters are distributed, where cp ranks count as data ranks.
 
-    They are replicas more, or with ZeRO they share each shard.
+    With ZeRO, cp multiplies the shards, otherwise the replicas.
     """
     if layout.cp == 1:
         return mesh
@@ -135,7 +135,7 @@ def _link(mesh: DeviceMesh) -> Link:
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Clip the gradient of a parallelized model to a global norm; returns the norm before.
+    """Clip the gradient of a parallelized model to a global norm; return the norm before clipping.
 
     Every element counts once, however the parameters are sharded; a collective over all ranks.
     """
@@ -170,7 +170,7 @@ def _copies(gradient: Tensor, world: int) -> int:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers: the longest list of modules of one class, else the model."""
+    """Return the repeated layers: the largest list of modules of one class, or an empty list."""
     lists = [
         list(module.children())
         for module in model.modules()
@@ -185,7 +185,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _refuse_adapters(model: nn.Module, layout: Layout) -> None:
-    """Raise `ConfigError` for layers with adapters, PEFT's or ours, where tp would cut them."""
+    """Raise `ConfigError` for layers with adapters, PEFT's or Meshwright's, if there is tp."""
     adapted = (
         name
         for name, module in model.named_modules()
@@ -240,9 +240,9 @@ def _plan_of(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]
 
 
 def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> PartFollower:
-    """Cut the layers that a plan names; raises where a pattern fits none or a size does not cut.
+    """Shard the layers that a plan names; return what follows sharded tensors between them.
 
-    Returns what follows the parts between them.
+    Raises `ConfigError` where a pattern matches no layer or a size is not divisible.
     """
     link = _link(mesh)
     tp_region = TPRegion(link, sp=False)
@@ -266,7 +266,7 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> PartFol
 
 
 def _refuse_half_cut(model: nn.Module, tied: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
-    """Raise where a tied parameter is cut in one layer and whole in another: it would be two."""
+    """Raise where a tied parameter is sharded in one layer and whole in another."""
     for name, parameter in model.named_parameters():
         if tied.get(parameter) is not None:
             raise ConfigError(
@@ -284,7 +284,7 @@ def _cut_one(
     link: Link,
     tied: dict[nn.Parameter, nn.Parameter | None],
 ) -> None:
-    """Cut one layer by its style and give it the class that communicates."""
+    """Shard one layer as `style` says, and replace its class by the tensor-parallel one."""
     kinds: dict[str, tuple[type[nn.Module], int]] = {
         "column": (nn.Linear, 0),
         "column_gathered": (nn.Linear, 0),
@@ -327,7 +327,7 @@ def _cut_one(
 
 
 def _refuse_uncuttable(name: str, module: nn.Module) -> None:
-    """Raise for a layer that computes more from its weights than a part of it could."""
+    """Raise for a layer whose computation a shard of its weights could not do."""
     weights = {parameter_name for parameter_name, _ in module.named_parameters(recurse=False)}
     reasons = {
         "its weight is computed from others (a parametrization such as weight_norm)": (
@@ -350,7 +350,7 @@ def _gather(x: Tensor, link: Link) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Whole outputs of a column-parallel layer, for code that computes the same on all ranks."""
+    """All-gather the outputs of a column-parallel layer, for code that is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:

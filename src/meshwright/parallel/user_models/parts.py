@@ -1,10 +1,10 @@
-"""Whole tensors of a user's model that are used with activations sharded by tp.
+"""Whole parameters of a user's model that are used with activations sharded by tp.
 
-Between a column- and a row-parallel layer, each rank has its own heads or features. A whole tensor
-that is used there, such as the weight of a norm of each head's queries, receives only this rank's
-part of its gradient; the whole gradient is the sum over ranks (the operator f of Megatron-LM,
-arXiv:1909.08053, section 3). Our own models have tables of these places; in a user's model, they
-are found while it computes.
+Between a column- and a row-parallel layer, each rank has its own heads or features. A whole
+parameter that is used there, such as the weight of a norm of each head's queries, receives only
+this rank's part of its gradient; the whole gradient is the sum over ranks (the operator f of
+Megatron-LM, arXiv:1909.08053, section 3). For Meshwright's models these places are known; in a
+user's model, they are found while it computes.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _MARK = "_meshwright_is_part"
 
 
 def is_part(value: Any) -> bool:
-    """Whether a value is a tensor of which each tp rank has its own part."""
+    """Whether a value is a tensor that is marked as sharded over tp."""
     return isinstance(value, Tensor) and getattr(value, _MARK, False)
 
 
 def mark(values: Any, *, part: bool) -> None:
-    """Mark all tensors in some nested values as parts, or as whole."""
+    """Mark all tensors in nested values as sharded over tp (`part`), or as whole."""
     for value in tree_iter(values):
         if isinstance(value, Tensor) and (part or is_part(value)):
             setattr(value, _MARK, part)
 
 
 class PartFollower(Following):
-    """Follows parts through the operators of a forward, and sums gradients of whole tensors.
+    """Tracks sharded activations through operators, and sums the gradients of whole inputs.
 
-    `begins` are the layers whose outputs are parts, `ends` those whose outputs are whole again.
-    These do their own sums: operators inside of them are not followed.
+    `begins` are the layers whose outputs are sharded over tp, `ends` those whose outputs are whole
+    again. These do their own sums: operators inside of them are not tracked.
     """
 
     def __init__(self, link: Link, begins: Iterable[nn.Module], ends: Iterable[nn.Module]) -> None:
@@ -63,13 +63,14 @@ class PartFollower(Following):
         mark(out, part=part)
 
     def begin(self) -> None:
-        """Reset the count."""
+        """Reset the count of sums at the beginning of a forward."""
         self._sums = 0
 
     def is_done(self, module: nn.Module) -> bool:
-        """Whether nothing had to be summed: following costs microseconds per operator.
+        """Whether no gradient had to be summed, so that tracking (microseconds per operator) can
+        end.
 
-        A frozen weight may have to be once it is trained.
+        It continues while a weight is frozen, which may need a sum once it is trained.
         """
         if self._sums or not torch.is_grad_enabled():
             return False
@@ -82,7 +83,7 @@ class PartFollower(Following):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute an operator, whose result is a part if an input is one."""
+        """Run an operator; its result is marked as sharded if an input is."""
         kwargs = kwargs or {}
         leaves, form = tree_flatten((args, kwargs))
         if self._inside or not any(map(is_part, leaves)):
@@ -107,7 +108,10 @@ class PartFollower(Following):
 
 
 def _refusal(leaves: list[Any], ranks: int, error: RuntimeError) -> Exception:
-    """Return the error of a failed operator; it names a weight of all ranks' features, if any."""
+    """Return the error to raise for a failed operator.
+
+    It is a `ConfigError` if a whole weight has the features of all ranks, else `error` itself.
+    """
     parts = [leaf for leaf in leaves if is_part(leaf)]
     whole_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_part(leaf)]
     sizes = {part.shape[-1] for part in parts if part.dim()}
@@ -123,7 +127,7 @@ def _refusal(leaves: list[Any], ranks: int, error: RuntimeError) -> Exception:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """A tensor as it is, whose gradient is summed over the ranks of a link."""
+    """The identity, whose backward sums the gradient over the ranks of a link."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
@@ -138,11 +142,11 @@ class _SumOfParts(torch.autograd.Function):
 
 
 class GradientAgreement:
-    """Checks that whole parameters' gradients are the same on all tp ranks.
+    """Checks that the gradients of whole parameters are the same on all tp ranks.
 
     Each rank computes them from the same whole activations, so a difference beyond rounding means a
-    missing sum. A parameter is checked in the first backward whose gradient of it is not zero; from
-    then on, each backward checks one of them, in turn.
+    missing sum. A parameter is checked in the first backward with a nonzero gradient of it; from
+    then on, each backward checks one parameter, in turn.
     """
 
     def __init__(self, model: nn.Module, link: Link, layers: Iterable[nn.Module]) -> None:
@@ -186,7 +190,7 @@ class GradientAgreement:
             )
 
     def _off(self, name: str, grad: Tensor) -> float | None:
-        """Return the relative difference of a gradient between ranks, if beyond rounding."""
+        """Return the relative difference of a gradient between ranks, or None if it is rounding."""
         gradient = local_shard(grad).float()
         mean = gradient.clone()
         dist.all_reduce(mean, group=self._link.group)

@@ -16,7 +16,7 @@ _WIDENED = 24
 
 
 def _states(spec: OptimizerSpec) -> tuple[State, ...]:
-    """Return the two averages of each element, and the number of updates."""
+    """Return the states of AdamW: two moments per element, and the number of updates."""
     moments = (State("exp_avg", spec.state_dtype), State("exp_avg_sq", spec.state_dtype))
     return (*moments, State("step", is_number=True))
 

@@ -1,7 +1,7 @@
-"""An optimizer as data: what it keeps of each parameter, what an update costs, and its names.
+"""An optimizer as data: its states per parameter, the costs of an update, and its names.
 
-Plans, dry runs, checkpoints and training read the same rows; `training.optimizers` has the update
-itself. No torch here.
+Plans, dry runs, checkpoints and training read the same data; `training.optimizers` implements the
+update. No torch here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HASH_WORKSPACE: Final = 8
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that an optimizer keeps of each parameter, by its key in `Optimizer.state`.
+    """A state that an optimizer has for each parameter, by its key in torch's `Optimizer.state`.
 
     It has an element of `dtype` for each one of a rank's shard. With `is_number`, it is one number
     for the whole parameter instead, which every rank keeps. `if_absent` is what a number begins
@@ -39,13 +39,13 @@ class State:
 
     @property
     def element_bytes(self) -> int:
-        """The bytes of an element."""
+        """The bytes of one element."""
         return 2 if self.dtype == "bf16" else 4
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How an optimizer updates one kind of parameter.
+    """How an optimizer updates a class of parameters, such as matrices.
 
     `states` are what it keeps under a config's [optimizer], `called` what a table calls them.
     `moved` are the bytes that an update reads and writes for each element of a shard, each pass
@@ -64,15 +64,17 @@ class UpdateRule:
     flops: Callable[[OptimizerSpec, int, int], float] = field(default=lambda spec, rows, cols: 0.0)
 
     def element_bytes(self, spec: OptimizerSpec) -> int:
-        """Return the bytes of all states of one element."""
+        """Return the bytes of all states per element."""
         return sum(state.element_bytes for state in self.states(spec) if not state.is_number)
 
     def number_bytes(self, spec: OptimizerSpec) -> int:
-        """Return the bytes of what is kept once for each parameter."""
+        """Return the bytes of the states that are one number per parameter."""
         return sum(state.element_bytes for state in self.states(spec) if state.is_number)
 
     def state_bytes(self, spec: OptimizerSpec, elements: int) -> int:
-        """Return the bytes of what a rank keeps of a parameter with so many elements there."""
+        """Return the bytes of optimizer state that a rank stores for a shard of `elements`
+        elements.
+        """
         return elements * self.element_bytes(spec) + self.number_bytes(spec)
 
 
@@ -82,11 +84,11 @@ def _first_rule(part: Part) -> int:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer: its name in configs and in texts, and its rules.
+    """An optimizer: its name in configs (`name`) and in texts (`label`), and its update rules.
 
-    `rule_number` says which of `rules` updates a parameter. `keys` are those of [optimizer] that it
-    reads besides the learning rate's and `weight_decay`. `defaults` are its own defaults
-    of keys. `names` has what others call it, by system: `deepspeed`, `megatron`, `hf`,
+    `rule_number` returns the index in `rules` of the rule for a parameter. `keys` are the keys of
+    [optimizer] that it reads besides those of the learning rate and `weight_decay`, `defaults` its
+    own defaults of keys. `names` are its names in other systems: `deepspeed`, `megatron`, `hf`,
     `torchtitan`.
     """
 
@@ -110,5 +112,5 @@ def counted_if_rounded(spec: OptimizerSpec) -> tuple[State, ...]:
 
 
 def rows_of_piece(row: int) -> int:
-    """Return how many rows of so many elements an update takes at a time: at least one."""
+    """Return how many rows of `row` elements an update processes at a time, at least one."""
     return max(_PIECE // max(row, 1), 1)

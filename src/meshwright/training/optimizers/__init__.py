@@ -1,4 +1,4 @@
-"""How each optimizer of `spec.optimizers` is built, by its name: one file each."""
+"""The builders of the optimizers in `spec.optimizers`, by name: one file each."""
 
 from __future__ import annotations
 

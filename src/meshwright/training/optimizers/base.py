@@ -1,4 +1,4 @@
-"""What a builder of an optimizer gets: parameters in groups, of one rule and settings each."""
+"""Shared by optimizer builders: parameter groups with one update rule and settings each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class ParameterGroup(NamedTuple):
     parameters: Sequence[nn.Parameter]
 
     def as_torch(self) -> dict[str, Any]:
-        """Return the group as torch's optimizers take it; `set_learning_rate` reads `lr_scale`."""
+        """Return the group as a dict for torch's optimizers; `set_learning_rate` reads
+        `lr_scale`.
+        """
         return {"params": list(self.parameters), **self.settings._asdict()}
 
 

@@ -28,9 +28,10 @@ def build(
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion, arXiv:2302.06675, algorithm 2: two averages of gradients share one state.
+    """Lion, arXiv:2302.06675, algorithm 2: one momentum with two interpolation factors.
 
-    It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
+    Like torch's fused optimizers, it takes `grad_scale` and `found_inf` as tensors that the host
+    does not read.
     """
 
     grad_scale: Tensor | None = None

@@ -30,15 +30,15 @@ _DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def build(
     groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
-    """Return Muon for the groups of its rule, and AdamW for the others."""
+    """Return Muon for hidden matrices, with AdamW for the groups of other parameters."""
     return Muon(groups, spec, matrices)
 
 
 class Muon(torch.optim.Optimizer):
     """Muon on whole matrices, of which this rank may hold shards, beside AdamW.
 
-    Both keep their states in `state` and their settings in `param_groups`. It takes `grad_scale`
-    and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
+    Both keep their states in `state` and their settings in `param_groups`. Like torch's fused
+    optimizers, it takes `grad_scale` and `found_inf` as tensors that the host does not read.
     """
 
     grad_scale: Tensor | None = None
@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all weights; a collective of the ranks that hold shards of the same matrices."""
+        """Update all weights; a collective of the ranks that have shards of the same matrices."""
         if self._adamw is not None:
             scaled: Any = self._adamw
             scaled.grad_scale, scaled.found_inf = self.grad_scale, self.found_inf
@@ -109,7 +109,7 @@ def _move_piece(decay: Tensor, rate: Tensor, update: Tensor, rows: Tensor) -> No
 
 
 def scale_of(spec: OptimizerSpec, shape: tuple[int, int]) -> float:
-    """Return the factor of the learning rate for a matrix of so many rows and columns."""
+    """Return Muon's learning-rate factor for a matrix of the shape (rows, columns)."""
     rows, columns = shape
     if spec.scale == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -117,9 +117,9 @@ def scale_of(spec: OptimizerSpec, shape: tuple[int, int]) -> float:
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return about the nearest orthogonal matrix, by Newton-Schulz; of a batch, of each.
+    """Return an approximation of the nearest orthogonal matrix, by Newton-Schulz iterations.
 
-    `matrix` `[..., rows, columns]` is used up. Singular values come to lie between 0.5 and 1.5.
+    `matrix` `[..., rows, columns]` is overwritten. Singular values come to lie between 0.5 and 1.5.
     """
     if matrix.numel() == 0:
         return matrix

@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16, by a hash of an element's place and the step."""
+"""Stochastic rounding to bf16, by a hash of an element's position and the step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LOWER: Final = 0xFFFF  # the bits of fp32 that bf16 has not
 
 
 def round_by_place(wide: Tensor, place: ShardPlace, key: str, step: Tensor) -> Tensor:
-    """Round a shard of a state, fp32 of any shape, to numbers of bf16, in place, and return it.
+    """Round a shard of an fp32 state stochastically to bf16 values, in place, and return it.
 
-    An element between two numbers of bf16 becomes the one away from zero with a probability of its
-    distance from the other. A hash of the parameter's name, the state's `key`, the element's place
-    in the whole and `step`, `[]`, decides: any layout rounds alike, and so does a resumed run.
-    Numbers of bf16 stay as they are.
+    An element between two bf16 values becomes the one away from zero with a probability of its
+    distance from the other. A hash of the parameter's name, the state's `key`, the element's
+    position in the whole and `step`, `[]`, decides: any layout rounds alike, and so does a resumed
+    run. Values that bf16 represents do not change.
     """
     digest = hashlib.sha256(f"{place.name}:{key}".encode()).digest()
     rows = _row_numbers(wide, place)
@@ -33,7 +33,7 @@ def round_by_place(wide: Tensor, place: ShardPlace, key: str, step: Tensor) -> T
 
 
 def _row_numbers(shard: Tensor, place: ShardPlace) -> Tensor:
-    """Return the numbers of a shard's rows in the whole, int64 `[rows]`; a vector is one row."""
+    """Return the indices in the whole of a shard's rows, int64 `[rows]`; a vector is one row."""
     numbers = torch.zeros(1, dtype=torch.int64, device=shard.device)
     sizes = zip(shard.shape[:-1], place.shape[:-1], place.starts[:-1], strict=True)
     for size, whole_size, start in sizes:

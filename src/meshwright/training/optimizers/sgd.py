@@ -1,4 +1,4 @@
-"""SGD whose weight decay is decoupled, as AdamW's is."""
+"""SGD with decoupled weight decay, like AdamW's."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def build(
 
 
 class DecoupledSGD(torch.optim.SGD):
-    """SGD whose decay shrinks the weights beside the update, as AdamW's does.
+    """SGD whose weight decay is decoupled from the gradient, as in AdamW.
 
-    It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
-    torch's own fused SGD leaves its momentum undefined where the first step is skipped.
+    Like torch's fused optimizers, it takes `grad_scale` and `found_inf` as tensors that the host
+    does not read. torch's own fused SGD leaves its momentum undefined where the first step is
+    skipped.
     """
 
     grad_scale: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go besides `events.jsonl`, by their key of `[log]`: one file each."""
+"""Experiment trackers for a run's numbers, by their key of `[log]`: one file each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ TRACKERS: Final[Mapping[str, Open]] = {
 
 
 def trackers_of(log: LogSpec) -> Iterator[str]:
-    """Yield the names of the trackers that a config switches on; each is a package and an extra."""
+    """Yield the names of the trackers that a config enables; each names its package and its
+    extra.
+    """
     yield from (name for name in TRACKERS if getattr(log, name))
 
 

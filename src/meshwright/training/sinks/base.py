@@ -1,4 +1,4 @@
-"""What each tracker of experiments offers: it takes the numbers of a run, step by step."""
+"""The interface of experiment trackers, which take the numbers of a run step by step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker records it.
+    """A run as an experiment tracker records it.
 
     `identity` stays the same when the run is restarted or resumed, so that a tracker continues its
-    record; `setting` is the value of the tracker's key: a project's name, or true.
+    record; `setting` is the value of the tracker's config key: a project's name, or true.
     """
 
     folder: Path
@@ -23,7 +23,7 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """The name that people see: that of the run folder."""
+        """The displayed name, that of the run folder."""
         return self.folder.name
 
 

@@ -1,7 +1,7 @@
 """MLflow: one run of an experiment, continued when the run is resumed.
 
-MLflow gives out ids itself. The run is found by a tag, which needs no file of ours. The server is
-that of MLflow's own settings, as MLFLOW_TRACKING_URI.
+MLflow generates run ids itself. The run is found by a tag, so no file needs to store the id. The
+server comes from MLflow's own settings, such as MLFLOW_TRACKING_URI.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST: Final = 500
 
 
 def open_tracker(run: TrackedRun) -> Opened:
-    """Open or continue a run of the experiment; its parameters are the config that it began with.
+    """Open or continue the MLflow run, whose parameters are the config of the first start.
 
     MLflow's parameters cannot change, so a resumed run keeps them.
     """
@@ -50,7 +50,7 @@ def open_tracker(run: TrackedRun) -> Opened:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values that are set, each with its dotted key."""
+    """Yield (dotted key, value as a string) for the config values that are not None."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -10,8 +10,8 @@ from meshwright.training.sinks.base import Opened, TrackedRun
 def open_tracker(run: TrackedRun) -> Opened:
     """Open the run's folder of event files.
 
-    A resumed run has a file of its own, which hides what earlier ones have from its first step on:
-    those steps were trained again.
+    A resumed run writes another file, which hides the earlier files' entries from its first step
+    on: those steps were trained again.
     """
     from torch.utils.tensorboard import SummaryWriter
 

@@ -8,7 +8,9 @@ from meshwright.training.sinks.base import Opened, TrackedRun
 
 
 def open_tracker(run: TrackedRun) -> Opened:
-    """Open or continue the run; Trackio knows runs by their name, so it contains the identity."""
+    """Open or continue the Trackio run, whose name contains the identity, since Trackio has
+    no ids.
+    """
     trackio = importlib.import_module("trackio")
     trackio.init(
         project=run.setting,

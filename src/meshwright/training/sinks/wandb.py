@@ -8,10 +8,10 @@ from meshwright.training.sinks.base import Opened, TrackedRun
 
 
 def open_tracker(run: TrackedRun) -> Opened:
-    """Open or continue the W&B run whose id is that of the run.
+    """Open or continue the W&B run whose id is the run's identity.
 
-    W&B drops numbers of steps that it has already, so those of steps that are trained again, which
-    are the same on the same layout, stay as they were.
+    W&B ignores numbers of steps that it has already, so steps that are trained again after a resume
+    keep their first numbers, which are the same on the same layout.
     """
     wandb = importlib.import_module("wandb")
     tracked = wandb.init(
