@@ -57,12 +57,13 @@ def moved_bytes(rule: UpdateRule, spec: OptimizerSpec, train: TrainSpec) -> int:
 
 
 def workspace_bytes(rule: UpdateRule, spec: OptimizerSpec, train: TrainSpec) -> int:
-    """Return the bytes that an update takes for each element of a piece, beside what is kept."""
-    # One of matrices is done with the gradient before it widens weights.
+    """Return the temporary bytes of an update per element of a piece."""
+    # An update of matrices is done with the gradient before it widens weights.
     has_wide_gradient = train.gradient_dtype != "fp32" and not rule.needs_matrix
-    widened = (train.weight_dtype != "fp32") + has_wide_gradient
+    weight_copy = _WIDE * (train.weight_dtype != "fp32")
+    # A gradient's copy is freed before the updated copies are rounded.
     hash_bytes = HASH_WORKSPACE * (spec.rounding == "stochastic")
-    return rule.workspace(spec) + _WIDE * widened + hash_bytes
+    return rule.workspace(spec) + weight_copy + max(_WIDE * has_wide_gradient, hash_bytes)
 
 
 def saved_bytes(model: ModelSpec, train: TrainSpec, spec: OptimizerSpec) -> int:

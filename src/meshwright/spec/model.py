@@ -51,10 +51,10 @@ class LayerSpec(Spec):
 
     A query attends to its own position and the `window - 1` before it; None: all. `rope_theta` is a
     separate base, to which `ModelSpec.rope_scaling` doesn't apply; None: the model's base and
-    scaling. Without `rotary`, nothing is rotated. A `dense` layer has an MLP where others have
-    experts. A `delta` layer has Gated DeltaNet in place of attention, without window or rotation; a
-    `mamba` layer has Mamba-2 there.
-    A `mixer` is what it has beside, or in place of, attention and MLP: it is planned only.
+    scaling. Without `rotary`, there is no rotary embedding. A `dense` layer has an MLP where others
+    have experts. A `delta` layer has Gated DeltaNet in place of attention, a `mamba` layer Mamba-2;
+    neither has a window or a rotary embedding. A `mixer` describes sublayers that have no module
+    here, beside or in place of attention and MLP: such a model can be planned, but not trained.
     """
 
     window: int | None = Field(default=None, gt=0, le=LARGEST)

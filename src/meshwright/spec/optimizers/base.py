@@ -27,9 +27,8 @@ HASH_WORKSPACE: Final = 8
 class State:
     """A state that an optimizer has for each parameter, by its key in torch's `Optimizer.state`.
 
-    It has an element of `dtype` for each one of a rank's shard. With `is_number`, it is one number
-    for the whole parameter instead, which every rank keeps. `if_absent` is what a number begins
-    with where a saved step has none.
+    It is a tensor of `dtype` like a rank's shard. With `is_number`, it is one number per parameter
+    instead, the same on every rank; `if_absent` is its first value when a resumed step has none.
     """
 
     key: str
@@ -47,12 +46,11 @@ class State:
 class UpdateRule:
     """How an optimizer updates a class of parameters, such as matrices.
 
-    `states` are what it keeps under a config's [optimizer], `called` what a table calls them.
-    `moved` are the bytes that an update reads and writes for each element of a shard, each pass
-    counted, `workspace` those that it takes for each element of a piece (`rows_of_piece`), beside
-    shards and states; both of weights and gradients in fp32. With `needs_matrix`, it needs whole
-    matrices where a rank has shards of them, and `flops` are those of one matrix of so many rows
-    and columns.
+    `states` returns its states under a config's [optimizer]; `called` names them in tables. `moved`
+    returns the bytes that an update reads and writes per element of a shard, each pass counted,
+    `workspace` the temporary bytes per element of a piece (`rows_of_piece`); both for weights and
+    gradients in fp32. With `needs_matrix`, it needs whole matrices where a rank has shards, and
+    `flops` returns those for one matrix of the given rows and columns.
     """
 
     name: str
