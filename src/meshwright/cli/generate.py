@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from meshwright.cli.common import add_json, print_json
+from meshwright.cli.common import add_json, model_folder, print_json
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.evaluate.talk import Sampling, TextModel
 from meshwright.parsing import printable
@@ -32,7 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `generate`."""
     parser.description = "Continue a prompt with a trained model."
     parser.epilog = EXAMPLE
-    parser.add_argument("folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder of adapters")
+    parser.add_argument(
+        "folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder, or an id of the Hub"
+    )
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's, written by the chat template"
@@ -54,7 +55,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def loaded(args: argparse.Namespace) -> Iterator[TextModel]:
     """Yield the model of the arguments; until the end, a narrow one has one thread of torch."""
-    model, threads = TextModel(Path(args.folder), args.tokenizer), torch.get_num_threads()
+    model, threads = TextModel(model_folder(args.folder), args.tokenizer), torch.get_num_threads()
     if model.model.spec.dim <= _NARROW:
         torch.set_num_threads(1)
     try:

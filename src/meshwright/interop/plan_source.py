@@ -9,6 +9,7 @@ from typing import Any, Final
 from meshwright.errors import ConfigError, refusal
 from meshwright.interop.names import ModelNames, names_of
 from meshwright.layout import Layout
+from meshwright.spec.hub import hub_id
 from meshwright.spec.loading import Config
 from meshwright.spec.optimizers import OPTIMIZERS
 
@@ -86,11 +87,14 @@ class PlanSource:
     def hub_name(self) -> str:
         """Return the model's folder, or its repository; raises `ConfigError` where it has none."""
         model = self.config.model
-        name = model.init_from or (self.names.hub[0] if self.names.hub else None)
+        if model.init_from is not None:
+            identifier = hub_id(model.init_from)
+            return model.init_from if identifier is None else identifier.repository
+        name = self.names.hub[0] if self.names.hub else None
         if name is None:
             raise ConfigError(
                 "the model has no name of the Hugging Face hub, and its sizes cannot be said in "
-                "this config; nearest: model.init_from with the model's folder"
+                "this config; nearest: model.init_from with the model's folder or Hub id"
             )
         return str(name)
 
