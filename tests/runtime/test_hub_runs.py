@@ -52,7 +52,7 @@ def losses(run):
 
 @pytest.mark.slow
 def test_a_run_from_an_id_is_that_from_its_folder_and_resumes_from_its_commit(hub, tmp_path):
-    words = ("train", "train.steps=2", "cluster.devices=2", "checkpoint.every=1", *SMALL)
+    words = ("train", "train.steps=2", "cluster.devices_per_node=2", "checkpoint.every=1", *SMALL)
     said = command(hub, tmp_path, *words, f"model.init_from={NAME}", "log.dir=by_id")
     (commit,) = hub.commits[NAME]
     assert f"downloading {NAME} at {commit[:7]}: " in said

@@ -220,3 +220,11 @@ def test_adapters_by_their_id_and_a_base_model_by_its(hub):
     config = load_config({"lora.init_from": "lab/adapters"})
     assert config.lora.rank == 4
     assert config.lora.init_from == f"lab/adapters@{newest(hub, 'lab/adapters')}"
+
+
+@pytest.mark.parametrize("name", ["lab/chat", "HuggingFaceTB/SmolLM2-135M"])
+def test_a_plan_for_another_trainer_names_the_repository(hub, name, capsys):
+    hub.commit(name, {"config.json": json.dumps(CONFIG)})
+    words = (f"model.init_from={name}", "data.tokenizer=bytes", *PLAN)
+    assert main(["plan", *words, "--for", "axolotl"]) == 0
+    assert f"base_model: {name}\n" in capsys.readouterr().out

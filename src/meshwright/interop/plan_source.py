@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.interop.names import ModelNames, names_of
 from meshwright.layout import Layout
-from meshwright.spec.hub import hub_id
+from meshwright.spec.hub import folder_of, hub_id
 from meshwright.spec.loading import Config
 from meshwright.spec.optimizers import OPTIMIZERS
 
@@ -111,6 +112,8 @@ class PlanSource:
             raise ConfigError(f"the model is said by its name, which does not say {listed}")
 
     def _is_size(self, key: str) -> bool:
-        origin = self.config.origins[key]
+        origin, init_from = self.config.origins[key], self.config.model.init_from
+        if init_from is not None and Path(origin).is_relative_to(folder_of(init_from)):
+            return False
         names = ("default", "derived", "preset", "model.preset", "init_from", "import")
         return not origin.startswith(names) and origin != f"preset {self.config.model.preset}"

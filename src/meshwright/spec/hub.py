@@ -170,9 +170,9 @@ def _sizes(commit: HubId) -> dict[str, int]:
     return {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
 
 
-def _no_safetensors(commit: HubId, names: Sequence[str], there: Sequence[str]) -> str:
-    missing = next(name for name in names if name not in there)
-    pickles = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
+def _no_safetensors(commit: HubId, names: Sequence[str], stored: Sequence[str]) -> str:
+    missing = next(name for name in names if name not in stored)
+    pickles = [name for name in stored if name.endswith((".bin", ".pt", ".pth"))]
     if not pickles:
         return f"{commit} has no {missing}"
     return (
