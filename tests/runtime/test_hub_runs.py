@@ -71,5 +71,15 @@ def test_a_run_from_an_id_is_that_from_its_folder_and_resumes_from_its_commit(hu
     command(hub, tmp_path, *resumed, HF_HUB_OFFLINE="1", HF_TOKEN="")
     assert len(losses(by_id)) == 3
     assert f"{NAME}@{commit}" in (by_id / "config.toml").read_text()
-    text = command(hub, tmp_path, "generate", f"{NAME}@{commit}", "--prompt", "the", HF_TOKEN="")
+    text = command(
+        hub,
+        tmp_path,
+        "generate",
+        f"{NAME}@{commit}",
+        "--prompt",
+        "the",
+        "--max-tokens",
+        "8",
+        HF_TOKEN="",
+    )
     assert text.startswith("the")

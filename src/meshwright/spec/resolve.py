@@ -283,7 +283,7 @@ def _tokenizer_file(name: str, origin: str) -> Path:
             asked = f"data.tokenizer = {name!r} ({origin})"
             raise ConfigError(lacks_tokenizer_json(folder, asked))
     if not path.is_file():
-        legal = ["'bytes'", "'gpt2'", "the path of a tokenizer.json", "a model of the Hub"]
+        legal = ["'bytes'", "'gpt2'", "the path of a tokenizer.json", "a Hub id"]
         raise ConfigError(
             refusal(f"data.tokenizer = {name!r} ({origin}): no such file", legal=legal)
         )
