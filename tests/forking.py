@@ -76,6 +76,7 @@ PRELOADED: Final = (
 READ_AT_LOAD: Final = (
     *("GLIBC_", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_"),
     *("DNNL_", "ATEN_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "NCCL_", "PYTHON"),
+    "HF_",  # as huggingface_hub is imported
 )
 # Among these, those that the new process takes on by itself.
 TAKEN_ON: Final = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}

@@ -57,8 +57,8 @@ def test_a_folder_is_a_stored_model_whatever_its_name(tmp_path, monkeypatch):
 
 
 def test_an_unknown_model_of_the_hub_names_what_loads_it():
-    with pytest.raises(ConfigError, match=r"is not known; nearest .* model.init_from=FOLDER"):
-        load_config(None, ["model=someone/Llama-4-9B"])
+    with pytest.raises(ConfigError, match=r"is not known; .* model.init_from=someone/Llama-4-9B, "):
+        load_config(None, ["model.preset=someone/Llama-4-9B"])
 
 
 @pytest.mark.parametrize(

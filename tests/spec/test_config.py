@@ -77,7 +77,7 @@ REFUSALS = {
     "'infinband-400']) has 'infinband-400', which is not known; nearest legal: infiniband-400, "
     "infiniband-800 or infiniband-200",
     "data.tokenizer=none.json": "data.tokenizer = 'none.json' (override data.tokenizer=none.json): "
-    "no such file; nearest legal: 'bytes', 'gpt2' or the path of a tokenizer.json",
+    "no such file; nearest legal: 'bytes', 'gpt2', the path of a tokenizer.json or a Hub id",
     "fsdp=maybe": "fsdp = maybe (override fsdp=maybe); nearest legal: true or false",
     "train.batch": "override 'train.batch' is not of the form section.key=value",
     "layout.microbatch=3": "layout.microbatch = 3 must divide train.batch per data rank = 8; "

@@ -21,6 +21,7 @@ from meshwright.models.hf import hf_source, load_hf
 from meshwright.parallel.build import Source
 from meshwright.parsing import foreign
 from meshwright.program.shards import whole
+from meshwright.spec import hub
 from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import OF_PADDING, ModelSpec, unpadded
 from meshwright.spec.peft import read_adapter_config
@@ -62,19 +63,19 @@ def spec_text(spec: ModelSpec) -> str:
 
 
 def load_model(folder: str | Path) -> Transformer:
-    """Return the model of a run, a step, a Hugging Face folder or a PEFT folder, in fp32.
+    """Return the model of a run, a step, a Hugging Face or PEFT folder or a Hub id, in fp32.
 
     Adapters of a PEFT folder are merged into the base model that it names. `model(input_ids)`
     returns logits `[batch, seq, vocab]`. The files of a step are verified before they are read.
     Raises `CheckpointError` naming what is missing or corrupt.
     """
-    path = Path(folder)
+    path = hub.folder_with_weights(folder)
     step = find_step(path)
     if step is not None:
         return _load_step(step)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
-    if (base := base_of_adapter(path)) is not None:
+    if (base := base_of_adapter(path, hub.folder_with_weights)) is not None:
         return _load_adapters(path, base)
     if (path / "config.json").is_file():
         return load_hf(path, dtype=torch.float32)

@@ -25,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `chat` to the parser."""
     parser.description = "Talk with a model that was trained on conversations."
     parser.epilog = EXAMPLE
-    parser.add_argument("folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder of adapters")
+    parser.add_argument(
+        "folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder, or an id of the Hub"
+    )
     parser.add_argument("--system", metavar="TEXT", help="what comes before the first message")
     add_sampling(parser)
 

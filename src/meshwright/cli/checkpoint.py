@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from meshwright.checkpoint.commit import LOCK, prune, steps
 from meshwright.checkpoint.inspect import StepFacts, checkpoints_of, inspect
-from meshwright.cli.common import add_json, local_folder, print_json
+from meshwright.cli.common import add_json, local_folder, model_folder, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
 from meshwright.runtime.supervise.lock import RunLock
@@ -194,14 +194,16 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _configure_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="DIR", help="a Hugging Face folder with safetensors")
+    parser.add_argument(
+        "source", metavar="DIR", help="a Hugging Face folder with safetensors, or an id of the Hub"
+    )
     parser.add_argument("out", metavar="OUT", help="the folder to write: new or empty")
 
 
 def _import(args: argparse.Namespace) -> int:
     from meshwright.checkpoint.hf_exchange import import_hf
 
-    return _report("imported", import_hf(Path(args.source), Path(args.out)), args.json)
+    return _report("imported", import_hf(model_folder(args.source), Path(args.out)), args.json)
 
 
 def _tokenizer(source: Path, asked: str | None) -> tuple[Tokenizer | None, DataFormat]:

@@ -19,6 +19,7 @@ from meshwright.files import read_text
 from meshwright.lines import GOES_ON, fitted, folded
 from meshwright.parsing import parse_json
 from meshwright.runtime.pricing.measured import as_measured_here
+from meshwright.spec import hub
 from meshwright.spec.loading import KEYS, Config, load_config
 from meshwright.spec.presets import preset_of
 from meshwright.spec.stored import CONFIG, HF_CONFIG
@@ -85,17 +86,31 @@ def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
     for word in (word for word in args.words if "=" not in word and not Path(word).exists()):
         _refuse_two_words(word, args.words)
         if preset_of(word) is not None:
-            models.append(word)
-            files.remove(Path(word))
+            models.append(f"model.preset={word}")
+        elif hub.is_model(word):
+            models.append(f"model.init_from={word}")
+        else:
+            continue
+        files.remove(Path(word))
     if len(models) > 1:
-        raise ConfigError(f"one model at most, but there are {len(models)}: {' '.join(models)}")
-    overrides[:0] = [f"model.preset={name}" for name in models]
+        listed = " ".join(text.partition("=")[2] for text in models)
+        raise ConfigError(f"one model at most, but there are {len(models)}: {listed}")
+    overrides[:0] = models
     if len(files) > 1:
         shown = " ".join(map(str, files))
         raise ConfigError(f"one config file at most, but there are {len(files)}: {shown}")
     if files and (files[0] / CONFIG).is_file():  # a run
         return files[0] / CONFIG, overrides
     return files[0] if files else None, overrides
+
+
+def model_folder(word: str) -> Path:
+    """Return the folder of a model whose weights a command needs, by its path or Hub id.
+
+    Downloads what is missing. Raises `ConfigError` as `local_folder` for a URL.
+    """
+    local_folder(word)
+    return hub.folder_with_weights(word, lambda text: say_line(text, sys.stderr))
 
 
 def _refuse_two_words(word: str, arguments: Sequence[str]) -> None:

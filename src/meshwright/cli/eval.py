@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from meshwright.checkpoint.weights import load_model
-from meshwright.cli.common import add_json, local_folder, print_json, say, table
+from meshwright.cli.common import add_json, model_folder, print_json, say, table
 from meshwright.data import load_tokenizer
 from meshwright.data.boundaries import ends_of
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval` to the parser."""
     parser.description = "Measure a model: perplexity on text that it was not trained on, or tasks."
     parser.epilog = EXAMPLE
-    parser.add_argument("folder", metavar="RUN_OR_HF_DIR")
+    parser.add_argument("folder", metavar="RUN_OR_HF_DIR", help="or an id of the Hub")
     parser.add_argument("--seq-len", type=int, metavar="N", help="inputs of a row; the run's")
     parser.add_argument(
         "--limit", type=int, metavar="N", help="number of rows, or of documents per task"
@@ -93,7 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, measure perplexity or run tasks, and return the exit code."""
-    folder = local_folder(args.folder)
+    folder = model_folder(args.folder)
     spec = stored_spec(folder)[0]
     for name in ("limit", "batch"):
         value = getattr(args, name)

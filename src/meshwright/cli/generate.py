@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from meshwright.cli.common import add_json, local_folder, print_json
+from meshwright.cli.common import add_json, model_folder, print_json
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.evaluate.talk import Sampling, TextModel
 from meshwright.parsing import printable
@@ -31,7 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `generate` to the parser."""
     parser.description = "Continue a prompt with a trained model."
     parser.epilog = EXAMPLE
-    parser.add_argument("folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder of adapters")
+    parser.add_argument(
+        "folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder, or an id of the Hub"
+    )
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's, written by the chat template"
@@ -56,7 +58,7 @@ def loaded(args: argparse.Namespace) -> Iterator[TextModel]:
 
     The number of threads is restored at the end of the context.
     """
-    model, threads = TextModel(local_folder(args.folder), args.tokenizer), torch.get_num_threads()
+    model, threads = TextModel(model_folder(args.folder), args.tokenizer), torch.get_num_threads()
     if model.model.spec.dim <= _NARROW:
         torch.set_num_threads(1)
     try:

@@ -25,6 +25,7 @@ from meshwright.files import (
     write_atomic,
 )
 from meshwright.parsing import parse_json
+from meshwright.spec import hub
 from meshwright.spec.resolve import lacks_tokenizer_json
 from meshwright.units import MIB
 
@@ -363,7 +364,7 @@ class TiktokenTokenizer(Tokenizer):
 def load_tokenizer(
     name: str, eos: str | None = None, bos: bool | Sequence[int] | None = None
 ) -> Tokenizer:
-    """Return the tokenizer "bytes" or "gpt2", or that of a `tokenizer.json` or its folder.
+    """Return the tokenizer "bytes" or "gpt2", of a `tokenizer.json` or its folder, or of a Hub id.
 
     `eos` names the end-of-document token if the files do not; `bos` is as in `JsonTokenizer`.
     Raises DataError if the tokenizer cannot be loaded.
@@ -374,13 +375,16 @@ def load_tokenizer(
         return BytesTokenizer()
     if name == "gpt2":
         return TiktokenTokenizer()
-    path = Path(name)
+    path = hub.folder_of(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise DataError(lacks_tokenizer_json(path))
     if not file.is_file():
         known = nearest(name, ("bytes", "gpt2"))
-        hint = 'Give "bytes", "gpt2", or the path of a tokenizer.json or of a folder that holds one'
+        hint = (
+            'Give "bytes", "gpt2", the path of a tokenizer.json or of a folder that holds one, or '
+            "a model's id on the Hub"
+        )
         raise DataError(refusal(f"no tokenizer at {file}", legal=known, hint=hint))
     return JsonTokenizer(file, name, eos, bos)
 

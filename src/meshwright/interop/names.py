@@ -54,7 +54,9 @@ def read_hub_name(source: ImportSource, key: str) -> None:
             source.translate(key, {"model.preset": preset})
             return
     reason = "no preset has this name, and there is no such folder; nearest: model.preset, or "
-    source.refuse(key, f"{reason}model.init_from with the model's folder", settled_by=_SETTLES)
+    source.refuse(
+        key, f"{reason}model.init_from with the model's folder or Hub id", settled_by=_SETTLES
+    )
 
 
 def need_model(source: ImportSource, key: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.interop.names import ModelNames, names_of
 from meshwright.layout import Layout
+from meshwright.spec.hub import folder_of, hub_id
 from meshwright.spec.loading import Config
 from meshwright.spec.optimizers import OPTIMIZERS
 
@@ -86,11 +88,14 @@ class PlanSource:
     def hub_name(self) -> str:
         """Return the model's folder or hub repository; raises `ConfigError` if it has neither."""
         model = self.config.model
-        name = model.init_from or (self.names.hub[0] if self.names.hub else None)
+        if model.init_from is not None:
+            identifier = hub_id(model.init_from)
+            return model.init_from if identifier is None else identifier.repository
+        name = self.names.hub[0] if self.names.hub else None
         if name is None:
             raise ConfigError(
                 "the model has no name of the Hugging Face hub, and its sizes cannot be said in "
-                "this config; nearest: model.init_from with the model's folder"
+                "this config; nearest: model.init_from with the model's folder or Hub id"
             )
         return str(name)
 
@@ -107,6 +112,8 @@ class PlanSource:
             raise ConfigError(f"the model is said by its name, which does not say {listed}")
 
     def _is_size(self, key: str) -> bool:
-        origin = self.config.origins[key]
+        origin, init_from = self.config.origins[key], self.config.model.init_from
+        if init_from is not None and Path(origin).is_relative_to(folder_of(init_from)):
+            return False
         names = ("default", "derived", "preset", "model.preset", "init_from", "import")
         return not origin.startswith(names) and origin != f"preset {self.config.model.preset}"

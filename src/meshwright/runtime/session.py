@@ -73,6 +73,7 @@ from meshwright.runtime.supervise.supervisor import (
     worker_command,
 )
 from meshwright.runtime.supervise.view import Lasting, open_view
+from meshwright.spec.hub import folder_with_weights
 from meshwright.spec.loading import Config
 from meshwright.store import StorePath
 from meshwright.training.events import Callbacks, Emit, Sink, append_event
@@ -185,6 +186,8 @@ def prepare_job(
     check_memory(config, layout, machine)
     check_limit(config, layout, machine)
     say = _progress_to(sys.stderr)
+    for stored in filter(None, (config.model.init_from, config.lora.init_from)):
+        folder_with_weights(stored, say)  # once on each node: ranks find it in the cache
     dataset = open_data(config.data, cache, vocab_size=config.model.vocab_size, progress=say)
     config = with_epochs(config, dataset)
     for line in [*dataset.check(config.train), fine_tuning_words(config, dataset)]:

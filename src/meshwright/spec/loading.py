@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.files import read_text
 from meshwright.parsing import parse_json, parse_toml, printable
+from meshwright.spec import hub
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.groups import empty_group
 from meshwright.spec.hf import refuse_model_type
@@ -118,6 +119,8 @@ ALIASES: Mapping[str, _Alias] = {
     "shard_strategy": _Alias("layout.zero", _ZERO_OF_STRATEGY),
     "zero_opt": _Alias("layout.zero"),
 }
+# The keys that may be an id of the Hub.
+_OF_HUB: Final = (("model", "init_from"), ("lora", "init_from"), ("data", "tokenizer"))
 # The alias of a model's name or folder.
 _MODEL: Final = "model"
 # Values that are asked for, and the keys that have them.
@@ -252,6 +255,7 @@ def build_config(stated: dict[str, Values], *, plans: bool = False) -> Config:
     _check_cluster(stated["cluster"])
     _settle_length(stated["train"])
     check_held_out(stated)
+    _pin(stated)
     _derive(stated)
     sections: dict[str, Spec] = {}
     origins: dict[str, str] = {}
@@ -396,6 +400,19 @@ def _derive(stated: dict[str, Values]) -> None:
         cluster["hang"] = Value(timeout / 2, "derived: cluster.timeout / 2")
 
 
+def _pin(stated: Mapping[str, Values]) -> None:
+    """Pin ids of the Hub to the newest commit, so that a run and its resumption read the same."""
+    for section, key in _OF_HUB:
+        setting = stated[section].get(key)
+        if setting is None or not isinstance(setting.value, str):
+            continue
+        try:
+            stated[section][key] = setting._replace(value=hub.pinned(setting.value))
+        except ConfigError as error:
+            where = f"{section}.{key} = {setting.value!r} ({setting.origin})"
+            raise ConfigError(f"{where}: {error}") from error
+
+
 def _warmup(stated: Mapping[str, Values]) -> Value:
     """Return the warm-up of a schedule that states none."""
     steps = stated["optimizer"].get("schedule_steps", Value(None, "")).value
@@ -412,7 +429,7 @@ def _derive_lora(values: Values) -> None:
         return
     source = f"lora.init_from = {folder.value!r} ({folder.origin})"
     try:
-        stated = read_adapter_config(Path(folder.value))
+        stated = read_adapter_config(hub.folder_of(folder.value))
     except MeshwrightError as error:
         raise type(error)(f"{source}: {error}") from error
     for key, value in stated.items():
@@ -532,7 +549,8 @@ def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
 def _read_key(name: str, value: Any, origin: str) -> tuple[str, str, Value]:
     """Return the section, the key and the value of `section.key` or an alias."""
     if name == _MODEL and isinstance(value, str):
-        name = "model.init_from" if Path(value).is_dir() else "model.preset"
+        is_stored = Path(value).is_dir() or hub.is_model(value)
+        name = "model.init_from" if is_stored else "model.preset"
     if "." not in name:
         if name not in ALIASES:
             all_keys = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from meshwright.errors import CheckpointError, ConfigError, refusal
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.hub import hub_id
 from meshwright.spec.lora import (
     ALL_LINEAR,
     DOWN,
@@ -62,10 +63,14 @@ def adapter_config(lora: Lora, blocks: BlockKinds, *, base: str | None) -> dict[
     parameters = in_one_module(layers, blocks)
     names = target_names(blocks)
     modules = {layer: names[layer][0] for layer in layers if layer not in parameters}
+    identifier, revision = None if base is None else hub_id(base), "main"
+    if identifier is not None:
+        base, revision = identifier
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        **({} if revision == "main" else {"revision": revision}),
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
+from meshwright.spec import hub
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import OF_EXPERTS
 from meshwright.spec.kinds import shown
@@ -111,11 +112,12 @@ def _default_batch(model: ModelSpec, train: Values) -> Values:
 
 def default_tokenizer(init_from: str) -> Values:
     """Return the keys of [data] that set the tokenizer of a stored model."""
-    tokenizer = stored_tokenizer(Path(init_from))
+    tokenizer = stored_tokenizer(hub.folder_of(init_from))
     if tokenizer is None:
         return {}
     origin = f"model.init_from {init_from}"
-    keys: dict[str, object] = {"tokenizer": tokenizer.name}
+    is_hub = hub.hub_id(init_from) is not None
+    keys: dict[str, object] = {"tokenizer": init_from if is_hub else tokenizer.name}
     if tokenizer.eos is not None:
         keys["eos"] = tokenizer.eos
     if tokenizer.bos is not None:
@@ -201,7 +203,7 @@ def _bases(section: Values) -> list[Values]:
     init_from = section.get("init_from")
     if init_from is not None and init_from.value is not None:
         try:
-            spec, origin = stored_spec(Path(init_from.value), plans=True)
+            spec, origin = stored_spec(hub.folder_of(init_from.value), plans=True)
         except MeshwrightError as error:
             setting = f"model.init_from = {init_from.value!r} ({init_from.origin})"
             raise type(error)(f"{setting}: {error}") from error
@@ -211,7 +213,7 @@ def _bases(section: Values) -> list[Values]:
     name = "demo" if named.value is None else named.value
     if name not in PRESETS:
         legal = nearest(str(name).rpartition("/")[2].lower(), PRESETS, 3) or sorted(PRESETS)
-        hint = "A model that is no preset: download it, and give model.init_from=FOLDER"
+        hint = f"A model that is no preset: model.init_from={name}, or the folder of a download"
         rule = f"model.preset = {name!r} ({named.origin}) is not known"
         raise ConfigError(refusal(rule, legal=legal, hint=hint if "/" in str(name) else ""))
     base = {key: Value(value, f"preset {name}") for key, value in PRESETS[name].items()}
@@ -274,13 +276,14 @@ def _vocab_size(tokenizer: Value, source: Path | None) -> Value:
 
 
 def _tokenizer_file(name: str, origin: str) -> Path:
-    path = Path(name)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if path.parent.is_dir() and not path.is_file() and Path(name).is_dir():
-        raise ConfigError(lacks_tokenizer_json(Path(name), f"data.tokenizer = {name!r} ({origin})"))
+    folder = path = hub.folder_of(name)
+    if folder.is_dir():
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            asked = f"data.tokenizer = {name!r} ({origin})"
+            raise ConfigError(lacks_tokenizer_json(folder, asked))
     if not path.is_file():
-        legal = ["'bytes'", "'gpt2'", "the path of a tokenizer.json"]
+        legal = ["'bytes'", "'gpt2'", "the path of a tokenizer.json", "a Hub id"]
         raise ConfigError(
             refusal(f"data.tokenizer = {name!r} ({origin}): no such file", legal=legal)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.files import read_text
 from meshwright.parsing import parse_json, parse_toml
+from meshwright.spec import hub
 from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.hf_shapes import planned_from_hf
 from meshwright.spec.model import ModelSpec
@@ -145,19 +146,27 @@ def _format_of(plan: Mapping[str, Any]) -> DataFormat:
     return "chat" if isinstance(data, Mapping) and data.get("format") == "chat" else "text"
 
 
-def base_of_adapter(folder: Path) -> Path | None:
+def base_of_adapter(folder: Path, find: Callable[[str], Path] = hub.folder_of) -> Path | None:
     """Return the base model's folder that a PEFT folder of adapters names; None for another folder.
 
-    Raises `ConfigError` if the adapters name no folder of this machine.
+    `find` finds that of an id of the Hub. Raises `ConfigError` if the adapters name neither such an
+    id nor a folder of this machine.
     """
     path = folder / ADAPTER_CONFIG
     if not path.is_file() or (folder / HF_CONFIG).is_file():
         return None
-    base = read_object(path).get("base_model_name_or_path")
+    content = read_object(path)
+    base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if isinstance(base, str) and base and "\0" not in base:
         for candidate in (Path(base), folder / base):
             if candidate.is_dir():
                 return candidate
+        name = f"{base}@{revision}" if revision else base
+        if hub.hub_id(name) is not None:
+            try:
+                return find(name)
+            except ConfigError as error:
+                raise ConfigError(f"{folder} holds adapters of {name!r}: {error}") from error
     raise ConfigError(
         f"{folder} holds adapters of the model {base!r}, which is no folder here: download that "
         f"model, and write its folder into {path} as base_model_name_or_path"

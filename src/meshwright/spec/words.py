@@ -56,7 +56,7 @@ def unnamed_inputs(config: Config) -> list[str]:
     if model.preset is not None and model.init_from is None:
         notes.append(
             f"RANDOM WEIGHTS: model.preset = {model.preset} gives sizes alone; "
-            "model.init_from=FOLDER starts from trained weights"
+            "model.init_from=FOLDER, or owner/name of the Hub, starts from trained weights"
         )
     if is_default_corpus(config):
         notes.append(

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from meshwright.parallel.apply import Parallel
 from meshwright.parallel.build import Source, build, region_of, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.program.lower import lower
+from meshwright.spec import hub
 from meshwright.spec.stored import SPEC
 from meshwright.training.events import Emit
 from meshwright.training.optimizer import build_optimizer
@@ -187,9 +187,9 @@ def weights_source(job: Job, world: World) -> Source:
     model, seed, adapters = job.config.model, job.config.train.seed, job.config.lora.init_from
     source: Source = seeded(model, seed, world.recorder.beat)
     if model.init_from is not None:
-        source = both(weights_from(Path(model.init_from), model), source)
+        source = both(weights_from(hub.folder_with_weights(model.init_from), model), source)
     if model.lora is not None and adapters is not None:
-        source = both(source, AdapterSource(Path(adapters), model))
+        source = both(source, AdapterSource(hub.folder_with_weights(adapters), model))
     return source
 
 

@@ -14,6 +14,7 @@ from meshwright.layout import Layout, Machine, left_over, unsharded
 from meshwright.program.optimizer import saved_bytes
 from meshwright.program.target import takes_tf32
 from meshwright.runtime.machines.machine import find_gpus, unused_note
+from meshwright.spec import hub
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import stored_tokenizer
@@ -124,10 +125,12 @@ def schedule_note(config: Config) -> str | None:
 def tokenizer_note(config: Config) -> str | None:
     """Return a note if `data.tokenizer` is not the tokenizer of `model.init_from`, else None."""
     init_from, given = config.model.init_from, config.data.tokenizer
-    stored = None if init_from is None else stored_tokenizer(Path(init_from))
-    if stored is None or given == stored[0]:
+    stored = None if init_from is None else stored_tokenizer(hub.folder_of(init_from))
+    if stored is None or given in (stored[0], init_from):
         return None
-    file = Path(given) / Path(stored[0]).name if Path(given).is_dir() else Path(given)
+    file = hub.folder_of(given)
+    if file.is_dir():
+        file = file / Path(stored[0]).name
     if file.is_file() and Path(stored[0]).is_file() and cmp(file, stored[0], shallow=False):
         return None
     return (

@@ -52,6 +52,7 @@ from meshwright.runtime.pricing.correcting import correcting
 from meshwright.runtime.ranks.fault import Fault
 from meshwright.runtime.supervise.explain import REFUSED, out_of_memory, ranks_text
 from meshwright.runtime.supervise.supervisor import stop_signals
+from meshwright.spec import hub
 from meshwright.spec.stored import find_step
 from meshwright.training.events import Sink, open_sinks
 from meshwright.training.loop import train
@@ -114,8 +115,10 @@ def digests_of(
     digests = {str(path): sha256_bytes(path.read_bytes()) for path in files}
     digests |= dataset.files or dataset.identity
     digests["the tokenizer"] = dataset.identity["tokenizer"]
-    if has_weights and job.config.model.init_from is not None:
-        digests |= dict(_weights(Path(job.config.model.init_from)))
+    init_from = job.config.model.init_from
+    # An id of the Hub has a commit, whose files never change.
+    if has_weights and init_from is not None and hub.hub_id(init_from) is None:
+        digests |= dict(_weights(Path(init_from)))
     return digests | dict(_code())
 
 
