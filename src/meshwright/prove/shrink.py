@@ -80,7 +80,7 @@ def shrink(
     without = max(layout.stages - model.n_layers, 0)
     pads = padded(model, layout.tp).vocab_rows > model.vocab_size
     cases = []
-    for degrees in _degrees(layout):
+    for degrees in _degrees(layout, _fewest_tp(model, layout)):
         small = _with_policies(layout, degrees)
         small_train = _small_train(model, train, small, microbatches)
         scaling = partial(_small_scaling, model, train, small_train)
@@ -96,21 +96,33 @@ def shrink(
     return tuple(cases)
 
 
-def _degrees(layout: Layout) -> Iterator[Mapping[str, int]]:
-    """Yield the small degrees of the axes."""
+def _fewest_tp(model: ModelSpec, layout: Layout) -> int:
+    """Return the least degree of tp that keeps what the ranks share of a model.
+
+    Of several groups of Mamba-2's heads, each on several ranks, two need four ranks.
+    """
+    return 4 if model.has_mamba and 1 < model.mamba_groups < layout.tp else 2
+
+
+def _degrees(layout: Layout, fewest_tp: int) -> Iterator[Mapping[str, int]]:
+    """Yield the small degrees of the axes; that of tp is at least `fewest_tp` if it is above 1."""
+    fewest = dict.fromkeys(AXES, 2) | {"tp": fewest_tp}
     split = [axis for axis in AXES if getattr(layout, axis) > 1]
-    count = min(len(split), int(math.log2(MOST_RANKS)))
+    most = MOST_RANKS if layout.tp == 1 else MOST_RANKS * 2 // fewest_tp
+    count = min(len(split), int(math.log2(most)))
     for axes in combinations(split, count):
         degrees = {axis: getattr(layout, axis) for axis in axes}
         while math.prod(degrees.values()) > MOST_RANKS:
-            largest = max(_SHRINK_ORDER, key=lambda axis: degrees.get(axis, 0))
-            degrees[largest] = _next_smaller(degrees[largest])
+            above = [axis for axis in _SHRINK_ORDER if degrees.get(axis, 0) > fewest[axis]]
+            largest = max(above, key=lambda axis: degrees[axis])
+            degrees[largest] = _next_smaller(degrees[largest], fewest[largest])
         yield degrees
 
 
-def _next_smaller(degree: int) -> int:
-    """Return the largest divisor of a degree that is smaller, but at least 2."""
-    return max((d for d in range(2, degree) if degree % d == 0), default=2)
+def _next_smaller(degree: int, fewest: int) -> int:
+    """Return the largest divisor of a degree that is smaller, but at least `fewest`."""
+    divisors = (d for d in range(fewest, degree) if degree % d == 0)
+    return max(divisors, default=fewest)
 
 
 def _with_policies(layout: Layout, degrees: Mapping[str, int]) -> Layout:
