@@ -99,7 +99,8 @@ def test_adapters_are_merged_into_the_model_that_they_name(tmp_path, monkeypatch
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
     assert main(words) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "holds adapters of the model 'some/model', which is no folder here" in said
+    assert "some/model" in said  # an id of the Hub, which tests don't reach
+    assert "HF_HUB_OFFLINE is set" in said
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ ABSENT = {
     r"every layer is computed": ["train.*layer_drop*", "model.*layer_drop*"],
     r"do not share weights": ["model.*shared_layers*", "model.*unique*"],
     r"muP": ["model.*mup*", "optimizer.mup*", "train.*mup*"],
-    r"Mamba|RWKV|gMLP": ["model.*mamba*", "model.*rwkv*", "model.*ssm*", "model.*gmlp*"],
+    r"Mamba-1|RWKV|gMLP": ["model.*rwkv*", "model.*ssm*", "model.*gmlp*"],
     r"begin normal|outputs begin": ["model.init_[!sf]*"],
     r"gelu, swiglu|nearest: swiglu": ["model.activation=*relu*", "model.activation=*quick*"],
     r"LayerNorm, RMSNorm|layernorm \(": ["model.norm=[!rl]*"],

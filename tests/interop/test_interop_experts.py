@@ -171,7 +171,7 @@ COMBINATIONS = {
     ),
     "experts with biases": (
         *(MIXTRAL, "--disable-bias-linear", ""),
-        *("disable-bias-linear", "no family has model.attention_bias = true"),
+        *("disable-bias-linear", "no family has model.expert_bias = true"),
     ),
     "experts with LayerNorm": (
         *(MIXTRAL, "--normalization RMSNorm", ""),

@@ -63,6 +63,11 @@ HYBRID = {
 # keys, the rule's sentence, the proposals
 BROKEN = [
     (
+        {"train.precision": "fp32", "train.master": "none"},
+        "train.master = none requires train.precision = bf16, but it is fp32",
+        ["train.precision = bf16", "train.master = fp32"],
+    ),
+    (
         {"layout.dp_shard": 2, "layout.zero": 3, "model.lora": Lora(rank=4, alpha=4.0, base="nf4")},
         "layout.zero = 3 cuts frozen weights, which four bits keep whole (lora.base = nf4)",
         ["layout.zero = 2", "lora.base = precision", "layout.zero = 1"],
@@ -404,10 +409,10 @@ def work_of(function):
     return done["call"], done["line"]
 
 
-def test_a_legal_layout_is_checked_in_a_hundred_lines():
+def test_a_legal_layout_is_checked_in_few_lines():
     """The planner asks for thousands: 4 us each, as each rule compares before it words anything."""
     parts = case({"layout.pp": 2, "layout.tp": 2, "layout.cp": 2, "layout.zero": 2})
     assert broken(*parts) is None
     calls, lines = work_of(lambda: broken(*parts))
     assert len(RULES) < calls < 2 * len(RULES)
-    assert lines < 130
+    assert lines < 7 * len(RULES)

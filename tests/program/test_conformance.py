@@ -23,8 +23,8 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.compare import mine, program_of
 from meshwright.prove.conformance import prove_conformance, torch_order
 from meshwright.prove.matrix import matrix
-from meshwright.spec.parts import delta_shape, parts
-from meshwright.spec.recurrences import chunk_flops
+from meshwright.spec.parts import delta_shape, mamba_shape, parts
+from meshwright.spec.recurrences import chunk_flops, state_space_flops
 from meshwright.training.update import gradients
 from ranks import on_ranks, ranks
 
@@ -274,8 +274,13 @@ def test_a_whole_table_adds_up(world):
         pairs = [6 * one.numel * model.top_k // model.experts for one in met]
         scores += sum(pairs) if layout.folds == 1 else 0
         per_token = flops_per_token(model, 0) + (layout.tp - 1) * scores + padding
-        recurrent = sum(model.layer(layer).delta for layer in range(model.n_layers))
-        per_token -= 3 * recurrent * chunk_flops(*delta_shape(model)) if recurrent else 0
+        layers = [model.layer(layer) for layer in range(model.n_layers)]
+        if model.has_delta:
+            deltas = sum(layer.delta for layer in layers)
+            per_token -= 3 * deltas * chunk_flops(*delta_shape(model))
+        if model.has_mamba:
+            mambas = sum(layer.mamba for layer in layers)
+            per_token -= 3 * mambas * state_space_flops(*mamba_shape(model))
         assert flops * layout.world / layout.pp == per_token * tokens, case.label
         program = lower(case.model, case.train, case.optimizer, layout)
         for rank in range(world):

@@ -264,7 +264,16 @@ def test_only_matrices_decay_and_the_rate_reaches_all_groups():
     assert {g["lr"] for g in optimizer.param_groups} == {0.125}
 
 
-UNDECAYED = (".bias", ".sinks", "norm.weight", "_conv", ".a_log", ".dt_bias")
+UNDECAYED = (
+    ".bias",
+    ".sinks",
+    "norm.weight",
+    "_conv",
+    "_conv.weight",
+    ".a_log",
+    ".dt_bias",
+    ".skip",
+)
 ADAPTED = Lora(rank=2, alpha=2.0, targets=("*_proj",))
 
 

@@ -18,8 +18,9 @@ MaskOf = Callable[[Tensor, Tensor | None, KVCache | None], Tensor | None]
 class Unpadded(NamedTuple):
     """Which tokens are not padding, for sequences that are padded at their end.
 
-    `mask` bool `[batch, seq of the routers]` is False for padding; `lengths` int64 `[batch]` are
-    the tokens of each whole sequence without padding.
+    `mask`, bool `[batch, seq]`, is False for padding; it has the tokens that this rank's routers
+    see, which sequence and context parallelism divide. `lengths`, int64 `[batch]`, counts the
+    tokens of each whole sequence without padding.
     """
 
     mask: Tensor

@@ -123,7 +123,7 @@ class Glu(NamedTuple):
         return x if self.limit is None else x.clamp(-self.limit, self.limit).add_(1)
 
     def through_gate(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x, given that of `gate(x)`, whose memory it overwrites."""
+        """Return the gradient for x, from `grad`, that for `gate(x)`, in whose memory it is."""
         if self.limit is None:
             return through_activation(grad, x, self.name)
         share = torch.sigmoid(x * self.alpha)
@@ -131,12 +131,12 @@ class Glu(NamedTuple):
         return grad.mul_(slope).masked_fill_(x > self.limit, 0)
 
     def through_up(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x, given that of `up(x)`, whose memory it overwrites."""
+        """Return the gradient for x, from `grad`, that for `up(x)`, in whose memory it is."""
         return grad if self.limit is None else grad.masked_fill_(x.abs() > self.limit, 0)
 
 
 def through_activation(grad: Tensor, x: Tensor, name: Activation) -> Tensor:
-    """Return the gradient of x, given that of `activated(x)`, whose memory it overwrites."""
+    """Return the gradient for x, from `grad`, that for `activated(x)`, in whose memory it is."""
     aten = torch.ops.aten
     if name == "silu":
         aten.silu_backward.grad_input(grad, x, grad_input=grad)

@@ -165,7 +165,7 @@ class Stay:
         self._event, self.place = self._of.copies.begin(pairs), "leaving"
 
     def let_go(self) -> None:
-        """Free the device's memory of the saved tensors, once the copies to the host are done."""
+        """Free the device's memory of the saved tensors, once the copies are done."""
         self._of.copies.wait(self._event)
         for piece in self._copied:
             piece.flat = None

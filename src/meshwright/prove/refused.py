@@ -49,6 +49,11 @@ def refused(world: int) -> Iterator[Case]:
         lora=Lora(rank=4, alpha=4.0, base="nf4"),
     )
     yield _case(
+        "train.master = none requires train.precision = bf16, but it is fp32",
+        f"dp{world} mb1",
+        {"master": "none"},
+    )
+    yield _case(
         "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1",
         f"tp{world} mb1",
         {"async_tp": True},

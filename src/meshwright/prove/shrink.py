@@ -108,8 +108,8 @@ def _degrees(layout: Layout, fewest_tp: int) -> Iterator[Mapping[str, int]]:
     """Yield the small degrees of the axes; that of tp is at least `fewest_tp` if it is above 1."""
     fewest = dict.fromkeys(AXES, 2) | {"tp": fewest_tp}
     split = [axis for axis in AXES if getattr(layout, axis) > 1]
-    most = MOST_RANKS if layout.tp == 1 else MOST_RANKS * 2 // fewest_tp
-    count = min(len(split), int(math.log2(most)))
+    axes_of_two = MOST_RANKS if layout.tp == 1 else MOST_RANKS * 2 // fewest_tp
+    count = min(len(split), int(math.log2(axes_of_two)))
     for axes in combinations(split, count):
         degrees = {axis: getattr(layout, axis) for axis in axes}
         while math.prod(degrees.values()) > MOST_RANKS:

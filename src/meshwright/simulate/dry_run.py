@@ -148,10 +148,10 @@ class DryRun:
 
 
 class Begun(NamedTuple):
-    """A message at the moment when a rank begins it.
+    """A send, receive or collective at the moment when a rank begins it.
 
-    `label` and `ranks` are those of its group; `peer` is the other rank of a send or receive, -1
-    for collectives.
+    `label` and `ranks` are those of its process group; `peer` is the other global rank of a send or
+    receive, -1 for collectives.
     """
 
     kind: str

@@ -300,8 +300,9 @@ def attention_linears(spec: ModelSpec) -> tuple[Linear, ...]:
 
 
 def mlp_linears(spec: ModelSpec, name: str = "mlp") -> tuple[Linear, ...]:
-    """Return the linear layers of an MLP, `down` last; the name `mlp.shared` is the shared
-    expert.
+    """Return the linear layers of a block's MLP, `down` last.
+
+    `name` is its path in the block: `mlp`, or `mlp.shared` for the shared expert.
     """
     width = (spec.shared_ffn_dim if name == "mlp.shared" else spec.ffn_dim), "ffn"
     stream = spec.dim, "dim"

@@ -251,7 +251,7 @@ def position_of(sampler: object, world: World) -> dict[str, Any] | None:
 
 
 def saved_event(saved: Saved) -> dict[str, object]:
-    """Return the `save` event of a committed step."""
+    """Return the event of the run's log that says that a step was saved."""
     return {
         "event": "save",
         "step": saved.step,

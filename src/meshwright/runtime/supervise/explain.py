@@ -210,9 +210,10 @@ def _has(ranks: Sequence[int]) -> str:
 
 
 def memory_words(folder: RunFolder, rank: int) -> str:
-    """Return in brackets the memory of a CPU rank and of all ranks on its machine at the last step.
+    """Return a note in brackets on the peak memory of a CPU rank that the system killed.
 
-    It is for ranks that the system killed. Empty if unknown, and for ranks on GPUs.
+    It has the rank's resident bytes and those of all ranks on its machine at the last recorded
+    step. Empty if unknown, and for ranks on GPUs.
     """
     with contextlib.suppress(MeshwrightError, OSError, LookupError, TypeError, ValueError):
         job = read_job(folder.path)
