@@ -200,9 +200,11 @@ def test_a_run_on_s3_is_the_one_of_a_folder(serve, folder, monkeypatch, kind, fa
         monkeypatch.setenv(key, value)
     root = place("s3://bucket/run")
     assert hashes(root) == hashes(folder / "whole" / "run" / "checkpoints")
-    assert [verify(step)["step"] for step in steps(root)] == [4, 6]
+    verified = [verify(step)["step"] for step in steps(root)]
+    # Killed before it removes the oldest step, the last save leaves it to the next one.
+    assert verified == ([2, 4, 6] if fault is not None and "purge" in fault else [4, 6])
     folders = {name.rpartition("/")[0] for name in root.files() if "try-" in name}
-    assert len(folders) == 2
+    assert len(folders) == len(verified)
     written = [path for path in (folder / "runs").rglob("*") if path.is_file()]
     contents = [path.read_bytes() for path in written] + [
         (root / name).read() for name in root.files()

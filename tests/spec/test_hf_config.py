@@ -127,7 +127,7 @@ def test_scaling_spellings(key, kind):
 
 REFUSED = [
     (LLAMA, {"model_type": "qwen33"}, "model_type = 'qwen33' .* qwen3"),
-    (LLAMA, {"model_type": "bloom"}, "model_type = 'bloom' .* gpt_oss, granite, granitemoehybrid, llama"),
+    (LLAMA, {"model_type": "bloom"}, "model_type = 'bloom' .* gpt_oss, granite, granitemoe"),
     (LLAMA, {"model_type": "deepseek_v32"}, "like deepseek_v3, with sparse attention"),
     (LLAMA, {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 0},
      "sliding_window = 0 must be at least 1"),
