@@ -208,14 +208,16 @@ def test_memory_by_category_is_that_of_a_dry_run(label, train):
     layout = Layout.parse(label)
     train = train.model_copy(update={"batch": 2 * layout.dp})
     spec = spec_of("adamw", "stochastic", state_dtype="bf16")
-    program = lower(MODEL, train, spec, layout)
+    program, is_offloaded = lower(MODEL, train, spec, layout), layout.offload != "none"
     for rank in (0, layout.world - 1):
         walk, run = timeline(program, rank), dry_run(program, rank)
         last = run.phases[-1].end
         for category in ("weights", "optimizer"):
             assert walk.moments[-1].held.get(category, 0) == last.get(category, 0)
         most = max(sum(moment.held.values()) for moment in walk.moments)
-        assert run.worst.total == pytest.approx(most, rel=0.02)
+        # An offloaded update's copies are in the host's memory: a dry run has one memory for both.
+        on_device = [phase for phase in run.phases if phase.name != "update" or not is_offloaded]
+        assert max(phase.total for phase in on_device) == pytest.approx(most, rel=0.05)
         assert run.messages == run.expected
 
 
