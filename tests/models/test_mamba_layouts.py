@@ -2,28 +2,25 @@
 
 import pytest
 
-from meshwright.bench.memory_breakdown import measure
-from meshwright.comm.groups import open_groups
-from meshwright.comm.wire import WorkCounter
-from meshwright.cost.timeline import timeline
+import recurrent_layouts
 from meshwright.layout import Layout, broken
 from meshwright.models.mamba import Mamba2
-from meshwright.parallel.build import build, seeded
-from meshwright.program.flops import attention_flops
-from meshwright.program.lower import lower
-from meshwright.program.target import Processor, Target, route
-from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.compare import mine, program_of
-from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.kept import not_kept
-from meshwright.prove.parity import check, prove_parity
 from meshwright.prove.shrink import shrink
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
-from meshwright.training.update import gradients
-from ranks import on_ranks
+from recurrent_layouts import (
+    PEAKS,
+    check_caught,
+    check_census,
+    check_parity,
+    check_peak,
+    labelled,
+    layers_of,
+    run_on,
+)
 from seeded import without_sums
 
 SIZES = {
@@ -61,6 +58,8 @@ MODELS = {
         "tie_embeddings": True,
         "attention_bias": True,
     },
+    # Four ranks share two groups, two ranks each.
+    "pairs": {**SIZES, "n_kv_heads": 4, "mamba_groups": 2, "mamba_heads": 4},
     "experts": {
         **SIZES,
         "mamba_groups": 2,
@@ -72,18 +71,8 @@ MODELS = {
 }
 
 
-def case_of(label, model="dense", packed=False, fsdp2=False, **asked):
-    train = TrainSpec(**{"batch": 8, "seq_len": 16, "seed": 3, **asked})
-    layout = Layout.parse(label)
-    return Case(model_spec(**MODELS[model]), train, layout, packed=packed, fsdp2=fsdp2)
-
-
-def proven(world, case):
-    return prove_parity(case, open_groups(case.layout, world), world)
-
-
-def faulty(world, case, fault):
-    return check(case, open_groups(case.layout, world), world, fault=fault)
+def case_of(label, model="dense", **asked):
+    return recurrent_layouts.case_of(MODELS[model], label, **asked)
 
 
 CASES = [
@@ -109,38 +98,14 @@ CASES = [
     case_of("tp2 dp2 ep2 mb2", "experts"),
     case_of("pp2 zbv v2 mb1", "experts", packed=True),
     case_of("mb2", "groups", packed=True, compile=True),
+    case_of("tp4 sp mb2", "pairs"),
 ]
-# Four ranks share the two groups of a model, two ranks each.
-PAIRS = {**SIZES, "n_kv_heads": 4, "mamba_groups": 2, "mamba_heads": 4}
 
 
 @pytest.mark.often(3)
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(
-            pytest.param(case, id=case.label, marks=[pytest.mark.slow] * case.train.is_compiled)
-            for case in CASES
-        ),
-        pytest.param(
-            Case(model_spec(**PAIRS), TrainSpec(batch=8, seq_len=16), Layout.parse("tp4 sp mb2")),
-            id="two ranks for a group",
-        ),
-    ],
-)
+@pytest.mark.parametrize("case", labelled(CASES))
 def test_a_layout_is_one_device(case):
-    verdicts = on_ranks(case.layout.world, proven, case=case)[0]
-    assert [verdict.claim for verdict in verdicts if not verdict.passed] == []
-
-
-def counted(world, case):
-    """The claims that a rank does not keep to, and the FLOPs of its attention: said and seen."""
-    groups, program = open_groups(case.layout, world), program_of(case, world)
-    failed = [v.claim for v in prove_conformance(case, groups, world) if not v.passed]
-    parallel = build(program, groups, world.device, seeded(case.model, 0))
-    with WorkCounter() as work:
-        gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
-    return failed, attention_flops(program, groups.at["pp"], groups.at["cp"]), work.attention
+    check_parity(case)
 
 
 CENSUS = [
@@ -155,11 +120,9 @@ CENSUS = [
 
 
 @pytest.mark.often(2)
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in CENSUS])
+@pytest.mark.parametrize("case", labelled(CENSUS))
 def test_a_program_is_what_its_ranks_do(case):
-    for failed, said, seen in on_ranks(case.layout.world, counted, case=case):
-        assert failed == []
-        assert said == pytest.approx(seen, rel=1e-12)
+    check_census(case)
 
 
 # Widths at which activations and states weigh about the same.
@@ -179,30 +142,14 @@ LARGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(
-    ("label", "precision"),
-    [
-        ("mb1", "fp32"),
-        ("mb2 recompute-selective", "fp32"),
-        ("mb1 recompute-full", "fp32"),
-        ("mb2", "bf16"),
-        ("tp2 mb2", "fp32"),
-    ],
-)
+@pytest.mark.parametrize(("label", "precision"), PEAKS)
 def test_the_peak_is_predicted(label, precision, groups):
-    train = TrainSpec(batch=4, seq_len=256, precision=precision)
-    model = model_spec(**{**LARGE, "mamba_groups": groups})
-    case = Case(model, train, Layout.parse(label))
-    target = Target("cpu", route(train.matmul, Processor()))
-    program = lower(case.model, train, case.optimizer, case.layout, target)
-    for rank, measured in enumerate(on_ranks(case.layout.world, measure, case=case)):
-        assert timeline(program, rank).peak.total == pytest.approx(measured.peak.total, rel=0.03)
+    check_peak({**LARGE, "mamba_groups": groups}, label, precision)
 
 
 def layers(parallel):
     """The recurrent layers of a rank."""
-    blocks = (block for module in parallel.modules.values() for block in module.blocks)
-    return [block.attn for block in blocks if isinstance(block.attn, Mamba2)]
+    return layers_of(parallel, Mamba2)
 
 
 def keys_of_own_heads(parallel):
@@ -224,11 +171,7 @@ def norm_of_all_features(parallel):
 
 def documents_run_on(parallel):
     """States and convolutions pass the borders of documents."""
-    for layer in layers(parallel):
-        forward = layer.forward
-        layer.forward = lambda x, context, forward=forward: forward(
-            x, context._replace(documents=None)
-        )
+    run_on(layers(parallel))
 
 
 def wrong_groups(parallel):
@@ -252,8 +195,7 @@ FAULTS = [
     [pytest.param(*seeded_fault, id=seeded_fault[0].__name__) for seeded_fault in FAULTS],
 )
 def test_faults_are_caught(fault, case):
-    verdicts = on_ranks(case.layout.world, faulty, case=case, fault=fault)[0]
-    assert any(not verdict.passed for verdict in verdicts)
+    check_caught(fault, case)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

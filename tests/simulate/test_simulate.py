@@ -312,6 +312,7 @@ def test_ranks_by_words():
     for text, said in {
         "first": "--ranks has 'first'; nearest legal: a number, middle, last, stages or all",
         "16": "--ranks has rank 16; nearest legal: 0 to 15",
+        "²": "--ranks has '²'",
         "": "--ranks has no rank",
     }.items():
         with pytest.raises(ConfigError, match=said):

@@ -66,7 +66,7 @@ def import_config(
 def _devices(base: Path | None, overrides: list[str]) -> int:
     """Return the number of ranks: WORLD_SIZE if it is set, else the devices of the cluster."""
     given = os.environ.get("WORLD_SIZE", "")
-    if given.isdigit():
+    if given.isdecimal():
         return int(given)
     cluster = [override for override in overrides if override.startswith("cluster.")]
     stated = read_given(base, cluster)

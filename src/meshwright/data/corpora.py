@@ -175,7 +175,7 @@ def _stated_hash(url: str) -> tuple[int, str]:
             headers = error.headers
     sha256 = (headers.get("X-Linked-Etag") or "").strip('"')
     size = headers.get("X-Linked-Size") or ""
-    if len(sha256) != 64 or not size.isdigit():
+    if len(sha256) != 64 or not size.isdecimal():
         raise ValueError("the server states no size and SHA-256 for it")
     return int(size), sha256
 

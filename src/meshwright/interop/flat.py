@@ -204,7 +204,7 @@ def _resolve(text: str, variables: dict[str, str]) -> str:
 def _product(text: str) -> str:
     """Return the value of a shell product such as `2*8`; other arithmetic stays as written."""
     factors = [part.strip() for part in text.split("*")]
-    if not all(factor.isdigit() for factor in factors):
+    if not all(factor.isdecimal() for factor in factors):
         return f"$(({text}))"
     if sum(map(len, factors)) > MAX_DIGITS:
         return f"$(({text}))"

@@ -3,13 +3,15 @@
 Each head has a state, a matrix `[key_dim, value_dim]`. A token with decay g <= 0 makes of a state S
 `exp(g) S + k w'`, where k is its key and w what it writes, and reads it with its query. Heads of
 values that share a head of keys share its products. `models.delta_rule` and `models.state_space`
-differ in what a token writes: the rest, forward and backward, is here.
+differ in what a token writes: the rest, forward and backward, is here. Their operators return what
+tokens read, the state before each chunk, and the last state; the backward gets the arguments and
+the states, and computes everything else again, chunk by chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,26 +141,103 @@ class Reads(NamedTuple):
         return Gradients(to_q, to_k, decays.passes * to_next + outer(q, read_grad), decayed)
 
 
-def by_token(x: Tensor) -> Tensor:
-    """Return x `[batch, key_heads, seq, shared, dim]` as `[batch, seq, heads, dim]`."""
-    return x.transpose(1, 2).flatten(2, 3)
+def scan(
+    key: Tensor,
+    value: Tensor,
+    state: Tensor | None,
+    step: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what tokens read, the state before each chunk, and the last state.
+
+    `state` is the first one; None: zero. `step` takes a chunk's tokens and first state, and returns
+    what the tokens read and the next state.
+    """
+    out, states, last = _results(key, value)
+    last = last.zero_() if state is None else last.copy_(state)
+    for index, tokens in enumerate(_slices(key)):
+        states[index] = last
+        out[:, tokens], last = step(tokens, last)
+    return out, states, last
 
 
-def slices(x: Tensor) -> Iterator[slice]:
+def scan_back(
+    inputs: Sequence[Tensor],
+    grad: Tensor | None,
+    to_last: Tensor | None,
+    states: Tensor,
+    step: Callable[[slice, Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+) -> tuple[Tensor, ...]:
+    """Return the gradients for query, key, value and further inputs, and for the first state.
+
+    Inputs are `[batch, seq, ...]`; `grad` and `to_last` are the gradients for the results of
+    `scan`, None: zero. `step` takes a chunk's tokens, the gradient for what they read by key head,
+    the chunk's first state and the gradient for the next one, and returns those for its inputs and
+    first state.
+    """
+    _, key, value, *_ = inputs
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    to_state = torch.zeros_like(states[0]) if to_last is None else to_last.to(states.dtype)
+    grad = torch.zeros_like(value) if grad is None else grad
+    for index, tokens in reversed(list(enumerate(_slices(key)))):
+        to_out = by_key_head(grad[:, tokens], key.shape[2])
+        *chunk_grads, to_state = step(tokens, to_out, states[index], to_state)
+        for total, chunk_grad in zip(grads, chunk_grads, strict=True):
+            total[:, tokens] = chunk_grad
+    return *grads, to_state
+
+
+def differentiate(forward: Any, backward: Any) -> None:
+    """Give the custom operator of a recurrence its shapes while tracing, and its gradient.
+
+    Both are of `torch.library.custom_op`. `forward` takes query, key, value, further inputs,
+    segments and the first state, and returns as `scan`. `backward` takes the gradients for the
+    output and the last state, the arguments of `forward` but for the state, and the states.
+    """
+
+    def results(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> Any:
+        return _results(key, value)
+
+    def gradients(grad: Tensor | None, to_last: Tensor | None, *saved: Tensor) -> Any:
+        *inputs, _, states = saved
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        return *grads, torch.empty_like(states[0])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, state = inputs
+        ctx.save_for_backward(*tensors, output[1])
+        ctx.continues = state is not None
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    def through_all(ctx: Any, grad: Tensor | None, _: Any, to_last: Tensor | None) -> Any:
+        *grads, to_state = backward(grad, to_last, *ctx.saved_tensors)
+        return *grads, None, to_state if ctx.continues else None
+
+    forward.register_fake(results)
+    backward.register_fake(gradients)
+    forward.register_autograd(through_all, setup_context=keep)
+
+
+def _results(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized results of `scan`; states are in fp32 at least."""
+    batch, _, heads, key_dim = key.shape
+    shape = batch, heads, key_dim, value.shape[2] // heads, value.shape[3]
+    wide = torch.promote_types(value.dtype, torch.float32)
+    count = -(-key.shape[1] // CHUNK)
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    states = value.new_empty((count, *shape), dtype=wide)
+    return out, states, value.new_empty(shape, dtype=wide)
+
+
+def _slices(x: Tensor) -> Iterator[slice]:
     """Yield the tokens of each chunk of x `[batch, seq, ...]`; the last may have fewer."""
     for start in range(0, x.shape[1], CHUNK):
         yield slice(start, min(start + CHUNK, x.shape[1]))
 
 
-def chunks(x: Tensor) -> int:
-    """Return the number of chunks of x `[batch, seq, ...]`."""
-    return -(-x.shape[1] // CHUNK)
-
-
-def state_shape(key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """Return the shape of the states that keys `[batch, seq, key_heads, key_dim]` write."""
-    heads = key.shape[2]
-    return key.shape[0], heads, key.shape[3], value.shape[2] // heads, value.shape[3]
+def by_token(x: Tensor) -> Tensor:
+    """Return x `[batch, key_heads, seq, shared, dim]` as `[batch, seq, heads, dim]`."""
+    return x.transpose(1, 2).flatten(2, 3)
 
 
 def by_key_head(x: Tensor, key_heads: int) -> Tensor:

@@ -10,7 +10,7 @@ the sequence.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from meshwright.models.chunks import (
     back,
     by_key_head,
     by_token,
-    chunks,
+    differentiate,
     outer,
     pairs,
-    slices,
-    state_shape,
+    scan,
+    scan_back,
     through,
 )
 from meshwright.models.ops import widened
@@ -57,18 +57,13 @@ def delta_rule(
     Where `segments` int `[batch, seq]` change, the state restarts from zero. `state` `[batch,
     key_heads, key_dim, heads / key_heads, value_dim]` is the initial state; None: zero.
     """
-    shape = state_shape(key, value)
-    wide = torch.promote_types(value.dtype, torch.float32)
-    last = value.new_zeros(shape, dtype=wide) if state is None else state.to(wide, copy=True)
-    states = value.new_empty((chunks(key), *shape), dtype=wide)
-    out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    for index, tokens in enumerate(slices(key)):
-        states[index] = last
+
+    def of_chunk(tokens: slice, first: Tensor) -> tuple[Tensor, Tensor]:
         chunk = _Chunk.of(query, key, value, decay, strength, segments, tokens)
-        written = chunk.written(last)[0]
-        out[:, tokens] = chunk.reads.read(last, written)
-        last = chunk.reads.next(last, written)
-    return out, states, last
+        written = chunk.written(first)[0]
+        return chunk.reads.read(first, written), chunk.reads.next(first, written)
+
+    return scan(key, value, state, of_chunk)
 
 
 @torch.library.custom_op(
@@ -95,16 +90,13 @@ def delta_rule_backward(
     are those before each chunk, from `delta_rule`.
     """
     given = query, key, value, decay, strength
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
-    to_state = torch.zeros_like(states[0]) if to_last is None else to_last.to(states.dtype)
-    grad = torch.zeros_like(value) if grad is None else grad
-    for index, tokens in reversed(list(enumerate(slices(key)))):
-        chunk = _Chunk.of(*given, segments, tokens)
-        to_out = by_key_head(grad[:, tokens], key.shape[2])
-        *chunk_grads, to_state = chunk.backward(to_out, states[index], to_state)
-        for total, chunk_grad in zip(grads, chunk_grads, strict=True):
-            total[:, tokens] = chunk_grad
-    return *grads, to_state  # type: ignore[return-value]
+
+    def of_chunk(
+        tokens: slice, to_out: Tensor, first: Tensor, to_next: Tensor
+    ) -> tuple[Tensor, ...]:
+        return _Chunk.of(*given, segments, tokens).backward(to_out, first, to_next)
+
+    return scan_back(given, grad, to_last, states, of_chunk)  # type: ignore[return-value]
 
 
 class _Chunk(NamedTuple):
@@ -216,51 +208,4 @@ def _solved(system: Tensor, values: Tensor, *, upper: bool) -> Tensor:
     return solution.transpose(2, 3)
 
 
-@delta_rule.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    strength: Tensor,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = state_shape(key, value)
-    wide = torch.promote_types(value.dtype, torch.float32)
-    states = value.new_empty((chunks(key), *shape), dtype=wide)
-    out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    return out, states, value.new_empty(shape, dtype=wide)
-
-
-@delta_rule_backward.register_fake
-def _(
-    grad: Tensor | None,
-    to_last: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    strength: Tensor,
-    segments: Tensor | None,
-    states: Tensor,
-) -> tuple[Tensor, ...]:
-    given = query, key, value, decay, strength
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
-    return *grads, torch.empty_like(states[0])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, state = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.continues = state is not None
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: Any, to_last: Tensor | None) -> Any:
-    *grads, to_state = delta_rule_backward(grad, to_last, *ctx.saved_tensors)
-    return *grads, None, to_state if ctx.continues else None
-
-
-delta_rule.register_autograd(_backward, setup_context=_keep)
+differentiate(delta_rule, delta_rule_backward)

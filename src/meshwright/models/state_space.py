@@ -9,7 +9,7 @@ chunk's first state.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from meshwright.models.chunks import (
     Reads,
     by_key_head,
     by_token,
-    chunks,
-    slices,
-    state_shape,
+    differentiate,
+    scan,
+    scan_back,
     through,
 )
 from meshwright.models.ops import widened
@@ -51,20 +51,15 @@ def state_space(
     state is zero again. `state` `[batch, groups, key_dim, heads / groups, value_dim]` is the first
     one; None: zero.
     """
-    shape = state_shape(key, value)
-    wide = torch.promote_types(value.dtype, torch.float32)
-    last = value.new_zeros(shape, dtype=wide) if state is None else state.to(wide, copy=True)
-    states = value.new_empty((chunks(key), *shape), dtype=wide)
-    out = torch.empty_like(value, memory_format=torch.contiguous_format)
     skips = widened(skip)[:, None]
-    for index, tokens in enumerate(slices(key)):
-        states[index] = last
+
+    def of_chunk(tokens: slice, first: Tensor) -> tuple[Tensor, Tensor]:
         chunk = _Chunk.of(query, key, value, decay, step, segments, tokens)
         written = chunk.step * chunk.value
-        read = chunk.reads.read(last, written)
-        out[:, tokens] = read.addcmul_(widened(value[:, tokens]), skips)
-        last = chunk.reads.next(last, written)
-    return out, states, last
+        read = chunk.reads.read(first, written).addcmul_(widened(value[:, tokens]), skips)
+        return read, chunk.reads.next(first, written)
+
+    return scan(key, value, state, of_chunk)
 
 
 @torch.library.custom_op(
@@ -91,18 +86,17 @@ def state_space_backward(
     `grad` and `to_last` are those of the result and the last state; None: zero.
     """
     given = query, key, value, decay, step
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
     to_skip = torch.zeros_like(skip, dtype=states.dtype)
-    to_state = torch.zeros_like(states[0]) if to_last is None else to_last.to(states.dtype)
-    grad = torch.zeros_like(value) if grad is None else grad
     skips = widened(skip).view(key.shape[2], 1, -1, 1)
-    for index, tokens in reversed(list(enumerate(slices(key)))):
+
+    def of_chunk(
+        tokens: slice, to_out: Tensor, first: Tensor, to_next: Tensor
+    ) -> tuple[Tensor, ...]:
         chunk = _Chunk.of(*given, segments, tokens)
-        to_out = by_key_head(grad[:, tokens], key.shape[2])
-        to_skip += (to_out * chunk.value).sum((0, 2, 4)).flatten()
-        *chunk_grads, to_state = chunk.backward(to_out, skips, states[index], to_state)
-        for total, chunk_grad in zip(grads, chunk_grads, strict=True):
-            total[:, tokens] = chunk_grad
+        to_skip.add_((to_out * chunk.value).sum((0, 2, 4)).flatten())
+        return chunk.backward(to_out, skips, first, to_next)
+
+    *grads, to_state = scan_back(given, grad, to_last, states, of_chunk)
     return *grads, to_skip.to(skip.dtype), to_state  # type: ignore[return-value]
 
 
@@ -152,53 +146,4 @@ class _Chunk(NamedTuple):
         return to_q, to_k, to_v, to_decays[..., 0], to_steps[..., 0], grads.state
 
 
-@state_space.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    step: Tensor,
-    skip: Tensor,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = state_shape(key, value)
-    wide = torch.promote_types(value.dtype, torch.float32)
-    states = value.new_empty((chunks(key), *shape), dtype=wide)
-    out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    return out, states, value.new_empty(shape, dtype=wide)
-
-
-@state_space_backward.register_fake
-def _(
-    grad: Tensor | None,
-    to_last: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    step: Tensor,
-    skip: Tensor,
-    segments: Tensor | None,
-    states: Tensor,
-) -> tuple[Tensor, ...]:
-    given = query, key, value, decay, step, skip
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
-    return *grads, torch.empty_like(states[0])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, state = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.continues = state is not None
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: Any, to_last: Tensor | None) -> Any:
-    *grads, to_state = state_space_backward(grad, to_last, *ctx.saved_tensors)
-    return *grads, None, to_state if ctx.continues else None
-
-
-state_space.register_autograd(_backward, setup_context=_keep)
+differentiate(state_space, state_space_backward)

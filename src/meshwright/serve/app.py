@@ -112,7 +112,7 @@ def _refusal(request: Request, port: int) -> tuple[int, str] | None:
 async def _body(request: Request) -> bytes | None:
     """Return a request's body, or None as soon as it is larger than `LARGEST_BODY`."""
     length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length[:20]) > LARGEST_BODY:
+    if not length.isdecimal() or int(length[:20]) > LARGEST_BODY:
         return None
     body = b""
     async for chunk in request.stream():

@@ -188,9 +188,9 @@ def ranks_of(text: str, layout: Layout) -> list[int]:
     }
     ranks: list[int] = []
     for word in filter(None, text.replace(" ", "").split(",")):
-        if not word.isdigit() and word not in named:
+        if not word.isdecimal() and word not in named:
             raise ConfigError(refusal(f"--ranks has {word!r}", legal=["a number", *named]))
-        ranks += [int(word)] if word.isdigit() else named[word]
+        ranks += [int(word)] if word.isdecimal() else named[word]
     outsiders = [rank for rank in ranks if rank >= world]
     if outsiders or not ranks:
         problem = f"rank {outsiders[0]}" if outsiders else "no rank"

@@ -16,21 +16,16 @@ from meshwright.program.layers.linears import (
     row_kept,
     row_workspaces,
 )
+from meshwright.program.layers.recurrence import WIDE, ChunkTensors, Widths, gated_norm_bytes
 from meshwright.program.layers.workspace import Workspace
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective, Phase
 from meshwright.program.saved import Op
 from meshwright.program.sizes import Sizes
 from meshwright.spec.parts import mamba_linears, mamba_shape
-from meshwright.spec.recurrences import CHUNK, state_space_flops
+from meshwright.spec.recurrences import state_space_flops
 
-_WIDE: Final = 4
-# Tensors of a chunk that the backward of the recurrence has at once, in fp32: of the size of
-# values, of keys, of pairs of tokens, and of states.
-_OF_VALUES: Final = 8
-_OF_KEYS: Final = 6
-_OF_PAIRS: Final = 5
-_OF_STATES: Final = 4
+_OF_CHUNK: Final = ChunkTensors(values=8, keys=6, pairs=5, states=4)
 
 
 def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
@@ -41,20 +36,21 @@ def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     *columns, last = mamba_linears(program.model)
     for linear in columns:
         yield from inputs.operations(linear)
-    of_steps = sizes.tokens * heads * _WIDE
+    of_steps = sizes.tokens * heads * WIDE
     of_heads = sizes.tokens * heads * sizes.element
     yield Op("attn.steps", "activation", saved=of_heads, io_bytes=of_heads + 2 * of_steps)
     channels = of_values, of_groups
     yield Op("attn.conv", "activation", saved=channels, io_bytes=2 * sum(channels))
-    states = state_bytes(program, sizes)
+    widths = _widths(program)
+    states = widths.state_bytes(program, sizes)
     yield Op(
         "attn.core",
         "attention",
         flops=sizes.tokens * state_space_flops(*shape),
         saved=(*channels, of_steps, of_steps, states),
-        kept=(of_values, states, state_bytes(program, sizes, chunks=1)),
+        kept=(of_values, states, widths.state_bytes(program, sizes, chunks=1)),
     )
-    scales = sizes.tokens * groups * _WIDE
+    scales = sizes.tokens * groups * WIDE
     yield Op(
         "attn.gated_norm",
         "norm",
@@ -73,11 +69,9 @@ def _channels(program: Program, sizes: Sizes) -> tuple[int, int]:
     return line * heads * head_dim, line * 2 * groups * state
 
 
-def state_bytes(program: Program, sizes: Sizes, chunks: int | None = None) -> int:
-    """Return the bytes of the states before a sequence's chunks, or of so many."""
-    count = -(-program.sequence // CHUNK) if chunks is None else chunks
-    heads, _, state, head_dim = mamba_shape(program.model, program.layout.tp)
-    return sizes.rows * count * heads * state * head_dim * _WIDE
+def _widths(program: Program) -> Widths:
+    heads, groups, state, head_dim = mamba_shape(program.model, program.layout.tp)
+    return Widths(heads * head_dim, groups * state, heads, heads * state * head_dim)
 
 
 def shares_groups(program: Program) -> bool:
@@ -87,7 +81,7 @@ def shares_groups(program: Program) -> bool:
 
 def _sums_bytes(program: Program, sizes: Sizes) -> int:
     """Return the bytes of a number of each token and group."""
-    return sizes.tokens * program.model.mamba_groups * _WIDE
+    return sizes.tokens * program.model.mamba_groups * WIDE
 
 
 def norm_messages(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
@@ -106,22 +100,20 @@ def norm_messages(program: Program, sizes: Sizes, passes: int) -> Iterator[Colle
 
 
 def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
-    """Yield the needs of the operations' backward, the last operation first.
+    """Yield the workspaces of the operations' backward, the last operation first.
 
-    In fp32: of the gated norm the gradient that came and four tensors, or in half precision one
-    more; of a convolution four of its own beside all gradients.
+    A convolution has four fp32 tensors besides all gradients.
     """
     heads = mamba_shape(program.model, program.layout.tp)[0]
     of_values, of_groups = _channels(program, sizes)
-    wide = _WIDE // sizes.element
+    wide = WIDE // sizes.element
     *columns, last = mamba_linears(program.model)
     yield from row_workspaces(program, sizes, last)
-    inside = 4 if sizes.element == _WIDE else 5
-    norm = of_values + inside * wide * of_values
+    norm = gated_norm_bytes(sizes, of_values)
     yield Workspace("attn.gated_norm", norm, ("attn.gated_norm.weight",))
-    of_steps = 2 * sizes.tokens * heads * _WIDE
+    of_steps = 2 * sizes.tokens * heads * WIDE
     made_bytes = of_values + of_groups + of_steps
-    core = of_values + made_bytes + _chunk_bytes(program, sizes)
+    core = of_values + made_bytes + _widths(program).chunk_bytes(program, sizes, _OF_CHUNK)
     # Beside the gradient of the gate z.
     yield Workspace("attn.core", of_values + core, ("attn.skip",))
     convs = tuple(
@@ -132,13 +124,3 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     of_gates = of_values + of_values + of_groups + 3 * of_steps
     yield Workspace("attn.steps", of_gates, ("attn.a_log", "attn.dt_bias"))
     yield from column_workspaces(program, sizes, columns)
-
-
-def _chunk_bytes(program: Program, sizes: Sizes) -> int:
-    """Return the temporary bytes of a chunk's backward."""
-    heads, groups, state, head_dim = mamba_shape(program.model, program.layout.tp)
-    length = min(CHUNK, program.sequence)
-    numbers = _OF_VALUES * heads * head_dim + _OF_KEYS * groups * state
-    numbers += _OF_PAIRS * length * heads
-    of_tokens = sizes.rows * length * numbers * _WIDE
-    return of_tokens + _OF_STATES * state_bytes(program, sizes, chunks=1)

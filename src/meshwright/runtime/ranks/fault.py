@@ -44,7 +44,7 @@ class Fault:
             raise ConfigError(f"FAULT={text}: {form}")
         rank, phase, step, action = fields[:4]
         action, _, argument = action.partition("=")
-        if not rank.isdigit() or not (step == "*" or step.isdigit()):
+        if not rank.isdecimal() or not (step == "*" or step.isdecimal()):
             raise ConfigError(f"FAULT={text}: {form}; rank and step are numbers")
         for word, known in ((phase, MOMENTS), (action, ACTIONS)):
             if word not in known:

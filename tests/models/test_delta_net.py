@@ -1,0 +1,28 @@
+"""Gated DeltaNet: its norm and its gates."""
+
+import torch
+from torch.nn import functional as F
+
+from meshwright.models.delta_net import _GatedNorm, gates
+
+
+def test_the_gated_norm_and_the_gates_have_autograds_gradients():
+    generator = torch.Generator().manual_seed(0)
+    x, gate, weight = (
+        torch.randn(*size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((2, 3, 4, 5), (2, 3, 4, 5), (5,))
+    )
+    assert torch.autograd.gradcheck(
+        lambda *leaves: _GatedNorm.apply(*leaves, 1e-3), (x, gate, weight)
+    )
+    norm = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight * F.silu(gate)
+    torch.testing.assert_close(_GatedNorm.apply(x, gate, weight, 1e-3), norm)
+    ba, a_log, dt_bias = (
+        torch.randn(*size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((2, 3, 12), (6,), (6,))
+    )
+    assert torch.autograd.gradcheck(lambda *leaves: gates(*leaves, 2), (ba, a_log, dt_bias))
+    strength, decay = gates(ba, a_log, dt_bias, 2)
+    b, a = (part.flatten(2) for part in ba.view(2, 3, 3, 4).split(2, -1))
+    torch.testing.assert_close(strength, b.sigmoid())
+    torch.testing.assert_close(decay, -a_log.exp() * F.softplus(a + dt_bias))
