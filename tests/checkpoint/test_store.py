@@ -327,7 +327,8 @@ def test_a_damaged_object_is_named_and_the_step_before_is_taken(data):
     name = data.draw(st.sampled_from([*files, MANIFEST]))
     content = (newest / name).read()
     kind = data.draw(st.sampled_from(["cut", "bit", "gone"]))
-    at = data.draw(st.integers(0, len(content) - 1))
+    # Without the end of its last line alone, a manifest says the same.
+    at = data.draw(st.integers(0, len(content) - (2 if name == MANIFEST else 1)))
     if kind == "gone":
         (newest / name).remove()
     else:
