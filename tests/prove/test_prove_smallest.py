@@ -86,7 +86,7 @@ def test_another_fault_a_refusal_or_a_crash_is_no_smaller_case():
     ):
         search = reduced(None, run=verdict)
         assert search.case == SmallCase(COMMAND, 2)
-        assert any(why in attempt.why for attempt in search.attempts), why
+        assert any(why in attempt.reason for attempt in search.attempts), why
 
 
 def test_data_ranks_that_would_read_the_same_rows_are_no_smaller_case():
@@ -98,7 +98,7 @@ def test_data_ranks_that_would_read_the_same_rows_are_no_smaller_case():
 
     search = reduced(None, run=run)
     assert search.case.reduction.length == 8
-    assert [a.why for a in search.attempts if not a.shows] == [
+    assert [a.reason for a in search.attempts if not a.shows] == [
         "ranks that read other rows read the same ones"
     ] * 2
 
@@ -181,9 +181,9 @@ def test_a_fault_of_a_loop_is_reduced_to_what_it_needs(tmp_path, monkeypatch, ca
     assert smallest["case"]["length"] == 8
     assert smallest["case"]["layers"] == {"Block": 2}
     assert smallest["script"] is None
-    attempts = {attempt["what"]: attempt for attempt in smallest["attempts"]}
-    assert attempts["1 of 2 Block"]["why"] == "the program ends without a verdict"
-    assert attempts["4 of 16 length"]["why"] == "the fault is gone"
+    attempts = {attempt["change"]: attempt for attempt in smallest["attempts"]}
+    assert attempts["1 of 2 Block"]["reason"] == "the program ends without a verdict"
+    assert attempts["4 of 16 length"]["reason"] == "the fault is gone"
     issue = (tmp_path / "steps" / "issue.md").read_text()
     assert smallest["repeat"] in issue
     assert "2 ranks, 1 step, 2 microbatches of 1 x 8 a step and rank; 2 Block" in issue

@@ -60,15 +60,15 @@ def prove_command(args: argparse.Namespace, out: TextIO) -> int:
     verdict = json.loads((folder / VERDICT).read_text())
     for line in verdict_lines(verdict):
         say_line(line, out)
-    more = dict[str, Any]()
+    reduced = dict[str, Any]()
     if verdict["faults"] and args.smallest:
-        more["smallest"] = _look_for_smallest(small, verdict, folder, seconds, out)
+        reduced["smallest"] = _look_for_smallest(small, verdict, folder, seconds, out)
     elif verdict["faults"]:
         say_line("--smallest looks for the smallest case that shows it: it runs COMMAND again", out)
     if (folder / ISSUE).is_file():
         say_line(f"for an issue tracker: {folder / ISSUE}", out)
     if args.json:
-        print_json({**verdict, **more, "command": args.program, "folder": str(folder)})
+        print_json({**verdict, **reduced, "command": args.program, "folder": str(folder)})
     if verdict["refused"] is not None:
         return EXIT_REFUSED
     return EXIT_DONE if verdict["passed"] else EXIT_CHECK_FAILED
@@ -130,18 +130,19 @@ def _look_for_smallest(
     say_line("looking for the smallest case that shows the first fault", out)
     search = SmallestSearch(small, verdict, run, lambda line: say_line(line, out))
     case = search.search()
-    words = ["meshwright", "prove", "--steps", str(case.steps)]
-    words += ["--case", case.reduction.as_json()] if case.reduction != Reduction() else []
-    repeat = shlex.join([*words, "--", *case.command])
+    options = ["--steps", str(case.steps)]
+    options += ["--case", case.reduction.as_json()] if case.reduction != Reduction() else []
+    repeat = shlex.join(["meshwright", "prove", *options, "--", *case.command])
     has_script = _write_script(search.verdict, folder, patience)
     facts = search.verdict["case"]
+    counts = {**facts["layers"], **case.reduction.layers, **facts["sizes"]}
     text = [
         "### The smallest case that shows it",
         "",
         f"{counted(search.verdict['world'], 'rank')}, {counted(case.steps, 'step')}, "
         f"{facts['microbatches']} microbatches of {facts['rows']} x "
         f"{facts['length']} a step and rank; "
-        + ", ".join(f"{n} {name}" for name, n in {**facts["layers"], **facts["sizes"]}.items()),
+        + ", ".join(f"{n} {name}" for name, n in counts.items()),
         "",
         "```",
         repeat,
@@ -163,7 +164,7 @@ def _look_for_smallest(
     return {
         "repeat": repeat,
         "case": facts,
-        "attempts": [{"what": a.what, "shows": a.shows, "why": a.why} for a in search.attempts],
+        "attempts": [asdict(attempt) for attempt in search.attempts],
         "script": str(folder / SCRIPT) if has_script else None,
     }
 
@@ -176,9 +177,9 @@ def _write_script(verdict: dict[str, Any], folder: Path, seconds: float) -> bool
     file = folder / SCRIPT
     file.write_text(script)
     launcher = [verdict["case"]["python"], "-m", "torch.distributed.run", "--standalone"]
-    words = [*launcher, "--nproc-per-node", str(verdict["world"]), str(file)]
+    command = [*launcher, "--nproc-per-node", str(verdict["world"]), str(file)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         shows = f"exitcode  : {EXIT_WRONG} " in done.stderr
     except subprocess.TimeoutExpired:
         shows = False

@@ -176,7 +176,7 @@ def case_of(model: nn.Module, shape: InputShape, microbatches: int) -> dict[str,
         if len(kinds) == 1 and len(modules) > 1 and any(True for _ in modules[0].parameters()):
             name = kinds.pop().__name__.removeprefix("FSDP")
             layers[name] = max(len(modules), layers.get(name, 0))
-    facts = {
+    facts: dict[str, Any] = {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "microbatches": microbatches,
         "rows": shape.rows,
@@ -201,7 +201,7 @@ def _of_transformers(model: Any) -> dict[str, Any] | None:
     values = model.config.to_diff_dict()
     left_out = ("distributed_config", "dtype", "transformers_version", "architectures")
     try:
-        return json.loads(
+        facts: dict[str, Any] = json.loads(
             json.dumps(
                 {
                     "class": kind.__name__,
@@ -213,3 +213,4 @@ def _of_transformers(model: Any) -> dict[str, Any] | None:
         )
     except TypeError:
         return None
+    return facts

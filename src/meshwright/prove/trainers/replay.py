@@ -76,7 +76,7 @@ def data_rows(step: LoadedStep) -> list[DataRow]:
 
 def data_rank_of(step: LoadedStep) -> list[int]:
     """Return each rank's data rank: ranks with the same inputs in every microbatch share one."""
-    keys = [tuple(microbatch.key for microbatch in some) for some in step.microbatches]
+    keys = [tuple(record.key for record in records) for records in step.microbatches]
     distinct = list(dict.fromkeys(keys))
     return [distinct.index(key) for key in keys]
 

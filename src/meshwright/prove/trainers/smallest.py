@@ -48,12 +48,12 @@ class SmallCase:
 class Attempt:
     """A run with less of something, and whether it shows the fault."""
 
-    what: str
+    change: str
     shows: bool
-    why: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}: " + ("shows it" if self.shows else self.why)
+        return f"{self.change}: " + ("shows it" if self.shows else self.reason)
 
 
 @dataclass
@@ -76,26 +76,26 @@ class SmallestSearch:
     def search(self) -> SmallCase:
         """Return the smallest case that shows the first fault."""
         for candidates in self._quantities():
-            for what, small in candidates():
+            for change, small in candidates:
                 if len(self.attempts) >= self.most_runs:
                     return self.case
-                if self._try(what, small):
+                if self._try(change, small):
                     break
         return self.case
 
-    def _try(self, what: str, small: SmallCase) -> bool:
+    def _try(self, change: str, small: SmallCase) -> bool:
         verdict = self.run(small)
-        shows, why = False, "the program ends without a verdict"
+        shows, reason = False, "the program ends without a verdict"
         if verdict is not None and verdict["refused"] is not None:
-            why = f"refused: {verdict['refused'][:90]}"
+            reason = f"refused: {verdict['refused'][:90]}"
         elif verdict is not None and _size(verdict) == _size(self.verdict):
-            why = "the program computes as much as before"
+            reason = "the program computes as much as before"
         elif verdict is not None and verdict["case"]["data_rank_of"] != self._data_ranks(small):
-            why = "ranks that read other rows read the same ones"
+            reason = "ranks that read other rows read the same ones"
         elif verdict is not None:
             shows = any(is_alike(fault, self._fault) for fault in verdict["faults"])
-            why = "another fault" if verdict["faults"] else "the fault is gone"
-        attempt = Attempt(what, shows, why)
+            reason = "another fault" if verdict["faults"] else "the fault is gone"
+        attempt = Attempt(change, shows, reason)
         self.attempts.append(attempt)
         self.say(f"  {attempt}")
         if shows and verdict is not None:
@@ -107,22 +107,22 @@ class SmallestSearch:
         by_rank: list[int] = self.verdict["case"]["data_rank_of"]
         return by_rank if small.ranks is None else by_rank[: small.ranks]
 
-    def _quantities(self) -> Iterator[Callable[[], Iterator[tuple[str, SmallCase]]]]:
-        """Yield functions that yield smaller cases of one quantity, the smallest first.
+    def _quantities(self) -> Iterator[Iterator[tuple[str, SmallCase]]]:
+        """Yield smaller cases of one quantity after another, the smallest first.
 
-        A step, and ranks: each run costs less of the next ones.
+        Steps and ranks begin: each run costs less of the next ones.
         """
-        yield self._fewer_steps
-        yield self._fewer_ranks
+        yield self._fewer_steps()
+        yield self._fewer_ranks()
         for name in self.verdict["case"]["layers"]:
-            yield lambda name=name: self._fewer("layers", name, 1)
+            yield self._fewer("layers", name, 1)
         if DEPTH in self.verdict["case"]["sizes"]:
-            yield lambda: self._fewer("sizes", DEPTH, 1)
-        yield lambda: self._fewer("rows", None, 1)
-        yield lambda: self._fewer("length", None, _LEAST_LENGTH)
-        for name, least in SIZES.items():
+            yield self._fewer("sizes", DEPTH, 1)
+        yield self._fewer("rows", None, 1)
+        yield self._fewer("length", None, _LEAST_LENGTH)
+        for name, lowest in SIZES.items():
             if name != DEPTH and name in self.verdict["case"]["sizes"]:
-                yield lambda name=name, least=least: self._fewer("sizes", name, least)
+                yield self._fewer("sizes", name, lowest)
 
     def _fewer_steps(self) -> Iterator[tuple[str, SmallCase]]:
         steps = self._fault["step"]
@@ -135,11 +135,11 @@ class SmallestSearch:
             if ranks is not None and ranks % count == 0:
                 yield f"{count} of {ranks} ranks", self.case.with_ranks(count)
 
-    def _fewer(self, kind: str, name: str | None, least: int) -> Iterator[tuple[str, SmallCase]]:
+    def _fewer(self, kind: str, name: str | None, lowest: int) -> Iterator[tuple[str, SmallCase]]:
         """Yield cases with less of a quantity: the least, and twice as much each time."""
         facts = self.verdict["case"][kind]
-        before: int = facts if name is None else facts[name]
-        count = least
+        before: int = facts if name is None else facts.get(name, 0)
+        count = lowest
         while count < before:
             reduction = self.case.reduction
             value: Any = count
@@ -147,17 +147,17 @@ class SmallestSearch:
                 value = {**getattr(reduction, kind), name: count}
             changes: dict[str, Any] = {kind: value}
             smaller = replace(reduction, **changes)
-            what = f"{count} of {before} {kind if name is None else name}"
-            yield what, replace(self.case, reduction=smaller)
+            change = f"{count} of {before} {kind if name is None else name}"
+            yield change, replace(self.case, reduction=smaller)
             count *= 2
 
 
 def is_alike(fault: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two faults are of one kind, over the same axes, and of the same weight of a layer."""
     keys = ("quantity", "kind", "axes")
-    names, others = ({_of_any_layer(n) for n in f["tensors"]} for f in (fault, other))
+    names, other_names = ({_of_any_layer(n) for n in f["tensors"]} for f in (fault, other))
     is_same = all(fault[key] == other[key] for key in keys)
-    return is_same and (names == others or bool(names & others))
+    return is_same and (names == other_names or bool(names & other_names))
 
 
 def _of_any_layer(name: str) -> str:

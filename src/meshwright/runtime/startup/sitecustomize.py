@@ -24,8 +24,8 @@ REACHED = "process-"
 class _After(importlib.abc.MetaPathFinder):
     """An import hook that calls a function with a module as soon as it has been imported."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name, self._call = name, call
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self._name:
@@ -38,7 +38,7 @@ class _After(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self._then(module)
+                self._call(module)
 
             loader.exec_module = exec_module
         return spec
