@@ -78,6 +78,7 @@ def _compared(
     """Return the verdict; fills `notes`, and `case` with what there is to reduce."""
     steps = [load_step(facts.folder, n + 1, facts.world) for n in range(facts.steps)]
     _refuse(facts, steps)
+    _refuse_gated(model)
     case.update(case_of(model, facts.shape, len(steps[0].microbatches[0])))
     case["data_rank_of"] = data_rank_of(steps[0])
     shapes = _shapes(model, steps[0], reference)
@@ -153,6 +154,18 @@ def _refuse(facts: RunFacts, steps: Sequence[LoadedStep]) -> None:
             "not every rank calls the model and gets a gradient for its outputs (a pipeline, or "
             "a loss that is computed elsewhere): nothing can be replayed"
         )
+
+
+def _refuse_gated(model: nn.Module) -> None:
+    """Refuse Megatron-Core's gated MLPs under tp: their shards fit together in no plain order."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        is_gated = getattr(config, "gated_linear_unit", False)
+        if is_gated and getattr(config, "tensor_model_parallel_size", 1) > 1:
+            raise ConfigError(
+                "each tp rank has a part of the gate and one of the other half in one weight "
+                "(gated_linear_unit), which cannot be put together without knowing how"
+            )
 
 
 def _shapes(
