@@ -31,9 +31,15 @@ Two steps of a small random model on ranks of CPU processes (gloo, fp32), compar
 microbatches in one process by [`prove`](guides/is-my-training-right.md). "Wrong" names the faults
 that were found. A layout that is right here is right for this model and these two steps, no more.
 Faults of GPU kernels don't show. accelerate leaves FSDP out on CPU ranks without a word: its check
-for an accelerator is passed by. torchtitan and Megatron-Core expect CUDA: the name of the device is
-given to them, and the layers, parallelisms, buffers and sums of gradients are theirs; Megatron-Core
-has no row for its optimizer and clipping, whose buffers are CUDA's.
+for an accelerator is passed by.
+
+torchtitan and Megatron-Core expect CUDA: the name of the device is given to them, and the layers,
+parallelisms, buffers and sums of gradients are theirs. torchtitan's FSDP sums by an operation that
+gloo lacks, so torch's setting for a plain sum is on. The loss is divided as torchtitan's trainer
+does, by the global number of targets; its DDP averages besides, so that gradients are too small by
+the number of ranks. Megatron-Core has no rows for its optimizer and clipping, whose buffers are
+CUDA's. Without Transformer Engine, it raises for sequence and context parallelism, and in the
+router of experts. Layouts with `pp` have no rows: `prove` refuses pipelines.
 
 `python -m benchmarks.other_trainers --page docs/others.md` writes this table; `--only TEXT` repeats
 some of its rows.

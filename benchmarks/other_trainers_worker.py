@@ -293,11 +293,13 @@ def run_torchtitan(case, path, folder):
     """Train two steps of torchtitan's models by its parallelisms, loss and clipping.
 
     It takes a machine without an accelerator for one with CUDA: the name of the device is given.
+    Its FSDP sums by an operation that gloo lacks: torch's setting for a plain sum is on.
     """
     torch._utils._get_available_device_type = lambda: "cpu"
     import dataclasses
 
     import torchtitan.protocols.train_spec as specs
+    from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims, utils
 
@@ -334,6 +336,9 @@ def run_torchtitan(case, path, folder):
         return stirred(model)
 
     model = spec.parallelize_fn(unsharded(), dims, job)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
     loss_of = spec.build_loss_fn(job, parallel_dims=dims)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     data_ranks = dims.dp_replicate * dims.dp_shard
