@@ -143,14 +143,16 @@ def test_a_script_that_stands_by_itself_shows_a_wrong_gradient(tmp_path):
         assert "of its size off" in done.stdout
 
 
-def test_torchtitan_agrees(tmp_path):
-    """Its tensor parallelism is sequence parallelism with a parallel loss."""
+def test_torchtitan_is_right_but_for_the_mean_of_its_ddp(tmp_path):
+    """Its loop divides by the global number of targets, and its DDP averages besides."""
     pytest.importorskip("torchtitan", reason="a group of extras installs it")
-    layouts = [("llama3", {"dp_shard": 2}), ("qwen3", {"tp": 2})]
-    rows = found(tmp_path, *(case("torchtitan", *layout) for layout in layouts))
-    for row, axis in zip(rows, ("fsdp", "tp"), strict=True):
+    layouts = ({"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2})
+    *right, doubly_divided = found(tmp_path, *(case("torchtitan", "llama3", x) for x in layouts))
+    for row, axis in zip(right, ("fsdp", "tp"), strict=True):
         assert row["verdict"]["passed"], row
         assert axis in row["verdict"]["axes"], row
+    (fault,) = doubly_divided["verdict"]["faults"]
+    assert (fault["kind"], round(fault["ratio"], 4)) == ("scaled", 0.5)
 
 
 def test_megatron_agrees(tmp_path):

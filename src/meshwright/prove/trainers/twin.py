@@ -60,7 +60,7 @@ def make_twin(
 
 def fill(twin: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Give a twin some weights and a dtype; complex buffers, as of rotary angles, stay complex."""
-    twin._apply(lambda tensor: _cast(tensor, dtype))
+    twin._apply(lambda tensor: _cast(tensor, dtype))  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in clean_names(twin).items():
             if name in weights:
