@@ -87,6 +87,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where the ranks compute; one device is a CPU in any case (default: cpu)",
     )
+    _add_those_of_commands(parser)
+    add_json(parser)
+
+
+def _add_those_of_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that go before `-- COMMAND`."""
     parser.add_argument(
         "--steps", type=int, metavar="N", help="of COMMAND, the first N (default: 2)"
     )
@@ -96,7 +102,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="if COMMAND is wrong, run it again with less, down to the smallest case",
     )
-    add_json(parser)
 
 
 def refuse_mixed(args: argparse.Namespace) -> None:
