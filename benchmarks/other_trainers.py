@@ -1,8 +1,9 @@
 """Compare the steps of other systems with one process, and write a table of what they do.
 
-Run as `python -m benchmarks.other_trainers --page docs/others.md` with transformers, accelerate and
-DeepSpeed installed; `--only TEXT` for the systems or families whose name has a text, `--out FILE`
-for the rows as JSON lines. A file with rows is continued; a page keeps the lines that have no row.
+Run as `python -m benchmarks.other_trainers --page docs/others.md` with transformers, accelerate,
+DeepSpeed, torchtitan and Megatron-Core installed; `--only TEXT` for the systems or families whose
+name has a text, `--out FILE` for the rows as JSON lines. A file with rows is continued; a page
+keeps the lines that have no row.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ microbatches in one process by [`prove`](guides/is-my-training-right.md). "Wrong
 that were found. A layout that is right here is right for this model and these two steps, no more.
 Faults of GPU kernels don't show. accelerate leaves FSDP out on CPU ranks without a word: its check
 for an accelerator is passed by.
+
+torchtitan and Megatron-Core expect CUDA: the name of the device is given to them, and the layers,
+parallelisms, buffers and sums of gradients are theirs. torchtitan's FSDP sums by an operation that
+gloo lacks, so torch's setting for a plain sum is on. The loss is divided as torchtitan's trainer
+does, by the global number of targets; its DDP averages besides, so that gradients are too small by
+the number of ranks. Megatron-Core has no rows for its optimizer and clipping, whose buffers are
+CUDA's. Without Transformer Engine, it raises for sequence and context parallelism, and in the
+router of experts. Layouts with `pp` have no rows: `prove` refuses pipelines.
 
 `python -m benchmarks.other_trainers --page docs/others.md` writes this table; `--only TEXT` repeats
 some of its rows.
@@ -95,8 +104,28 @@ def page(rows: Sequence[dict[str, Any]], before: str = "") -> str:
     lines = {_key(line): line for line in before.splitlines() if line.startswith("| ")}
     lines |= {_key(line): line for line in map(_line, rows)}
     order = [(case["system"], *_cells(case)) for case in cases()]
-    head = [HEAD, "| system | model | layout | microbatches | outcome |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *(lines[key] for key in order if key in lines)]) + "\n"
+    chosen = [lines[key] for key in order if key in lines]
+    table = [
+        "| system | model | layout | microbatches | outcome |",
+        "|---|---|---|---|---|",
+        *chosen,
+    ]
+    return "\n".join([HEAD, *_summary(chosen), "", *table]) + "\n"
+
+
+def _summary(lines: Sequence[str]) -> list[str]:
+    """Return a table of how many layouts of each system have each outcome."""
+    kinds = ("right", "wrong", "not compared", "raises")
+    counts = dict[str, list[int]]()
+    for line in lines:
+        cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
+        row = counts.setdefault(cells[0].rpartition(" ")[0], [0] * len(kinds))
+        kind = next((n for n, kind in enumerate(kinds) if cells[4].startswith(kind)), None)
+        if kind is not None:
+            row[kind] += 1
+    head = f"| system | {' | '.join(kinds)} |"
+    rows = [f"| {system} | {' | '.join(map(str, row))} |" for system, row in counts.items()]
+    return [head, "|---|--:|--:|--:|--:|", *rows]
 
 
 def _cells(case: dict[str, Any]) -> tuple[str, str, str]:

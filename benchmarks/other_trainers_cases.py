@@ -26,6 +26,38 @@ ACCELERATE = (
         "reshard_after_forward": False,
     },
 )
+# (family, layout); what is not an axis is a setting.
+TORCHTITAN = (
+    ("llama3", {"dp_shard": 2}),
+    ("llama3", {"dp_replicate": 2}),
+    ("llama3", {"tp": 2}),
+    ("llama3", {"dp_replicate": 2, "dp_shard": 2}),
+    ("llama3", {"dp_shard": 2, "tp": 2}),
+    ("llama3", {"cp": 2}),
+    ("qwen3", {"dp_shard": 2}),
+    ("qwen3", {"tp": 2}),
+    ("qwen3", {"dp_shard": 2, "tp": 2}),
+    ("qwen3_moe", {"dp_shard": 2}),
+    ("qwen3_moe", {"dp_shard": 2, "ep": 2}),
+    ("qwen3_moe", {"dp_shard": 2, "tp": 2}),
+)
+MEGATRON = (
+    ("gpt", {"dp": 2}),
+    ("gpt", {"dp": 4}),
+    ("gpt", {"tp": 2}),
+    ("gpt", {"tp": 2, "dp": 2}),
+    ("gpt", {"tp": 4}),
+    ("gpt", {"dp": 2, "overlap_grad_reduce": True}),
+    ("gpt", {"tp": 2, "sequence_parallel": True}),
+    ("gpt", {"cp": 2}),
+    ("gpt, norms of heads", {"tp": 2}),
+    ("gpt, norms of heads", {"tp": 2, "dp": 2}),
+    ("gpt, tied", {"tp": 2}),
+    ("gpt, tied", {"tp": 2, "dp": 2}),
+    ("gpt, experts", {"dp": 2}),
+    ("gpt, experts", {"dp": 2, "ep": 2}),
+)
+_AXES = ("dp", "dp_shard", "dp_replicate", "tp", "cp")
 
 
 def case(
@@ -68,6 +100,10 @@ def cases() -> list[dict[str, Any]]:
         for microbatches in (1, 2):
             ranks = math.prod(v for k, v in layout.items() if k.endswith(("_size", "ddp")))
             found.append(case("accelerate", "llama", layout, microbatches, ranks))
+    for system, layouts in (("torchtitan", TORCHTITAN), ("megatron-core", MEGATRON)):
+        for family, layout in layouts:
+            ranks = math.prod(size for key, size in layout.items() if key in _AXES)
+            found.append(case(system, family, layout, 2, ranks))
     for family in ("llama", "llama, tied", "qwen2", "qwen3", "gemma3", "olmo3"):
         found.append(case("meshwright", family, {"tp": 2}))
     for layout in ({"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}):

@@ -273,6 +273,192 @@ def run_accelerate(case, path, folder):
     return watched.verdict
 
 
+def shifted_batch(step):
+    """Return a step's rows and the targets of their positions, and how many targets there are."""
+    ids, labels, _ = batch_of(step)
+    targets = torch.cat([labels[:, 1:], torch.full((ROWS, 1), -100)], 1)
+    return ids, targets, int((targets != -100).sum())
+
+
+def stirred(model):
+    """Return a model whose weights are away from the ones and zeros of a new one."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def run_torchtitan(case, path, folder):
+    """Train two steps of torchtitan's models by its parallelisms, loss and clipping.
+
+    It takes a machine without an accelerator for one with CUDA: the name of the device is given.
+    Its FSDP sums by an operation that gloo lacks: torch's setting for a plain sum is on.
+    """
+    torch._utils._get_available_device_type = lambda: "cpu"
+    import dataclasses
+
+    import torchtitan.protocols.train_spec as specs
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims, utils
+
+    family, layout = case["family"], case["layout"]
+    spec = specs.get_train_spec(family.removesuffix("_moe"))
+    job = JobConfig()
+    job.training.seq_len = LENGTH
+    job.training.mixed_precision_param = job.training.mixed_precision_reduce = "float32"
+    job.activation_checkpoint.mode = "none"
+    sizes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
+    dims = ParallelDims(**{**sizes, **layout}, world_size=dist.get_world_size())
+    dims.build_mesh()
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB}
+    sizes["max_seq_len"] = LENGTH
+    args = spec.model_args["debugmodel_moe" if family.endswith("_moe") else "debugmodel"]
+    if family.startswith("qwen3"):
+        sizes |= {"head_dim": 8, "hidden_dim": 48, "enable_weight_tying": False}
+    if family.endswith("_moe"):
+        routing = {
+            "num_experts": 4,
+            "top_k": 2,
+            "use_grouped_mm": False,
+            "score_before_experts": False,
+        }
+        sizes["moe_args"] = dataclasses.replace(args.moe_args, **routing)
+        sizes["moe_inter_dim"] = 24
+    args = dataclasses.replace(args, **sizes)
+
+    def unsharded():
+        torch.manual_seed(0)
+        model = spec.model_cls(args)
+        with torch.no_grad():
+            model.init_weights(buffer_device=torch.device("cpu"))
+        return stirred(model)
+
+    model = spec.parallelize_fn(unsharded(), dims, job)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    loss_of = spec.build_loss_fn(job, parallel_dims=dims)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    data_ranks = dims.dp_replicate * dims.dp_shard
+    data_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
+    context = utils.get_train_context(dims.tp_enabled)
+    with mw.watch(model, folder=folder, reference=unsharded, say=lambda line: None) as watched:
+        for step in range(2):
+            ids, targets, count = shifted_batch(step)
+            for some in torch.arange(data_rank, ROWS, data_ranks).chunk(case["microbatches"]):
+                with context():
+                    (loss_of(model(ids[some]), targets[some]) / count).backward()
+            parameters = list(model.parameters())
+            utils.clip_grad_norm_(parameters, 0.5, foreach=True, ep_enabled=dims.ep_enabled)
+            optimizer.step()
+            optimizer.zero_grad()
+    return watched.verdict
+
+
+@contextlib.contextmanager
+def without_cuda():
+    """Let Megatron-Core compute on CPUs: its buffers and its random numbers ask for CUDA."""
+    from megatron.core.tensor_parallel import random
+
+    device, fork = torch.cuda.current_device, random.CudaRNGStatesTracker.fork
+    torch.cuda.current_device = lambda: "cpu"
+    random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    try:
+        yield
+    finally:
+        torch.cuda.current_device, random.CudaRNGStatesTracker.fork = device, fork
+
+
+def gpt_of_megatron(family, groups=None, **settings):
+    """Return a small GPT of Megatron-Core, sharded by its process groups."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if "experts" in family:
+        settings |= {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+        settings |= {
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "none",
+        }
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64,
+        use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
+        normalization="RMSNorm", persist_layer_norm=False, bias_dropout_fusion=False,
+        qk_layernorm="norms of heads" in family, gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    experts = config.num_moe_experts
+    layer = get_gpt_layer_local_spec(experts, False, config.qk_layernorm, normalization="RMSNorm")
+    return GPTModel(
+        config, layer, VOCAB, LENGTH, parallel_output=False, position_embedding_type="rope",
+        share_embeddings_and_output_weights="tied" in family, pg_collection=groups,
+    )  # fmt: skip
+
+
+def run_megatron(case, path, folder):
+    """Train two steps of a GPT of Megatron-Core by its layers, buffers and sums of gradients."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    layout = dict(case["layout"])
+    sizes = {name: layout.pop(name, 1) for name in ("tp", "cp", "ep", "dp")}
+    overlaps = layout.pop("overlap_grad_reduce", False)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        sizes["tp"], context_parallel_size=sizes["cp"], expert_model_parallel_size=sizes["ep"],
+        create_gloo_process_groups=False,
+    )  # fmt: skip
+    degrees = {
+        "tensor_model_parallel_size": sizes["tp"],
+        "context_parallel_size": sizes["cp"],
+        "expert_model_parallel_size": sizes["ep"],
+    }
+    # One process of its own for each rank: the reference communicates with none.
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    groups = ProcessGroupCollection()
+    for name in ProcessGroupCollection.__dataclass_fields__:
+        setattr(groups, name, alone)
+    with without_cuda():
+        plain = gpt_of_megatron(case["family"], groups)
+        gpt = gpt_of_megatron(case["family"], **degrees, **layout)
+        settings = DistributedDataParallelConfig(overlap_grad_reduce=overlaps)
+        model = DistributedDataParallel(gpt.config, settings, gpt)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        data_ranks = parallel_state.get_data_parallel_world_size()
+        data_rank = parallel_state.get_data_parallel_rank()
+        mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
+        places = torch.arange(LENGTH)[None]
+        with mw.watch(
+            model, folder=folder, reference=lambda: plain, say=lambda line: None
+        ) as watched:
+            for step in range(2):
+                ids, targets, count = shifted_batch(step)
+                model.zero_grad_buffer()
+                chunks = torch.arange(data_rank, ROWS, data_ranks).chunk(case["microbatches"])
+                for number, some in enumerate(chunks):
+                    is_last = number == len(chunks) - 1
+                    with contextlib.nullcontext() if is_last else model.no_sync():
+                        logits = model(ids[some], places.expand(len(some), -1), mask)
+                        flat = logits.flatten(0, 1), targets[some].flatten()
+                        loss = torch.nn.functional.cross_entropy(*flat, reduction="sum")
+                        (loss * data_ranks / count).backward()
+                finalize_model_grads([model])
+                for p in model.parameters():
+                    p.grad = p.main_grad
+                optimizer.step()
+                optimizer.zero_grad()
+    return watched.verdict
+
+
 def put_back(fault):
     """Return a context in which a public fault of transformers is there again."""
     import transformers.distributed.expert_parallel as ep
@@ -311,6 +497,8 @@ SYSTEMS = {
     "transformers": run_transformers,
     "accelerate": run_accelerate,
     "deepspeed": run_deepspeed,
+    "torchtitan": run_torchtitan,
+    "megatron-core": run_megatron,
     "meshwright": run_meshwright,
 }
 
@@ -319,7 +507,7 @@ def run(case, root):
     """Return a case's row: right, wrong (which, how), refused or crashed."""
     row = dict(case)
     try:
-        path = folder_of(case["family"], root)
+        path = folder_of(case["family"], root) if case["family"] in FAMILIES else None
         with put_back(case.get("fault")), tempfile.TemporaryDirectory(dir=root) as folder:
             folders = [folder]
             dist.broadcast_object_list(folders, 0)

@@ -56,7 +56,9 @@ EXTRAS: Final = {
         ("meshwright[fp8]", "bitsandbytes", "triton"),
     ),
     "other-trainers": Extra(
-        ("tests/prove/test_other_trainers.py",), 6, ("accelerate", "deepspeed")
+        ("tests/prove/test_other_trainers.py",),
+        9,
+        ("accelerate", "deepspeed", "torchtitan", "triton", "megatron-core"),
     ),
     "lm-eval": Extra(
         ("tests/evaluate/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")

@@ -4,14 +4,17 @@ import importlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from meshwright.prove.trainers.alarms import CopyGroups, random_signs, signed_sum
 from meshwright.prove.trainers.gather import ModelReader
 from meshwright.prove.trainers.watch import watch
 from meshwright.units import format_bytes
 from ranks import on_ranks, ranks
-from trainer_loops import Tiny, build, train
+from trainer_loops import Tiny, build, loss_of, rows, train
 
 SIGNS = random_signs(4096)
 FIRST_MICROBATCH = (["inputs", "0"], ["outputs", "0"])
@@ -72,6 +75,102 @@ def test_ranks_may_hold_other_parameters():
     groups = CopyGroups([[("a", (4,), 1e-4)], [("b", (4,), 1e-4), ("c", (4,), 1e-4)]])
     numbers = torch.tensor([[[1.0, 1.0], [-1.0, -1.0]], [[2.0, 2.0], [3.0, 3.0]]])
     assert groups.alarms(numbers) == []
+
+
+@ranks(2)
+def test_steps_of_optimizers_of_other_models_are_not_checked(world):
+    """Not before the model has gradients, and not by what the other's ranks do."""
+    first, second = build("ddp")[0], nn.Linear(4, 4)
+    own, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second))
+    lines = []
+    with watch(first, check="replicas", say=lines.append) as watched:
+        second(torch.ones(2, 4) * dist.get_rank()).sum().backward()
+        torch.nn.utils.clip_grad_norm_(second.parameters(), 1.0)
+        other.step()
+        assert watched.checked == 0
+        accumulate(first)
+        own.step()
+        assert watched.checked == 1
+        second.weight.grad = None
+        other.step()
+    assert (watched.alarms, lines, watched.checked) == ([], [], 1), (watched.alarms, lines)
+
+
+@ranks(2)
+def test_an_optimizer_of_some_parameters_is_checked_for_these(world):
+    """The others have their gradients at other times; what is missing of its own is said."""
+    model = build("ddp")[0]
+    names = dict(model.module.named_parameters())
+    head = [p for name, p in names.items() if name.startswith("head")]
+    rest = [p for name, p in names.items() if not name.startswith("head")]
+    of_head, of_rest = torch.optim.SGD(head, lr=0.1), torch.optim.SGD(rest, lr=0.1)
+    with watch(model, check="replicas", say=lambda line: None) as watched:
+        accumulate(model)
+        of_head.step()
+        of_head.zero_grad()
+        of_rest.step()
+        assert watched.alarms == []
+        of_rest.zero_grad()
+        accumulate(model)
+        names["norm.weight"].grad = None
+        of_head.step()
+        assert watched.alarms == []
+        of_rest.step()
+    assert watched.alarms == ["norm.weight has no gradient on any rank"]
+
+
+class FlatOptimizer:
+    """What DeepSpeed's ZeRO does: the base optimizer steps a flat copy of a rank's share."""
+
+    def __init__(self, model):
+        self.parameters = list(model.parameters())
+        size = sum(p.numel() for p in self.parameters)
+        self.flat = nn.Parameter(torch.zeros(size))
+        self.base = torch.optim.AdamW([self.flat], lr=0.1)
+
+    def step(self):
+        gradients = [p.grad.flatten() for p in self.parameters]
+        self.flat.grad = torch.cat(gradients) * (1 + dist.get_rank())
+        for p in self.parameters:
+            p.grad = None
+        self.base.step()
+
+
+@ranks(2)
+def test_an_optimizer_of_flat_buffers_is_not_checked_and_that_is_said(world):
+    model = build("ddp")[0]
+    optimizer, lines = FlatOptimizer(model), []
+    with watch(model, check="replicas", say=lines.append) as watched:
+        accumulate(model)
+        optimizer.step()
+    assert (watched.alarms, watched.checked) == ([], 0)
+    assert [line.startswith("no step was checked") for line in lines] == [True] * (
+        dist.get_rank() == 0
+    )
+
+
+@ranks(2)
+def test_each_rank_may_update_a_share(world):
+    """What any rank's optimizer holds is checked on all; an optimizer inside counts once."""
+    model = Tiny()
+    share = list(model.parameters())[dist.get_rank() :: 2]
+    optimizer = torch.optim.SGD(share, lr=0.1)
+    with watch(model, check="replicas", say=lambda line: None) as watched:
+        accumulate(model)
+        optimizer.step()
+    assert len(watched.alarms) == 1
+    assert "differs between ranks" in watched.alarms[0]
+    sharded = build("ddp")[0]
+    outer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, lr=0.1)
+    with watch(sharded, check="replicas", say=lambda line: None) as watched:
+        accumulate(sharded)
+        outer.step()
+    assert (watched.alarms, watched.checked) == ([], 1)
+
+
+def accumulate(model):
+    ids, targets = rows(0, 0, dist.get_rank())
+    loss_of(model(ids), targets, 10).backward()
 
 
 def told_and_size(world, engine, folder):

@@ -13,6 +13,7 @@ from benchmarks.other_trainers import page, read, run_cases
 from benchmarks.other_trainers_cases import case, cases
 
 from meshwright.cli import main
+from meshwright.prove.trainers.standalone import EXIT_WRONG, SCRIPT, standalone_script
 
 pytest.importorskip("accelerate", reason="transformers loads sharded models with accelerate")
 
@@ -95,6 +96,17 @@ def test_the_example_of_the_trainer_with_tp(family, code):
     assert ("PASS" if not code else "summed over tp again at each microbatch") in done.stdout
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_example_of_megatron(is_wrong):
+    pytest.importorskip("megatron.core", reason="a group of extras installs it")
+    example = Path(__file__).parents[2] / "examples" / "megatron_loop.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = [*launcher, "--standalone", str(example), *(["--forget"] if is_wrong else [])]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) == is_wrong, done.stdout + done.stderr
+    assert ("a sum over tp is missing" if is_wrong else "PASS 2 ranks (tp = 2)") in done.stdout
+
+
 def test_deepspeed_agrees(tmp_path):
     pytest.importorskip("deepspeed", reason="a group of extras installs it")
     for row in found(tmp_path, *(case("deepspeed", "llama", {"stage": n}) for n in range(4))):
@@ -106,6 +118,51 @@ def test_accelerate_agrees(tmp_path):
     sharded = {"fsdp_version": 2, "dp_shard_size": 2, "reshard_after_forward": True}
     rows = found(tmp_path, *(case("accelerate", "llama", x) for x in ({"ddp": 2}, sharded)))
     for row, axis in zip(rows, ("dp", "dp_shard_cp"), strict=True):
+        assert row["verdict"]["passed"], row
+        assert axis in row["verdict"]["axes"], row
+
+
+def test_a_script_that_stands_by_itself_shows_a_wrong_gradient(tmp_path):
+    """Of a right layout, the same script ends with 0: it is not the script that is wrong."""
+    wrong, right = found(
+        tmp_path,
+        case("transformers", "qwen3", {"tp_size": 2}),
+        case("transformers", "llama", {"tp_size": 2}),
+    )
+    (fault,) = wrong["verdict"]["faults"]
+    name = "model.layers.0.input_layernorm.weight"
+    accused = {**right["verdict"], "faults": [{**fault, "tensors": [name]}]}
+    for verdict, code in ((wrong["verdict"], EXIT_WRONG), (accused, 0)):
+        script = tmp_path / SCRIPT
+        script.write_text(standalone_script(verdict))
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        words = [*launcher, "--standalone", str(script)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (f"exitcode  : {code} " in done.stderr) == (code > 0), done.stdout + done.stderr
+        assert (done.returncode == 0) == (code == 0)
+        assert "of its size off" in done.stdout
+
+
+def test_torchtitan_is_right_but_for_the_mean_of_its_ddp(tmp_path):
+    """Its loop divides by the global number of targets, and its DDP averages besides."""
+    pytest.importorskip("torchtitan", reason="a group of extras installs it")
+    layouts = ({"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2})
+    *right, doubly_divided = found(tmp_path, *(case("torchtitan", "llama3", x) for x in layouts))
+    for row, axis in zip(right, ("fsdp", "tp"), strict=True):
+        assert row["verdict"]["passed"], row
+        assert axis in row["verdict"]["axes"], row
+    (fault,) = doubly_divided["verdict"]["faults"]
+    assert (fault["kind"], round(fault["ratio"], 4)) == ("scaled", 0.5)
+
+
+def test_megatron_agrees(tmp_path):
+    pytest.importorskip("megatron.core", reason="a group of extras installs it")
+    rows = found(
+        tmp_path,
+        case("megatron-core", "gpt", {"dp": 2}),
+        case("megatron-core", "gpt", {"tp": 2}),
+    )
+    for row, axis in zip(rows, ("dp", "tp"), strict=True):
         assert row["verdict"]["passed"], row
         assert axis in row["verdict"]["axes"], row
 

@@ -198,7 +198,7 @@ def test_a_folder_of_other_files_is_not_emptied(tmp_path, capsys):
 @pytest.mark.parametrize("words", [["--matrix"], ["run.toml"], ["--random", "2"]])
 def test_a_command_goes_with_few_arguments(words, capsys):
     assert main(["prove", *words, "--", "torchrun", "train.py"]) == 2
-    assert "--steps, --folder and --json alone" in capsys.readouterr().err
+    assert "--steps, --folder, --smallest, --case and --json alone" in capsys.readouterr().err
 
 
 @ranks(2)

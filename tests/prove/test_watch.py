@@ -1,12 +1,16 @@
 """`watch` on torch's engines: right loops agree, and seeded faults are named."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.prove.trainers.watch import watch
 from ranks import on_ranks, ranks
 from seeded_trainers import SEEDS, run_seed
-from trainer_loops import Tiny, build, sum_of_head_norms, train
+from trainer_loops import LENGTH, VOCAB, Tiny, build, sum_of_head_norms, train
 
 
 def watched_run(world, engine, folder, head_norms=sum_of_head_norms, **options):
@@ -53,6 +57,39 @@ def test_seeded_faults_are_named(tmp_path):
     assert len(SEEDS) >= 30
     assert named >= 28 / 30 * len(SEEDS), wrong
     print(f"{named} of {len(SEEDS)}", wrong)
+
+
+class Rotated(nn.Module):
+    """A model that rotates by complex numbers in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.register_buffer("angles", torch.polar(torch.ones(LENGTH, 4), torch.rand(LENGTH, 4)))
+
+    def forward(self, ids):
+        pairs = torch.view_as_complex(self.embed(ids).unflatten(-1, (4, 2)))
+        return self.head(torch.view_as_real(pairs * self.angles).flatten(-2))
+
+
+def test_complex_buffers_are_whole_in_the_reference(tmp_path):
+    """As torchtitan's rotary embeddings: a reference without imaginary parts would accuse them."""
+    torch.manual_seed(0)
+    model = Rotated()
+    with watch(model, folder=tmp_path, say=lambda line: None) as watched:
+        train(model, 1, 0)
+    assert watched.verdict.passed, watched.verdict.lines()
+
+
+def test_gated_mlps_of_megatron_are_refused_under_tp(tmp_path):
+    """Their shards are the gate's and the other half's in one: put end to end, they are wrong."""
+    for tp, is_refused in ((1, False), (2, True)):
+        model = Tiny()
+        model.config = SimpleNamespace(gated_linear_unit=True, tensor_model_parallel_size=tp)
+        with watch(model, folder=tmp_path / str(tp), say=lambda line: None) as watched:
+            train(model, 1, 0)
+        assert watched.verdict.passed == (not is_refused)
+        assert ("gated_linear_unit" in (watched.verdict.verdict.refused or "")) == is_refused
 
 
 @ranks(2)

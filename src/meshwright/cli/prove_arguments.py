@@ -23,6 +23,7 @@ examples:
   meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
   meshwright prove run.toml layout.pp=2 --resume          is a resumed run the same run?
   meshwright prove -- torchrun --nproc-per-node 2 train.py    are any trainer's gradients right?
+  meshwright prove --smallest -- torchrun --nproc-per-node 8 train.py    where does it begin?
 
 exit codes: 0 all verdicts are good, 1 one is not, 2 refused
 """
@@ -44,7 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--matrix", action="store_true", help="the table instead of a config")
     source.add_argument("--random", type=int, metavar="N", help="N random legal layouts")
-    source.add_argument("--case", metavar="JSON", help="what a failure of --random printed")
+    source.add_argument(
+        "--case", metavar="JSON", help="what a failure of --random, or --smallest, printed"
+    )
     parser.add_argument("--draw", type=int, metavar="N", help="N random layouts of the table")
     parser.add_argument(
         "--seed",
@@ -84,20 +87,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where the ranks compute; one device is a CPU in any case (default: cpu)",
     )
+    _add_those_of_commands(parser)
+    add_json(parser)
+
+
+def _add_those_of_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that go before `-- COMMAND`."""
     parser.add_argument(
         "--steps", type=int, metavar="N", help="of COMMAND, the first N (default: 2)"
     )
     parser.add_argument("--folder", metavar="DIR", help="of the recording of COMMAND's steps")
-    add_json(parser)
+    parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="if COMMAND is wrong, run it again with less, down to the smallest case",
+    )
 
 
 def refuse_mixed(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for arguments that cannot be combined."""
     if args.program:
-        flags = (args.matrix, args.random, args.case, args.minutes, args.check_order, args.resume)
+        flags = (args.matrix, args.random, args.minutes, args.check_order, args.resume)
         if any(flags) or args.words:
-            raise ConfigError("before -- COMMAND go --steps, --folder and --json alone")
+            raise ConfigError(
+                "before -- COMMAND go --steps, --folder, --smallest, --case and --json alone"
+            )
         return
+    if args.smallest:
+        raise ConfigError("--smallest needs a command: prove --smallest -- torchrun ...")
     if args.steps is not None or args.folder is not None:
         raise ConfigError("--steps and --folder need a command: prove --steps 3 -- torchrun ...")
     source = "--matrix" if args.matrix else "--random" if args.random is not None else None

@@ -7,14 +7,18 @@ each parameter, in one collective for each checked step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from meshwright.prove.trainers.clipping import around_clipping, number_of
 from meshwright.prove.trainers.gather import ModelReader, everyones
@@ -31,25 +35,29 @@ class ReplicaAlarms:
 
     `alarms` has what was said, on every rank: gradients that should be equal and differ, parameters
     that no rank has a gradient of, gradients that are all zero or not finite, ranks that clip by
-    different norms. Each is said once.
+    different norms. Each is said once. At the step of an optimizer, the parameters that it holds on
+    some rank are checked, so other models and flat buffers are not; `checked` counts the steps.
     """
 
     def __init__(
         self, model: nn.Module, *, interval: int = 1, say: Callable[[str], None] = print
     ) -> None:
         self._reader, self._every, self._say = ModelReader(model), interval, say
-        self._steps = 0
-        self._parameters = list[nn.Parameter]()
+        self.checked = 0
+        self._stepping: torch.optim.Optimizer | None = None  # others may step inside of it
+        self._names_of = WeakKeyDictionary[torch.optim.Optimizer, frozenset[str]]()
+        self._steps = WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._names, self._parameters = list[str](), list[nn.Parameter]()
         self._copies: CopyGroups | None = None
         self._signs: Tensor | None = None
-        self._norm = _ABSENT
+        self._norm, self._is_clipping = _ABSENT, False
         self._stack = contextlib.ExitStack()
         self.alarms = list[str]()
 
     def start(self) -> None:
         """Check before each update from now on; a collective."""
         parameters = self._reader.parameters()
-        self._parameters = list(parameters.values())
+        self._names, self._parameters = list(parameters), list(parameters.values())
         known = []
         for name, parameter in parameters.items():
             place = _place(parameter)
@@ -58,30 +66,71 @@ class ReplicaAlarms:
             known.append((name, place, _tolerance(parameter)))
         self._copies = CopyGroups(everyones(known))
         self._signs = random_signs(_SIGNS).to(self._parameters[0].device)
-        self._stack.callback(register_optimizer_step_pre_hook(self._check).remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._step_begins).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._step_ends).remove)
         self._stack.enter_context(around_clipping(self._clips))
 
     def stop(self) -> None:
         """Check no more."""
         self._stack.close()
 
-    finish = stop
+    def finish(self) -> None:
+        """Check no more, and say so if no step was checked."""
+        self.stop()
+        if not self.checked and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._say(
+                "no step was checked: no torch.optim.Optimizer that holds parameters of the model "
+                "took one (DeepSpeed's ZeRO and Megatron-Core's distributed optimizer hold buffers)"
+            )
 
     def _clips(
         self, clip: Callable[[], Any], max_norm: float, parameters: Sequence[Tensor] | None
     ) -> Any:
-        norm = clip()
-        self._norm = number_of(norm)
+        if self._is_clipping:  # torch's function calls another one that clips
+            return clip()
+        self._is_clipping = True
+        try:
+            norm = clip()
+        finally:
+            self._is_clipping = False
+        ids = {id(parameter) for parameter in self._parameters}
+        if parameters is None or any(id(parameter) in ids for parameter in parameters):
+            self._norm = number_of(norm)
         return norm
 
-    @torch.no_grad()
-    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps += 1
-        if (self._steps - 1) % self._every:
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is not None:
             return
+        self._stepping = optimizer
+        if optimizer not in self._names_of:
+            self._names_of[optimizer] = self._names_on_any_rank(optimizer)
+        names = self._names_of[optimizer]
+        if not names:
+            return
+        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if (step - 1) % self._every == 0:
+            self.checked += 1
+            self._check(names, step)
+
+    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is optimizer:
+            self._stepping = None
+
+    def _names_on_any_rank(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+        """Return the parameters of the model that an optimizer holds; a collective.
+
+        Of all ranks, since each may update a share of the parameters.
+        """
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        pairs = zip(self._names, self._parameters, strict=True)
+        local = [name for name, parameter in pairs if id(parameter) in ids]
+        return frozenset(name for names in everyones(local) for name in names)
+
+    @torch.no_grad()
+    def _check(self, names: frozenset[str], step: int) -> None:
         assert self._copies is not None
-        numbers = self._exchanged(self._copies.rows)
-        alarms = self._copies.alarms(numbers[:, :-1])
+        numbers = self._exchanged(self._copies.rows, names)
+        alarms = self._copies.alarms(numbers[:, :-1], names)
         norms = numbers[:, -1, 0].tolist()
         if max(norms) - min(norms) > 1e-4 * abs(max(norms)):
             alarms.append("the ranks clip by different norms")
@@ -89,14 +138,18 @@ class ReplicaAlarms:
             if alarm not in self.alarms:
                 self.alarms.append(alarm)
                 if not dist.is_initialized() or dist.get_rank() == 0:
-                    self._say(f"step {self._steps}: {alarm}")
+                    self._say(f"step {step}: {alarm}")
 
-    def _exchanged(self, rows: int) -> Tensor:
-        """Return all ranks' numbers [rank, parameter, (norm, sum)], clip norms last; collective."""
+    def _exchanged(self, rows: int, names: frozenset[str]) -> Tensor:
+        """Return all ranks' numbers [rank, parameter, (norm, sum)], clip norms last; collective.
+
+        Of parameters with other names, they are those of absent gradients.
+        """
         assert self._signs is not None
         local = torch.full((rows + 1, 2), _ABSENT, device=self._signs.device)
         local[-1, 0], self._norm = self._norm, _ABSENT
-        present = [n for n, p in enumerate(self._parameters) if p.grad is not None]
+        pairs = enumerate(zip(self._names, self._parameters, strict=True))
+        present = [row for row, (name, p) in pairs if name in names and p.grad is not None]
         gradients = [_local(self._parameters[row].grad) for row in present]
         if gradients:
             norms = torch._foreach_norm(gradients, 2, torch.float32)
@@ -134,8 +187,11 @@ class CopyGroups:
         self._tolerances = torch.tensor(tolerances, dtype=torch.float64)
         self._places, self._is_known = places, is_known
 
-    def alarms(self, numbers: Tensor) -> list[str]:
-        """Return what is wrong with the numbers [rank, parameter, (norm, sum)] of a step."""
+    def alarms(self, numbers: Tensor, names: Collection[str] | None = None) -> list[str]:
+        """Return what is wrong with the numbers [rank, parameter, (norm, sum)] of a step.
+
+        Parameters whose name is not in `names` may be without a gradient.
+        """
         is_there = self._is_known & (numbers[..., 0] != _ABSENT)
         groups = self._places[is_there]
         norms, sums = numbers[is_there].double().unbind(-1)
@@ -160,7 +216,9 @@ class CopyGroups:
                 "the same: a sum or an average over ranks is missing"
             )
         names_with = torch.zeros(len(self._names)).index_add(0, self._name_of, has_gradient.float())
-        if absent := [name for name, n in zip(self._names, names_with, strict=True) if not n]:
+        pairs = zip(self._names, names_with, strict=True)
+        absent = [name for name, n in pairs if not n and (names is None or name in names)]
+        if absent:
             alarms.append(f"{_shown(absent)} has no gradient on any rank")
         if not norms.any():
             alarms.append("all gradients are zero: nothing trains")

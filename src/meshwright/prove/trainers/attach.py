@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.prove.trainers.gather import everyones
+from meshwright.prove.trainers.reduction import Reduction
 from meshwright.prove.trainers.watch import TrainerWatch
 from meshwright.units import counted
 
@@ -25,6 +26,7 @@ def attach(
     reference: Callable[[], nn.Module] | None = None,
     say: Callable[[str], None] = print,
     at_end: Callable[[TrainerWatch], None],
+    reduction: Reduction | None = None,
 ) -> Callable[[], None]:
     """Watch the models that a program trains; return a function that ends the watch early.
 
@@ -32,7 +34,7 @@ def attach(
     its process group or exits. The next one is watched if it is right. Then, or if there is no
     other, every rank calls `at_end`.
     """
-    finder = _ModelFinder(folder, steps, reference, say, at_end)
+    finder = _ModelFinder(folder, steps, reference, say, at_end, reduction)
     finder.start()
     return finder.finish
 
@@ -47,8 +49,10 @@ class _ModelFinder:
         reference: Callable[[], nn.Module] | None,
         say: Callable[[str], None],
         at_end: Callable[[TrainerWatch], None],
+        reduction: Reduction | None,
     ) -> None:
         self._folder, self._steps, self._reference = folder, steps, reference
+        self._reduction = reduction
         self._say, self._at_end = say, at_end
         self._watched: TrainerWatch | None = None
         self._is_inside, self._moves_on, self._agreed = False, False, 0
@@ -104,6 +108,7 @@ class _ModelFinder:
             reference=self._reference,
             say=self._say,
             at_end=self._compared,
+            reduction=self._reduction,
         )
         if self._agreed:
             text = f"before it, the program trained {counted(self._agreed, 'model')} that agreed"

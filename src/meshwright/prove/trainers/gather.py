@@ -32,6 +32,7 @@ def wrapped_in(module: nn.Module) -> nn.Module | None:
     for name in ("module", *_WRAPPERS):
         inner = module._modules.get(name)
         is_wrapper = name != "module" or isinstance(module, DistributedDataParallel)
+        is_wrapper |= type(module).__module__.startswith("megatron.core.distributed")
         if inner is not None and (is_wrapper or hasattr(module, "optimizer")):
             return inner
     return None
@@ -159,6 +160,8 @@ class ModelReader:
         for module in self.root.modules():
             for name, group in _groups(module).items():
                 ranks.setdefault(name, tuple(dist.get_process_group_ranks(group)))
+        for name, group in _groups_of_megatron().items():
+            ranks.setdefault(name, tuple(dist.get_process_group_ranks(group)))
         return assembled_axes(everyones(ranks))
 
 
@@ -261,6 +264,19 @@ def _groups(module: nn.Module) -> dict[str, Any]:
     if type(module).__module__.startswith("deepspeed") and hasattr(module, "data_parallel_group"):
         return {"dp": module.data_parallel_group}
     return {}
+
+
+def _groups_of_megatron() -> dict[str, Any]:
+    """Return the process groups of Megatron-Core, if the program has made any."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.is_initialized():
+        return {}
+    return {
+        "tp": state.get_tensor_model_parallel_group(),
+        "cp": state.get_context_parallel_group(),
+        "dp": state.get_data_parallel_group(),
+        "ep": state.get_expert_model_parallel_group(),
+    }
 
 
 def _is_fsdp1(module: nn.Module) -> bool:

@@ -65,19 +65,20 @@ class Replay:
 
 
 def data_rows(step: LoadedStep) -> list[DataRow]:
-    """Return the microbatches of a step without the copies of model-parallel ranks.
-
-    Ranks with the same inputs in every microbatch are one data rank.
-    """
-    ranks = dict[tuple[str, ...], int]()
-    for rank, microbatches in enumerate(step.microbatches):
-        ranks.setdefault(tuple(microbatch.key for microbatch in microbatches), rank)
-    firsts = list(ranks.values())
+    """Return the microbatches of a step without the copies of model-parallel ranks."""
+    by_rank = data_rank_of(step)
     return [
         DataRow(data_rank, place, microbatch)
-        for data_rank, rank in enumerate(firsts)
-        for place, microbatch in enumerate(step.microbatches[rank])
+        for data_rank in range(max(by_rank, default=-1) + 1)
+        for place, microbatch in enumerate(step.microbatches[by_rank.index(data_rank)])
     ]
+
+
+def data_rank_of(step: LoadedStep) -> list[int]:
+    """Return each rank's data rank: ranks with the same inputs in every microbatch share one."""
+    keys = [tuple(record.key for record in records) for records in step.microbatches]
+    distinct = list(dict.fromkeys(keys))
+    return [distinct.index(key) for key in keys]
 
 
 class Replayer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -25,13 +26,17 @@ _SHOWN: Final = 8
 
 @dataclass(frozen=True)
 class TrainerVerdict:
-    """A verdict with what it is about; `notes` say what was found and what was not compared."""
+    """A verdict with what it is about; `notes` say what was found and what was not compared.
+
+    `case` has what there is to reduce of the run (`reduction.case_of`).
+    """
 
     verdict: RunVerdict
     world: int
     axes: tuple[MeshAxis, ...]
     steps: int
     notes: tuple[str, ...]
+    case: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -47,6 +52,7 @@ class TrainerVerdict:
             "steps": self.steps,
             "notes": list(self.notes),
             "versions": versions(),
+            "case": {**self.case, "python": sys.executable},
         }
 
     def lines(self) -> list[str]:
@@ -83,8 +89,11 @@ def verdict_lines(verdict: dict[str, Any]) -> list[str]:
     return lines + notes
 
 
-def issue_text(verdict: dict[str, Any]) -> str:
-    """Return Markdown for an issue tracker: what is wrong, where, with which versions."""
+def issue_text(verdict: dict[str, Any], smallest: Sequence[str] = ()) -> str:
+    """Return Markdown for an issue tracker: what is wrong, where, with which versions.
+
+    `smallest` has lines about the smallest case that shows it.
+    """
     layout = ", ".join(f"{name} = {size}" for name, size in verdict["axes"].items())
     packages = ", ".join(f"{name} {number}" for name, number in verdict["versions"].items())
     lines = [
@@ -104,7 +113,7 @@ def issue_text(verdict: dict[str, Any]) -> str:
         )
         if len(fault["tensors"]) > 2:
             lines += ["", "  Parameters:", *(f"  - `{name}`" for name in fault["tensors"]), ""]
-    lines += ["", *(f"- {note}" for note in verdict["notes"]), ""]
+    lines += ["", *(f"- {note}" for note in verdict["notes"]), "", *smallest]
     return "\n".join(lines)
 
 

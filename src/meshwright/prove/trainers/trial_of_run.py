@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from meshwright.prove.trainers.observed import (
     RankCopy,
 )
 from meshwright.prove.trainers.recording import LoadedStep, load_step
+from meshwright.prove.trainers.reduction import InputShape, case_of
 from meshwright.prove.trainers.replay import (
     Precision,
     Replayer,
+    data_rank_of,
     data_rows,
     replay_updates,
     replayed_groups,
@@ -35,7 +37,10 @@ from meshwright.units import counted
 
 
 class RunFacts(NamedTuple):
-    """What is known of a recorded run; `optimizers` has those whose updates can be replayed."""
+    """What is known of a recorded run; `optimizers` has those whose updates can be replayed.
+
+    `is_cut` says that rows or tokens were left out, so that the loss is no mean of all targets.
+    """
 
     folder: Path
     world: int
@@ -43,21 +48,24 @@ class RunFacts(NamedTuple):
     axes: Sequence[MeshAxis]
     compute_dtype: torch.dtype | None
     optimizers: Mapping[str, type[torch.optim.Optimizer]]
+    is_cut: bool = False
+    shape: InputShape = InputShape(0, 0)
 
 
 def compare_run(
     facts: RunFacts, model: nn.Module, reference: Callable[[], nn.Module] | None
 ) -> TrainerVerdict:
     """Return the verdict on a recorded run; `model` is the run's, for its class and config."""
-    notes = list[str]()
+    notes, case = list[str](), dict[str, Any]()
     try:
-        verdict = _compared(facts, model, reference, notes)
+        verdict = _compared(facts, model, reference, notes, case)
     except ConfigError as error:
         verdict = RunVerdict((), str(error), "mean", 0, 0.0)
     except Exception as error:  # of the model's own code; the other ranks are waiting
         reason = f"the unsharded model cannot replay the steps ({type(error).__name__}: {error})"
         verdict = RunVerdict((), f"{reason}; pass reference=", "mean", 0, 0.0)
-    return TrainerVerdict(verdict, facts.world, tuple(facts.axes), facts.steps, tuple(notes))
+    axes, steps = tuple(facts.axes), facts.steps
+    return TrainerVerdict(verdict, facts.world, axes, steps, tuple(notes), case)
 
 
 def _compared(
@@ -65,9 +73,14 @@ def _compared(
     model: nn.Module,
     reference: Callable[[], nn.Module] | None,
     notes: list[str],
+    case: dict[str, Any],
 ) -> RunVerdict:
+    """Return the verdict; fills `notes`, and `case` with what there is to reduce."""
     steps = [load_step(facts.folder, n + 1, facts.world) for n in range(facts.steps)]
     _refuse(facts, steps)
+    _refuse_gated(model)
+    case.update(case_of(model, facts.shape, len(steps[0].microbatches[0])))
+    case["data_rank_of"] = data_rank_of(steps[0])
     shapes = _shapes(model, steps[0], reference)
     gathered = [_whole(step, shapes, facts.axes, notes) for step in steps]
     weights = _values(gathered[0].weights)
@@ -100,9 +113,10 @@ def _compared(
     rows = data_rows(steps[0])
     scale = 1.0 if verdict.convention == "sum" else 1 / len({row.data_rank for row in rows})
     weighting = replay.weighting[: len(rows)]
-    notes.append(convention_text(weighting, scale))
+    mean = "rows or tokens are left out: which mean the loss is, is not examined"
+    notes.append(mean if facts.is_cut else convention_text(weighting, scale))
     _note_rows(facts, steps[0], notes)
-    fault = _wrong_divisor(weighting, scale, facts.axes)
+    fault = None if facts.is_cut else _wrong_divisor(weighting, scale, facts.axes)
     is_training = any(step.after for step in steps)  # else any multiple may be meant
     if fault is None or not is_training or verdict.refused is not None:
         return verdict
@@ -140,6 +154,18 @@ def _refuse(facts: RunFacts, steps: Sequence[LoadedStep]) -> None:
             "not every rank calls the model and gets a gradient for its outputs (a pipeline, or "
             "a loss that is computed elsewhere): nothing can be replayed"
         )
+
+
+def _refuse_gated(model: nn.Module) -> None:
+    """Refuse Megatron-Core's gated MLPs under tp: their shards fit together in no plain order."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        is_gated = getattr(config, "gated_linear_unit", False)
+        if is_gated and getattr(config, "tensor_model_parallel_size", 1) > 1:
+            raise ConfigError(
+                "each tp rank has a part of the gate and one of the other half in one weight "
+                "(gated_linear_unit), which cannot be put together without knowing how"
+            )
 
 
 def _shapes(

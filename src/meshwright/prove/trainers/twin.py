@@ -59,12 +59,19 @@ def make_twin(
 
 
 def fill(twin: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Give a twin some weights and a dtype."""
-    twin.to(dtype)
+    """Give a twin some weights and a dtype; complex buffers, as of rotary angles, stay complex."""
+    twin._apply(lambda tensor: _cast(tensor, dtype))  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in clean_names(twin).items():
             if name in weights:
                 parameter.copy_(weights[name])
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype: `Module.to` would drop the imaginary part of complex numbers."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _check_names(twin: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -42,6 +42,7 @@ from meshwright.prove.trainers.recording import (
     summary_of,
     write_step,
 )
+from meshwright.prove.trainers.reduction import InputCut, InputShape, Reduction, input_shape
 from meshwright.prove.trainers.report import TrainerVerdict
 from meshwright.prove.trainers.trial_of_run import RunFacts, compare_run
 from meshwright.prove.trainers.twin import no_dropout
@@ -54,7 +55,8 @@ class TrainerWatch:
     """Records `steps` steps of a training loop into `folder`, then compares them.
 
     `verdict` is None until then; only rank 0 has it. `say` receives lines of text on rank 0: those
-    of the verdict, too, unless `at_end` takes care of it, which every rank calls.
+    of the verdict, too, unless `at_end` takes care of it, which every rank calls. A `reduction`
+    leaves out rows and tokens of each microbatch.
     """
 
     def __init__(
@@ -66,11 +68,15 @@ class TrainerWatch:
         reference: Callable[[], nn.Module] | None = None,
         say: Callable[[str], None] = print,
         at_end: Callable[[TrainerWatch], None] | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
         if steps < 1:
             raise ConfigError(f"steps = {steps} must be 1 or more")
         self._model, self._folder, self._steps = model, folder, steps
         self._reference, self._say, self._at_end = reference, say, at_end
+        self._reduction = reduction or Reduction()
+        self._cut = InputCut(self._reduction)
+        self._shape: InputShape | None = None
         self._reader = ModelReader(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = dist.get_world_size() if dist.is_initialized() else 1
@@ -207,19 +213,23 @@ class TrainerWatch:
         for line in verdict.lines() if self._at_end is None else ():
             self._say(line)
 
-    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._records_forward():
-            return
+            return None
         if self._is_updated and self._stepping is None:
             self._end_step()
             if not self.is_on:
-                return
+                return None
         if not self._step.microbatches:
             self._start_prints = self._reader.prints()
         elif self._changed_unseen():
-            return
+            return None
         if not self._step.weights:
             self._step.weights = self._reader.weights()
+        if self._reduction.cuts:
+            args, kwargs = self._cut.inputs((args, kwargs))
+        if self._shape is None:
+            self._shape = input_shape((args, kwargs))
         leaves = tree_flatten((args, kwargs))[0]
         self._is_part |= any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         tensors = dict[str, Tensor]()
@@ -227,8 +237,9 @@ class TrainerWatch:
             inputs = [encode(list(args), tensors, "args"), encode(dict(kwargs), tensors, "kwargs")]
         except ConfigError as error:
             self._give_up(str(error))
-            return
+            return None
         self._step.microbatches.append(RecordedMicrobatch({"tuple": inputs}, tensors))
+        return args, kwargs
 
     def _changed_unseen(self) -> bool:
         """Refuse what changes the weights while a step is pending; whether something has."""
@@ -258,7 +269,7 @@ class TrainerWatch:
                     microbatch.gradients[place] = gradient.detach()
 
                 copied.register_hook(receive)  # type: ignore[no-untyped-call]
-                leaves[place] = copied
+                leaves[place] = self._cut.output(copied)
         if not self._done and len(self._step.microbatches) == 1 and self._rank == 0:
             outputs = [leaves[place] for place in microbatch.values]
             size = sum(
@@ -488,7 +499,9 @@ class TrainerWatch:
         if self._rank == 0:
             kinds = {name: kind for name, kind in self._optimizers.items() if kind is not None}
             facts = RunFacts(
-                self._folder, self._world, self._done, axes, self._compute_dtype, kinds
+                *(self._folder, self._world, self._done, axes, self._compute_dtype, kinds),
+                self._reduction.cuts,
+                self._shape or InputShape(0, 0),
             )
             verdict = compare_run(facts, self._reader.model, self._reference)
             self._conclude(replace(verdict, notes=(*self.notes, *verdict.notes)))

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,32 +21,40 @@ ORDER = "MESHWRIGHT_WATCH"
 REACHED = "process-"
 
 
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    """An import hook that attaches the watcher as soon as torch has been imported."""
+class _After(importlib.abc.MetaPathFinder):
+    """An import hook that calls a function with a module as soon as it has been imported."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name, self._call = name, call
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _attach()
+                self._call(module)
 
             loader.exec_module = exec_module
         return spec
 
 
-def _attach() -> None:
+def _attach(torch: ModuleType) -> None:
     from meshwright.prove.trainers.attach import attach
+    from meshwright.prove.trainers.reduction import Reduction
 
     order = json.loads(os.environ[ORDER])
+    reduction = Reduction(**order.get("reduction", {}))
     Path(order["folder"], f"{REACHED}{os.getpid()}").touch()
-    attach(Path(order["folder"]), steps=order["steps"], at_end=_end)
+    attach(Path(order["folder"]), steps=order["steps"], at_end=_end, reduction=reduction)
+    reduction.reduce_lists()
+    if reduction.sizes:
+        sys.meta_path.insert(0, _After("transformers.modeling_utils", reduction.reduce_configs))
 
 
 def _end(watched: Any) -> None:
@@ -67,4 +76,4 @@ def _run_next() -> None:
 
 _run_next()
 if ORDER in os.environ:
-    sys.meta_path.insert(0, _AfterTorch())
+    sys.meta_path.insert(0, _After("torch", _attach))
