@@ -16,6 +16,7 @@ import urllib.request
 
 import pytest
 
+from faulty import flip
 from meshwright.checkpoint.commit import read_manifest, steps, verify
 from meshwright.cli import main
 from meshwright.store import place
@@ -113,6 +114,33 @@ def test_a_store_that_takes_nothing_is_refused_before_the_start(folder):
     output = train(*RUN, f"checkpoint.dir=file://{folder}/bucket/run", code=2)
     assert "cannot be written" in output
     assert not (folder / "runs").exists()
+
+
+def test_data_in_a_store_trains_the_same_and_damaged_rows_are_left_out(folder, capsys):
+    """Bit for bit as from the folder; resumed from either; then with a bit flipped in the store."""
+    command = ["data", "prepare", "store", "--source", "corpus.txt", "--tokenizer", "bytes"]
+    assert main(command) == 0
+    capsys.readouterr()
+    run = [word for word in RUN if not word.startswith("data.")]
+    there = [f"data.source=file://{folder}/store", f"data.cache={folder}/cache", "log.name=there"]
+    train(*run, "data.source=store", "log.name=here")
+    train(*run, *there, "checkpoint.restarts=0", fault="1:save.shard:4:kill", code=3)
+    train("--resume", "runs/there", "data.source=store")
+    saved = [hashes(folder / "runs" / name / "checkpoints") for name in ("here", "there")]
+    assert saved[0] == saved[1]
+    assert list((folder / "cache" / "blocks").iterdir())
+
+    flip(folder / "store" / "tokens-00000.bin", 100)
+    again = [*run, f"data.source=file://{folder}/store", "data.cache=fresh", "train.steps=30"]
+    output = train(*again, "log.name=stopped", code=3)
+    assert "tokens-00000.bin is damaged within bytes 0-" in " ".join(output.split())
+    train(*again, "log.name=skipped", "data.on_error=skip")
+    with open("runs/skipped/events.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    left_out = sum(event.get("rows_left_out", 0) for event in events)
+    assert left_out > 0
+    logs = [(folder / "runs/skipped/logs" / f"rank-{n}.log").read_text() for n in (0, 1)]
+    assert any("rows are left out" in " ".join(log.split()) for log in logs)
 
 
 def test_jobs_that_look_for_steps_in_a_folder_refuse_a_url(capsys):

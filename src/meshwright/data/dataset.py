@@ -6,7 +6,7 @@ import heapq
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from meshwright.data.corpora import Files, HuggingFace, Source, Stdlib, TinyStories
 from meshwright.data.encoders import Encoding
 from meshwright.data.megatron_pair import megatron_prefix, open_megatron
-from meshwright.data.sampler import Rows, Sampler, WholeSampler, chosen_rows
+from meshwright.data.remote import ReadAhead, open_remote
+from meshwright.data.sampler import ReadRows, Rows, Sampler, WholeSampler, chosen_rows
 from meshwright.data.store import FORMAT, Progress, Store, entropy_of, is_store, open_store
 from meshwright.data.streamed import StreamedDataset, check_vocabulary, open_stream
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
@@ -26,6 +27,7 @@ from meshwright.data.writer import prepare, read_notes
 from meshwright.errors import DataError, refusal
 from meshwright.files import sha256_bytes
 from meshwright.spec.training import DataSpec, TrainSpec
+from meshwright.store import StorePath, is_url
 from meshwright.units import MIB, format_bytes
 
 
@@ -128,7 +130,8 @@ class BlendSampler:
         inputs = _woven(sources, {number: part.inputs for number, part in drawn.items()})
         targets = _woven(sources, {number: part.targets for number, part in drawn.items()})
         segments = {n: part.segments for n, part in drawn.items() if part.segments is not None}
-        return Rows(inputs, targets, _woven(sources, segments) if segments else None)
+        left_out = tuple(line for part in drawn.values() for line in part.left_out)
+        return Rows(inputs, targets, _woven(sources, segments) if segments else None, left_out)
 
     def passes(self, samples: int) -> list[dict[str, object]]:
         """Return each source's share, samples per epoch, and epochs after `samples` samples."""
@@ -181,7 +184,8 @@ class Dataset:
     nats: the loss of a model that knows only token frequencies (None for a Megatron pair, which is
     not read completely). `identity` must be unchanged when a run is resumed. The validation split
     is empty if its share is 0. `vocab_size` bounds every id. `folders` are the prepared stores, in
-    order. `files` has the digests of the files, by the names that users see.
+    order. `files` has the digests of the files, by the names that users see. `is_remote`: whether a
+    source is in an object store.
     """
 
     spec: DataSpec
@@ -192,6 +196,11 @@ class Dataset:
     identity: dict[str, str]
     folders: tuple[Path, ...]
     files: dict[str, str]
+    is_remote: bool = False
+
+    def reader(self, rows: ReadRows, stop: int) -> ReadRows:
+        """Return what reads the rows of a sampler's next steps up to `stop`: ahead if remote."""
+        return ReadAhead(rows, stop) if self.is_remote else rows
 
     def tokens(self, split: Split) -> int:
         """Return how many tokens a split has."""
@@ -242,7 +251,13 @@ class Dataset:
                 view, seq_len=seq_len, batch=batch, seed=spec.seed, skips=skips, name=name
             )
         return Sampler(
-            view, seq_len=seq_len, batch=batch, seed=spec.seed, packing=spec.packing, name=name
+            view,
+            seq_len=seq_len,
+            batch=batch,
+            seed=spec.seed,
+            packing=spec.packing,
+            skips=spec.on_error == "skip",
+            name=name,
         )
 
 
@@ -320,6 +335,7 @@ def open_data(
         identity=identity,
         folders=tuple(source.folder for source in opened if source.folder is not None),
         files={name: digest for source in opened for name, digest in source.files.items()},
+        is_remote=any(map(is_url, spec.sources)),
     )
 
 
@@ -365,6 +381,9 @@ def check_sources(spec: DataSpec, cache: Path, vocab_size: int) -> None:
     """
     is_checked = False
     for name in spec.sources:
+        if is_url(name):
+            open_remote(StorePath.parse(name), cache, spec.cache_size)
+            continue
         if is_store(Path(name)) or _pair_of(name) is not None:
             continue
         source = source_of(name, spec, cache)
@@ -373,6 +392,11 @@ def check_sources(spec: DataSpec, cache: Path, vocab_size: int) -> None:
         if not is_checked:
             check_vocabulary(load_tokenizer(spec.tokenizer, spec.eos, spec.bos), vocab_size)
             is_checked = True
+
+
+def is_prepared(name: str) -> bool:
+    """Whether a source is an indexed store: a folder with a manifest, or any URL."""
+    return is_url(name) or is_store(Path(name))
 
 
 def _pair_of(name: str) -> Path | None:
@@ -399,6 +423,11 @@ def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None 
 
 def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
     path = Path(name)
+    if is_url(name):
+        root = StorePath.parse(name)
+        opened = _open_prepared(name, open_remote(root, cache, spec.cache_size), spec)
+        files = {str(root / Path(file).name): digest for file, digest in opened.files.items()}
+        return replace(opened, files=files)
     if is_store(path):
         return _open_prepared(name, open_store(path), spec)
     prefix = _pair_of(name)

@@ -8,7 +8,7 @@ any number of ranks, with the same global batches.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.permutation import permute
-from meshwright.data.view import TokenView
+from meshwright.data.view import DamagedData, TokenView
 from meshwright.errors import DataError
 
+# Reads rows of the global batch of a step.
+ReadRows = Callable[[int, range], "Rows"]
 IGNORE = -100
 # The document that fills up a row of whole documents: padding, no data.
 PADDING = -1
@@ -30,12 +32,14 @@ class Rows:
 
     `targets` is the next token of each input, or `IGNORE` where that token belongs to another
     document and packing is "documents". `segments` numbers the documents within each row from 0,
-    with `PADDING` at padding tokens; it is None if packing is "stream".
+    with `PADDING` at padding tokens; it is None if packing is "stream". `left_out` says for each
+    row that could not be read which block of its data is damaged: it has no targets.
     """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
     segments: NDArray[np.int64] | None
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,9 @@ class Sampler:
     """Global batches of `batch` sequences of `seq_len` tokens from a `TokenView`.
 
     `seed` and the epoch determine the order. `vocab_size` is a bound on ids below that of the view,
-    for a model with a smaller vocabulary. `name` names the data in messages. `samples` is the
-    number of samples in an epoch. Raises DataError if there are fewer tokens than one sample has.
+    for a model with a smaller vocabulary. `name` names the data in messages. With `skips`, a row of
+    damaged data is left out, else it raises. `samples` is the number of samples in an epoch. Raises
+    DataError if there are fewer tokens than one sample has.
     """
 
     def __init__(
@@ -69,9 +74,11 @@ class Sampler:
         seed: int = 0,
         packing: Literal["stream", "documents"] = "stream",
         vocab_size: int | None = None,
+        skips: bool = False,
         name: str = "train split",
     ) -> None:
         self.view = view
+        self.skips = skips
         self.seq_len = seq_len
         self.batch = batch
         self.seed = seed
@@ -95,7 +102,8 @@ class Sampler:
         """Return rows of the global batch of a step; None means all rows.
 
         Raises IndexError for rows outside the batch. Raises DataError, with file and token, for an
-        id outside the vocabulary, and for rows in which every target is ignored.
+        id outside the vocabulary, and for rows in which every target is ignored; DamagedData for
+        content that differs from its checksum, unless such rows are left out.
         """
         return self._read(self.windows(step, rows))
 
@@ -114,6 +122,32 @@ class Sampler:
         return out
 
     def _read(self, windows: NDArray[np.int64]) -> Rows:
+        """Return the rows of windows given by their index; those of damaged data as they say."""
+        try:
+            rows = self._intact(windows)
+        except DamagedData:
+            if not self.skips:
+                raise
+            rows = joined([self._one(windows[row : row + 1]) for row in range(len(windows))])
+        if rows.targets.size and not rows.left_out and (rows.targets == IGNORE).all():
+            path, token = self.view.locate(int(windows[0]) * self.seq_len)
+            raise DataError(
+                f"every target from token {token} of {path.name} on is the first of another "
+                f"document: there is nothing to learn from ({path.parent})"
+            )
+        return rows
+
+    def _one(self, window: NDArray[np.int64]) -> Rows:
+        """Return the row of one window, or one of zeros without targets if it is damaged."""
+        try:
+            return self._intact(window)
+        except DamagedData as error:
+            inputs = np.zeros((1, self.seq_len), dtype=np.int64)
+            segments = None if self.packing == "stream" else np.zeros_like(inputs)
+            return Rows(inputs, np.full_like(inputs, IGNORE), segments, (str(error),))
+
+    def _intact(self, windows: NDArray[np.int64]) -> Rows:
+        """Return the rows of windows; raises DamagedData if one cannot be read."""
         starts = windows * self.seq_len
         ids = self.view.windows(starts, self.seq_len + 1, self.vocab_size)
         inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
@@ -121,12 +155,6 @@ class Sampler:
             return Rows(inputs, targets, None)
         documents = self._documents(starts)
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
-        if targets.size and (targets == IGNORE).all():
-            path, token = self.view.locate(int(starts[0]))
-            raise DataError(
-                f"every target from token {token} of {path.name} on is the first of another "
-                f"document: there is nothing to learn from ({path.parent})"
-            )
         return Rows(inputs, targets, np.ascontiguousarray(documents[:, :-1]))
 
     def position(self, step: int) -> StepPosition:
@@ -146,6 +174,17 @@ class Sampler:
         steps = np.zeros((len(starts), self.seq_len + 1), dtype=np.int64)
         steps[row, ends[lo[row] + nth] - starts[row]] = 1
         return np.cumsum(steps, axis=1)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Return rows one below the other; all parts have segments, or none has."""
+    segments = [part.segments for part in parts if part.segments is not None]
+    return Rows(
+        np.concatenate([part.inputs for part in parts]),
+        np.concatenate([part.targets for part in parts]),
+        np.concatenate(segments) if segments else None,
+        tuple(line for part in parts for line in part.left_out),
+    )
 
 
 def chosen_rows(batch: int, rows: range | slice | None) -> range:
@@ -184,7 +223,7 @@ class WholeSampler(Sampler):
         name: str = "train split",
     ) -> None:
         self.view, self.seq_len, self.batch, self.seed = view, seq_len, batch, seed
-        self.packing, self.vocab_size = "documents", None
+        self.packing, self.vocab_size, self.skips = "documents", None, skips
         self._starts = np.concatenate([np.zeros(1, dtype=np.int64), view.ends])
         lengths = np.diff(self._starts)
         self._lengths = np.minimum(lengths, seq_len + 1)
@@ -226,9 +265,14 @@ class WholeSampler(Sampler):
 
     def _is_trained(self, document: int) -> bool:
         start = int(self._starts[document])
-        return bool(self.view.read_mask(start + 1, start + self.seq_len + 1).any())
+        try:
+            return bool(self.view.read_mask(start + 1, start + self.seq_len + 1).any())
+        except DamagedData:  # its row is left out when it is read
+            if not self.skips:
+                raise
+            return True
 
-    def _read(self, windows: NDArray[np.int64]) -> Rows:
+    def _intact(self, windows: NDArray[np.int64]) -> Rows:
         rows = [self._row(self._rows[window]) for window in windows.tolist()]
         inputs, targets, segments = (np.stack(parts) for parts in zip(*rows, strict=True))
         return Rows(inputs, targets, segments)

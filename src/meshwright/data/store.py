@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from pydantic import Field, ValidationError
 
 from meshwright.data.encoders import Encoder, encoder_of
 from meshwright.data.tokenizers import BytesTokenizer, JsonTokenizer, TiktokenTokenizer, Tokenizer
-from meshwright.data.view import Blocks, Mask, Shard, map_array
+from meshwright.data.view import Blocks, Items, Mask, Shard, map_array
 from meshwright.errors import DataError, refusal
 from meshwright.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
 from meshwright.parsing import parse_json
@@ -68,8 +68,11 @@ class ShardRecord(Spec):
 
     def files(self) -> list[FileRecord]:
         """Return the records of the shard's files."""
-        records = [self.tokens_file, self.index_file, self.mask_file]
-        return [file for file in records if file is not None]
+        return [*self.items_files(), self.index_file]
+
+    def items_files(self) -> list[FileRecord]:
+        """Return the records of the files that grow with the tokens: ids and loss mask."""
+        return [self.tokens_file, *([] if self.mask_file is None else [self.mask_file])]
 
 
 class TokenizerRecord(Spec):
@@ -185,19 +188,36 @@ def is_store(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def open_store(folder: Path) -> Store:
+class Elsewhere(Protocol):
+    """The token ids and loss masks of a store whose folder has only its other files."""
+
+    def problem(self, record: FileRecord) -> str | None:
+        """Return what is wrong with the size of a file, or None."""
+
+    def items(self, record: FileRecord, dtype: str) -> Items:
+        """Return the numbers of a file, which verify themselves as they are read."""
+
+
+def open_store(folder: Path, elsewhere: Elsewhere | None = None) -> Store:
     """Open an indexed store after all checks that need not read the tokens.
 
     Checked are the manifest's digest, file names, all sizes and counts, the document ends and the
     recorded largest id. Raises DataError with the file and both values. Tokens are compared with
     their checksums as they are read; `verify` reads all of them.
     """
-    manifest = _read_manifest(folder)
-    problems = [problem for record in manifest.files() if (problem := _present(folder, record))]
+    manifest = read_manifest(folder)
+    large = {file.file for shard in manifest.shards for file in shard.items_files()}
+    problems = []
+    for record in manifest.files():
+        if elsewhere is not None and record.file in large:
+            problem = elsewhere.problem(record)
+        else:
+            problem = _present(folder, record)
+        problems += [problem] if problem else []
     problems += _inconsistent(manifest)
     if problems:
         raise _refused(folder, problems)
-    shards = tuple(_open_shard(folder, manifest, record) for record in manifest.shards)
+    shards = tuple(_open_shard(folder, manifest, record, elsewhere) for record in manifest.shards)
     for check in (_ends, _changed):
         pairs = zip(shards, manifest.shards, strict=True)
         if problems := [problem for pair in pairs for problem in check(*pair)]:
@@ -212,7 +232,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
     `progress` is called with the bytes read so far and the total.
     """
     try:
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
     except DataError as error:
         return Verification(1, 0, (str(error),))
     problems = _inconsistent(manifest)
@@ -278,7 +298,8 @@ def _refused(folder: Path, problems: list[str]) -> DataError:
     )
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a store; raises DataError if it is missing or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         rule = f"{folder} is not an indexed store: it has no {MANIFEST}"
@@ -370,12 +391,18 @@ def _damage(folder: Path, record: FileRecord) -> str | None:
     return f"{record.file} is damaged within bytes {ranges}{omitted}: its SHA-256 differs"
 
 
-def _open_shard(folder: Path, manifest: Manifest, record: ShardRecord) -> Shard:
+def _open_shard(
+    folder: Path, manifest: Manifest, record: ShardRecord, elsewhere: Elsewhere | None = None
+) -> Shard:
     path = folder / record.tokens_file.file
     dtype = np.dtype(manifest.dtype).newbyteorder("<").str
-    tokens = map_array(path, dtype, record.tokens)
     ends = map_array(folder / record.index_file.file, "<i8", record.documents)
     file, mask = record.tokens_file, None
+    if elsewhere is not None:
+        if record.mask_file is not None:
+            mask = Mask(elsewhere.items(record.mask_file, "u1"), None)
+        return Shard(path, elsewhere.items(file, dtype), ends, None, mask)
+    tokens = map_array(path, dtype, record.tokens)
     if record.mask_file is not None:
         mask_path = folder / record.mask_file.file
         mask_bytes = map_array(mask_path, "u1", record.tokens)
@@ -414,7 +441,7 @@ def _ids(shard: Shard, vocab_size: int) -> list[str]:
         outside = shard.tokens[start : start + CHUNK_TOKENS] >= vocab_size
         if outside.any():
             token = start + int(np.argmax(outside))
-            token_id = int(shard.tokens[token])
+            token_id = int(shard.tokens[token : token + 1][0])
             return [
                 f"id {token_id} at token {token} of {shard.path.name}, vocabulary is {vocab_size}"
             ]

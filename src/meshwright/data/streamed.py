@@ -21,7 +21,15 @@ from meshwright.data.conversations import Conversation
 from meshwright.data.corpora import HuggingFace
 from meshwright.data.encoders import Encoded, Encoder, Encoding, worded
 from meshwright.data.permutation import permute
-from meshwright.data.sampler import IGNORE, Rows, Sampler, WholeSampler, chosen_rows, filled_row
+from meshwright.data.sampler import (
+    IGNORE,
+    ReadRows,
+    Rows,
+    Sampler,
+    WholeSampler,
+    chosen_rows,
+    filled_row,
+)
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.data.view import Mask, Shard, TokenView, split
 from meshwright.errors import DataError
@@ -341,7 +349,8 @@ class _Reader:
         filled = [
             filled_row(r.whole(self._seq_len + 1), self._seq_len) for r in self._rows.values()
         ]
-        return Rows(*(np.stack(parts) for parts in zip(*filled, strict=True)))
+        inputs, targets, segments = (np.stack(parts) for parts in zip(*filled, strict=True))
+        return Rows(inputs, targets, segments)
 
     def _cut(self) -> Rows:
         """Return rows of consecutive tokens of the concatenated documents."""
@@ -445,6 +454,10 @@ class StreamedDataset:
         return StreamSampler(
             self.documents, self.encoder, seq_len=seq_len, batch=batch, packing=packing
         )
+
+    def reader(self, rows: ReadRows, stop: int) -> ReadRows:
+        """Return what reads the rows of a sampler's next steps; a stream reads ahead by itself."""
+        return rows
 
     def held_out(self, seq_len: int, batch: int, batches: int) -> Sampler:
         """Return a sampler of enough held-out documents for `batches` batches.

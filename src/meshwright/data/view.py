@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,19 @@ from meshwright.files import BLOCK_BYTES, reading, sha256_bytes
 
 _PIECES = 64  # of a file of which no checksums are known
 _PIECE_BYTES = 1 << 16
+
+
+class DamagedData(DataError):
+    """Content that differs from its checksum; another read would not mend it."""
+
+
+class Items(Protocol):
+    """A sequence of numbers read by slices: an array, or a file of an object store."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> NDArray[Any]:
+        """Return the items of a slice; may raise DamagedData."""
 
 
 class Blocks:
@@ -79,7 +92,7 @@ SPLIT_KEY = "split"
 class Mask(NamedTuple):
     """The loss mask of a shard, uint8 [tokens] of 0 or 1, and the checksums of its file."""
 
-    tokens: NDArray[np.uint8]
+    tokens: Items
     blocks: Blocks | None
 
 
@@ -92,7 +105,7 @@ class Shard:
     """
 
     path: Path
-    tokens: NDArray[np.integer]
+    tokens: Items
     ends: NDArray[np.int64]
     blocks: Blocks | None = None
     mask: Mask | None = None
@@ -100,13 +113,13 @@ class Shard:
     def read(self, start: int, stop: int) -> NDArray[np.integer]:
         """Return tokens `start` to `stop` in the file's dtype.
 
-        Raises `DataError` if they are damaged.
+        Raises `DamagedData` if they are damaged.
         """
         self._check(self.blocks, start, stop)
         return self.tokens[start:stop]
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return the loss mask of tokens `start` to `stop`; raises `DataError` if it is damaged."""
+        """Return the loss mask of tokens `start` to `stop`; raises `DamagedData` as `read`."""
         if self.mask is None:
             return np.ones(stop - start, dtype=np.uint8)
         self._check(self.mask.blocks, start, stop)
@@ -114,7 +127,7 @@ class Shard:
 
     def _check(self, blocks: Blocks | None, start: int, stop: int) -> None:
         if blocks is not None and (problem := blocks.problem(start, stop)):
-            raise DataError(
+            raise DamagedData(
                 f"{problem} ({self.path.parent}). Restore the file, or remove the folder and "
                 "prepare it again"
             )

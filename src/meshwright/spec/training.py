@@ -19,7 +19,7 @@ from meshwright.spec.groups import GroupSpec
 from meshwright.spec.kinds import LARGEST, Spec, as_tuple
 from meshwright.spec.model import MOST_LAYERS
 from meshwright.spec.optimizers import OPTIMIZERS, StateDtype
-from meshwright.units import parse_bytes
+from meshwright.units import GIB, parse_bytes
 
 
 def _tuple(value: Any) -> Any:
@@ -35,20 +35,23 @@ def _floats(value: Any) -> Any:
     return tuple(float(item) if type(item) is int else item for item in value)
 
 
-def _memory(value: Any) -> Any:
-    """Take a text such as "2GiB" for a number of bytes."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise ValueError(f"cluster.memory = {error}") from None
+def _bytes(key: str) -> BeforeValidator:
+    """Take a text such as "2GiB" for a number of bytes; `key` names it in messages."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{key} = {error}") from None
+
+    return BeforeValidator(read)
 
 
-Memory = Annotated[
+Bytes = Annotated[
     int,
     Field(gt=0),
-    BeforeValidator(_memory),
     WithJsonSchema({"type": ["integer", "string"], "exclusiveMinimum": 0}),
 ]
 # Of a microbatch, and of a job.
@@ -78,21 +81,23 @@ class DataSpec(Spec):
     """The data of a run.
 
     `source`: "stdlib", "tinystories", "hf:NAME", or paths of text files, jsonl files, folders, an
-    indexed store, or a Megatron `.bin`/`.idx` pair. With `weights`, one for each source, samples
-    are drawn in these proportions; without, the sources are concatenated into one corpus.
-    `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`. `packing`: "stream" divides the
-    concatenated documents into samples; "documents" divides them in the same way but keeps
-    attention and targets inside each document. `validation` is the share of documents held out.
-    `text_key` is the field of rows and of HF data sets. `on_error` is the reaction to a file or a
-    row without text: "stop" ends the preparation, "skip" counts and names it. `cache` is the folder
-    for prepared stores and downloads. `separator` ends a document inside a text file (two newlines:
-    blank lines, "": none, a file is one document); by default, it is `<|endoftext|>` if the first
-    MiB of the file has it. `eos` names the token of a tokenizer.json that ends a document; by
-    default, it is detected. `bos` says whether each text begins with the BOS token; by default, it
-    does if the tokenizer's files put one before every text. With `streaming`, an "hf:NAME" is read
-    during training, and nothing is stored; `shuffle_buffer` is then how many documents are shuffled
-    at a time. `format` "chat" reads rows as conversations and trains the assistant's turns;
-    `chat_template` is a file with a template that replaces the tokenizer's own.
+    indexed store, which may be in an object store, or a Megatron `.bin`/`.idx` pair. With
+    `weights`, one for each source, samples are drawn in these proportions; without, the sources are
+    concatenated into one corpus. `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`.
+    `packing`: "stream" divides the concatenated documents into samples; "documents" divides them in
+    the same way but keeps attention and targets inside each document. `validation` is the share of
+    documents held out. `text_key` is the field of rows and of HF data sets. `on_error` is the
+    reaction to a file or a row without text, and to damaged token ids: "stop" ends the preparation
+    or the run, "skip" counts and names them, and leaves their rows out. `cache` is the folder for
+    prepared stores and downloads; of stores in object stores, it keeps `cache_size` bytes.
+    `separator` ends a document inside a text file (two newlines: blank lines, "": none, a file is
+    one document); by default, it is `<|endoftext|>` if the first MiB of the file has it. `eos`
+    names the token of a tokenizer.json that ends a document; by default, it is detected. `bos` says
+    whether each text begins with the BOS token; by default, it does if the tokenizer's files put
+    one before every text. With `streaming`, an "hf:NAME" is read during training, and nothing is
+    stored; `shuffle_buffer` is then how many documents are shuffled at a time. `format` "chat"
+    reads rows as conversations and trains the assistant's turns; `chat_template` is a file with a
+    template that replaces the tokenizer's own.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
@@ -104,6 +109,7 @@ class DataSpec(Spec):
     text_key: str = "text"
     on_error: OnError = "stop"
     cache: str | None = None
+    cache_size: Annotated[Bytes, _bytes("data.cache_size")] = 20 * GIB
     workers: int | None = Field(default=None, ge=1, le=1024)
     separator: str | None = None
     eos: str | None = None
@@ -369,7 +375,7 @@ class ClusterSpec(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nodes: int = Field(default=1, gt=0, le=MOST_RANKS)
     devices_per_node: int | None = Field(default=None, gt=0, le=MOST_RANKS)
-    memory: Memory | None = None
+    memory: Annotated[Bytes | None, _bytes("cluster.memory")] = None
     links: Annotated[tuple[str, str] | None, BeforeValidator(_tuple)] = None
     calibration: str | None = None
     peak_tflops: float | None = Field(default=None, gt=0)

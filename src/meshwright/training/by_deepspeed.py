@@ -41,7 +41,7 @@ from meshwright.training.loop import (
     start_event,
 )
 from meshwright.training.optimizer import build_optimizer, set_learning_rate
-from meshwright.training.readings import StepClock, step_event
+from meshwright.training.readings import LeftOut, StepClock, step_event
 from meshwright.training.run_folder import Job
 
 
@@ -64,15 +64,17 @@ def train(
     engine = open_engine(job, world)
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
     indices = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
+    read_rows, left_out = dataset.reader(sampler.rows, config.train.steps), LeftOut()
     emit(start_event(job, world, dataset, sampler, 0))
     clock, loss, step, stopped = StepClock(), float("nan"), 0, world.anyone(asked_to_stop())
     while step < config.train.steps and not stopped:
         step += 1
         world.recorder.step(step)
         clock.start()
-        rows = Batch.of(sampler.rows(step - 1, indices), keys(config, step, indices))
-        batch = rows.to(world.device)
+        rows = read_rows(step - 1, indices)
+        batch = Batch.of(rows, keys(config, step, indices)).to(world.device)
         clock.data_done()
+        left_out.add(rows)
         lr = learning_rate(step, config.train.steps, config.optimizer)
         set_learning_rate(engine.optimizer, lr)
         mean = update(engine, batch, layout.microbatch, layout.dp)
@@ -83,7 +85,7 @@ def train(
         last = stopped or step == config.train.steps
         if last or step % config.train.log_every == 0:
             norm = float(engine.get_global_grad_norm())
-            emit(step_event(step, loss, norm, lr, 1.0, clock, job, world))
+            emit(step_event(step, loss, norm, lr, 1.0, clock, left_out, job, world))
         if saved := last or is_due(config.checkpoint.every, step, last):
             save(engine, job, world, step)
         if not stopped and is_due(config.train.eval_every, step, last):

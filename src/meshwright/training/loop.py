@@ -29,7 +29,7 @@ from meshwright.training.between_steps import check_replicas, open_run, save
 from meshwright.training.events import Emit
 from meshwright.training.held_out import HeldOut, Interruptible
 from meshwright.training.optimizer import set_learning_rate
-from meshwright.training.readings import Readings, lag
+from meshwright.training.readings import LeftOut, Readings, lag
 from meshwright.training.routing import RoutingReport
 from meshwright.training.run_folder import Job
 from meshwright.training.step_recording import Recording
@@ -63,6 +63,7 @@ def train(
     parallel, shards, optimizer = trained
     sampler = sampler_at(progress.position, dataset, config)
     indices = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
+    read_rows = dataset.reader(sampler.rows, steps)
     emit(start_event(job, world, dataset, sampler, progress.step))
     scale, clip = progress.scale, config.train.clip_norm
     readings = Readings(job, world, parallel, emit, lag(world.device, scale), progress)
@@ -78,8 +79,10 @@ def train(
     while step < steps and not stopped and not held_out.is_over:
         step += 1
         begin(step, world, recording, readings)
-        batch = feed.bring(Batch.of(sampler.rows(step - 1, indices), keys(config, step, indices)))
+        rows = read_rows(step - 1, indices)
+        batch = feed.bring(Batch.of(rows, keys(config, step, indices)))
         readings.clock.data_done()
+        readings.left_out.add(rows)
         lr = learning_rate(step, steps, config.optimizer)
         set_learning_rate(optimizer, lr)
         done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
@@ -251,5 +254,8 @@ def held_out_batches(
     indices = share(train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
     count = min(train.eval_batches, max(1, held_out.samples // train.batch))
     emit({"event": "evaluating", "step": step, "batches": count})
+    read_rows, left_out = dataset.reader(held_out.rows, count), LeftOut()
     for index in range(count):
-        yield Batch.of(held_out.rows(index, indices)).to(world.device)
+        rows = read_rows(index, indices)
+        left_out.add(rows)
+        yield Batch.of(rows).to(world.device)

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.world import World
+from meshwright.data import Rows
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.apply import Parallel
 from meshwright.program.model_flops import flops_per_token
 from meshwright.training.between_steps import Progress
-from meshwright.training.events import Emit
+from meshwright.training.events import Emit, note
 from meshwright.training.run_folder import Job
 from meshwright.training.update import LossScale, Updated, overflowed
 
@@ -147,6 +148,30 @@ class DeviceLaps:
         self._since = None
 
 
+class LeftOut:
+    """Counts the rows that a rank left out of its batches, because their data is damaged.
+
+    The rank's log names each damaged block once.
+    """
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._noted: set[str] = set()
+
+    def add(self, rows: Rows) -> None:
+        """Count the rows of a batch that were left out."""
+        self._rows += len(rows.left_out)
+        for line in rows.left_out:
+            if line not in self._noted:
+                self._noted.add(line)
+                note(f"rows are left out (data.on_error = 'skip'): {line}")
+
+    def take(self) -> int:
+        """Return the number of rows since the last call."""
+        count, self._rows = self._rows, 0
+        return count
+
+
 def peak_memory(device: torch.device) -> int:
     """Return this rank's peak memory in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
@@ -162,18 +187,24 @@ def step_event(
     lr: float,
     loss_scale: float,
     clock: StepClock,
+    left_out: LeftOut,
     job: Job,
     world: World,
 ) -> dict[str, object]:
     """Return a step event with speed, memory and utilization over all ranks; a collective.
 
-    `loss_scale` is included only under fp16. `mfu` is null if the device's peak is not set: a peak
-    is never guessed. Raises `MeshwrightError` for a utilization above 1, which can only mean a
-    wrong peak.
+    `loss_scale` is included only under fp16, `rows_left_out` only if there are any. `mfu` is null
+    if the device's peak is not set: a peak is never guessed. Raises `MeshwrightError` for a
+    utilization above 1, which can only mean a wrong peak.
     """
     train = job.config.train
     seconds, data_share = clock.take()
-    gathered = world.gather_on_host([float(peak_memory(world.device)), data_share, seconds])
+    own = [float(peak_memory(world.device)), data_share, seconds, float(left_out.take())]
+    gathered = world.gather_on_host(own)
+    data_rank = job.layout.mesh.data_rank  # ranks that share it read the same rows
+    rows_left_out = sum(
+        {data_rank(rank): int(row[3]) for rank, row in enumerate(gathered)}.values()
+    )
     slowest = max(row[2] for row in gathered)
     tokens_per_s = train.batch * train.seq_len / slowest
     per_device = tokens_per_s / world.size
@@ -198,6 +229,7 @@ def step_event(
         "mfu": None if peak is None else tflops / peak,
         "peak_memory_bytes": {str(rank): int(row[0]) for rank, row in enumerate(gathered)},
         "data_time_share": max(row[1] for row in gathered),
+        **({"rows_left_out": rows_left_out} if rows_left_out else {}),
     }
 
 
@@ -272,6 +304,7 @@ class Readings:
         self._begun: deque[_Step] = deque()
         self._read: deque[_Step] = deque()
         self.clock, self._laps = StepClock(), DeviceLaps()
+        self.left_out = LeftOut()
         self.loss = progress.loss
 
     def start(self) -> None:
@@ -336,7 +369,8 @@ class Readings:
             is_last = last and not self._read and not self._begun
             if is_last or step.step % self._job.config.train.log_every == 0:
                 read = (step.step, self.loss, step.norm, step.lr, scale.value)
-                self._emit(step_event(*read, self.clock, self._job, self._world))
+                event = step_event(*read, self.clock, self.left_out, self._job, self._world)
+                self._emit(event)
             if self._watch.is_spike(self.loss):
                 usual = self._watch.usual
                 spike = {"step": step.step, "loss": self.loss, "usual": usual}

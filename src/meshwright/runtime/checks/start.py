@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from meshwright.checkpoint.commit import anew, read_manifest, steps
 from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
 from meshwright.data import Dataset, StreamedDataset
-from meshwright.data.store import is_store
+from meshwright.data.dataset import is_prepared
 from meshwright.errors import CheckpointError, ConfigError, refusal
 from meshwright.layout import Layout, Machine
 from meshwright.program.events import Events, ending
@@ -85,7 +85,7 @@ def check_tokenizer(config: Config) -> None:
     init_from, data = config.model.init_from, config.data
     if init_from is None or config.origins.get("data.tokenizer") != "default":
         return
-    if all(is_store(Path(source)) for source in data.sources):  # which bring their own
+    if all(is_prepared(source) for source in data.sources):  # which bring their own
         return
     raise ConfigError(
         f"model.init_from = {init_from!r} does not say which tokenizer it was trained with: give "
