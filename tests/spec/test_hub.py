@@ -50,12 +50,7 @@ def hub(monkeypatch, tmp_path, tokenizer_json):
         },
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    server.serve(monkeypatch, tmp_path / "cache")
     yield server
     server.shutdown()
     server.server_close()
