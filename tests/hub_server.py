@@ -13,7 +13,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?$")
-_FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+_FILE = re.compile(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 _WRITE = re.compile(
     r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main|/([^/]+/[^/]+)\.git/info/lfs/objects/batch"
 )
@@ -22,7 +22,7 @@ _WRITE = re.compile(
 class HubServer(ThreadingHTTPServer):
     """Repositories with commits; `requests` has the method and path of each request.
 
-    `token` opens the repositories of `gated` and `private`, and may write to the owners of
+    Files in `large` have a SHA-256 as their tag, or what `tags` says. `token` opens the repositories of `gated` and `private`, and may write to the owners of
     `writable`. `cut` files are sent half, once each. `uploads` has the bytes of each large file that
     arrived; after `most_uploads` of them, one more is refused.
     """
@@ -34,6 +34,7 @@ class HubServer(ThreadingHTTPServer):
         self.commits = {}  # of each repository, the files of each commit, oldest first
         self.requests, self.ranges = [], []
         self.gated, self.private, self.cut = set(), set(), set()
+        self.large, self.tags = set(), {}
         self.token = "hf_secret"
         self.writable, self.uploads, self.most_uploads = {"lab"}, {}, 100
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -210,7 +211,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
 
     def _file(self, name, sha, data):
-        headers = {"X-Repo-Commit": sha, "ETag": f'"{_oid(data)}"', "Accept-Ranges": "bytes"}
+        tag = hashlib.sha256(data).hexdigest() if name in self.server.large else _oid(data)
+        tag = self.server.tags.get(name, tag)
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{tag}"', "Accept-Ranges": "bytes"}
         status, total = 200, len(data)
         if (asked := self.headers.get("Range")) is not None:
             start = int(re.match(r"bytes=(\d+)-", asked)[1])
