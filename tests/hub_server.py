@@ -22,9 +22,10 @@ _WRITE = re.compile(
 class HubServer(ThreadingHTTPServer):
     """Repositories with commits; `requests` has the method and path of each request.
 
-    Files in `large` have a SHA-256 as their tag, or what `tags` says. `token` opens the repositories of `gated` and `private`, and may write to the owners of
-    `writable`. `cut` files are sent half, once each. `uploads` has the bytes of each large file that
-    arrived; after `most_uploads` of them, one more is refused.
+    Files in `large` have a SHA-256 as their tag, or what `tags` says. `token` opens the
+    repositories of `gated` and `private`, and may write to the owners of `writable`. `cut` files
+    are sent half, once each. `uploads` has the bytes of each large file that arrived; after
+    `most_uploads` of them, one more is refused.
     """
 
     daemon_threads = True

@@ -35,7 +35,7 @@ from meshwright.errors import DataError, nearest, refusal
 from meshwright.files import hash_file, locked, read_text, reading, write_atomic
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat
-from meshwright.units import MIB, format_bytes
+from meshwright.units import MIB
 
 _SHA256_DIGITS: Final = 64
 REPOSITORY: Final = "roneneldan/TinyStories"
