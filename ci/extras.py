@@ -105,7 +105,11 @@ EXTRAS: Final = {
         ("wandb", "trackio", "mlflow-skinny"),
     ),
     # The build that the package index has, for CUDA: no GPU is needed.
-    "oldest-torch": Extra(("tests/project/test_oldest_torch.py",), 10, ("torch==2.11.0",)),
+    "oldest-torch": Extra(
+        ("tests/project/test_oldest_torch.py", "tests/project/test_torch_private.py"),
+        10,
+        ("torch==2.11.0",),
+    ),
     "slurm": Extra(
         ("tests/cli/test_slurm.py",),
         7,

@@ -1,7 +1,12 @@
-"""Whether a tag may be released: `python -m ci.release v0.2.0`. No package is needed."""
+"""Whether a tag may be released: `python -m ci.release v0.3.0`. No package is needed.
+
+python -m ci.release v0.3.0 --dry-run       what is in the way, and the tag that would be made
+python -m ci.release v0.3.0 --readme URL    make README's links absolute, for a package index
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -10,6 +15,8 @@ from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
 _HEADING: Final = re.compile(r"^## \[([^\]]+)\] - (\S+)$", re.MULTILINE)
+# Of a link or image in Markdown, what is neither absolute nor within the page.
+_LINK: Final = re.compile(r"(!?)(\[[^\]\n]*\]\()(?!https?://|#|mailto:)([^)\s]+)\)")
 
 
 class Heading(NamedTuple):
@@ -25,6 +32,13 @@ def newest(changelog: str) -> Heading:
     if found is None:
         raise ValueError("the changelog has no heading as `## [0.2.0] - unreleased`")
     return Heading(found[1], found[2])
+
+
+def summary(changelog: str) -> str:
+    """Return what the newest heading has before its lists: the message of the tag."""
+    heading = _HEADING.search(changelog)
+    text = "" if heading is None else changelog[heading.end() :]
+    return re.split(r"^(?:### |## |<a )", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
 
 
 def expected(heading: Heading) -> str:
@@ -46,6 +60,8 @@ def problems(tag: str, changelog: str, source: str) -> list[str]:
     found = []
     if heading.date == "unreleased":
         found.append(f"CHANGELOG.md: [{heading.version}] has no date yet")
+    if not summary(changelog):
+        found.append(f"CHANGELOG.md: [{heading.version}] has no summary")
     if ours != expected(heading):
         found.append(f"version.py has {ours}, CHANGELOG.md asks for {expected(heading)}")
     if tag != f"v{ours}":
@@ -53,14 +69,39 @@ def problems(tag: str, changelog: str, source: str) -> list[str]:
     return found
 
 
+def absolute(text: str, repository: str, tag: str) -> str:
+    """Return Markdown whose relative links lead to a tag of a repository, and images to its files.
+
+    `repository` is its page, as `https://host/owner/name`.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        kind = "raw" if match[1] else "blob"
+        return f"{match[1]}{match[2]}{repository.rstrip('/')}/{kind}/{tag}/{match[3]})"
+
+    return _LINK.sub(link, text)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print what is in the way of a release; 1 where something is."""
-    (tag,) = arguments
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tag")
+    parser.add_argument("--dry-run", action="store_true", help="print the tag; make nothing")
+    parser.add_argument("--readme", metavar="URL", help="make README's links absolute")
+    args = parser.parse_args(arguments)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     source = (ROOT / "src/meshwright/version.py").read_text(encoding="utf-8")
-    found = problems(tag, changelog, source)
+    if args.readme is not None:
+        readme = ROOT / "README.md"
+        text = absolute(readme.read_text(encoding="utf-8"), args.readme, args.tag)
+        readme.write_text(text, encoding="utf-8")
+        return 0
+    found = problems(args.tag, changelog, source)
     for text in found:
         print(text, file=sys.stderr)
+    if args.dry_run:
+        print(f"git tag --annotate {args.tag} --message:\n\n{summary(changelog)}")
+        return 0
     return 1 if found else 0
 
 

@@ -53,10 +53,10 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def torchrun(*words: str, stderr: int = subprocess.PIPE) -> str:
+def torchrun(*words: str, stderr: int = subprocess.PIPE, **environ: str) -> str:
     """Run a command as two local ranks of torchrun, and return what they print on stdout.
 
-    With `stderr=subprocess.STDOUT` also what they print there.
+    With `stderr=subprocess.STDOUT` also what they print there. `environ` is added to theirs.
     """
     with listen_on_loopback(None) as listener:
         port = listener.getsockname()[1]
@@ -66,7 +66,7 @@ def torchrun(*words: str, stderr: int = subprocess.PIPE) -> str:
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        env={**clean_environ(), "OMP_NUM_THREADS": "1"},
+        env={**clean_environ(), "OMP_NUM_THREADS": "1", **environ},
         timeout=120,
         check=False,
     )

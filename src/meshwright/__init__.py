@@ -45,6 +45,7 @@ __all__ = [
     "parallelize",
     "plan",
     "positions",
+    "prove",
     "prove_layout",
     "train",
     "watch",
@@ -70,9 +71,8 @@ _HOMES = {
     "watch": "meshwright.prove.trainers.watch",
     "WatchCallback": "meshwright.prove.trainers.attach",
 }
-# Commands that are no functions here, since packages have their names, or since they are a run's.
+# Commands that are no functions here, since they are a run's.
 _INSTEAD = {
-    "prove": "mw.prove_layout(config)",
     "report": "run.report(), of the run that mw.train or mw.open_run returns",
     "eval": "run.evaluate(), of the run that mw.train or mw.open_run returns",
     "evaluate": "run.evaluate(), of the run that mw.train or mw.open_run returns",
@@ -84,6 +84,8 @@ _INSTEAD = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "prove":  # the package of that name, which can be called
+        return importlib.import_module("meshwright.prove")
     hint = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}{hint}")
 

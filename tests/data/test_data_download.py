@@ -1,88 +1,60 @@
 """TinyStories: downloaded once, compared with what the server states, never half there."""
 
 import hashlib
-import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from huggingface_hub import constants
 
-from meshwright.data.corpora import FILES, TinyStories
+from hub_server import HubServer
+from meshwright.data.corpora import FILES, REPOSITORY, TinyStories
 from meshwright.errors import DataError
 
 STORIES = b"\n<|endoftext|>\n".join(b"Once upon a time %d." % n for n in range(500))
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers like the hub: size and hash on a redirect, the bytes elsewhere."""
-
-    def do_HEAD(self):
-        self.send_response(302)
-        self.send_header("Location", f"/cdn{self.path}")
-        self.send_header("Content-Length", "0")
-        for name, value in self.server.stated.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def do_GET(self):
-        self.server.gets += 1
-        if self.path.startswith("/cdn/"):
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(STORIES)))
-            self.end_headers()
-            self.wfile.write(self.server.content)
-        else:
-            self.do_HEAD()
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
-def hub(monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.gets = 0
-    server.content = STORIES
-    sha256 = hashlib.sha256(STORIES).hexdigest()
-    server.stated = {"X-Linked-Size": str(len(STORIES)), "X-Linked-Etag": f'"{sha256}"'}
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
+def hub(monkeypatch, tmp_path):
+    server = HubServer()
+    server.serve(monkeypatch, tmp_path / "cache of the library")
+    server.commit(REPOSITORY, dict.fromkeys(FILES.values(), STORIES))
+    server.large = set(FILES.values())
     yield server
     server.shutdown()
     server.server_close()
 
 
-def source(hub, folder, **options):
-    return TinyStories(folder, base=f"http://127.0.0.1:{hub.server_port}", **options)
-
-
 def test_download_verify_and_reuse(hub, tmp_path):
-    seen = []
-    first = source(hub, tmp_path / "new", progress=lambda done, total: seen.append((done, total)))
+    first = TinyStories(tmp_path / "new")
     fingerprint = first.fingerprint()
     assert fingerprint["sha256"] == hashlib.sha256(STORIES).hexdigest()
-    assert seen[-1] == (len(STORIES), len(STORIES))
     stories = [text for part in first.parts() for text in first.documents(part)]
     assert stories == [f"Once upon a time {n}." for n in range(500)]
-    gets = hub.gets
-    assert source(hub, tmp_path / "new").fingerprint() == fingerprint
-    assert hub.gets == gets
-    assert not [p for p in (tmp_path / "new").iterdir() if ".tmp-" in p.name]
+    hub.requests.clear()
+    assert TinyStories(tmp_path / "new").fingerprint() == fingerprint
+    assert hub.requests == []
+    names = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert names == [".lock", FILES["train"], f"{FILES['train']}.json"]
 
 
-def test_a_file_put_there_by_hand_is_taken(tmp_path):
+def test_a_download_that_is_cut_goes_on_where_it_was(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.cut.add(FILES["train"])
+    assert TinyStories(tmp_path).fingerprint()["size"] == len(STORIES)
+    assert hub.ranges == [(FILES["train"], len(STORIES) // 2 // 1000 * 1000)]
+
+
+def test_a_file_put_there_by_hand_is_taken(hub, tmp_path):
     path = tmp_path / FILES["valid"]
     path.write_bytes(STORIES)
-    stories = TinyStories(tmp_path, "valid", base="http://127.0.0.1:1")
+    stories = TinyStories(tmp_path, "valid")
     assert stories.fingerprint()["size"] == len(STORIES)
     assert stories.parts()
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize("change", ["flip", "cut"])
 def test_a_damaged_copy_is_refused(hub, tmp_path, change):
-    stories = source(hub, tmp_path)
+    stories = TinyStories(tmp_path)
     stories.fingerprint()
     content = bytearray(STORIES)
     content[100] ^= 1
@@ -92,36 +64,24 @@ def test_a_damaged_copy_is_refused(hub, tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    ("stated", "content", "match"),
-    [
-        ({"X-Linked-Size": "99999"}, STORIES, f"{len(STORIES)} bytes.*states 99999"),
-        ({"X-Linked-Size": "10"}, STORIES, "states 10 bytes"),
-        ({"X-Linked-Etag": '"' + "0" * 64 + '"'}, STORIES, "states 0000"),
-        ({"X-Linked-Etag": '"abc"'}, STORIES, "states no size and SHA-256"),
-        ({}, STORIES[:-1] + b"?", "got SHA-256"),
-        ({}, STORIES[:1000], "cannot download"),
-    ],
+    ("tag", "match"), [("0" * 64, "the server states 0000"), ("abc", "states no commit and SHA")]
 )
-def test_what_does_not_match_never_appears(hub, tmp_path, stated, content, match):
-    hub.stated |= stated
-    hub.content = content
-    stories = source(hub, tmp_path)
+def test_what_does_not_match_never_appears(hub, tmp_path, tag, match):
+    hub.tags[FILES["train"]] = tag
+    stories = TinyStories(tmp_path / "stories")
     with pytest.raises(DataError, match=match) as caught:
         stories.fingerprint()
     assert "stdlib" in str(caught.value)
     assert str(stories.path) in str(caught.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock"]
+    assert not stories.path.exists()
+    del hub.tags[FILES["train"]]
+    assert stories.fingerprint()["size"] == len(STORIES)
 
 
-def test_no_network_says_what_else_to_do(tmp_path, monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    stories = TinyStories(tmp_path, base=f"http://127.0.0.1:{port}")
+def test_no_network_says_what_else_to_do(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"cannot download.*stdlib or your own files.*place the"):
-        stories.fingerprint()
+        TinyStories(tmp_path).fingerprint()
 
 
 def test_unknown_part(tmp_path):

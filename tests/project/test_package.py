@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ci.release import ROOT, expected, newest, problems, version
+from ci.release import ROOT, absolute, expected, newest, problems, summary, version
 from packaging.specifiers import SpecifierSet
 
 from meshwright.errors import EXIT_REFUSED
@@ -132,12 +133,36 @@ def test_the_version_is_that_of_the_newest_heading():
 
 
 def test_a_tag_is_released_only_as_the_version_that_it_names():
-    of = {day: f"# Changelog\n\n## [0.3.0] - {day}\n" for day in ("unreleased", "2026-01-02")}
+    text = "# Changelog\n\n## [0.3.0] - {}\n\nA summary.\n\n### Added\n"
+    of = {day: text.format(day) for day in ("unreleased", "2026-01-02")}
     ours = '__version__ = "0.3.0"\n'
     assert problems("v0.3.0", of["2026-01-02"], ours) == []
     assert problems("v0.3.1", of["2026-01-02"], ours) == ["the tag is v0.3.1, the version 0.3.0"]
     assert len(problems("v0.3.0", of["unreleased"], ours)) == 2
     assert len(problems("v0.3.0", of["2026-01-02"], ours.replace("3.0", "2.9"))) == 2
+
+
+def test_a_release_has_a_summary_that_is_read_in_two_minutes():
+    text = summary((ROOT / "CHANGELOG.md").read_text())
+    assert 50 < len(text.split()) < 400  # 200 words a minute
+    bare = "# Changelog\n\n## [0.3.0] - 2026-01-02\n\n### Added\n\n- This.\n"
+    ours = '__version__ = "0.3.0"\n'
+    assert problems("v0.3.0", bare, ours) == ["CHANGELOG.md: [0.3.0] has no summary"]
+
+
+def test_links_of_the_readme_hold_on_a_package_index():
+    text = absolute((ROOT / "README.md").read_text(), "https://host/us/it/", "v0.3.0")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(targets) > 20
+    ours = "https://host/us/it/"
+    for target in targets:
+        assert target.startswith(("https://", "#")), target
+        if target.startswith(ours):
+            kind, tag, path = target.removeprefix(ours).split("/", 2)
+            assert tag == "v0.3.0"
+            assert (ROOT / path.partition("#")[0]).exists(), path
+            assert (kind == "raw") == path.endswith((".png", ".svg")), target
+    assert absolute(text, "https://other/one", "v1") == text
 
 
 def test_what_trains_is_an_extra_of_the_package():

@@ -31,13 +31,23 @@ def test_completion_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("command", ["prove", "eval", "report", "generate", "export_hf"])
+@pytest.mark.parametrize("command", ["eval", "report", "generate", "export_hf"])
 def test_a_command_that_is_no_function_says_what_is(command):
     code = f"import meshwright as mw; mw.{command}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     hint = re.search(r"use (?:mw|run)\.(\w+)\(", done.stderr)
     assert hint, done.stderr
     assert hasattr(mw, hint[1]) or hasattr(mw.Run, hint[1])
+
+
+def test_the_package_that_proves_can_be_called_like_the_command(monkeypatch):
+    calls = []
+    monkeypatch.setattr(mw, "prove_layout", lambda *words, **more: calls.append((words, more)))
+    mw.prove("config", device="cpu")
+    assert calls == [(("config",), {"device": "cpu"})]
+    code = "import meshwright as mw; assert callable(mw.prove); import meshwright.prove.verdict"
+    code += "; assert callable(mw.prove)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_dict_is_a_config_like_a_file(tmp_path):

@@ -28,6 +28,7 @@ ORDER = [
     "interop",
     "program",
     "cost",
+    "torch_private",
     "models",
     "data",
     "planner",
@@ -122,6 +123,45 @@ def test_imports_between_the_packages_of_a_room_go_one_way(room):
         for path in sorted((SRC / room / package).glob("*.py")):
             for name in imported.findall(path.read_text()):
                 assert name in order[: number + 1], f"{path}: {package} must not import {name}"
+
+
+# Shims for other systems' code, run in place of ours, which give torch what that code asks of it.
+SHIMS = "runtime/peers"
+
+
+def private_names_of_torch(path):
+    """Yield what a file uses of torch's private API; `torch.ops` holds operators by name."""
+
+    def is_private(dotted):
+        return any(re.match("_[^_]", part) for part in dotted.split("."))
+
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch[\w.]*", str(node.value)):
+            names = [str(node.value)]
+        else:
+            continue
+        for name in names:
+            root, _, rest = name.partition(".")
+            if root in ("torch", "dist") and is_private(rest) and not rest.startswith("ops."):
+                yield f"{path.relative_to(SRC)}:{node.lineno}: {name}"
+        if "unittest.mock" in names or "unittest" in [name.partition(".")[0] for name in names]:
+            yield f"{path.relative_to(SRC)}:{node.lineno}: unittest"
+
+
+def test_private_names_of_torch_stand_in_one_module():
+    modules_of_ours = [
+        path
+        for path in modules()
+        if room_of(path) != "torch_private" and SHIMS not in str(path.relative_to(SRC))
+    ]
+    assert [line for path in modules_of_ours for line in private_names_of_torch(path)] == []
+    assert list(private_names_of_torch(SRC / "torch_private.py"))  # what the test can see
 
 
 def test_every_room_is_in_the_order():

@@ -1,20 +1,26 @@
 """Models and tokenizers by ids of the Hub, from a server on this machine."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from huggingface_hub import constants
 
+from hf_folders import model_of
 from hub_server import HubServer
 from meshwright.cli import main
 from meshwright.data import load_tokenizer, train_bpe
 from meshwright.errors import ConfigError
+from meshwright.models.hf import save_hf
 from meshwright.spec.dump import to_toml
 from meshwright.spec.hub import HubId, folder_of, folder_with_weights, hub_id, pinned
 from meshwright.spec.loading import load_config
 from meshwright.spec.lora import Lora
 from meshwright.spec.peft import adapter_config
 from meshwright.spec.stored import base_of_adapter, stored_spec
+from runs import torchrun
 
 CONFIG = {
     "model_type": "llama",
@@ -50,12 +56,7 @@ def hub(monkeypatch, tmp_path, tokenizer_json):
         },
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    server.serve(monkeypatch, tmp_path / "cache")
     yield server
     server.shutdown()
     server.server_close()
@@ -228,3 +229,35 @@ def test_a_plan_for_another_trainer_names_the_repository(hub, name, capsys):
     words = (f"model.init_from={name}", "data.tokenizer=bytes", *PLAN)
     assert main(["plan", *words, "--for", "axolotl"]) == 0
     assert f"base_model: {name}\n" in capsys.readouterr().out
+
+
+def environ_of(hub, folder):
+    """Variables that have processes ask a server, with a cache of their own."""
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
+
+
+def test_processes_that_ask_at_once_download_once(hub, tmp_path):
+    environ = os.environ | environ_of(hub, tmp_path)
+    code = f"from meshwright.spec.hub import *; print(folder_with_weights({NAME!r}, print))"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    folders = {process.communicate(timeout=120)[0].splitlines()[-1] for process in processes}
+    assert len(folders) == 1
+    assert len(hub.fetched(".safetensors")) == 1
+
+
+def test_ranks_of_torchrun_train_one_commit_that_is_downloaded_once(hub, tmp_path):
+    model = model_of("llama")
+    save_hf(model, tmp_path / "model")
+    sha = hub.commit_folder("lab/small", tmp_path / "model")
+    (tmp_path / "text.txt").write_text("some text of a corpus. " * 1000)
+    torchrun(
+        *("train", "model.init_from=lab/small", "data.tokenizer=bytes", "data.source=text.txt"),
+        *("train.steps=2", "train.batch=4", "train.seq_len=32", "train.eval_every=0"),
+        *("layout.dp_replicate=2", "cluster.device=cpu", "log.name=joined", "data.cache=cache"),
+        **environ_of(hub, tmp_path),
+    )
+    assert len(hub.fetched(".safetensors")) == 1
+    assert sha in (tmp_path / "runs" / "joined" / "config.toml").read_text()

@@ -270,7 +270,7 @@ def compiling(
     a pass of a block takes too long to be repeated.
     """
     # Not at the top: the compiler is a second of imports.
-    from torch._inductor.utils import fresh_cache
+    from meshwright.torch_private import fresh_cache
 
     shape, precision = own(device, case), case.train.precision
     if shape is None:

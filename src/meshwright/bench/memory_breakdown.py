@@ -21,12 +21,12 @@ from meshwright.parallel.allocations import (
     events_of,
     label,
     labelled_gradients,
-    labelled_in_data,
     lasting,
     pieces_of,
 )
 from meshwright.parallel.build import build, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.memory_labels import labelled_in_data
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
@@ -82,7 +82,7 @@ def measure(world: World, case: Case) -> Measured:
     batch = mine(make_batch(case, 0), program, world)
     with (
         CollectiveRecorder(world.recorder),
-        labelled_in_data(),
+        labelled_in_data(label),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):
         parallel = build(program, groups, world.device, seeded(model, 0))

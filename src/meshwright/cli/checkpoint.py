@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from meshwright.checkpoint.commit import LOCK, prune, steps
 from meshwright.checkpoint.inspect import StepFacts, checkpoints_of, inspect
+from meshwright.cli import push
 from meshwright.cli.common import add_json, local_folder, model_folder, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
@@ -47,6 +48,10 @@ example:
 PRUNE = """\
 example:
   meshwright checkpoint prune runs/latest --keep 1
+"""
+PUSH = """\
+example:
+  meshwright checkpoint push runs/latest owner/name --dry-run
 """
 FETCH = """\
 example:
@@ -153,8 +158,13 @@ def _count(text: str) -> int:
 
 
 def _configure_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="RUN", help="a run, or one of its step folders")
+    _configure_steps(parser)
     parser.add_argument("out", metavar="OUT", help="the folder to write: new or empty")
+    _configure_form(parser)
+
+
+def _configure_form(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say in which form a model is exported."""
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights")
     parser.add_argument(
         "--max-shard-size",
@@ -181,16 +191,33 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
+    source = local_folder(args.source)
+    return _report("exported", _exported(args, source, Path(args.out)), args.json)
+
+
+def _exported(args: argparse.Namespace, source: Path, out: Path) -> Exchanged:
     from meshwright.checkpoint.hf_exchange import export_adapter, export_hf
 
-    source = local_folder(args.source)
     if args.adapter:
-        base = args.base or stored_base(source)
-        done = export_adapter(source, Path(args.out), base, args.dtype)
-        return _report("exported", done, args.json)
+        return export_adapter(source, out, args.base or stored_base(source), args.dtype)
     tokenizer, form = _tokenizer(source, args.tokenizer)
-    done = export_hf(source, Path(args.out), tokenizer, args.dtype, args.max_shard_size, form)
-    return _report("exported", done, args.json)
+    return export_hf(source, out, tokenizer, args.dtype, args.max_shard_size, form)
+
+
+def _configure_push(parser: argparse.ArgumentParser) -> None:
+    _configure_steps(parser)
+    push.configure_push(parser)
+    _configure_form(parser)
+
+
+def _push(args: argparse.Namespace) -> int:
+    source = local_folder(args.source)
+    push.check_before(args, source)
+    with push.push_folder(args.repository) as folder:
+        done = _exported(args, source, Path(folder) / args.repository.partition("/")[2])
+        if not done.passed:
+            return _report("exported", done, args.json)
+        return push.push_export(args, source, done)
 
 
 def _configure_import(parser: argparse.ArgumentParser) -> None:
@@ -272,6 +299,9 @@ ACTIONS: Final = {
     "fetch": Subcommand("copy a step from an object store", FETCH, _configure_fetch, _fetch),
     "export-hf": Subcommand(
         "write a run's model as a Hugging Face folder", EXPORT, _configure_export, _export
+    ),
+    "push": Subcommand(
+        "export a run's model to the Hugging Face Hub", PUSH, _configure_push, _push
     ),
     "import-hf": Subcommand(
         "write a Hugging Face folder as a checkpoint", IMPORT, _configure_import, _import

@@ -273,13 +273,13 @@ def _positive(text: str) -> int:
     return value
 
 
-def _sources(args: argparse.Namespace, report: Report) -> list[Source]:
+def _sources(args: argparse.Namespace) -> list[Source]:
     separator = None if args.separator is None else args.separator.replace("\\n", "\n")
     form: DataFormat = getattr(args, "format", "text")
     packing: Literal["stream", "documents"] = "documents" if form == "chat" else "stream"
     spec = DataSpec(text_key=args.text_key, separator=separator, format=form, packing=packing)
     cache = Path(args.cache) if args.cache else cache_folder(load_config(), os.environ)
-    return [source_of(name, spec, cache, report) for name in args.source]
+    return [source_of(name, spec, cache) for name in args.source]
 
 
 @contextmanager
@@ -303,7 +303,7 @@ def _prepare(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     with _bar("preparing") as report:
         store = prepare(
-            _sources(args, report),
+            _sources(args),
             args.tokenizer,
             Path(args.out),
             eos=args.eos,
@@ -388,9 +388,7 @@ def _export_megatron(args: argparse.Namespace) -> int:
 
 
 def _train_tokenizer(args: argparse.Namespace) -> int:
-    with _bar("downloading") as report:
-        sources = _sources(args, report)
-        parts = [(source, part) for source in sources for part in source.parts()]
+    parts = [(source, part) for source in _sources(args) for part in source.parts()]
     skipped: list[str] = []
     skip = skipped.append if args.on_error == "skip" else None
     texts = (text for source, part in parts for text in source.documents(part, skip))

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.flight_recorder_file import TRANSFERS
 from meshwright.comm.wire import MESSAGES
+from meshwright.torch_private import C
 
 # Those that a program has none of, and their arguments that are messages.
 _OTHERS: Final = {
@@ -29,7 +30,7 @@ _OTHERS: Final = {
     "c10d::scatter_": ("scatter", "output_tensors"),
     "c10d::barrier": ("barrier", "tensor"),
 }
-_KEY: Final = torch._C.DispatchKey.BackendSelect
+_KEY: Final = C.DispatchKey.BackendSelect
 # Seconds between two looks at the device.
 _LOOK_S: Final = 1.0
 _WAIT: Final = "_c10d_functional::wait_tensor"
@@ -53,7 +54,7 @@ class CollectiveRecorder:
         self._libraries: dict[str, Any] = {}
 
     def __enter__(self) -> CollectiveRecorder:
-        for schema in torch._C._jit_get_all_schemas():
+        for schema in C._jit_get_all_schemas():
             names = [argument.name for argument in schema.arguments]
             if schema.name.startswith("c10d::") and "process_group" in names:
                 self._stand_before(schema.name, partial(self._begun, schema.name, names))
@@ -113,7 +114,7 @@ class CollectiveRecorder:
             )
             out = inner(keys, *args)
             if waits:
-                if keys.has(torch._C.DispatchKey.CPU):
+                if keys.has(C.DispatchKey.CPU):
                     work = out[-1] if isinstance(out, tuple) else out
                     dist.Work.unbox(work).wait()
                 self._recorder.end(entry)

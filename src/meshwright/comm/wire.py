@@ -13,8 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import shared
 from meshwright.comm.groups import Groups
@@ -25,6 +23,7 @@ from meshwright.program.lower import Program
 from meshwright.program.ring import causal_pieces
 from meshwright.program.update import matrix_gathers
 from meshwright.spec.recurrences import chunk_flops, state_space_flops
+from meshwright.torch_private import TorchDispatchMode, resolve_process_group, tree_leaves
 
 # Axes in the order in which a group's name is looked for.
 _AXES: Final = (
@@ -187,7 +186,7 @@ def _group(values: Mapping[str, Any]) -> dist.ProcessGroup | None:
         return group
     name = values.get("group_name")
     if isinstance(name, str):
-        resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        resolve: Any = resolve_process_group
         named: dist.ProcessGroup = resolve(name)
         return named
     return name if isinstance(name, dist.ProcessGroup) else None

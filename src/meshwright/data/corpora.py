@@ -1,25 +1,22 @@
 """Sources of documents: the standard library, text and jsonl files, Hugging Face data sets.
 
-TinyStories is downloaded once from the Hugging Face hub and checked against its stated hash.
+TinyStories is downloaded once from the Hugging Face Hub and compared with its stated hash.
 """
 
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import mmap
 import os
 import platform
 import re
-import urllib.error
-import urllib.request
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from email.message import Message
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Final, Protocol
 
 from meshwright.data.conversations import RowReader, rows_of
 from meshwright.data.formats import (
@@ -35,15 +32,14 @@ from meshwright.data.formats import (
     texts,
 )
 from meshwright.errors import DataError, nearest, refusal
-from meshwright.files import AtomicFile, hash_file, locked, read_text, reading, write_atomic
+from meshwright.files import hash_file, locked, read_text, reading, write_atomic
 from meshwright.parsing import parse_json
 from meshwright.spec.training import DataFormat
-from meshwright.units import MIB, format_bytes
+from meshwright.units import MIB
 
-HUB = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
+_SHA256_DIGITS: Final = 64
+REPOSITORY: Final = "roneneldan/TinyStories"
 FILES = {"train": "TinyStoriesV2-GPT4-train.txt", "valid": "TinyStoriesV2-GPT4-valid.txt"}
-TIMEOUT_S = 30.0
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -56,15 +52,10 @@ class TinyStories:
 
     folder: Path
     part: str = "train"
-    base: str = HUB
-    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         if self.part not in FILES:
             raise DataError(f"source = tinystories:{self.part}; the parts are {', '.join(FILES)}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"progress": None}
 
     @property
     def path(self) -> Path:
@@ -121,63 +112,42 @@ class TinyStories:
         return DataError(f"{self.path} has {problem}; remove it and its .json to download it again")
 
     def _download(self) -> None:
-        url = f"{self.base}/{self.path.name}"
+        """Download the file to a folder beside it, and move it to its place if its hash is right.
+
+        What arrived before an interruption is kept there, and not downloaded again.
+        """
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+        name, arriving = self.path.name, self.folder / f".{self.path.name}"
+        url = hf_hub_url(REPOSITORY, name, repo_type="dataset")
         try:
-            size, sha256 = _stated_hash(url)
-            self._fetch(url, size, sha256)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            stated = get_hf_file_metadata(url)
+            if stated.commit_hash is None or len(stated.etag or "") != _SHA256_DIGITS:
+                raise ValueError("the server states no commit and SHA-256 for it")
+            file = Path(
+                hf_hub_download(
+                    REPOSITORY,
+                    name,
+                    repo_type="dataset",
+                    revision=stated.commit_hash,
+                    local_dir=arriving,
+                )
+            )
+            received = hash_file(file)
+            if received.sha256 != stated.etag:
+                file.unlink()
+                raise ValueError(
+                    f"got {received.size} bytes with SHA-256 {received.sha256}, the server states "
+                    f"{stated.etag}"
+                )
+            file.replace(self.path)
+        except Exception as error:  # of HTTP, the network, the disk: the library raises all kinds
             raise DataError(
                 f"cannot download {url}: {error}. Use data.source = stdlib or your own files "
                 f"instead, or place the file at {self.path}"
             ) from error
-        self._record({"url": url, "size": size, "sha256": sha256})
-
-    def _fetch(self, url: str, size: int, sha256: str) -> None:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, AtomicFile(self.path) as out:
-            while chunk := answer.read(MIB):
-                out.write(chunk)
-                if out.hash.size > size:
-                    break
-                if self.progress:
-                    self.progress(out.hash.size, size)
-            if out.hash.size != size:
-                received = f"{format_bytes(out.hash.size)} ({out.hash.size} bytes)"
-                raise ValueError(f"got {received}, the server states {size} bytes")
-            if out.hash.sha256 != sha256:
-                raise ValueError(f"got SHA-256 {out.hash.sha256}, the server states {sha256}")
-
-
-class _StayHere(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, since the hub states size and hash in its own response."""
-
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: Message,
-        newurl: str,
-    ) -> None:
-        return None
-
-
-def _stated_hash(url: str) -> tuple[int, str]:
-    """Return the size and SHA-256 that the Hugging Face hub states for a file stored in Git LFS."""
-    request = urllib.request.Request(url, method="HEAD")
-    try:
-        with urllib.request.build_opener(_StayHere).open(request, timeout=TIMEOUT_S) as answer:
-            headers = answer.headers
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code not in (301, 302, 303, 307, 308):
-                raise
-            headers = error.headers
-    sha256 = (headers.get("X-Linked-Etag") or "").strip('"')
-    size = headers.get("X-Linked-Size") or ""
-    if len(sha256) != 64 or not size.isdecimal():
-        raise ValueError("the server states no size and SHA-256 for it")
-    return int(size), sha256
+        shutil.rmtree(arriving, ignore_errors=True)
+        self._record({"url": url, "size": received.size, "sha256": received.sha256})
 
 
 PART_BYTES = 16 * MIB

@@ -300,7 +300,7 @@ def open_data(
 
     A prepared store or a Megatron pair is read in place. Several sources are concatenated in the
     given order, or drawn from by weight. `vocab_size` is the model's, which must be at least the
-    tokenizer's. `progress` receives lines of text about a download or a preparation. Raises
+    tokenizer's. `progress` receives lines of text about a preparation. Raises
     DataError for anything missing, corrupt or empty, and for sources with different tokenizers.
     """
     if spec.streaming:
@@ -404,7 +404,7 @@ def _pair_of(name: str) -> Path | None:
     return None if name in ("stdlib", "tinystories") else megatron_prefix(Path(name))
 
 
-def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None = None) -> Source:
+def source_of(name: str, spec: DataSpec, cache: Path) -> Source:
     """Return the source that a name in `data.source` denotes, without reading it.
 
     Names are "stdlib", "tinystories[:PART]", "hf:NAME" and paths.
@@ -415,7 +415,7 @@ def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None 
     if name == "stdlib":
         return Stdlib()
     if kind == "tinystories":
-        return TinyStories(cache / "downloads", argument or "train", progress=progress)
+        return TinyStories(cache / "downloads", argument or "train")
     if kind == "hf":
         return HuggingFace.parse(argument, spec.text_key, spec.format)
     return Files((Path(name),), spec.text_key, spec.separator, spec.format)
@@ -435,7 +435,7 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
         if spec.format == "chat":
             raise DataError(f"data.format = 'chat': {name} is a Megatron pair, which has no masks")
         return _open_pair(name, prefix, spec)
-    source = source_of(name, spec, cache, _steps(f"downloading {name}", say))
+    source = source_of(name, spec, cache)
     encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template, spec.bos).load()
     passes = [spec.on_error] if spec.on_error != "stop" else []
     key = json.dumps([FORMAT, source.fingerprint(), encoder.digest, *passes], sort_keys=True)

@@ -9,14 +9,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import trace_rules
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 
 from meshwright.kernels import fp32_matmuls as own_products
 from meshwright.program.target import Route
+from meshwright.torch_private import CustomGraphPass, trace_rules
 
 _PRODUCTS: Final = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

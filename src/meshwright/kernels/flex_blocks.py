@@ -27,6 +27,7 @@ from meshwright.kernels.block_attention import (
 from meshwright.models import flex
 from meshwright.models.blockwise import by_token
 from meshwright.program.attention import ScoreBounds
+from meshwright.torch_private import C, dynamo_config
 
 # Queries and keys of a block of the kernel that is skipped, or taken without asking, as a whole.
 _SIZE: Final = 128
@@ -202,7 +203,7 @@ def _empty_grads(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: An
 def _as_outside() -> Iterator[None]:
     """Dispatch calls inside an operator as if they were outside of any; uses private API of
     torch."""
-    private: Any = torch._C
+    private: Any = C
     without = private._dispatch_tls_local_exclude_set()
     for name in _NEEDED:
         without = without.remove(getattr(private.DispatchKey, name))
@@ -242,7 +243,7 @@ def _by_flex(
     make: Any = BlockMask.from_kv_blocks
     # One table may serve all rows. An expanded one may not: the kernel takes tables as contiguous.
     mask = make(*blocks, BLOCK_SIZE=_SIZE, mask_mod=sees, seq_lengths=(q.shape[2], k.shape[2]))
-    with torch._dynamo.config.patch(recompile_limit=_KERNELS):
+    with dynamo_config.patch(recompile_limit=_KERNELS):
         out, aux = _compiled()(
             q,
             k,

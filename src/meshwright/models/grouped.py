@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.torch_private import FakeTensor, grouped_mm
 
 # What the kernel of all groups wants widths to be multiples of: 16 bytes of bf16.
 ALIGNED: Final = 8
@@ -87,7 +88,7 @@ def products(
     if not len(rows):
         return rows.new_empty(0, factors.shape[-1])
     if takes_one_kernel(rows, factors):
-        out = torch._grouped_mm(rows, factors, offs=_ends(counts))
+        out = grouped_mm(rows, factors, offs=_ends(counts))
         return out if bias is None else out.add_(spread(bias, counts, len(rows)))
     groups = list(torch.split(rows, on_host(counts, len(rows))))
     if bias is None:
@@ -171,7 +172,7 @@ def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     grads `[pairs, out]` and rows `[pairs, in]`, sorted by group.
     """
     if len(rows) and takes_one_kernel(rows, grads):
-        return torch._grouped_mm(grads.t(), rows, offs=_ends(counts))
+        return grouped_mm(grads.t(), rows, offs=_ends(counts))
     sizes = on_host(counts, len(rows))
     out = rows.new_empty(len(sizes), grads.shape[-1], rows.shape[-1])
     parts = torch.split(grads, sizes), torch.split(rows, sizes)

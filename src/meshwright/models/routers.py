@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.models.balance import Balance, Sequences
 from meshwright.models.ops import widened
 from meshwright.spec.model import ModelSpec
+from meshwright.torch_private import softmax_backward_data
 
 Make = Callable[[], Tensor]
 # A parameter, and what makes its gradient -> the gradient, None where it is made later
@@ -252,7 +253,7 @@ class _Route(torch.autograd.Function):
         balance.count(ids, sequences, probabilities.shape[-1], ctx.dropped)
         if balance.aux:
             sequences.add(balance.to_shares(probabilities, ids, sequences), to_scores)
-        to_scores = torch._softmax_backward_data(to_scores, probabilities, -1, probabilities.dtype)
+        to_scores = softmax_backward_data(to_scores, probabilities, -1, probabilities.dtype)
         for size in sizes:
             to_scores.addcmul_(probabilities, balance.to_scores(size, sequences))
         to_x = (to_scores @ widened(weight)).to(x.dtype)

@@ -15,31 +15,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright import torch_private
 from meshwright.comm.gloo_threads import wait_for_gloo_threads
 from meshwright.comm.measured_step import MeasuredMoment
 from meshwright.comm.tape import Tape
-from meshwright.parallel import offload
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.data_parallel.exchange import Exchange
 from meshwright.parallel.data_parallel.gradients import local_shard
-from meshwright.parallel.data_parallel.master_weights import Weight
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.data_parallel.sharded import replicas_of
+from meshwright.parallel.memory_labels import HOST, labelled_in_data
+from meshwright.torch_private import replaced
 
 # How the profile names the operations in which a collective's memory is used.
 COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "gloo:")
 TURN: Final = "turn "
-HOST: Final = "host"
 REST: Final = "rest"
 
 
@@ -69,74 +63,19 @@ def label(kind: str, tensor: Tensor | None) -> None:
 
 
 @contextmanager
-def labelled_in_data() -> Iterator[None]:
-    """Within this context, label the tensors that data parallelism and offloading allocate.
-
-    These are gathered weights, gradients, communication buffers and host memory.
-    """
-    gather, reduce = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
-    allocate, begin = DefaultAllocMixin.allocate, Exchange.__init__
-
-    def gathered(self: FSDPParam) -> None:
-        gather(self)  # type: ignore[no-untyped-call]
-        for output in self.all_gather_outputs:
-            label("gathered", output)
-
-    def label_gradients(group: FSDPParamGroup) -> None:
-        for parameter in group.fsdp_params:
-            label("gradients", parameter.unsharded_accumulated_grad)
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            label("gradients", None if unsharded is None else unsharded.grad)
-            kind = HOST if parameter.offload_to_cpu else "gradients"
-            label(kind, parameter.sharded_param.grad)
-        label("gradients", group._partial_reduce_output)
-
-    def reduced(self: FSDPParamGroup, *arguments: Any) -> None:
-        label_gradients(self)
-        reduce(self, *arguments)
-        label_gradients(self)
-
-    def buffered(self: DefaultAllocMixin, *arguments: Any, **options: Any) -> Tensor:
-        buffer = allocate(self, *arguments, **options)
-        label("buffers", buffer)
-        return buffer
-
-    host_buffer = offload.host_buffer
-
-    def left(flat: Tensor) -> Tensor:
-        host = host_buffer(flat)
-        label(HOST, host)
-        return host
-
-    def exchanged(self: Exchange, weights: Sequence[Weight], *arguments: Any) -> None:
-        for weight in weights:
-            label("gradients", weight.gradient)
-        begin(self, weights, *arguments)
-        for buffer in self.buffers:
-            label("buffers", buffer)
-
-    with (
-        mock.patch.object(Exchange, "__init__", exchanged),
-        mock.patch.object(offload, "host_buffer", left),
-        mock.patch.object(FSDPParam, "init_unsharded_param", gathered),
-        mock.patch.object(FSDPParamGroup, "post_backward", reduced),
-        mock.patch.object(DefaultAllocMixin, "allocate", buffered),
-    ):
-        yield
-
-
-@contextmanager
 def labelled_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
     """Label the gradients that the optimizer uses."""
     kind = HOST if parallel.program.layout.offload == "params" else "gradients"
-    take = shards.take
 
-    def take_labelled() -> None:
-        take()
-        for param in parallel.held:
-            label(kind, param.parameter.grad)
+    def labelling(take: Any) -> Any:
+        def run() -> None:
+            take()
+            for param in parallel.held:
+                label(kind, param.parameter.grad)
 
-    with mock.patch.object(shards, "take", take_labelled):
+        return run
+
+    with replaced(shards, "take", labelling):
         yield
 
 
@@ -218,7 +157,7 @@ def _flat(roots: Sequence[Any]) -> Iterator[Event]:
     while left:
         node, outer = left.pop()
         yield node, outer
-        if node.typed[0] != _EventType.Allocation:
+        if node.typed[0] != torch_private.EventType.Allocation:
             outer = _Frame(node.name, outer)
         left += [(child, outer) for child in reversed(node.children)]
 
@@ -245,7 +184,7 @@ def pieces_of(
     live = dict(known or {})
     pieces = list(live.values())
     for node, maker in events:
-        if node.typed[0] == _EventType.Allocation:
+        if node.typed[0] == torch_private.EventType.Allocation:
             if node.typed[1].device.type != device:
                 continue
             address, size = node.typed[1].ptr, node.typed[1].alloc_size
@@ -350,7 +289,7 @@ class MemoryProfile:
                 self._known[storage.data_ptr()] = AllocatedPiece(
                     storage.nbytes(), 0, None, kind, ""
                 )
-        self._contexts.enter_context(labelled_in_data())
+        self._contexts.enter_context(labelled_in_data(label))
         self._contexts.enter_context(labelled_gradients(parallel, shards))
         # Under torchrun and Slurm the terminal would have what torch says as a profile begins and
         # ends, and once in it, of memory from before: a piece of that is freed here.

@@ -17,12 +17,11 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _VersionWrapper
 
 from meshwright.models.blocks import Block, Recurrence
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.experts import ExpertMLP
+from meshwright.torch_private import VersionWrapper, tree_leaves
 
 Place = Literal["device", "leaving", "host", "coming"]
 
@@ -59,7 +58,7 @@ class SavedPlace(NamedTuple):
         return flat.as_strided(self.size, self.stride, self.offset)
 
 
-class _Moved(_VersionWrapper):
+class _Moved(VersionWrapper):
     """A result cached by selective recomputation that is offloaded like saved tensors."""
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
@@ -143,7 +142,7 @@ class Stay:
     def _pack_cached(self) -> None:
         """Pack the results that selective recomputation caches outside of autograd."""
         for result in tree_leaves([list(storage.values()) for storage in self.cached]):
-            if isinstance(result, _VersionWrapper) and isinstance(result.val, Tensor):
+            if isinstance(result, VersionWrapper) and isinstance(result.val, Tensor):
                 result.val = self.pack(result.val)
                 if isinstance(result.val, SavedPlace):
                     result.__class__ = _Moved

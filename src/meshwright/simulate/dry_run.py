@@ -9,17 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshwright.comm import groups as rooms
 from meshwright.comm.flight_recorder import FlightRecorder
@@ -27,95 +23,20 @@ from meshwright.comm.groups import Groups, open_groups
 from meshwright.comm.wire import Wire, WireMessage, WorkCounter, expected_messages
 from meshwright.comm.world import World
 from meshwright.models import Transformer
-from meshwright.parallel import offload
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.batch import Batch, Feed
 from meshwright.parallel.build import describe, materialise
-from meshwright.parallel.data_parallel.exchange import Exchange
-from meshwright.parallel.data_parallel.master_weights import Weight
 from meshwright.parallel.data_parallel.optimize import Shards
+from meshwright.parallel.memory_labels import labelled_in_data
 from meshwright.parallel.tensor_parallel.deferred import Deferral
 from meshwright.program.actions import Action
 from meshwright.program.lower import Program
 from meshwright.program.shards import Region
-from meshwright.simulate.fake import CPU, fake_tensors, fake_world, replaced
+from meshwright.simulate.fake import CPU, fake_tensors, fake_world
 from meshwright.simulate.memory_tracker import HOST, START, Breach, MemoryTracker, Phase
+from meshwright.torch_private import FakeTensor, replaced
 from meshwright.training.optimizer import build_optimizer
 from meshwright.training.update import LossScale, update
-
-
-@contextmanager
-def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
-    """Return a context in which memory of data parallelism is labelled in the tracker by its
-    purpose.
-
-    Gathered weights, gradients and communication buffers of FSDP2 and of exchanges, and host
-    buffers of offload.
-    """
-
-    def gathering(gather: Any) -> Any:
-        def run(parameter: FSDPParam) -> None:
-            gather(parameter)
-            for output in parameter.all_gather_outputs:
-                memory.label("gathered", output)
-
-        return run
-
-    def reducing(reduce: Any) -> Any:
-        def run(group: FSDPParamGroup, *arguments: Any) -> None:
-            _label_gradients(memory, group)
-            reduce(group, *arguments)
-            _label_gradients(memory, group)
-
-        return run
-
-    def buffering(allocate: Any) -> Any:
-        def run(*arguments: Any, **options: Any) -> Tensor:
-            buffer: Tensor = allocate(*arguments, **options)
-            memory.label("buffers", buffer)
-            return buffer
-
-        return run
-
-    def exchanging(begin: Any) -> Any:
-        def run(self: Exchange, weights: Sequence[Weight], *arguments: Any) -> None:
-            for weight in weights:
-                memory.label("gradients", weight.gradient)
-            begin(self, weights, *arguments)
-            for buffer in self.buffers:
-                memory.label("buffers", buffer)
-
-        return run
-
-    def leaving(allocate_on_host: Any) -> Any:
-        def run(flat: Tensor) -> Tensor:
-            host: Tensor = allocate_on_host(flat)
-            memory.label(HOST, host)
-            return host
-
-        return run
-
-    with ExitStack() as stack:
-        for owner, name, make in (
-            (offload, "host_buffer", leaving),
-            (Exchange, "__init__", exchanging),
-            (FSDPParam, "init_unsharded_param", gathering),
-            (FSDPParamGroup, "post_backward", reducing),
-            (DefaultAllocMixin, "allocate", buffering),
-        ):
-            stack.enter_context(replaced(owner, name, make))
-        yield
-
-
-def _label_gradients(memory: MemoryTracker, group: Any) -> None:
-    """Label the gradients that an FSDP2 parameter group holds: unsharded, accumulated, and
-    shards."""
-    for parameter in group.fsdp_params:
-        memory.label("gradients", parameter.unsharded_accumulated_grad)
-        unsharded = getattr(parameter, "_unsharded_param", None)
-        memory.label("gradients", None if unsharded is None else unsharded.grad)
-        memory.label("gradients", parameter.sharded_param.grad)
-    memory.label("gradients", group._partial_reduce_output)
 
 
 @dataclass(frozen=True)
@@ -263,7 +184,7 @@ def dry_run(
     started, memory = time.perf_counter(), MemoryTracker()
     recorder = _Phases(memory)
     world_of = fake_world(rank, program.layout.world, recorder, device)
-    with world_of as world, labelled_in_data(memory):
+    with world_of as world, labelled_in_data(memory.label):
         groups, deferral, modules = _described(program, world)
         with fake_tensors(), memory, watched(recorder):
             parallel = materialise(program, groups, world.device, _blank, modules, deferral)

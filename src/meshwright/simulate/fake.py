@@ -12,15 +12,19 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.world import World
 from meshwright.errors import MeshwrightError
+from meshwright.torch_private import (
+    FakeStore,
+    FakeTensorMode,
+    ShardingPropagator,
+    TorchDispatchMode,
+    disable_current_modes,
+    replaced,
+)
 
 CPU: Final = torch.device("cpu")
 
@@ -98,18 +102,7 @@ _PROPAGATE: Final = "_propagate_tensor_meta_non_cached"
 
 def _without_modes(propagate: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with disable_current_modes():
             return propagate(*args, **kwargs)
 
     return run
-
-
-@contextmanager
-def replaced(owner: Any, name: str, make: Any) -> Iterator[None]:
-    """Set an attribute to `make(its value)` inside of a `with` block."""
-    before = vars(owner).get(name, getattr(owner, name))
-    setattr(owner, name, make(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -17,11 +17,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.parallel.data_parallel.gradients import local_shard
-from meshwright.simulate.fake import replaced
+from meshwright.torch_private import TorchDispatchMode, replaced, tree_leaves
 
 # What a storage is for. `activations` outlive the action that made them, `temporary` do not;
 # `buffers` are what data parallelism sends from and receives in; `inputs` are the batch and the

@@ -128,12 +128,12 @@ def _dry_run(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
     from meshwright.models import flex
     from meshwright.program.lower import lower
     from meshwright.simulate.dry_run import dry_run
-    from meshwright.simulate.fake import replaced
     from meshwright.simulate.standin import module
     from meshwright.simulate.stream_order import StreamOrder
     from meshwright.simulate.watching import DeviceWatch
     from meshwright.spec.model import ModelSpec
     from meshwright.spec.training import OptimizerSpec, TrainSpec
+    from meshwright.torch_private import replaced
 
     layout = Layout.model_validate_json(case["layout"])
     model = ModelSpec.model_validate_json(case["model"])

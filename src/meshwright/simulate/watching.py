@@ -8,12 +8,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.simulate.dry_run import Begun
 from meshwright.simulate.standin import NAME, module
 from meshwright.simulate.stream_order import HOST, StreamOrder, place
+from meshwright.torch_private import TorchDispatchMode, tree_leaves
 
 # The result, or its size, is known to the host only once the device has come to it.
 _READS: Final = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, refusal
 from meshwright.files import read_text
 from meshwright.spec.presets import preset_of
 from meshwright.units import format_bytes
@@ -63,6 +63,15 @@ def hub_id(text: str | Path) -> HubId | None:
     if Path(text).exists() or (match[2] is None and Path(match[1]).parent.is_dir()):
         return None
     return HubId(match[1], match[2] or "main")
+
+
+def repository_name(text: str) -> str:
+    """Return a text that names a repository, `owner/name`; raise `ConfigError` for another one."""
+    match = _ID.fullmatch(text)
+    if match is None or match[2] is not None:
+        rule = f"{text!r} is no repository of the Hub"
+        raise ConfigError(refusal(rule, hint="Its name has two parts: owner/name"))
+    return text
 
 
 def is_model(word: str) -> bool:

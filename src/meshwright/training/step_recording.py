@@ -17,6 +17,7 @@ from meshwright.comm.measured_step import MeasuredMoment, memory_points, name_of
 from meshwright.comm.tape import Tape, Turn
 from meshwright.comm.world import World
 from meshwright.parallel.allocations import LabellingTape, MemoryProfile
+from meshwright.parallel.memory_labels import NEEDED
 from meshwright.parsing import parse_json
 from meshwright.program.lower import Program
 from meshwright.program.model_flops import flops_per_token
@@ -29,6 +30,8 @@ from meshwright.program.profile import (
     from_json,
     to_json,
 )
+from meshwright.torch_private import missing
+from meshwright.training.events import note
 from meshwright.training.run_folder import Job, put_step
 
 # In larger worlds one rank for each place in the pipeline tells all, the others causes and peaks.
@@ -137,6 +140,9 @@ class Recording:
         self._job, self._world, self._trained = job, world, trained
         self._every, self._done = job.config.log.trace, done
         self._offset = clock_offset(world) if self._every else 0.0
+        self._lacks = missing(*NEEDED) if self._every and job.config.log.trace_memory else None
+        if self._lacks is not None and world.rank == 0:
+            note(f"memory is not recorded: {self._lacks}")
         self._profile: MemoryProfile | None = None
         self._turns: tuple[Turn, ...] = ()  # of the step whose memory was recorded
         self._moments: list[MeasuredMoment] = []
@@ -174,7 +180,11 @@ class Recording:
         profiler's.
         """
         log, cluster = self._job.config.log, self._job.config.cluster
-        return log.trace_memory and (cluster.memory is None or self._world.device.type == "cuda")
+        return (
+            log.trace_memory
+            and not self._lacks
+            and (cluster.memory is None or self._world.device.type == "cuda")
+        )
 
     def end(self, step: int) -> None:
         """End the recording of a step, if it is recorded; rank 0 writes the timelines of

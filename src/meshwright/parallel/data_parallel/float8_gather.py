@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.groups import Link
+from meshwright.torch_private import foreach_norm
 
 _E4M3: Final = torch.float8_e4m3fn
 
@@ -101,7 +102,7 @@ class Float8Gathers:
         if not self.shards:
             return
         all_rows = [shard.rows for shard in self.shards]
-        norms = iter(torch._foreach_norm([rows for rows in all_rows if rows.numel()], math.inf))
+        norms = iter(foreach_norm([rows for rows in all_rows if rows.numel()], math.inf))
         # Of fewer rows than ranks, the last ranks have none.
         amaxes = [next(norms) if rows.numel() else rows.new_zeros(()) for rows in all_rows]
         largest = torch.stack(amaxes)

@@ -15,6 +15,7 @@ from meshwright.comm.groups import Groups, Link
 from meshwright.models.nf4 import dequantise, quantise
 from meshwright.program.gradient_sums import GradientSum
 from meshwright.program.shards import Sharding
+from meshwright.torch_private import foreach_mul_, foreach_norm
 
 # Elements that a CPU adds up in fp32: a norm is 3e-7 short over SHORT of them, 1e-8 over a ROW.
 SHORT: Final = 16384
@@ -114,7 +115,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     if tensors[0].is_cuda:  # which adds up as a tree
-        return torch.stack(torch._foreach_norm(list(tensors), dtype=dtype)).double()
+        return torch.stack(foreach_norm(list(tensors), dtype=dtype)).double()
     return torch.stack([_norm_on_host(tensor, dtype) for tensor in tensors]).double()
 
 
@@ -171,4 +172,4 @@ def scale_gradients(params: list[GatheredParameter], factor: float) -> None:
     """Multiply all gradients by `factor` in place."""
     gradients = [g for h in params if (g := h.gradient) is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)

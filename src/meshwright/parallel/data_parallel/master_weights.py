@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.parallel.data_parallel.gradients import local_shard
+from meshwright.torch_private import StridedShard
 
 
 class Weight:
@@ -81,7 +82,7 @@ class Weight:
         if isinstance(like, DTensor):
             mesh, (cut,) = self._mesh, like.placements
             if cut == Shard(0):  # rows of what tp has cut
-                placements = [_StridedShard(0, split_factor=mesh["tp"].size())]
+                placements = [StridedShard(0, split_factor=mesh["tp"].size())]
             placements.append(cut)
         return DTensor.from_local(
             rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()

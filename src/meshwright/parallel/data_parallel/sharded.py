@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,6 +29,7 @@ from meshwright.parallel.data_parallel.replicas import Replicas
 from meshwright.parallel.tensor_parallel.deferred import defer
 from meshwright.program.shards import cuts_frozen, data_rank
 from meshwright.spec.training import TrainSpec
+from meshwright.torch_private import ReplicateModule, replicate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -30,9 +30,9 @@ def take_async_tp(groups: Groups, device: torch.device) -> Groups:
             "train.async_tp = true needs GPUs of NVIDIA, whose ranks share memory; "
             "leave train.async_tp out"
         )
-    from torch.distributed import _symmetric_memory
+    from meshwright.torch_private import symmetric_memory
 
-    enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
+    enable = getattr(symmetric_memory, "enable_symm_mem_for_group", None)
     if enable is None:
         raise MeshwrightError(
             f"train.async_tp = true, but torch {torch.__version__} has no symmetric memory; leave "

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.comm.groups import Link
 from meshwright.errors import ConfigError
@@ -26,6 +25,7 @@ from meshwright.parallel.context_parallel.context import positions
 from meshwright.parallel.data_parallel.gradients import local_shard
 from meshwright.parallel.data_parallel.sharded import reshard
 from meshwright.parallel.user_models.own_attention import Call, OwnAttention
+from meshwright.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 TOKENS: Final = 512  # at most so many tokens of one row are computed both ways
 _HOW = (

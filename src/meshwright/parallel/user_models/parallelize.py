@@ -31,6 +31,7 @@ from meshwright.parallel.user_models.own_attention import OwnAttention
 from meshwright.parallel.user_models.own_check import check_first
 from meshwright.parallel.user_models.parts import GradientAgreement, PartFollower
 from meshwright.spec.training import TrainSpec
+from meshwright.torch_private import foreach_mul_
 
 Style = Literal["column", "row", "vocab", "column_gathered"]
 
@@ -156,7 +157,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     dist.all_reduce(total)
     norm = math.sqrt(total.item())
     if norm > max_norm:
-        torch._foreach_mul_(shards, max_norm / norm)
+        foreach_mul_(shards, max_norm / norm)
     return norm
 
 

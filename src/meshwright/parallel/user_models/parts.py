@@ -17,12 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from meshwright.comm.groups import Link
 from meshwright.errors import ConfigError
 from meshwright.parallel.data_parallel.gradients import local_shard
 from meshwright.parallel.user_models.following import Following
+from meshwright.torch_private import (
+    current_graph_task_id,
+    execution_engine,
+    tree_flatten,
+    tree_iter,
+    tree_unflatten,
+)
 
 _MARK = "_meshwright_is_part"
 
@@ -160,11 +166,11 @@ class GradientAgreement:
             out.register_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def _queue(self, grad: Tensor) -> None:
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
             # After the callback of data parallelism, which the model's output has queued before.
-            engine: Any = torch.autograd.Variable._execution_engine
+            engine: Any = execution_engine
             engine.queue_callback(self._check)
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 
 from meshwright.prove.trainers.clipping import around_clipping, number_of
 from meshwright.prove.trainers.gather import ModelReader, everyones
+from meshwright.torch_private import foreach_norm
 
 # Copies whose sums differ by more than this share of their norm differ by more than rounding.
 _APART: Final = 1e-4
@@ -152,7 +153,7 @@ class ReplicaAlarms:
         present = [row for row, (name, p) in pairs if name in names and p.grad is not None]
         gradients = [_local(self._parameters[row].grad) for row in present]
         if gradients:
-            norms = torch._foreach_norm(gradients, 2, torch.float32)
+            norms = foreach_norm(gradients, 2, torch.float32)
             sums = [signed_sum(gradient, self._signs) for gradient in gradients]
             local[present] = torch.stack([torch.stack(norms), torch.stack(sums)], 1)
         if not dist.is_initialized() or dist.get_world_size() == 1:

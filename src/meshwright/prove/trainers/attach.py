@@ -16,6 +16,7 @@ from torch import nn
 from meshwright.prove.trainers.gather import everyones
 from meshwright.prove.trainers.reduction import Reduction
 from meshwright.prove.trainers.watch import TrainerWatch
+from meshwright.torch_private import current_graph_task_id
 from meshwright.units import counted
 
 
@@ -141,7 +142,7 @@ class _ModelFinder:
 
 def _is_trained(module: nn.Module) -> bool:
     """Whether a call of a module is a step's forward: outside of backward, with gradients."""
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = current_graph_task_id() != -1
     is_on = torch.is_grad_enabled() and not in_backward
     return is_on and any(parameter.requires_grad for parameter in module.parameters())
 

@@ -15,9 +15,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from meshwright.errors import ConfigError
 from meshwright.prove.expected import MARGIN, Expected
@@ -31,6 +28,12 @@ from meshwright.prove.trainers.recording import (
     summary_of,
 )
 from meshwright.prove.trainers.twin import fill
+from meshwright.torch_private import (
+    TorchDispatchMode,
+    global_optimizer_post_hooks,
+    tree_flatten,
+    tree_map,
+)
 
 # Samples with the run's rounding: of the weights, and of weights that are perturbed by a rounding.
 _SAMPLES: Final = 3
@@ -266,7 +269,7 @@ def _without_global_hooks() -> Iterator[None]:
 
     What such a hook does to the weights of the run would otherwise be done to the copy, too.
     """
-    registered = _global_optimizer_post_hooks
+    registered = global_optimizer_post_hooks
     kept_hooks = dict(registered)
     registered.clear()
     try:

@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.errors import ConfigError
 from meshwright.prove.trainers.alarms import ReplicaAlarms
@@ -46,6 +45,7 @@ from meshwright.prove.trainers.reduction import InputCut, InputShape, Reduction,
 from meshwright.prove.trainers.report import TrainerVerdict
 from meshwright.prove.trainers.trial_of_run import RunFacts, compare_run
 from meshwright.prove.trainers.twin import no_dropout
+from meshwright.torch_private import current_graph_task_id, tree_flatten, tree_unflatten
 from meshwright.units import format_bytes
 
 _SETTINGS: Final = (bool, int, float, str, type(None), tuple, list)
@@ -282,7 +282,7 @@ class TrainerWatch:
         return tree_unflatten(leaves, form)
 
     def _records_forward(self) -> bool:
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = current_graph_task_id() != -1
         return self.is_on and torch.is_grad_enabled() and not in_backward
 
     def _note_dtype(self, module: nn.Module, args: Any) -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshwright
+from meshwright import torch_private
 from meshwright.checkpoint.commit import MANIFEST
 from meshwright.comm.collective_recorder import CollectiveRecorder
 from meshwright.comm.flight_recorder import FlightRecorder
@@ -284,7 +285,7 @@ class MemoryLimit:
         # also count libtorch's file and the 64 MiB that malloc reserves for each thread, and
         # RLIMIT_RSS is not enforced. What the process needs for itself, some 300 MiB, is no more
         # part of the limit than CUDA's own memory is of a GPU's: it is made here, or kept small.
-        importlib.import_module("torch._dynamo")  # building a model would import it
+        torch_private.missing("dynamo")  # imports it, as building a model would
         torch.ones(1 << 20).sum()  # starts the threads of the products
         tune_libc()
         _set_data_limit(private_memory() + self.limit)
