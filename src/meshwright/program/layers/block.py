@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from types import ModuleType
 
@@ -10,8 +11,10 @@ from meshwright.program.layers import attention, delta, mamba, mixers, mlp, moe
 from meshwright.program.layers.norms import with_norm_workspaces, with_norms
 from meshwright.program.layers.workspace import Workspace, mask_bytes
 from meshwright.program.lower import Program
+from meshwright.program.messages import Collective
 from meshwright.program.saved import Op
 from meshwright.program.sizes import Sizes
+from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 
 
@@ -32,6 +35,20 @@ def operations(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
 def _recurrence(kind: LayerSpec) -> ModuleType:
     """Return the table of a layer's recurrence."""
     return delta if kind.delta else mamba
+
+
+def context_messages(
+    program: Program, sizes: Sizes, stages: Iterable[Stage]
+) -> Iterator[Collective]:
+    """Yield the messages of context parallelism of the layers of some stages."""
+    if program.layout.cp == 1:
+        return
+    kinds = Counter(program.model.layer(layer) for stage in stages for layer in stage.layers)
+    attending = sum(count for kind, count in kinds.items() if kind.attends)
+    yield from attention.context_messages(program, sizes, attending)
+    for kind, count in kinds.items():
+        if kind.recurs:
+            yield from _recurrence(kind).passed(program).messages(program, sizes, count)
 
 
 def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspace]:
