@@ -3,8 +3,8 @@
 Deferred gradients: a compiled backward returns all of its gradients together. Routers: their
 backward counts tokens, with a scale that changes in each microbatch. Experts, if the host has to
 know how many tokens each receives: to send them to other ranks, or to multiply them group by group
-where no kernel multiplies all groups at once. Recurrences whose states pass between ranks: torch's
-compiler takes no function that returns its input beside what the other ranks sent.
+where no kernel multiplies all groups at once. Recurrences over cp, whose written backwards gather
+from other ranks.
 """
 
 from __future__ import annotations
