@@ -45,9 +45,9 @@ def attention_flops(program: Program, pp_rank: int, cp_rank: int = 0) -> float:
     each head; pairs as in `scores.pairs`. With full recomputation, forward twice. Those of
     recurrences are among them.
     """
-    again = program.layout.recompute == "full"
+    recomputed = program.layout.recompute == "full"
     return program.microbatches * sum(
-        op.flops * op.count * (1 + op.backward + again)
+        op.flops * op.count * (1 + op.backward + recomputed)
         for stage in program.held(pp_rank)
         for op in operations(program, stage, cp_rank=cp_rank)
         if op.kind == "attention"

@@ -43,8 +43,8 @@ def delta_ends_flops(heads: int, key_heads: int, key_dim: int, value_dim: int) -
     Matmuls of keys with the keys of a chunk, which value heads share; for each value head a
     triangular system, and two matmuls with the state, of the dims of values and of keys.
     """
-    both = key_dim + value_dim
-    by_head = 4 * key_dim * both + CHUNK * both
+    width = key_dim + value_dim
+    by_head = 4 * key_dim * width + CHUNK * width
     return float(heads * by_head + key_heads * 2 * CHUNK * key_dim)
 
 

@@ -128,7 +128,7 @@ class Passed(NamedTuple):
     def messages(self, program: Program, sizes: Sizes, layers: int) -> Iterator[Collective]:
         """Yield the messages of so many layers along cp."""
         layout, passes = program.layout, program.microbatches * layers
-        again = 0 if layout.recompute == "none" else passes
+        recomputed = 0 if layout.recompute == "none" else passes
         before = self.before_bytes(program, sizes)
         tails = before * min(self.taps, piece_length(program)) // max(self.taps, 1)
         states = sum(self._bytes(program, sizes))
@@ -136,8 +136,8 @@ class Passed(NamedTuple):
         sent: tuple[tuple[Phase, int, int, str], ...] = (
             ("forward", passes, tails, "last tokens of pieces"),
             ("forward", passes, states, "states after pieces"),
-            ("recompute", again, tails, "last tokens of pieces"),
-            ("recompute", again, states, "states after pieces"),
+            ("recompute", recomputed, tails, "last tokens of pieces"),
+            ("recompute", recomputed, states, "states after pieces"),
             ("backward", passes, states, to_states),
             ("backward", passes, before, to_tails),
         )
