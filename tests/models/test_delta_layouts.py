@@ -126,7 +126,7 @@ CENSUS = [
     case_of("cp2-ring mb2", "wide", seq_len=140),
     case_of("cp2-ulysses mb2 recompute-selective", packed=True),
     case_of("cp4-ring mb2 recompute-full", "experts"),
-    case_of("cp4-ulysses mb2", "wide4"),
+    case_of("cp4-ulysses mb2 recompute-selective", "wide4"),
     case_of("cp2-ring tp2 sp mb2", "wide"),
 ]
 

@@ -51,6 +51,7 @@ _LATER = (
     "meshwright::capped_attention",
     "meshwright::delta_rule",
     "meshwright::delta_rule_ends",
+    "meshwright::delta_rule_passed",
     "meshwright::flex_block_attention",
     "meshwright::state_space",
     "meshwright::state_space_ends",

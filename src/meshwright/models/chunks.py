@@ -204,7 +204,7 @@ def to_first_state(
     `step` takes a chunk's tokens, the gradient for what they read by key head, and that for the
     next state, and returns that for the chunk's first state.
     """
-    to_state = _results(key, grad)[2].zero_()
+    to_state = empty_state(key, grad).zero_()
     for tokens in reversed(list(_slices(key))):
         to_state = step(tokens, by_key_head(grad[:, tokens], key.shape[2]), to_state)
     return to_state
@@ -266,6 +266,11 @@ def differentiate(forward: Any, backward: Any) -> None:
     forward.register_fake(results)
     backward.register_fake(gradients)
     forward.register_autograd(through_all, setup_context=keep)
+
+
+def empty_state(key: Tensor, value: Tensor) -> Tensor:
+    """Return an uninitialized state for keys and values `[batch, seq, heads, dim]`."""
+    return _results(key, value)[2]
 
 
 def _results(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,6 +24,7 @@ from meshwright.models.chunks import (
     by_key_head,
     by_token,
     differentiate,
+    empty_state,
     last_state,
     outer,
     pairs,
@@ -138,6 +139,12 @@ def delta_rule_ends(
     return last[..., :key_dim].contiguous(), last[..., key_dim:].contiguous()
 
 
+@delta_rule_ends.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    state = empty_state(key, value)
+    return state.new_empty(*state.shape[:4], key.shape[3]), state
+
+
 @torch.library.custom_op(
     "meshwright::delta_rule_starts",
     mutates_args=(),
@@ -162,6 +169,11 @@ def delta_rule_starts(
     return to_first_state(grad, key, of_chunk)
 
 
+@delta_rule_starts.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, *_: Tensor | None) -> Tensor:
+    return empty_state(key, grad)
+
+
 @torch.library.custom_op("meshwright::delta_rule_passed", mutates_args=())
 def delta_rule_passed(transition: Tensor, state: Tensor, backwards: bool) -> Tensor:
     """Return a state times a piece's transition, or with `backwards` a gradient times its
@@ -170,6 +182,11 @@ def delta_rule_passed(transition: Tensor, state: Tensor, backwards: bool) -> Ten
     matrix = transition.transpose(2, 3)
     by_head = (matrix.mT if backwards else matrix) @ state.transpose(2, 3)
     return by_head.transpose(2, 3).contiguous()
+
+
+@delta_rule_passed.register_fake
+def _(transition: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    return torch.empty_like(state)
 
 
 class _Chunk(NamedTuple):

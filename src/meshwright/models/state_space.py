@@ -21,6 +21,7 @@ from meshwright.models.chunks import (
     by_key_head,
     by_token,
     differentiate,
+    empty_state,
     last_state,
     outer,
     scan,
@@ -138,6 +139,13 @@ def state_space_ends(
     return transition, last_state(key, first, of_chunk)
 
 
+@state_space_ends.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    state = empty_state(key, value)
+    batch, groups, _dim, shared, _values = state.shape
+    return state.new_empty(batch, groups, 1, shared, 1), state
+
+
 @torch.library.custom_op(
     "meshwright::state_space_starts",
     mutates_args=(),
@@ -161,6 +169,11 @@ def state_space_starts(
         return decays.passes * to_next + outer(q, decays.enters * to_out)
 
     return to_first_state(grad, key, of_chunk)
+
+
+@state_space_starts.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, *_: Tensor | None) -> Tensor:
+    return empty_state(key, grad)
 
 
 def _passed(transition: Tensor, state: Tensor, backwards: bool) -> Tensor:

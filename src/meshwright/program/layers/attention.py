@@ -126,7 +126,7 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
     if of_gate:  # of what entered the product, of the result and of the gate
         yield Workspace("attn.gated", 4 * of_gate)
     sinks = ("attn.sinks",) if model.attention_sinks else ()
-    blocks = _kernel_bytes(program, sizes, kind)
+    blocks = kernel_bytes(program, sizes, kind)
     yield Workspace("attn.core", of_gate + 2 * of_heads + 2 * of_kv + blocks, sinks)
     if model.rotary_dim and kind.rotary:
         yield Workspace("attn.rope", of_gate + 2 * of_heads + 2 * of_kv)
@@ -145,14 +145,7 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
     yield from column_workspaces(program, sizes, columns)
 
 
-def inside_kernels(program: Program) -> int:
-    """Return the most bytes that an attention kernel allocates internally, over the kinds of
-    layers."""
-    sizes = Sizes.of(program)
-    return max(_kernel_bytes(program, sizes, kind) for kind in program.model.layer_kinds)
-
-
-def _kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
+def kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     """Return the workspace of the backward of blockwise attention on a CPU, without gradients; 0
     for other kernels."""
     model, train, target = program.model, program.train, program.target

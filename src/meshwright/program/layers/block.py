@@ -72,6 +72,18 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
         yield from with_norm_workspaces(program, sizes, "attn", needs)
 
 
+def inside_kernels(program: Program) -> int:
+    """Return the most bytes that a kernel of attention or of a recurrence allocates internally,
+    over the kinds of layers."""
+    sizes = Sizes.of(program)
+    return max(
+        _recurrence(kind).chunk_bytes(program, sizes)
+        if kind.recurs
+        else attention.kernel_bytes(program, sizes, kind)
+        for kind in program.model.layer_kinds
+    )
+
+
 def forward_workspace(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     """Return the most temporary bytes at the end of a layer's forward, besides saved tensors.
 

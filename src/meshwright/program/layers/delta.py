@@ -79,6 +79,12 @@ def passed(program: Program) -> Passed:
     )
 
 
+def chunk_bytes(program: Program, sizes: Sizes) -> int:
+    """Return the temporary bytes of a chunk's backward."""
+    widths = DeltaWidths.of(program.model, program.layout.tp)
+    return _recurrence(program, widths).chunk_bytes(program, sizes, _OF_CHUNK)
+
+
 def _recurrence(program: Program, widths: DeltaWidths) -> Widths:
     model = program.model
     state = model.delta_heads // program.layout.tp * model.delta_key_dim * model.delta_value_dim
@@ -101,8 +107,8 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     yield Workspace("attn.gated_norm", norm, ("attn.gated_norm.weight",))
     of_gates = sizes.tokens * heads * (WIDE + sizes.element)
     made_bytes = 2 * of_keys + of_values + of_gates
-    of_chunk = _recurrence(program, widths).chunk_bytes(program, sizes, _OF_CHUNK)
-    core = passed(program).workspace(program, sizes, made_bytes + of_chunk)
+    inside = chunk_bytes(program, sizes)
+    core = passed(program).workspace(program, sizes, made_bytes + inside)
     # Beside the gradients of the result and of the gate z.
     yield Workspace("attn.core", 2 * of_values + core)
     convs = tuple(f"attn.{name}_conv" for name in "qkv")

@@ -99,6 +99,11 @@ def _widths(program: Program) -> Widths:
     return Widths(heads * head_dim, groups * state, heads, heads * state * head_dim)
 
 
+def chunk_bytes(program: Program, sizes: Sizes) -> int:
+    """Return the temporary bytes of a chunk's backward."""
+    return _widths(program).chunk_bytes(program, sizes, _OF_CHUNK)
+
+
 def shares_groups(program: Program) -> bool:
     """Whether several ranks of tp have heads of one group."""
     return program.model.mamba_groups % program.layout.tp != 0
@@ -138,7 +143,7 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     yield Workspace("attn.gated_norm", norm, ("attn.gated_norm.weight",))
     of_steps = 2 * sizes.tokens * heads * WIDE
     made_bytes = of_values + of_groups + of_steps
-    core = made_bytes + _widths(program).chunk_bytes(program, sizes, _OF_CHUNK)
+    core = made_bytes + chunk_bytes(program, sizes)
     core = passed(program).workspace(program, sizes, core)
     # Beside the gradients of the result and of the gate z.
     yield Workspace("attn.core", 2 * of_values + core, ("attn.skip",))

@@ -91,14 +91,15 @@ class Passed(NamedTuple):
         """
         if program.layout.cp == 1:
             return
-        steps = sizes.rows * (program.layout.cp * pieces(program) - 2) * self.step
+        borders = program.layout.cp * pieces(program) - 2
+        steps = sizes.rows * borders * self.step
         flops = sizes.tokens * self.ends + steps
         transition, state = self._bytes(program, sizes)
         yield Op(
             "attn.pieces",
             "attention",
             flops=flops,
-            kept=(transition, state),
+            kept=(transition, state, sizes.rows * borders * self.state * WIDE if steps else 0),
             indices=self._segment_bytes(program, sizes),
             backward=(sizes.tokens * self.starts + steps) / flops,
         )
