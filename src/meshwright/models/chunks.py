@@ -58,7 +58,7 @@ class Decays(NamedTuple):
         return cls(within, enters, leaves, passes)
 
 
-class Rule(NamedTuple):
+class StateRule(NamedTuple):
     """A recurrence: its operators, and how its states pass a piece of a row.
 
     `forward` and `backward` are as for `differentiate`. `ends` takes the inputs of `forward` and
@@ -77,7 +77,7 @@ class Rule(NamedTuple):
 
 
 def recur(
-    rule: Rule, inputs: Sequence[Tensor], segments: Tensor | None, state: Tensor | None
+    rule: StateRule, inputs: Sequence[Tensor], segments: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return what the tokens of a recurrence read, and the last state."""
     read, _, last = rule.forward(*inputs, segments, state)

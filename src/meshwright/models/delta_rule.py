@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from meshwright.models.chunks import (
     Decays,
     Reads,
-    Rule,
+    StateRule,
     back,
     by_key_head,
     by_token,
@@ -309,6 +309,6 @@ def _solved(system: Tensor, values: Tensor, *, upper: bool) -> Tensor:
 
 
 differentiate(delta_rule, delta_rule_backward)
-DELTA_RULE: Final = Rule(
+DELTA_RULE: Final = StateRule(
     delta_rule, delta_rule_backward, delta_rule_ends, delta_rule_starts, delta_rule_passed
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.models.chunks import (
     Decays,
     Reads,
-    Rule,
+    StateRule,
     by_key_head,
     by_token,
     differentiate,
@@ -227,6 +227,6 @@ class _Chunk(NamedTuple):
 
 
 differentiate(state_space, state_space_backward)
-STATE_SPACE: Final = Rule(
+STATE_SPACE: Final = StateRule(
     state_space, state_space_backward, state_space_ends, state_space_starts, _passed
 )

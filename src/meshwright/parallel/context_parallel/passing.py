@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.comm.groups import Link
-from meshwright.models.chunks import Rule
+from meshwright.models.chunks import StateRule
 from meshwright.models.short_conv import Taps, short_conv
 from meshwright.program.pieces import held
 
@@ -53,7 +53,11 @@ class Passing:
         ]
 
     def recur(
-        self, rule: Rule, inputs: Sequence[Tensor], segments: Tensor | None, state: Tensor | None
+        self,
+        rule: StateRule,
+        inputs: Sequence[Tensor],
+        segments: Tensor | None,
+        state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return what tokens read, as `models.chunks.recur`, and the last states of the pieces."""
         assert state is None, "a cache is not sharded"
@@ -67,7 +71,7 @@ class Passing:
 
     def states(
         self,
-        rule: Rule,
+        rule: StateRule,
         transition: Tensor,
         ended: Tensor,
         continues: Tensor | None,
@@ -193,7 +197,7 @@ class _Recurrence(torch.autograd.Function):
     def forward(
         ctx: Any,
         passing: Passing,
-        rule: Rule,
+        rule: StateRule,
         segments: Tensor | None,
         continues: Tensor | None,
         *inputs: Tensor,
