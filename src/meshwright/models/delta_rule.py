@@ -140,7 +140,9 @@ def delta_rule_ends(
 
 
 @delta_rule_ends.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+def _empty_ends(
+    query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None
+) -> tuple[Tensor, Tensor]:
     state = empty_state(key, value)
     return state.new_empty(*state.shape[:4], key.shape[3]), state
 
@@ -170,7 +172,7 @@ def delta_rule_starts(
 
 
 @delta_rule_starts.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, *_: Tensor | None) -> Tensor:
+def _empty_start(grad: Tensor, query: Tensor, key: Tensor, *_: Tensor | None) -> Tensor:
     return empty_state(key, grad)
 
 
@@ -185,7 +187,7 @@ def delta_rule_passed(transition: Tensor, state: Tensor, backwards: bool) -> Ten
 
 
 @delta_rule_passed.register_fake
-def _(transition: Tensor, state: Tensor, backwards: bool) -> Tensor:
+def _empty_passed(transition: Tensor, state: Tensor, backwards: bool) -> Tensor:
     return torch.empty_like(state)
 
 

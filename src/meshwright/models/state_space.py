@@ -140,7 +140,9 @@ def state_space_ends(
 
 
 @state_space_ends.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+def _empty_ends(
+    query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None
+) -> tuple[Tensor, Tensor]:
     state = empty_state(key, value)
     batch, groups, _dim, shared, _values = state.shape
     return state.new_empty(batch, groups, 1, shared, 1), state
@@ -172,7 +174,7 @@ def state_space_starts(
 
 
 @state_space_starts.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, *_: Tensor | None) -> Tensor:
+def _empty_start(grad: Tensor, query: Tensor, key: Tensor, *_: Tensor | None) -> Tensor:
     return empty_state(key, grad)
 
 

@@ -76,12 +76,13 @@ def inside_kernels(program: Program) -> int:
     """Return the most bytes that a kernel of attention or of a recurrence allocates internally,
     over the kinds of layers."""
     sizes = Sizes.of(program)
-    return max(
+    largest: int = max(
         _recurrence(kind).chunk_bytes(program, sizes)
         if kind.recurs
         else attention.kernel_bytes(program, sizes, kind)
         for kind in program.model.layer_kinds
     )
+    return largest
 
 
 def forward_workspace(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
