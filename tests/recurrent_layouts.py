@@ -1,6 +1,7 @@
 """What tests of recurrent layers in layouts share: parity, census, peaks, seeded faults."""
 
 import pytest
+import torch
 
 from meshwright.bench.memory_breakdown import measure
 from meshwright.comm.groups import open_groups
@@ -28,6 +29,10 @@ PEAKS = [
     ("mb1 recompute-full", "fp32"),
     ("mb2", "bf16"),
     ("tp2 mb2", "fp32"),
+    ("cp2-ring mb2", "fp32"),
+    ("cp2-ulysses mb2 recompute-selective", "fp32"),
+    ("cp4-ring mb2 recompute-full", "fp32"),
+    ("cp2-ring mb2", "bf16"),
 ]
 
 
@@ -105,3 +110,61 @@ def run_on(layers):
         layer.forward = lambda x, context, forward=forward: forward(
             x, context._replace(documents=None)
         )
+
+
+def passings(layers):
+    """Return what passes states between ranks, once for each pipeline stage."""
+    return {id(layer.recur.__self__): layer.recur.__self__ for layer in layers}.values()
+
+
+def states_of_other_ranks(layers):
+    """Pieces take states in the order of ranks, not of the sequence."""
+    for passing in passings(layers):
+        states, order = passing.states, passing.order
+
+        def mistaken(*args, passing=passing, states=states, order=order, **kwargs):
+            passing.order = list(range(len(order)))
+            result = states(*args, **kwargs)
+            passing.order = order
+            return result
+
+        passing.states = mistaken
+
+
+def borders_of_zeros(layers):
+    """The convolution sees zeros before a piece."""
+    for passing in passings(layers):
+        before = passing.tokens_before
+        passing.tokens_before = lambda x, count, before=before: torch.zeros_like(before(x, count))
+
+
+def documents_go_on(layers):
+    """States pass into the documents that begin where pieces do."""
+    for passing in passings(layers):
+        passing._continues = lambda segments: None
+
+
+def gradients_dropped(layers):
+    """States get no gradient from later pieces."""
+    for passing in passings(layers):
+        states = passing.states
+        passing.states = lambda *args, states=states, backwards=False: (
+            states(*args, backwards=backwards) * (not backwards)
+        )
+
+
+def token_gradients_dropped(layers):
+    """The last tokens of a piece get no gradient from the next one's convolution."""
+    for passing in passings(layers):
+        back = passing.to_last_tokens
+        passing.to_last_tokens = lambda x, length, back=back: torch.zeros_like(back(x, length))
+
+
+# Faults of passing, and the layouts whose proofs see them.
+PASSING = [
+    (states_of_other_ranks, "cp2-ring mb2", False),
+    (borders_of_zeros, "cp2-ulysses mb2", False),
+    (documents_go_on, "cp2-ring mb2", True),
+    (gradients_dropped, "cp2-ulysses mb2", False),
+    (token_gradients_dropped, "cp2-ring mb2", False),
+]

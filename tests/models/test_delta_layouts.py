@@ -1,5 +1,7 @@
 """Layers of Gated DeltaNet in layouts: parity with one device, faults that proofs must catch."""
 
+import functools
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +18,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from recurrent_layouts import (
+    PASSING,
     PEAKS,
     check_caught,
     check_census,
@@ -58,6 +61,7 @@ MODELS = {
         "tie_embeddings": True,
         "attention_bias": True,
     },
+    "wide4": {**SIZES, "n_kv_heads": 4, "delta_heads": 8, "delta_kernel": 6},
     "experts": {
         **SIZES,
         "experts": 4,
@@ -92,6 +96,19 @@ CASES = [
     case_of("tp2 dp2 ep2 mb2", "experts"),
     case_of("pp2 zbv v2 mb1", "experts", packed=True),
     case_of("mb2", "wide", packed=True, compile=True),
+    case_of("cp2-ring mb2", "wide", packed=True),
+    case_of("cp2-ulysses mb2", "experts", packed=True, seq_len=70),
+    case_of("cp4-ring mb2", "wide4", packed=True),
+    case_of("cp4-ulysses mb2 recompute-selective", "wide4"),
+    case_of("cp2-ring tp2 sp mb2 recompute-full", "wide", packed=True),
+    case_of("cp2-ring shard2 zero3 mb2 recompute-selective", packed=True),
+    case_of("cp2-ulysses pp2 1f1b mb2", "wide", packed=True),
+    case_of("cp2-ring pp2 zbv v2 mb1", "experts"),
+    case_of("cp2-ring shard2 zero2 ep2 mb2", "experts", packed=True),
+    case_of("cp2-ring mb2", "wide", precision="bf16"),
+    case_of("cp2-ring zero3 mb2", packed=True, fsdp2=True),
+    case_of("cp2-ulysses mb2 offload-activations", "wide", packed=True),
+    case_of("cp2-ring mb2", "wide", packed=True, compile=True),
 ]
 
 
@@ -106,6 +123,11 @@ CENSUS = [
     case_of("tp2 sp mb2", "experts"),
     case_of("shard2 zero3 mb2 recompute-full", "wide"),
     case_of("pp2 1f1b mb2"),
+    case_of("cp2-ring mb2", "wide", seq_len=140),
+    case_of("cp2-ulysses mb2 recompute-selective", packed=True),
+    case_of("cp4-ring mb2 recompute-full", "experts"),
+    case_of("cp4-ulysses mb2 recompute-selective", "wide4"),
+    case_of("cp2-ring tp2 sp mb2", "wide"),
 ]
 
 
@@ -173,6 +195,19 @@ def test_faults_are_caught(fault, case):
     check_caught(fault, case)
 
 
+@pytest.mark.often(2)
+@pytest.mark.parametrize(
+    ("fault", "label", "packed"),
+    [pytest.param(*faulty, id=faulty[0].__name__) for faulty in PASSING],
+)
+def test_faults_of_passing_are_caught(fault, label, packed):
+    check_caught(functools.partial(passed_wrongly, fault), case_of(label, packed=packed))
+
+
+def passed_wrongly(fault, parallel):
+    fault(layers(parallel))
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_published_model_is_proven_by_a_small_one_with_all_it_has(tp):
     model = model_spec(preset="qwen3-next-80b-a3b", n_kv_heads=4)
@@ -187,7 +222,6 @@ def test_a_published_model_is_proven_by_a_small_one_with_all_it_has(tp):
 
 def test_layouts_that_cut_states_or_heads_are_refused():
     model, train = model_spec(**SIZES), TrainSpec(batch=8, seq_len=16)
-    assert "layout.cp = 2 shares a sequence" in broken(model, train, Layout.parse("cp2-ring"))
     rule = broken(model_spec(**{**SIZES, "n_kv_heads": 4}), train, Layout.parse("tp4"))
     assert rule == "layout.tp = 4 must divide model.delta_key_heads = 2"
     halves = TrainSpec(batch=8, seq_len=16, precision="bf16", fp8=True)

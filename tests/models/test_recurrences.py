@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from meshwright.models.delta_rule import delta_rule
+from meshwright.models.delta_rule import DELTA_RULE, delta_rule
 from meshwright.models.short_conv import short_conv
-from meshwright.models.state_space import state_space
+from meshwright.models.state_space import STATE_SPACE, state_space
 
+PIECES = {delta_rule: DELTA_RULE, state_space: STATE_SPACE}
 RULES = {"delta rule": delta_rule, "state space": state_space}
 EPS = 1e-6
 # rows, heads of keys, heads, key dim, value dim
@@ -140,6 +141,25 @@ def test_a_state_continues_a_row(rule, cut):
     torch.testing.assert_close(end, last, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_piece_passes_states_and_their_gradients_on(rule, shape, length, packed):
+    """What follows a piece is its transition of what was before, and what it ends with."""
+    leaves, state = arguments(rule, shape, length), first_state(shape)
+    segments = documents(shape[0], length) if packed else None
+    passed = PIECES[rule].passed
+    transition, ended = PIECES[rule].ends(*leaves, segments)
+    out, _, last = rule(*leaves, segments, state)
+    reached = passed(transition, state, False) + ended
+    torch.testing.assert_close(reached, last, atol=1e-11, rtol=1e-11)
+    to_out, to_last = torch.randn_like(out), torch.randn_like(last)
+    (expected,) = torch.autograd.grad((out, last), state, (to_out, to_last))
+    started = PIECES[rule].starts(to_out, *leaves, segments)
+    grad = passed(transition, to_last, True) + started
+    torch.testing.assert_close(grad, expected, atol=1e-10, rtol=1e-11)
+
+
 def test_half_precision_rounds_the_result_only(rule):
     leaves = [x.detach().to(torch.bfloat16) for x in arguments(rule, SHAPES[0], 100)]
     out, states, _ = rule(*leaves)
@@ -172,7 +192,26 @@ def test_the_convolution_is_torchs_within_documents(kernel, length, packed, has_
         torch.testing.assert_close(grad, wanted, atol=1e-12, rtol=0)
 
 
-def test_the_convolution_goes_on_after_earlier_tokens():
-    x, weight = torch.randn(2, 9, 3), torch.randn(3, 1, 4)
-    later = short_conv(x[:, 5:], weight, None, x[:, 2:5])
-    torch.testing.assert_close(later, short_conv(x, weight)[:, 5:])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cut", [1, 2, 5, 8])
+def test_the_convolution_goes_on_after_earlier_tokens(cut, packed):
+    """With as many tokens before as it sees, or fewer tokens after them than that."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (
+        torch.randn(*size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((2, 9, 3), (3, 1, 4), (3,))
+    )
+    segments = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 3, 3], [0] * 9]) if packed else None
+    padded = F.pad(x, (0, 0, 3, 0))
+    ids = None if segments is None else F.pad(segments, (3, 0), value=-1)[:, cut:]
+    second = short_conv(x[:, cut:], weight, ids, padded[:, cut : cut + 3], bias)
+    first = short_conv(
+        x[:, :cut], weight, None if segments is None else segments[:, :cut], None, bias
+    )
+    whole = short_conv(x, weight, segments, None, bias)
+    results = torch.cat((first, second), 1)
+    torch.testing.assert_close(results, whole, atol=1e-12, rtol=0)
+    leaves = [x, weight, bias]
+    grads = gradients([results], leaves), gradients([whole], leaves)
+    for grad, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, wanted, atol=1e-12, rtol=0)

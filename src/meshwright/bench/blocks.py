@@ -26,7 +26,7 @@ from meshwright.models.rope import Rope
 from meshwright.parallel.build import compiler
 from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.program.attention import causal_scores
-from meshwright.program.layers.attention import ATTENTION_BACKWARD
+from meshwright.program.saved import ATTENTION_BACKWARD
 from meshwright.prove.case import Case
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count

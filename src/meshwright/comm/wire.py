@@ -22,7 +22,12 @@ from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 from meshwright.program.ring import causal_pieces
 from meshwright.program.update import matrix_gathers
-from meshwright.spec.recurrences import chunk_flops, state_space_flops
+from meshwright.spec.recurrences import (
+    chunk_flops,
+    delta_ends_flops,
+    state_space_ends_flops,
+    state_space_flops,
+)
 from meshwright.torch_private import TorchDispatchMode, resolve_process_group, tree_leaves
 
 # Axes in the order in which a group's name is looked for.
@@ -207,13 +212,24 @@ _ATTENTION: Final = "aten::_scaled_dot_product_"
 _CAPPED: Final = f"{blockwise.SPACE}::capped_attention"  # all pairs, as the products it is made of
 _BLOCKS: Final = f"{blockwise.SPACE}::attention"
 _DOCUMENTS: Final = f"{blockwise.SPACE}::attend_varlen"
-# The FLOPs of a token of recurrences, by the beginning of their names.
-_RECURRENCES: Final[Mapping[str, Callable[[int, int, int, int], float]]] = {
-    f"{blockwise.SPACE}::delta_rule": chunk_flops,
-    f"{blockwise.SPACE}::state_space": state_space_flops,
-}
 # Products of the forward and of the backward for each pair of query and key.
 _FORWARD, _BACKWARD = 2, 5
+# The FLOPs of a token of recurrences, and how often an operator has them.
+_RECURRENCES: Final[Mapping[str, tuple[Callable[[int, int, int, int], float], float]]] = {
+    f"{blockwise.SPACE}::{name}{suffix}": (flops, times)
+    for name, of_all, of_ends, of_starts in (
+        ("delta_rule", chunk_flops, delta_ends_flops, chunk_flops),
+        ("state_space", state_space_flops, state_space_ends_flops, state_space_ends_flops),
+    )
+    for suffix, flops, times in (
+        ("", of_all, 1.0),
+        ("_backward", of_all, _BACKWARD / _FORWARD),
+        ("_ends", of_ends, 1.0),
+        ("_starts", of_starts, 1.0),
+    )
+}
+# A state times the transition of a piece.
+_PASSED: Final = f"{blockwise.SPACE}::delta_rule_passed"
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -245,9 +261,11 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.attention += _product(name, args, _BATCHED[name])
         elif name.startswith((_ATTENTION, _CAPPED, _BLOCKS, _DOCUMENTS)):
             self.attention += _attention(name, _bound(func, args, kwargs or {}))
-        elif (rule := name.removesuffix("_backward")) in _RECURRENCES:
-            flops = _RECURRENCES[rule]
-            self.attention += _recurrence(flops, name, _bound(func, args, kwargs or {}))
+        elif name in _RECURRENCES:
+            self.attention += _recurrence(name, _bound(func, args, kwargs or {}))
+        elif name == _PASSED:
+            transition, state, *_ = args
+            self.attention += 2.0 * transition.numel() * state.shape[-1]
         return func(*args, **(kwargs or {}))
 
 
@@ -257,15 +275,13 @@ def _product(name: str, args: tuple[Any, ...], index: int) -> float:
     return 2.0 * int(left.numel()) * outer
 
 
-def _recurrence(
-    flops: Callable[[int, int, int, int], float], name: str, values: Mapping[str, Any]
-) -> float:
-    """Return the FLOPs of a recurrence; its backward counts 2.5 times its forward, as for
-    attention."""
+def _recurrence(name: str, values: Mapping[str, Any]) -> float:
+    """Return the FLOPs of an operator of a recurrence; its backward counts 2.5 times its forward,
+    as for attention."""
     key, value = values["key"], values["value"]
     batch, length, key_heads, key_dim = map(int, key.shape)
     heads, value_dim = map(int, value.shape[2:])
-    times = _BACKWARD / _FORWARD if name.endswith("_backward") else 1
+    flops, times = _RECURRENCES[name]
     return batch * length * flops(heads, key_heads, key_dim, value_dim) * times
 
 

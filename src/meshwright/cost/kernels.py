@@ -14,7 +14,6 @@ from meshwright.cost.modules import hidden_bytes, made_again
 from meshwright.cost.network import Network, Picks
 from meshwright.cost.systems import CAUSAL, System
 from meshwright.cost.work import LayoutWork, Message, Product, Work
-from meshwright.program.layers.attention import ATTENTION_BACKWARD
 from meshwright.program.messages import Phase
 from meshwright.program.saved import PRODUCT_BACKWARD
 from meshwright.program.sizes import loss_rows
@@ -263,7 +262,7 @@ class Kernels:
         squares = 1 if CAUSAL[kernel] else 2
         peak = self.attention_peak * self.attends.get(work.attends, 1.0)
         forward = squares * work.attention_flops / peak
-        backward = forward * ATTENTION_BACKWARD
+        backward = squares * work.attention_backward / peak
         if not CAUSAL[kernel]:  # the scores are kept: two products forward, four backward
             passes = _SCORE_PASSES[kernel] * work.scores * element / self.bandwidth
             return forward + passes, 2 * (forward + passes)
@@ -408,7 +407,8 @@ class Kernels:
         """Return the exposed seconds of context-parallel messages in forward, backward and
         recomputation.
 
-        A ring sends while it computes with the keys it has: arXiv:2310.01889, section 3.
+        A ring sends while it computes with the keys it has: arXiv:2310.01889, section 3. The states
+        of a recurrence are waited for.
         """
         if cp == 1:
             return _NONE
@@ -420,12 +420,17 @@ class Kernels:
         }
         waits = []
         for phase, computes in compute_seconds.items():
-            seconds = sum(
-                message.times * self.network.seconds(message.kind, message.bytes, cp, tp, "cp")
-                for message in work.messages
-                # Both ways at once.
-                if (message.axis, message.phase) == ("cp", phase) and message.kind != "recv"
-            )
-            hidden = self.overlap * min(seconds, computes) if cp_kind == "ring" else 0.0
-            waits.append(seconds - hidden)
+            sent = waited = 0.0
+            for message in work.messages:
+                # Of a ring's, those both ways at once.
+                if (message.axis, message.phase) != ("cp", phase) or message.kind == "recv":
+                    continue
+                seconds = message.times * self.network.seconds(
+                    message.kind, message.bytes, cp, tp, "cp"
+                )
+                if message.kind == "send":
+                    sent += seconds
+                else:
+                    waited += seconds
+            waits.append(waited + sent - self.overlap * min(sent, computes))
         return waits[0], waits[1], waits[2]

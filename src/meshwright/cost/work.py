@@ -78,16 +78,17 @@ class Work(NamedTuple):
     """The work of one microbatch on one rank in a layer, or in an end of the model; forward FLOPs
     and bytes.
 
-    `moved` are the bytes that a forward reads and writes outside of matmuls and attention, each
-    tensor once per operation; `norm_moved` those of norms, `loss_moved` of the loss. `kept` is
-    saved for the backward, by kind of operation. `scores` are the query-key pairs over all local
-    heads. `deferred` are the bytes of gradients of all matmul outputs. `leaves` is the part of
-    `kept` that goes to the host if activations are offloaded. `attends` decides on attention's
-    kernel.
+    `attention_backward` are the FLOPs of attention's backward. `moved` are the bytes that a forward
+    reads and writes outside of matmuls and attention, each tensor once per operation; `norm_moved`
+    those of norms, `loss_moved` of the loss. `kept` is saved for the backward, by kind of
+    operation. `scores` are the query-key pairs over all local heads. `deferred` are the bytes of
+    gradients of all matmul outputs. `leaves` is the part of `kept` that goes to the host if
+    activations are offloaded. `attends` decides on attention's kernel.
     """
 
     products: tuple[Product, ...]
     attention_flops: float
+    attention_backward: float
     scores: int
     moved: float
     norm_moved: float
@@ -271,6 +272,7 @@ def _times(work: Work, rows: int) -> Work:
     return Work(
         tuple([Product(product.rows * rows, *product[1:]) for product in work.products]),
         work.attention_flops * rows,
+        work.attention_backward * rows,
         work.scores * rows,
         work.moved * rows,
         work.norm_moved * rows,
@@ -321,9 +323,9 @@ def _work(
     messages: tuple[Message, ...],
 ) -> Work:
     products = tuple(_product(program, sizes, op) for op in ops if op.kind == "product")
-    attention, scores = 0.0, 0
+    attention, backward, scores = 0.0, 0.0, 0
     if any(op.kind == "attention" for op in ops):
-        attention = _attention_flops(program, ops)
+        attention, backward = _attention_flops(program, ops)
         scores = sizes.rows * sizes.heads * program.sequence * program.train.seq_len
     moved = float(sum(op.io_bytes for op in ops))
     kind, is_layer = program.model.layer(0), any(op.layer is not None for op in ops)
@@ -345,21 +347,23 @@ def _work(
         needs = backward_workspaces(program, sizes, kind)
         waits = float(sum(need.deferred for need in needs))
     sizes_kept = tuple(saved.items()), waits, messages, tuple(leaves.items())
-    return Work(products, attention, scores, moved, norms, loss, *sizes_kept, kernel)
+    return Work(products, attention, backward, scores, moved, norms, loss, *sizes_kept, kernel)
 
 
-def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> float:
-    """Return the attention FLOPs of a layer on the cp rank that has most; `ops` are those of cp
-    rank 0.
+def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> tuple[float, float]:
+    """Return the attention FLOPs of a layer, forward and backward, on the cp rank that has most;
+    `ops` are those of cp rank 0.
 
     Without a window, all ranks have equally many.
     """
     other_ranks = range(1, program.layout.cp) if program.model.layer(0).window is not None else ()
     per_rank = (operations(program, program.stages[0], cp_rank=rank) for rank in other_ranks)
-    return max(
-        sum(op.flops for op in rank_ops if op.kind == "attention")
-        for rank_ops in chain([ops], per_rank)
-    )
+    sums = []
+    for rank_ops in chain([ops], per_rank):
+        kernels = [op for op in rank_ops if op.kind == "attention"]
+        flops = sum(op.flops for op in kernels)
+        sums.append((flops, sum(op.flops * op.backward for op in kernels)))
+    return max(sums)
 
 
 def _product(program: Program, sizes: Sizes, op: Operation) -> Product:

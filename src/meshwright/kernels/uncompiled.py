@@ -3,7 +3,8 @@
 Deferred gradients: a compiled backward returns all of its gradients together. Routers: their
 backward counts tokens, with a scale that changes in each microbatch. Experts, if the host has to
 know how many tokens each receives: to send them to other ranks, or to multiply them group by group
-where no kernel multiplies all groups at once.
+where no kernel multiplies all groups at once. Recurrences over cp, whose written backwards gather
+from other ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.models.blocks import Block
+from meshwright.models.blocks import Block, Recurrence
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.grouped import ALIGNED
 from meshwright.program.lower import Program
@@ -30,6 +31,10 @@ def leave_uncompiled(block: Block, program: Program, *, splits: bool) -> nn.Modu
     whose linear layers exclude themselves.
     """
     outside = splits
+    if isinstance(block.attn, Recurrence) and program.layout.cp > 1:
+        outside = True
+        block.attn.convolve = disable(block.attn.convolve)
+        block.attn.recur = disable(block.attn.recur)
     if isinstance(block.mlp, ExpertMLP):
         outside = True
         _leave_experts_uncompiled(block.mlp, program, splits=splits)

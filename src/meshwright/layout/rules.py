@@ -238,8 +238,8 @@ def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _mixers(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """Return a sentence unless tp divides the heads of recurrent mixers and they have no context
-    parallelism."""
+    """Return a sentence unless tp divides the heads of recurrent mixers, and those that can only be
+    planned have no context parallelism."""
     if model.planned is None:
         return _recurrence(model, layout) if model.delta_heads or model.mamba_heads else None
     for heads in _mixer_heads(model):
@@ -264,9 +264,6 @@ def _recurrence(model: ModelSpec, layout: Layout) -> str | None:
         rule = f"layout.tp = {layout.tp} gives ranks parts of several groups of heads: it must "
         rule += f"divide model.mamba_groups = {model.mamba_groups}, or be a multiple"
         return rule
-    if layout.cp > 1:
-        rule = f"layout.cp = {layout.cp} shares a sequence, but the states of {_recurrent(model)} "
-        return f"{rule}pass from token to token, and are not sent from rank to rank"
     return None
 
 

@@ -5,7 +5,9 @@ Each head has a state, a matrix `[key_dim, value_dim]`. A token with decay g <= 
 values that share a head of keys share its products. `models.delta_rule` and `models.state_space`
 differ in what a token writes: the rest, forward and backward, is here. Their operators return what
 tokens read, the state before each chunk, and the last state; the backward gets the arguments and
-the states, and computes everything else again, chunk by chunk.
+the states, and computes everything else again, chunk by chunk. A piece of a row makes of a state S
+before it `transition S + ended`: `ends` returns both, so that pieces may be computed beside each
+other.
 """
 
 from __future__ import annotations
@@ -54,6 +56,32 @@ class Decays(NamedTuple):
             enters *= _mask(segments == before[:, None])
             passes *= _mask(segments[:, -1:] == before[:, None])
         return cls(within, enters, leaves, passes)
+
+
+class StateRule(NamedTuple):
+    """A recurrence: its operators, and how its states pass a piece of a row.
+
+    `forward` and `backward` are as for `differentiate`. `ends` takes the inputs of `forward` and
+    segments, and returns the transition and the last state of a piece whose first state is zero.
+    `starts` takes the gradient for the output, then the same, and returns the gradient for the
+    first state, where that for the last one is zero. `passed` takes a transition, and a state
+    before the piece or, if its last argument is true, a gradient for the state after it; it returns
+    the part of the state after it, or of the gradient for the state before it.
+    """
+
+    forward: Any
+    backward: Any
+    ends: Any
+    starts: Any
+    passed: Callable[[Tensor, Tensor, bool], Tensor]
+
+
+def recur(
+    rule: StateRule, inputs: Sequence[Tensor], segments: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what the tokens of a recurrence read, and the last state."""
+    read, _, last = rule.forward(*inputs, segments, state)
+    return read, last
 
 
 class Decayed(NamedTuple):
@@ -160,6 +188,28 @@ def scan(
     return out, states, last
 
 
+def last_state(key: Tensor, state: Tensor, step: Callable[[slice, Tensor], Tensor]) -> Tensor:
+    """Return the last state; `step` takes a chunk's tokens and first state, and returns the next
+    one."""
+    for tokens in _slices(key):
+        state = step(tokens, state)
+    return state
+
+
+def to_first_state(
+    grad: Tensor, key: Tensor, step: Callable[[slice, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return the gradient for the first state; `grad` is that for what tokens read.
+
+    `step` takes a chunk's tokens, the gradient for what they read by key head, and that for the
+    next state, and returns that for the chunk's first state.
+    """
+    to_state = empty_state(key, grad).zero_()
+    for tokens in reversed(list(_slices(key))):
+        to_state = step(tokens, by_key_head(grad[:, tokens], key.shape[2]), to_state)
+    return to_state
+
+
 def scan_back(
     inputs: Sequence[Tensor],
     grad: Tensor | None,
@@ -216,6 +266,11 @@ def differentiate(forward: Any, backward: Any) -> None:
     forward.register_fake(results)
     backward.register_fake(gradients)
     forward.register_autograd(through_all, setup_context=keep)
+
+
+def empty_state(key: Tensor, value: Tensor) -> Tensor:
+    """Return an uninitialized state for keys and values `[batch, seq, heads, dim]`."""
+    return _results(key, value)[2]
 
 
 def _results(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from meshwright.models.attention import Project, each
 from meshwright.models.cache import kept_by
+from meshwright.models.chunks import recur
 from meshwright.models.context import PLAIN, Context
-from meshwright.models.delta_rule import delta_rule
+from meshwright.models.delta_rule import DELTA_RULE
 from meshwright.models.lora import add_linears
 from meshwright.models.ops import returned, widened
-from meshwright.models.short_conv import last_tokens, short_conv
+from meshwright.models.short_conv import Taps, convolve, last_tokens
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import delta_linears
 
@@ -46,9 +47,10 @@ class GatedDeltaNet(nn.Module):
     For each key head, `qkvz` outputs its query, its key, the values of the value heads that share
     it, and their output gates z; `ba` outputs the values b and a of these heads, from which `gates`
     computes strengths and decays. Tensor parallelism may replace `project`, which computes both,
-    and `local`, which returns this rank's part of a parameter. The number of heads follows from the
-    width of the projections' outputs, so a rank may have a part of the heads. The cache stores the
-    last state and the last inputs of the convolution.
+    and `local`, which returns this rank's part of a parameter; context parallelism `convolve` and
+    `recur`, which continue earlier tokens. The number of heads follows from the width of the
+    projections' outputs, so a rank may have a part of the heads. The cache stores the last state
+    and the last inputs of the convolution.
     """
 
     qkvz: nn.Linear
@@ -72,6 +74,7 @@ class GatedDeltaNet(nn.Module):
         self.layer = layer
         self.project: Project = each
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
+        self.convolve, self.recur = convolve, recur
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the layer's output for `x` `[batch, seq, dim]`, of the same shape."""
@@ -81,20 +84,21 @@ class GatedDeltaNet(nn.Module):
         segments, states = context.documents, kept_by(context.cache, self.layer, 4)
         *inputs, z = self._heads(qkvz)
         del qkvz
-        weights = (self.local(weight) for weight in (self.q_conv, self.k_conv, self.v_conv))
-        taken = list(zip(inputs, weights, states[:3], strict=True))
+        weights = map(self.local, (self.q_conv, self.k_conv, self.v_conv))
+        taps = [
+            Taps(x, weight, None, before)
+            for x, weight, before in zip(inputs, weights, states[:3], strict=True)
+        ]
         dims = self.key_dim, self.key_dim, self.value_dim
-        q, k, v = (
-            torch.unflatten(short_conv(x, weight, segments, before), 2, (-1, dim))
-            for (x, weight, before), dim in zip(taken, dims, strict=True)
-        )
-        read, _, last = delta_rule(q, k, v, decay, strength, segments, states[3])
+        convolved = zip(self.convolve(taps, segments), dims, strict=True)
+        q, k, v = (torch.unflatten(x, 2, (-1, dim)) for x, dim in convolved)
+        read, last = self.recur(DELTA_RULE, (q, k, v, decay, strength), segments, states[3])
         del q, k, v
         if context.cache is not None:
             count = self.q_conv.shape[-1] - 1
-            tails = [last_tokens(x, before, count) for x, _, before in taken]
+            tails = [last_tokens(tap.x, tap.before, count) for tap in taps]
             context.cache.keep(self.layer, (*tails, last))
-        del inputs, taken
+        del inputs, taps
         z = torch.unflatten(z, 2, (-1, self.value_dim))
         result: Tensor = self.out(self.gated_norm(read, z).flatten(2))
         return result

@@ -14,19 +14,24 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from meshwright.models.chunks import (
     Decays,
     Reads,
+    StateRule,
     back,
     by_key_head,
     by_token,
     differentiate,
+    empty_state,
+    last_state,
     outer,
     pairs,
     scan,
     scan_back,
     through,
+    to_first_state,
 )
 from meshwright.models.ops import widened
 
@@ -99,6 +104,93 @@ def delta_rule_backward(
     return scan_back(given, grad, to_last, states, of_chunk)  # type: ignore[return-value]
 
 
+@torch.library.custom_op(
+    "meshwright::delta_rule_ends",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor strength,"
+    " Tensor? segments=None) -> (Tensor, Tensor)",
+)
+def delta_rule_ends(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the transition of the tokens, and the last state after a first one of zero.
+
+    The transition `[batch, key_heads, key_dim, heads / key_heads, key_dim]` is a matrix for each
+    head: what the tokens make of a state that is the unit matrix if all values are zero. Both are
+    computed as one state, whose values have the dims of both.
+    """
+    batch, _, heads, key_dim = key.shape
+    shared, value_dim = value.shape[2] // heads, value.shape[3]
+    wide = torch.promote_types(value.dtype, torch.float32)
+    unit = torch.eye(key_dim, key_dim + value_dim, dtype=wide, device=key.device)
+    first = unit[:, None].expand(batch, heads, key_dim, shared, key_dim + value_dim)
+    values = F.pad(value, (key_dim, 0))
+
+    def of_chunk(tokens: slice, state: Tensor) -> Tensor:
+        chunk = _Chunk.of(query, key, values, decay, strength, segments, tokens)
+        return chunk.reads.next(state, chunk.written(state)[0])
+
+    last = last_state(key, first, of_chunk)
+    return last[..., :key_dim].contiguous(), last[..., key_dim:].contiguous()
+
+
+@delta_rule_ends.register_fake
+def _empty_ends(
+    query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    state = empty_state(key, value)
+    return state.new_empty(*state.shape[:4], key.shape[3]), state
+
+
+@torch.library.custom_op(
+    "meshwright::delta_rule_starts",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor strength,"
+    " Tensor? segments=None) -> Tensor",
+)
+def delta_rule_starts(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Return the gradient of the initial state for that of the output, `grad`, alone."""
+    given = query, key, value, decay, strength
+
+    def of_chunk(tokens: slice, to_out: Tensor, to_next: Tensor) -> Tensor:
+        return _Chunk.of(*given, segments, tokens).to_first(to_out, to_next)
+
+    return to_first_state(grad, key, of_chunk)
+
+
+@delta_rule_starts.register_fake
+def _empty_start(grad: Tensor, query: Tensor, key: Tensor, *_: Tensor | None) -> Tensor:
+    return empty_state(key, grad)
+
+
+@torch.library.custom_op("meshwright::delta_rule_passed", mutates_args=())
+def delta_rule_passed(transition: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    """Return a state times a piece's transition, or with `backwards` a gradient times its
+    transpose.
+    """
+    matrix = transition.transpose(2, 3)
+    by_head = (matrix.mT if backwards else matrix) @ state.transpose(2, 3)
+    return by_head.transpose(2, 3).contiguous()
+
+
+@delta_rule_passed.register_fake
+def _empty_passed(transition: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    return torch.empty_like(state)
+
+
 class _Chunk(NamedTuple):
     """The inputs of the tokens of a chunk, grouped by key head, in fp32 at least.
 
@@ -152,6 +244,16 @@ class _Chunk(NamedTuple):
         weighed = system * self.strength.transpose(2, 3)
         written = _solved(weighed, self.strength * missing, upper=False)
         return written, missing, system, read
+
+    def to_first(self, grad: Tensor, to_next: Tensor) -> Tensor:
+        """Return the gradient of the state before the chunk; arguments as for `backward`."""
+        (q, k, decays), strength = self.reads, self.strength
+        from_next = through(k, to_next)
+        to_written = self.reads.to_written(self.reads.scores(), grad, from_next)
+        system = self.system() * strength.transpose(2, 3)
+        right = _solved(system.mT, to_written, upper=True)
+        to_first = decays.passes * to_next + outer(q, decays.enters * grad)
+        return to_first.sub_(outer(k, strength * decays.enters * right))
 
     def backward(self, grad: Tensor, state: Tensor, to_next: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the five inputs, each `[batch, seq, ...]`, and of the initial
@@ -209,3 +311,6 @@ def _solved(system: Tensor, values: Tensor, *, upper: bool) -> Tensor:
 
 
 differentiate(delta_rule, delta_rule_backward)
+DELTA_RULE: Final = StateRule(
+    delta_rule, delta_rule_backward, delta_rule_ends, delta_rule_starts, delta_rule_passed
+)

@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 from meshwright.models.attention import Project, each
 from meshwright.models.cache import kept_by
+from meshwright.models.chunks import recur
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.lora import add_linears
 from meshwright.models.ops import returned, widened
-from meshwright.models.short_conv import ShortConv, last_tokens, short_conv
-from meshwright.models.state_space import state_space
+from meshwright.models.short_conv import ShortConv, Taps, convolve, last_tokens
+from meshwright.models.state_space import STATE_SPACE
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import mamba_linears
 
@@ -58,7 +59,8 @@ class Mamba2(nn.Module):
     `bc` has the keys B of all groups, then their queries C. Tensor parallelism may replace
     `project`, which computes all but `out`, `local`, which returns this rank's part of a parameter,
     and `groups`, the first group of this rank's heads and how many these are in: it computes B and
-    C of all. A cache holds the last state, and what the convolution still needs.
+    C of all; context parallelism replaces `convolve` and `recur`, which continue earlier tokens. A
+    cache holds the last state, and what the convolution still needs.
     """
 
     z: nn.Linear
@@ -83,6 +85,7 @@ class Mamba2(nn.Module):
         self.layer = layer
         self.project: Project = each
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
+        self.convolve, self.recur = convolve, recur
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the layer's result for x `[batch, seq, dim]`, of the same shape."""
@@ -96,19 +99,17 @@ class Mamba2(nn.Module):
         del values, bc
         weights = self.local(self.x_conv.weight), self._of_groups(self.bc_conv.weight, 0)
         biases = self.local(self.x_conv.bias), self._of_groups(self.bc_conv.bias, 0)
-        v, kq = (
-            short_conv(taken, weight, segments, before, bias)
-            for taken, weight, bias, before in zip(inputs, weights, biases, states[:2], strict=True)
-        )
+        taps = [Taps(*given) for given in zip(inputs, weights, biases, states[:2], strict=True)]
+        v, kq = self.convolve(taps, segments)
         k, q = torch.unflatten(kq, 2, (2, -1, self.state)).unbind(2)
         v = torch.unflatten(v, 2, (-1, self.head_dim))
-        read, _, last = state_space(q, k, v, decay, step, skip, segments, states[2])
+        read, last = self.recur(STATE_SPACE, (q, k, v, decay, step, skip), segments, states[2])
         del q, k, kq, v
         if context.cache is not None:
             count = self.x_conv.weight.shape[-1] - 1
-            tails = [last_tokens(*taken, count) for taken in zip(inputs, states, strict=False)]
+            tails = [last_tokens(tap.x, tap.before, count) for tap in taps]
             context.cache.keep(self.layer, (*tails, last))
-        del inputs
+        del inputs, taps
         normed = self.gated_norm(read.flatten(2), z, self.local(self.gated_norm.weight))
         result: Tensor = self.out(normed)
         return result

@@ -9,7 +9,7 @@ chunk's first state.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,17 @@ from torch import Tensor
 from meshwright.models.chunks import (
     Decays,
     Reads,
+    StateRule,
     by_key_head,
     by_token,
     differentiate,
+    empty_state,
+    last_state,
+    outer,
     scan,
     scan_back,
     through,
+    to_first_state,
 )
 from meshwright.models.ops import widened
 
@@ -100,6 +105,83 @@ def state_space_backward(
     return *grads, to_skip.to(skip.dtype), to_state  # type: ignore[return-value]
 
 
+@torch.library.custom_op(
+    "meshwright::state_space_ends",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor step, Tensor skip,"
+    " Tensor? segments=None) -> (Tensor, Tensor)",
+)
+def state_space_ends(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    step: Tensor,
+    skip: Tensor,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what is left after the tokens of a state before them, and the last state.
+
+    The first is a number of each head, `[batch, groups, 1, heads / groups, 1]`; the last state is
+    that after a first one of zero.
+    """
+    batch, _, groups, key_dim = key.shape
+    shared, value_dim = value.shape[2] // groups, value.shape[3]
+    wide = torch.promote_types(value.dtype, torch.float32)
+    transition = torch.ones(batch, groups, 1, shared, 1, dtype=wide, device=key.device)
+    first = torch.zeros(batch, groups, key_dim, shared, value_dim, dtype=wide, device=key.device)
+
+    def of_chunk(tokens: slice, state: Tensor) -> Tensor:
+        chunk = _Chunk.of(query, key, value, decay, step, segments, tokens)
+        transition.mul_(chunk.reads.decays.passes)
+        return chunk.reads.next(state, chunk.step * chunk.value)
+
+    return transition, last_state(key, first, of_chunk)
+
+
+@state_space_ends.register_fake
+def _empty_ends(
+    query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    state = empty_state(key, value)
+    batch, groups, _dim, shared, _values = state.shape
+    return state.new_empty(batch, groups, 1, shared, 1), state
+
+
+@torch.library.custom_op(
+    "meshwright::state_space_starts",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor step,"
+    " Tensor skip, Tensor? segments=None) -> Tensor",
+)
+def state_space_starts(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    step: Tensor,
+    skip: Tensor,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Return the gradient of the first state for that of the result, `grad`, alone."""
+
+    def of_chunk(tokens: slice, to_out: Tensor, to_next: Tensor) -> Tensor:
+        q, _, decays = _Chunk.of(query, key, value, decay, step, segments, tokens).reads
+        return decays.passes * to_next + outer(q, decays.enters * to_out)
+
+    return to_first_state(grad, key, of_chunk)
+
+
+@state_space_starts.register_fake
+def _empty_start(grad: Tensor, query: Tensor, key: Tensor, *_: Tensor | None) -> Tensor:
+    return empty_state(key, grad)
+
+
+def _passed(transition: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    return transition * state
+
+
 class _Chunk(NamedTuple):
     """The tokens of a chunk, in fp32 at least.
 
@@ -147,3 +229,6 @@ class _Chunk(NamedTuple):
 
 
 differentiate(state_space, state_space_backward)
+STATE_SPACE: Final = StateRule(
+    state_space, state_space_backward, state_space_ends, state_space_starts, _passed
+)

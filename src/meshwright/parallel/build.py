@@ -25,6 +25,7 @@ from meshwright.models.latent import LatentAttention
 from meshwright.models.mamba import Mamba2
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.context_parallel.context import Ring, Ulysses, positions
+from meshwright.parallel.context_parallel.passing import Passing
 from meshwright.parallel.data_parallel.float8_gather import Float8Gathers
 from meshwright.parallel.data_parallel.gradients import GatheredParameter
 from meshwright.parallel.data_parallel.sharded import (
@@ -316,13 +317,19 @@ def attend_by_varlen(model: Transformer) -> None:
 
 
 def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
-    """Replace the core of attention by `Ring` or `Ulysses`, which compute over all ranks of cp."""
+    """Replace what tokens take from others by what computes over all ranks of cp.
+
+    It is `Ring` or `Ulysses` for attention, and `Passing` for recurrences.
+    """
     if program.layout.cp == 1:
         return
     group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
     core = Ring(group, recorder=groups.recorder) if is_ring else Ulysses(group, attend_varlen)
+    passing = Passing(groups.cp, program.layout.cp_kind)
     for block in model.blocks:
-        if not isinstance(block.attn, Recurrence):
+        if isinstance(block.attn, Recurrence):
+            block.attn.convolve, block.attn.recur = passing.convolve, passing.recur
+        else:
             block.attn.core = core
 
 

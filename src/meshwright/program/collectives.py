@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from meshwright.program.actions import Kind, Table
 from meshwright.program.gradient_sums import gradient_sums
-from meshwright.program.layers import attention, mamba, moe
+from meshwright.program.layers import attention, block, mamba, moe
 from meshwright.program.layers.linears import gathers_again
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Overlaps, Phase, Purpose
@@ -69,7 +69,7 @@ def of_microbatches(program: Program) -> tuple[Collective, ...]:
 def _of_layers(program: Program, sizes: Sizes, stages: Sequence[Stage]) -> Iterator[Collective]:
     """Yield the messages of layers, embedding and head along tp, cp and ep."""
     yield from _tp_regions(program, sizes, stages)
-    yield from attention.context_messages(program, sizes, stages)
+    yield from block.context_messages(program, sizes, stages)
     yield from moe.messages(program, sizes, stages)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.program.layers.attention import ATTENTION_BACKWARD
 from meshwright.program.layers.linears import is_joint
 from meshwright.program.lower import Program
 from meshwright.program.operations import operations
@@ -43,11 +42,12 @@ def attention_flops(program: Program, pp_rank: int, cp_rank: int = 0) -> float:
     """Return the FLOPs of a rank's attention in one step, as its kernels execute them.
 
     Two matmuls forward and five backward, `2 head_dim` FLOPs for each pair of query and key and
-    each head; pairs as in `scores.pairs`. With full recomputation, forward twice.
+    each head; pairs as in `scores.pairs`. With full recomputation, forward twice. Those of
+    recurrences are among them.
     """
-    times = 1 + ATTENTION_BACKWARD + (program.layout.recompute == "full")
+    recomputed = program.layout.recompute == "full"
     return program.microbatches * sum(
-        op.flops * op.count * times
+        op.flops * op.count * (1 + op.backward + recomputed)
         for stage in program.held(pp_rank)
         for op in operations(program, stage, cp_rank=cp_rank)
         if op.kind == "attention"

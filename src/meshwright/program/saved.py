@@ -22,6 +22,9 @@ Kind = Literal[
 PRODUCT_BACKWARD: Final = 2
 # Where the weight is frozen, that for the input.
 FROZEN_BACKWARD: Final = 1
+# Five products against two: the scores anew, and the gradients of the weights, v, q and k.
+# FlashAttention, arXiv:2205.14135, algorithm 4. Recurrences are counted alike.
+ATTENTION_BACKWARD: Final = 2.5
 
 Bytes = int | tuple[int, ...]
 """Bytes of each tensor, or of a single one."""
@@ -33,7 +36,8 @@ class Op(NamedTuple):
 
     Both have a number for each tensor, or one for a single tensor; `indices` are the bytes of
     integers, which `saved` excludes. `io_bytes` are what a memory-bound forward reads and writes,
-    each once; norms have `normed` instead.
+    each once; norms have `normed` instead. `backward` are the FLOPs of the backward as a multiple
+    of `flops`.
     """
 
     name: str

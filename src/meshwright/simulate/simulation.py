@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.planner.plan import cost_inputs_of, explain, on_cluster, prediction_json
 from meshwright.program.flops import attention_flops, matmul_flops
-from meshwright.program.layers.attention import inside_kernels
+from meshwright.program.layers.block import inside_kernels
 from meshwright.program.lower import Program, lower
 from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile, Traffic
 from meshwright.program.update import update_flops

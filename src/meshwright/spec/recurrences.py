@@ -37,6 +37,22 @@ def chunk_flops(heads: int, key_heads: int, key_dim: int, value_dim: int) -> flo
     return float(heads * by_head + key_heads * 4 * CHUNK * key_dim)
 
 
+def delta_ends_flops(heads: int, key_heads: int, key_dim: int, value_dim: int) -> float:
+    """Return the FLOPs per token of the delta rule's last state and transition together.
+
+    Matmuls of keys with the keys of a chunk, which value heads share; for each value head a
+    triangular system, and two matmuls with the state, of the dims of values and of keys.
+    """
+    width = key_dim + value_dim
+    by_head = 4 * key_dim * width + CHUNK * width
+    return float(heads * by_head + key_heads * 2 * CHUNK * key_dim)
+
+
+def delta_step_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """Return the FLOPs of a product of a transition and a state of each head."""
+    return 2.0 * heads * key_dim * key_dim * value_dim
+
+
 def state_space_flops(heads: int, groups: int, key_dim: int, value_dim: int) -> float:
     """Return those of Mamba-2's recurrence as `models.state_space` computes it.
 
@@ -45,6 +61,11 @@ def state_space_flops(heads: int, groups: int, key_dim: int, value_dim: int) -> 
     """
     by_head = 4 * key_dim * value_dim + 2 * CHUNK * value_dim
     return float(heads * by_head + groups * 2 * CHUNK * key_dim)
+
+
+def state_space_ends_flops(heads: int, groups: int, key_dim: int, value_dim: int) -> float:
+    """Return those of the last state alone, or of the gradient of the first one: one product."""
+    return 2.0 * heads * key_dim * value_dim
 
 
 def _states(heads: int, keys: int, values: int, chunk: int) -> int:

@@ -7,7 +7,7 @@ Queries, keys and values come from linear layers of one input, or as in `mla`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
@@ -23,16 +23,12 @@ from meshwright.program.layers.norms import rms_norm_bytes
 from meshwright.program.layers.workspace import Workspace
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective, CollectiveKind, Phase
-from meshwright.program.saved import Op, by_steps
+from meshwright.program.saved import ATTENTION_BACKWARD, Op, by_steps
 from meshwright.program.scores import is_plain, is_ring, pairs, ring_steps, spreads
 from meshwright.program.sizes import Sizes
-from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 from meshwright.spec.parts import attention_linears
 
-# Five products against two: the scores anew, and the gradients of the weights, v, q and k.
-# FlashAttention, arXiv:2205.14135, algorithm 4.
-ATTENTION_BACKWARD: Final = 2.5
 _WIDE: Final = 4  # bytes of statistics, the softmax and the rotary tables: fp32 in any precision
 _INT64: Final = 8
 _WAYS: Final[tuple[tuple[CollectiveKind, str], ...]] = (
@@ -96,6 +92,7 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
         saved=(of_heads, of_keys, of_keys, of_heads, sums),  # q, k, v, the result
         kept=by_steps((of_heads, sums), steps),
         indices=segments,
+        backward=ATTENTION_BACKWARD,
     )
     # Some give their result in another order than the product wants it.
     is_copied = is_plain(program) or (layout.cp > 1 and layout.cp_kind == "ulysses")
@@ -129,7 +126,7 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
     if of_gate:  # of what entered the product, of the result and of the gate
         yield Workspace("attn.gated", 4 * of_gate)
     sinks = ("attn.sinks",) if model.attention_sinks else ()
-    blocks = _kernel_bytes(program, sizes, kind)
+    blocks = kernel_bytes(program, sizes, kind)
     yield Workspace("attn.core", of_gate + 2 * of_heads + 2 * of_kv + blocks, sinks)
     if model.rotary_dim and kind.rotary:
         yield Workspace("attn.rope", of_gate + 2 * of_heads + 2 * of_kv)
@@ -148,14 +145,7 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
     yield from column_workspaces(program, sizes, columns)
 
 
-def inside_kernels(program: Program) -> int:
-    """Return the most bytes that an attention kernel allocates internally, over the kinds of
-    layers."""
-    sizes = Sizes.of(program)
-    return max(_kernel_bytes(program, sizes, kind) for kind in program.model.layer_kinds)
-
-
-def _kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
+def kernel_bytes(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     """Return the workspace of the backward of blockwise attention on a CPU, without gradients; 0
     for other kernels."""
     model, train, target = program.model, program.train, program.target
@@ -188,19 +178,14 @@ def norm_messages(program: Program, sizes: Sizes, passes: int) -> Iterator[Colle
         yield Collective("all_reduce", "tp", size, count, phase, "layer", reason)
 
 
-def context_messages(
-    program: Program, sizes: Sizes, stages: Iterable[Stage]
-) -> Iterator[Collective]:
-    """Yield the messages of context parallelism.
+def context_messages(program: Program, sizes: Sizes, layers: int) -> Iterator[Collective]:
+    """Yield the messages of context parallelism in so many layers.
 
     Ring (arXiv:2310.01889): the keys and values visit each other rank; in the backward, their
     gradient sums in fp32 travel with them. Ulysses: arXiv:2309.14509. A recomputed forward sends
     its messages again, also with selective recomputation.
     """
-    layout = program.layout
-    if layout.cp == 1:
-        return
-    passes = program.microbatches * sum(len(stage.layers) for stage in stages)
+    layout, passes = program.layout, program.microbatches * layers
     recomputed = 0 if layout.recompute == "none" else passes
     of_keys = 2 * sizes.tokens * sizes.kv_heads * sizes.head_dim
     of_queries = sizes.tokens * sizes.heads * sizes.head_dim

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from types import ModuleType
 
@@ -10,8 +11,10 @@ from meshwright.program.layers import attention, delta, mamba, mixers, mlp, moe
 from meshwright.program.layers.norms import with_norm_workspaces, with_norms
 from meshwright.program.layers.workspace import Workspace, mask_bytes
 from meshwright.program.lower import Program
+from meshwright.program.messages import Collective
 from meshwright.program.saved import Op
 from meshwright.program.sizes import Sizes
+from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 
 
@@ -34,6 +37,20 @@ def _recurrence(kind: LayerSpec) -> ModuleType:
     return delta if kind.delta else mamba
 
 
+def context_messages(
+    program: Program, sizes: Sizes, stages: Iterable[Stage]
+) -> Iterator[Collective]:
+    """Yield the messages of context parallelism of the layers of some stages."""
+    if program.layout.cp == 1:
+        return
+    kinds = Counter(program.model.layer(layer) for stage in stages for layer in stage.layers)
+    attending = sum(count for kind, count in kinds.items() if kind.attends)
+    yield from attention.context_messages(program, sizes, attending)
+    for kind, count in kinds.items():
+        if kind.recurs:
+            yield from _recurrence(kind).passed(program).messages(program, sizes, count)
+
+
 def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Workspace]:
     """Yield the workspaces of a layer's backward, besides saved tensors.
 
@@ -53,6 +70,19 @@ def backward_workspaces(program: Program, sizes: Sizes, kind: LayerSpec) -> Iter
         attends = attention.backward_workspaces(program, sizes, kind) if kind.attends else ()
         needs = chain(mixer, recurs, attends)
         yield from with_norm_workspaces(program, sizes, "attn", needs)
+
+
+def inside_kernels(program: Program) -> int:
+    """Return the most bytes that a kernel of attention or of a recurrence allocates internally,
+    over the kinds of layers."""
+    sizes = Sizes.of(program)
+    largest: int = max(
+        _recurrence(kind).chunk_bytes(program, sizes)
+        if kind.recurs
+        else attention.kernel_bytes(program, sizes, kind)
+        for kind in program.model.layer_kinds
+    )
+    return largest
 
 
 def forward_workspace(program: Program, sizes: Sizes, kind: LayerSpec) -> int:

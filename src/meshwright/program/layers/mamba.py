@@ -16,16 +16,22 @@ from meshwright.program.layers.linears import (
     row_kept,
     row_workspaces,
 )
-from meshwright.program.layers.recurrence import WIDE, ChunkTensors, Widths, gated_norm_bytes
+from meshwright.program.layers.recurrence import (
+    WIDE,
+    ChunkTensors,
+    Passed,
+    Widths,
+    gated_norm_bytes,
+)
 from meshwright.program.layers.workspace import Workspace
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective, Phase
-from meshwright.program.saved import Op
+from meshwright.program.saved import ATTENTION_BACKWARD, Op
 from meshwright.program.sizes import Sizes
 from meshwright.spec.parts import mamba_linears, mamba_shape
-from meshwright.spec.recurrences import state_space_flops
+from meshwright.spec.recurrences import state_space_ends_flops, state_space_flops
 
-_OF_CHUNK: Final = ChunkTensors(values=8, keys=6, pairs=5, states=4)
+_OF_CHUNK: Final = ChunkTensors(values=6, keys=5, pairs=5, states=3)
 
 
 def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
@@ -40,15 +46,19 @@ def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     of_heads = sizes.tokens * heads * sizes.element
     yield Op("attn.steps", "activation", saved=of_heads, io_bytes=of_heads + 2 * of_steps)
     channels = of_values, of_groups
-    yield Op("attn.conv", "activation", saved=channels, io_bytes=2 * sum(channels))
-    widths = _widths(program)
+    passing, widths = passed(program), _widths(program)
+    before = passing.before_bytes(program, sizes)
+    yield Op("attn.conv", "activation", saved=(*channels, before), io_bytes=2 * sum(channels))
+    yield from passing.operations(program, sizes)
     states = widths.state_bytes(program, sizes)
+    transitions = passing.transition_bytes(program, sizes)
     yield Op(
         "attn.core",
         "attention",
         flops=sizes.tokens * state_space_flops(*shape),
-        saved=(*channels, of_steps, of_steps, states),
+        saved=(*channels, of_steps, of_steps, states, transitions),
         kept=(of_values, states, widths.state_bytes(program, sizes, chunks=1)),
+        backward=ATTENTION_BACKWARD,
     )
     scales = sizes.tokens * groups * WIDE
     yield Op(
@@ -62,6 +72,21 @@ def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     yield from inside.operations(last, row_kept(program, sizes))
 
 
+def passed(program: Program) -> Passed:
+    """Return what passes between the pieces of a sequence; a transition is a number of a head."""
+    shape = heads, groups, state, head_dim = mamba_shape(program.model, program.layout.tp)
+    flops = state_space_ends_flops(*shape)
+    return Passed(
+        state=heads * state * head_dim,
+        transition=heads,
+        channels=heads * head_dim + 2 * groups * state,
+        taps=program.model.mamba_kernel - 1,
+        ends=flops,
+        starts=flops,
+        step=0.0,
+    )
+
+
 def _channels(program: Program, sizes: Sizes) -> tuple[int, int]:
     """Return the bytes of values, and of the keys and queries of a rank's groups."""
     heads, groups, state, head_dim = mamba_shape(program.model, program.layout.tp)
@@ -72,6 +97,11 @@ def _channels(program: Program, sizes: Sizes) -> tuple[int, int]:
 def _widths(program: Program) -> Widths:
     heads, groups, state, head_dim = mamba_shape(program.model, program.layout.tp)
     return Widths(heads * head_dim, groups * state, heads, heads * state * head_dim)
+
+
+def chunk_bytes(program: Program, sizes: Sizes) -> int:
+    """Return the temporary bytes of a chunk's backward."""
+    return _widths(program).chunk_bytes(program, sizes, _OF_CHUNK)
 
 
 def shares_groups(program: Program) -> bool:
@@ -113,9 +143,10 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     yield Workspace("attn.gated_norm", norm, ("attn.gated_norm.weight",))
     of_steps = 2 * sizes.tokens * heads * WIDE
     made_bytes = of_values + of_groups + of_steps
-    core = of_values + made_bytes + _widths(program).chunk_bytes(program, sizes, _OF_CHUNK)
-    # Beside the gradient of the gate z.
-    yield Workspace("attn.core", of_values + core, ("attn.skip",))
+    core = made_bytes + chunk_bytes(program, sizes)
+    core = passed(program).workspace(program, sizes, core)
+    # Beside the gradients of the result and of the gate z.
+    yield Workspace("attn.core", 2 * of_values + core, ("attn.skip",))
     convs = tuple(
         f"attn.{channels}_conv.{name}" for channels in ("x", "bc") for name in ("weight", "bias")
     )

@@ -15,7 +15,7 @@ from meshwright.program.attention import causal_scores
 from meshwright.program.layers.linears import Inputs, row_kept, shard_size
 from meshwright.program.layers.workspace import Workspace
 from meshwright.program.lower import Program
-from meshwright.program.saved import Op
+from meshwright.program.saved import ATTENTION_BACKWARD, Op
 from meshwright.program.sizes import Sizes
 from meshwright.spec.mixers import Matrix, Mixer
 from meshwright.spec.parts import mixer_linear
@@ -60,7 +60,7 @@ def _core(program: Program, sizes: Sizes, mixer: Mixer) -> Iterator[Op]:
         flops += 2.0 * scores.heads / tp * scores.width * seen
     saved = sizes.tokens * mixer.saved // tp * sizes.element
     if flops:
-        yield Op(_CORE, "attention", flops, saved, saved)
+        yield Op(_CORE, "attention", flops, saved, saved, backward=ATTENTION_BACKWARD)
     if saved:
         yield Op("mixer.moves", "activation", io_bytes=_TWICE * saved)
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from meshwright.torch_private import tree_flatten, tree_map
 
 from meshwright.errors import ConfigError
 
