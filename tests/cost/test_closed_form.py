@@ -130,7 +130,7 @@ def test_what_a_layer_saves_and_defers_is_that_of_the_walk(seed):
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_peaks_are_near_those_of_the_walk(first):
     """The most of each category is not there at once, so the closed form is mostly above; it takes
-    stages as equal, so it may be below. With offload they differ by more (decision 0128)."""
+    stages as equal, so it may be below. With offload they differ by more (decision 0129)."""
     shares = {}
     for seed in SEEDS[first::4]:
         setting, layout = drawn(seed, offloaded=("none",))
