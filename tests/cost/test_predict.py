@@ -27,8 +27,8 @@ from meshwright.cost.pipeline import (
     action_times,
     by_events,
     closed_form,
+    held_together,
     in_flight,
-    waiting,
 )
 from meshwright.cost.price import price, worst_memory
 from meshwright.cost.systems import SYSTEMS
@@ -232,7 +232,7 @@ def test_forms_of_schedules_hold_against_their_tables(name, pp, virtual):
     for rank, table in enumerate(made):
         assert in_flight(layout, rank, count) == peak_in_flight(table)
         waits = accumulate((a.kind == "I") - (a.kind == "W") for a in table)
-        assert waiting(layout, rank, count) == max(waits)
+        assert max(w for _, w in held_together(name, pp, virtual, rank, count)) == max(waits)
     stages = pp * virtual
     events = by_events(layout, count, Costs([1.0] * stages, [2.0] * stages))
     form = closed_form(name, pp, virtual, count, 3.0 * virtual, 3.0 * virtual * pp, 0.0, 0.0)

@@ -15,11 +15,11 @@ from meshwright.cost.elements import elements_of, gathered_elements, gathered_we
 from meshwright.cost.inputs import CostInputs, layers_of_ranks, work_of
 from meshwright.cost.modules import kept_without
 from meshwright.cost.optimizer import updates
-from meshwright.cost.pipeline import in_flight, waiting
-from meshwright.cost.systems import CAUSAL, System
+from meshwright.cost.pipeline import held_together, in_flight
+from meshwright.cost.systems import CAUSAL, OURS, System
 from meshwright.cost.work import LayoutWork, RankLayers, Work
 from meshwright.layout import Layout
-from meshwright.layout.schedules import SCHEDULES
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.program.saved import Kind
 from meshwright.program.shards import cuts_frozen
 from meshwright.program.sizes import Sizes, fuses_loss, loss_element, loss_rows, loss_workspace
@@ -157,21 +157,25 @@ def _gradients(
     """Return the terms of a rank's gradients: `whole_elements` are trained, `part` of them in its
     shard."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
-    if layout.zero < 2:
-        gradient = setting.gradient_bytes
+    microbatches = layout.microbatches(setting.train.batch)
+    is_split = SCHEDULES[layout.schedule].splits_backward and layout.is_pipelined
+    is_fsdp2 = system.keeps == "shards" and setting.target.uses_fsdp2(layout)
+    # FSDP2 reduces a stage's gradients in its last backward: none accumulate if that is the only.
+    is_reduced = is_fsdp2 and layout.zero > 0 and microbatches == 1 and not is_split
+    if layout.zero < 2 and not is_reduced:
+        gradient = setting.reduced_bytes if system.name == OURS else setting.gradient_bytes
         return [_counted("gradients", whole_elements, gradient, "accumulated whole")]
     unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, which="trained")
     label = "of the unit at work, and being reduced"
     terms = [_counted("gradients", 2 * unit.largest(held_layers), reduced, label)]
-    is_split = SCHEDULES[layout.schedule].splits_backward  # then each is reduced by itself
-    microbatches = 1 if is_split else layout.microbatches(setting.train.batch)
+    meets_once = is_split or microbatches == 1  # then each is reduced by itself
     if layout.offload != "params":
         terms.insert(0, _counted("gradients", part, setting.gradient_bytes, "sums, in shards"))
-    elif system.keeps == "shards" and min(layout.dp_replicate, microbatches) > 1:
+    elif system.keeps == "shards" and layout.dp_replicate > 1 and not meets_once:
         # FSDP2 keeps a shard group's sums on the device until its replicas meet, for the last.
         terms.append(_counted("gradients", part, reduced, "sums of a shard group"))
     further = layout.virtual_stages - 1
-    if system.keeps == "shards" and setting.target.uses_fsdp2(layout) and further:
+    if is_fsdp2 and further and not is_reduced:
         # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
         label = "reduced last, of each further stage"
         terms.append(_counted("communication buffers", further * unit.layer, reduced, label))
@@ -188,7 +192,8 @@ class KeptBytes(NamedTuple):
 
     `saved` has, by kind of operation, what each kind of layer saves on the device; `deferred` what
     its deferred weight gradients hold; `at_work` the workspace of a layer's backward, and `loss`
-    that of the head. `moving` is what the largest layer copies to the host.
+    that of the head. `moving` is what the largest layer copies to the host, `last` what the last
+    norm, the head and the loss save.
     """
 
     saved: Mapping[str, tuple[float, ...]]
@@ -196,6 +201,7 @@ class KeptBytes(NamedTuple):
     at_work: Term
     loss: Term
     moving: float = 0.0
+    last: float = 0.0
 
 
 def kept_of(setting: CostInputs, layout: Layout) -> KeptBytes:
@@ -216,12 +222,14 @@ def kept_of(setting: CostInputs, layout: Layout) -> KeptBytes:
             by_kind[kind] = max(0.0, by_kind[kind] - size)
         moving = max(moving, sum(size for _, size in work.leaves))
     names = dict.fromkeys(name for by_kind in per_layer for name in by_kind)
+    last = sum(size for _, size in layout_work.last.kept) if system.name == OURS else 0.0
     return KeptBytes(
         {name: tuple(by_kind.get(name, 0.0) for by_kind in per_layer) for name in names},
-        tuple(_deferred(layout, layout_work, plain)),
-        _at_work(layout, system, layout_work, plain, calibration, quantised),
-        _loss_of(setting, layout, layout_work),
+        tuple(work.deferred for work in layout_work.layers),
+        _at_work(setting, layout, layout_work, plain, quantised),
+        _loss_of(setting, layout, layout_work, last),
         moving if layout.offload == "activations" else 0.0,
+        last,
     )
 
 
@@ -238,8 +246,14 @@ def activations(
     held_layers = layers_of_ranks(setting, layout)[rank]
     kept_bytes = kept_bytes or kept_of(setting, layout)
     microbatches = layout.microbatches(setting.train.batch)
-    flight = in_flight(layout, rank, microbatches)
     average = held_layers.layers / max(layout.virtual_stages, 1)
+    sizes = {
+        kind: size
+        for kind, per_kind in kept_bytes.saved.items()
+        if (size := _average(held_layers, per_kind))
+    }
+    deferred = _average(held_layers, kept_bytes.deferred)
+    flight, times = _held_together(layout, rank, microbatches, sizes, deferred)
     terms = [
         Term(
             _ACTIVATIONS[kind],
@@ -247,30 +261,54 @@ def activations(
             "{:,.0f} B x {:g} layers x {:g} in flight",
             (size, average, flight),
         )
-        for kind, per_kind in kept_bytes.saved.items()
-        if (size := _average(held_layers, per_kind))
+        for kind, size in sizes.items()
     ]
     # The loss and the first layer of the backward follow each other: the larger one counts. But
     # blocks as large as scores stay with the allocator, of no use to logits.
     loss = [kept_bytes.loss] if held_layers.has_head else []
+    if held_layers.has_head and layout.is_pipelined and SCHEDULES[layout.schedule].holds_all:
+        # Other schedules take the backward of the last stage right after its forward.
+        count, template = microbatches - 1, "{:,.0f} B x {} more in flight"
+        size = kept_bytes.last * count
+        terms.append(Term("activations: head", size, template, (kept_bytes.last, count)))
     found_terms = [kept_bytes.at_work, *loss] if kept_bytes.at_work.bytes else loss
     if kept_bytes.moving:
         template = "{:,.0f} B x 2 layers on their way"
         terms.append(
             Term("activations: moving", 2 * kept_bytes.moving, template, (kept_bytes.moving,))
         )
-    times = waiting(layout, rank, microbatches)
     if times:
-        size = held_layers.total(kept_bytes.deferred) / max(held_layers.layers, 1)
-        template, numbers = "{:,.0f} B x {:g} layers x {} that wait", (size, average, times)
-        terms.append(Term("deferred gradients", size * average * times, template, numbers))
+        template, numbers = "{:,.0f} B x {:g} layers x {} that wait", (deferred, average, times)
+        terms.append(Term("deferred gradients", deferred * average * times, template, numbers))
     if CAUSAL[setting.system.attention] and len(found_terms) > 1:
         found_terms = [max(found_terms, key=lambda term: term.bytes)]
     return with_measured(setting, terms + found_terms)
 
 
-def _loss_of(setting: CostInputs, layout: Layout, layout_work: LayoutWork) -> Term:
-    """Return the bytes of logits and loss on a rank that has the head."""
+def _held_together(
+    layout: Layout, rank: int, microbatches: int, sizes: Mapping[str, float], deferred: float
+) -> tuple[float, int]:
+    """Return the activations in flight and the deferred weight gradients of a rank, each of one
+    stage and microbatch, at the moment at which both together take most bytes.
+
+    `sizes` are a layer's saved bytes by kind, `deferred` what its deferred gradients hold; the
+    input gradients release the rest.
+    """
+    pipeline = layout.schedule, layout.pp, layout.virtual_stages
+    is_split = layout.is_pipelined and SCHEDULES[layout.schedule].splits_backward
+    # Of another system's microbatches there may be no table.
+    if not is_split or microbatch_rule(*pipeline, microbatches) is not None:
+        return in_flight(layout, rank, microbatches), 0
+    of_flight = sum(sizes.values())
+    return max(
+        held_together(*pipeline, rank, microbatches),
+        key=lambda pair: pair[0] * of_flight + pair[1] * deferred,
+    )
+
+
+def _loss_of(setting: CostInputs, layout: Layout, layout_work: LayoutWork, last: float) -> Term:
+    """Return the bytes of logits and loss on a rank that has the head, with the `last` bytes that
+    last norm and head saved."""
     if not setting.system.fuses_loss:
         return _loss(setting.system, layout_work, layout.tp, setting.calibration)
     sizes = layout_work.sizes
@@ -282,9 +320,8 @@ def _loss_of(setting: CostInputs, layout: Layout, layout_work: LayoutWork) -> Te
     is_frozen = setting.model.lora is not None
     room = loss_workspace(sizes, rows, setting.target.products, is_frozen=is_frozen)
     template = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a matmul" * (room > 0)
-    return Term(
-        "logits and loss", size * element_bytes + room, template, (size, rows, element_bytes, room)
-    )
+    numbers = (size, rows, element_bytes, room)
+    return Term("logits and loss", size * element_bytes + room + last, template, numbers)
 
 
 def with_measured(setting: CostInputs, terms: list[Term]) -> list[Term]:
@@ -312,31 +349,27 @@ def _average(held_layers: RankLayers, per_kind: Sequence[float]) -> float:
     )
 
 
-def _deferred(layout: Layout, layout_work: LayoutWork, plain: LayoutWork) -> Iterator[float]:
-    """Yield, for each kind of layer, the bytes that deferred weight gradients hold.
-
-    These are the gradients of all matmul outputs (arXiv:2401.10241, section 2). The matmul inputs
-    are among the saved bytes, unless the backward recomputes them.
-    """
-    for work, unsaved in zip(layout_work.layers, plain.layers, strict=True):
-        remade = 0.0
-        if layout.recompute != "none":
-            remade = max(0.0, dict(unsaved.kept)["product"] - dict(work.kept).get("product", 0.0))
-        yield work.deferred + remade
-
-
 def _at_work(
+    setting: CostInputs,
     layout: Layout,
-    system: System,
     layout_work: LayoutWork,
     plain: LayoutWork,
-    calibration: Calibration,
     quantised: float,
 ) -> Term:
-    """Return the bytes of one layer during its backward: what is recomputed, and scores that are
-    not saved."""
-    size, template = 0.0, ""
+    """Return the bytes of one layer during its backward, beside what it saved.
+
+    For Meshwright's engine, by the rows of the walk. For other systems, what is recomputed, and
+    scores that are not saved.
+    """
+    system, calibration = setting.system, setting.calibration
+    category, size, template = "activations: layer at work", 0.0, ""
     numbers: tuple[object, ...] = ()
+    if system.name == OURS:
+        size = max(work.at_work for work in layout_work.layers)
+        # A weight from four bits is as large for any number of sequences.
+        is_fixed = setting.model.lora is not None and setting.model.lora.is_nf4
+        size /= layout.microbatch if is_fixed else 1
+        return Term(category, size, "one layer's backward: {:,.0f} B", (size,))
     if layout.recompute != "none":
         kept_bytes = calibration.find("kept_bytes", system.name)
         sizes = plain.sizes
@@ -355,7 +388,7 @@ def _at_work(
         size += count * score_bytes
         template += "{:,} scores x {:g} B, measured"
         numbers = (*numbers, count, score_bytes)
-    return Term("activations: layer at work", size, template, numbers)
+    return Term(category, size, template, numbers)
 
 
 def kept_per_layer(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Action
-from meshwright.program.schedule import compute_order
+from meshwright.program.schedule import compute_order, compute_table
 from meshwright.program.timing import times_in
 
 # Microbatches that are carried out on paper; a pipeline's further ones each add the same.
@@ -55,7 +56,8 @@ def closed_form(
 def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
     """Return how many activations, of one stage and microbatch each, a pipeline rank holds at most.
 
-    In closed form; a test compares it with the peaks of the action tables.
+    They are held until the weight gradients. In closed form; a test compares it with the peaks of
+    the action tables.
     """
     pp, virtual = layout.pp, layout.virtual_stages
     if pp == 1:
@@ -73,17 +75,31 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
     return float(min(limit, virtual * microbatches))
 
 
-def waiting(layout: Layout, rank: int, microbatches: int) -> int:
-    """Return how many deferred weight gradients, of one stage and microbatch each, a pipeline rank
-    holds at most.
+@lru_cache(maxsize=8192)
+def held_together(
+    schedule: str, pp: int, virtual: int, rank: int, microbatches: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the largest pairs (activations in flight, deferred weight gradients) of a rank's
+    table.
 
-    In closed form; a test compares it with the action tables. 0 for schedules that do not defer
-    them.
+    Each counts one stage and microbatch: in flight from its forward to the input gradients of its
+    backward, deferred from these to its weight gradients. No other moment of the table has more of
+    both than one of these pairs.
     """
-    if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
-        return 0
-    limit = 2 * rank + 1 if layout.schedule == "zbv" else rank + 1
-    return min(limit, layout.virtual_stages * microbatches)
+    flight = deferred = 0
+    pairs = set[tuple[int, int]]()
+    for action in compute_table(schedule, pp, virtual, _few(pp, microbatches), rank):
+        flight += (action.kind == "F") - (action.kind in ("B", "I"))
+        deferred += (action.kind == "I") - (action.kind == "W")
+        pairs.add((flight, deferred))
+    return tuple(
+        (flight, deferred)
+        for flight, deferred in sorted(pairs)
+        if not any(
+            flight <= other[0] and deferred <= other[1] and (flight, deferred) != other
+            for other in pairs
+        )
+    )
 
 
 def _few(pp: int, microbatches: int) -> int:

@@ -19,6 +19,7 @@ from meshwright.cost.memory import (
 )
 from meshwright.cost.peak import peak
 from meshwright.cost.step import StepTime, has_table, step_time
+from meshwright.cost.systems import OURS
 from meshwright.cost.terms import peak_terms
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
@@ -26,8 +27,6 @@ from meshwright.program.lower import Program, lower
 from meshwright.program.model_flops import flops_per_token
 from meshwright.program.transfers import with_own_transfers
 
-# Whose memory the walk through a program is of; of other systems closed forms are all we know.
-OURS: Final = "meshwright"
 # The walk takes at most this many microbatches for each rank of the pipeline: more of them repeat
 # what was done and hold no more. `brief` takes fewer, and is about right.
 _ENOUGH: Final = 4

@@ -11,9 +11,10 @@ from meshwright.cost.byte_count import PredictedMoment
 from meshwright.cost.inputs import CostInputs
 from meshwright.cost.kernels import Kernels
 from meshwright.cost.memory import outside
-from meshwright.cost.price import OURS, memory, price
+from meshwright.cost.price import memory, price
 from meshwright.cost.spans import Drawn, pipeline_spans
 from meshwright.cost.step import host_seconds, merged_causes, pace_of
+from meshwright.cost.systems import OURS
 from meshwright.cost.timeline import timeline
 from meshwright.layout import Layout
 from meshwright.program.actions import Action

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+OURS: Final = "meshwright"
 # Parts of a layer that selective recomputation may name.
 Module = Literal["core_attn", "mlp", "layernorm", "activation"]
 

@@ -16,9 +16,9 @@ from operator import mul
 from typing import NamedTuple
 
 from meshwright.cost.attending import Attends, attends
+from meshwright.cost.timeline import layer_bytes
 from meshwright.layout import Layout
 from meshwright.program.collectives import of_microbatches
-from meshwright.program.layers.block import backward_workspaces
 from meshwright.program.lower import Program
 from meshwright.program.messages import OF_ENDS, Overlaps, Phase, Purpose
 from meshwright.program.nf4_workspace import dequantising_bytes
@@ -81,9 +81,11 @@ class Work(NamedTuple):
     `attention_backward` are the FLOPs of attention's backward. `moved` are the bytes that a forward
     reads and writes outside of matmuls and attention, each tensor once per operation; `norm_moved`
     those of norms, `loss_moved` of the loss. `kept` is saved for the backward, by kind of
-    operation. `scores` are the query-key pairs over all local heads. `deferred` are the bytes of
-    gradients of all matmul outputs. `leaves` is the part of `kept` that goes to the host if
-    activations are offloaded. `attends` decides on attention's kernel.
+    operation. `scores` are the query-key pairs over all local heads. `deferred` is what deferred
+    weight gradients hold: inputs and gradients of outputs of all matmuls. `at_work` is by how much
+    a backward exceeds `kept` at most: recomputed tensors, and gradients in flight. `leaves` is the
+    part of `kept` that goes to the host if activations are offloaded. `attends` decides on
+    attention's kernel.
     """
 
     products: tuple[Product, ...]
@@ -95,6 +97,7 @@ class Work(NamedTuple):
     loss_moved: float
     kept: tuple[tuple[str, float], ...]
     deferred: float
+    at_work: float
     messages: tuple[Message, ...]
     leaves: tuple[tuple[str, float], ...] = ()
     attends: Attends = ""
@@ -277,8 +280,10 @@ def _times(work: Work, rows: int) -> Work:
         work.moved * rows,
         work.norm_moved * rows,
         work.loss_moved * rows,
-        tuple([(kind, size * rows) for kind, size in work.kept]),
+        # Sequences share the cosines and sines of their positions.
+        tuple([(kind, size * (1 if kind == "rotation" else rows)) for kind, size in work.kept]),
         work.deferred * rows,
+        work.at_work * rows,
         # `_replace` takes three times as long.
         tuple(
             [
@@ -342,12 +347,26 @@ def _work(
     for op in ops:
         saved[op.kind] = saved.get(op.kind, 0.0) + op.saved_bytes
         leaves[op.kind] = leaves.get(op.kind, 0.0) + op.moved_bytes
-    waits, kernel = 0.0, attends(program.model, kind, program.train.seq_len)
-    if is_layer:
-        needs = backward_workspaces(program, sizes, kind)
-        waits = float(sum(need.deferred for need in needs))
-    sizes_kept = tuple(saved.items()), waits, messages, tuple(leaves.items())
+    kernel = attends(program.model, kind, program.train.seq_len)
+    at_backward = _backward_bytes(program, sizes) if is_layer else (0.0, 0.0)
+    sizes_kept = tuple(saved.items()), *at_backward, messages, tuple(leaves.items())
     return Work(products, attention, backward, scores, moved, norms, loss, *sizes_kept, kernel)
+
+
+def _backward_bytes(program: Program, sizes: Sizes) -> tuple[float, float]:
+    """Return `deferred` and `at_work` of a layer, from the rows by which `timeline` walks through
+    its backward."""
+    rows = layer_bytes(program, sizes, program.stages[0], program.model.layer(0), 0)
+    deferred = 0
+    above = sum(size for _, size in rows.anew) - sum(size for _, size in rows.kept)
+    peak_above = above
+    for need, freed in rows.backward:
+        released = sum(size for _, size in freed)
+        if need.deferred:
+            deferred += need.deferred + released
+        peak_above = max(peak_above, above + need.bytes + need.room)
+        above -= released
+    return float(deferred), float(peak_above + sizes.stream_bytes)
 
 
 def _attention_flops(program: Program, ops: tuple[Operation, ...]) -> tuple[float, float]:

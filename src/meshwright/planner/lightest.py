@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.cost.inputs import CostInputs, layers_of_ranks, may_hold_most
-from meshwright.cost.memory import activations, model_states, outside
-from meshwright.cost.pipeline import in_flight
+from meshwright.cost.memory import activations, kept_of, model_states, outside
 from meshwright.layout import Layout
 from meshwright.layout.rules import nf4_rule
-from meshwright.planner.space import cores, dominated, schedules
+from meshwright.planner.space import Schedule, cores, dominated, schedules, with_schedule
 from meshwright.spec.training import Offload, Recompute, TrainSpec
 
 
@@ -38,9 +37,9 @@ def lightest_of(
 ) -> Light | None:
     """Return the layout with the least memory among those with the parallel degrees of `division`.
 
-    Tries each ZeRO stage over all data-parallel ranks, with the schedule that holds the fewest
-    activations; microbatch and recomputation stay. None if no schedule is legal for `microbatches`,
-    or no ZeRO stage with this offload.
+    Tries each ZeRO stage over all data-parallel ranks, with the schedule whose first rank holds the
+    fewest bytes of activations; microbatch and recomputation stay. None if no schedule is legal for
+    `microbatches`, or no ZeRO stage with this offload.
     """
     layers, is_even = setting.model.n_layers, setting.system.even_stages
     legal = [
@@ -51,17 +50,16 @@ def lightest_of(
     if not legal:
         return None
 
-    def holds(name: str, virtual: int) -> float:
-        changed = division.model_copy(update={"schedule": name, "virtual_stages": virtual})
-        return in_flight(changed, 0, microbatches) / virtual
-
-    schedule = min(legal, key=lambda choice: holds(*choice))
-    division = division.model_copy(
-        update={"schedule": schedule.name, "virtual_stages": schedule.virtual}
-    )
     setting = with_train(setting, batch=microbatches * division.dp * division.microbatch)
+    kept_bytes = kept_of(setting, division)
+
+    def holds(schedule: Schedule) -> float:
+        terms = activations(setting, with_schedule(division, schedule), 0, kept_bytes)
+        return sum(term.bytes for term in terms)
+
+    division = with_schedule(division, min(legal, key=holds))
     held_layers, ends = layers_of_ranks(setting, division), may_hold_most(setting, division)
-    activation_terms = [activations(setting, division, rank) for rank in ends]
+    activation_terms = [activations(setting, division, rank, kept_bytes) for rank in ends]
     light = None
     for layout in _sharded(division, offload):
         if nf4_rule(setting.model, layout):

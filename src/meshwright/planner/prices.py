@@ -153,7 +153,7 @@ class Shardings:
         `offloaded` are the values of `layout.offload` to try.
         """
         often = self._often(division) if "params" in offloaded else ()
-        key = (*_degrees(division), offloaded, often)
+        key = (*_degrees(division), offloaded, self._is_summed(division), often)
         if key not in self._known:
             self._known[key] = _best_somewhere(
                 [
@@ -173,8 +173,7 @@ class Shardings:
 
         `offloaded` are the values of `layout.offload` to try. Infinite if no choice is legal.
         """
-        is_summed = division.microbatches(self.setting.train.batch) > 1
-        key = (*_degrees(division), offloaded, is_summed)
+        key = (*_degrees(division), offloaded, self._is_summed(division))
         if key not in self._least:
             self._least[key] = min(
                 (
@@ -255,11 +254,15 @@ class Shardings:
         """
         return layout.microbatches(self.setting.train.batch), layout.microbatch
 
+    def _is_summed(self, layout: Layout) -> bool:
+        """Whether gradients are summed over microbatches, which model states depend on."""
+        return layout.microbatches(self.setting.train.batch) > 1
+
     def _alike(self, layout: Layout) -> tuple[object, ...]:
         """Return the cache key of what depends on the sharding: model states, and messages per
         step."""
         often = self._often(layout) if layout.offload == "params" else ()
-        zero = layout.zero, layout.shard_ranks, layout.replica_ranks
+        zero = layout.zero, layout.shard_ranks, layout.replica_ranks, self._is_summed(layout)
         return *zero, layout.tp, layout.ep, layout.etp, layout.offload, often
 
 

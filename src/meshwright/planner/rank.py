@@ -73,8 +73,9 @@ _ON_REQUEST = (
     "offload of activations: only on request (layout.offload = activations), or where nothing else "
     "fits, since hosts may have to hold terabytes"
 )
-# What the lightest schedule holds on the first rank, in what 1F1B holds there.
-_LEAST_IN_FLIGHT = 0.9
+# What the lightest schedule holds on the first rank, in what 1F1B holds there: ZBV with as many
+# microbatches as ranks has half of them in flight.
+_LEAST_IN_FLIGHT = 0.5
 
 
 @dataclass(frozen=True)

@@ -66,16 +66,23 @@ def compute_tables(
     in the whole pipeline. A single stage processes one microbatch after the other with every
     schedule. Raises `ProgramError` if `microbatch_rule` forbids the number of microbatches.
     """
+    return tuple(
+        compute_table(schedule, pp, virtual_stages, microbatches, rank) for rank in range(pp)
+    )
+
+
+def compute_table(
+    schedule: str, pp: int, virtual_stages: int, microbatches: int, rank: int
+) -> Table:
+    """Return the computing actions of one pipeline rank: see `compute_tables`."""
     broken = microbatch_rule(schedule, pp, virtual_stages, microbatches)
     if broken:
         raise ProgramError(broken)
     if pp == virtual_stages == 1:
         schedule = "naive"
     if SCHEDULES[schedule].is_v:
-        return tuple(_v_table(schedule, pp, microbatches, rank) for rank in range(pp))
-    return tuple(
-        _looped_table(schedule, pp, virtual_stages, microbatches, rank) for rank in range(pp)
-    )
+        return _v_table(schedule, pp, microbatches, rank)
+    return _looped_table(schedule, pp, virtual_stages, microbatches, rank)
 
 
 @lru_cache(maxsize=_KEPT_ORDERS)

@@ -1,4 +1,4 @@
-"""The batches for a proof: random tokens, with very uneven numbers of targets per row."""
+"""The batches of a proof: random tokens, with very uneven numbers of targets per sequence."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from meshwright.prove.case import Case
 
 
 def make_batch(case: Case, step: int) -> Batch:
-    """Return a step's global batch: random tokens, very uneven numbers of targets per row.
+    """Return the global batch of step `step` (from 0): random tokens, with very uneven numbers of
+    targets per sequence.
 
-    For packed cases, rows hold several documents of random lengths; of three rows, one ends with
-    padding in its last half, one in its last quarter. For chats, targets are in spans, and the
-    first half of the rows, including whole microbatches and ranks, has none. The last row always
-    has a target.
+    With `case.packed`, sequences hold several documents of random lengths; of three sequences, one
+    ends with padding in its last half, one in its last quarter. With `case.chat`, targets are in
+    spans, and the first half of the sequences, and so whole microbatches and ranks, has none. The
+    last sequence always has a target.
     """
     generator = torch.Generator().manual_seed(1000 * case.train.seed + step)
     rows, seq, vocab = case.train.batch, case.train.seq_len, case.model.vocab_size
@@ -50,5 +51,7 @@ def make_batch(case: Case, step: int) -> Batch:
 
 
 def evaluated(case: Case) -> list[Batch]:
-    """Return the global batches that a case's last weights are evaluated on."""
+    """Return the global batches on which a case's final weights are evaluated: the first step's,
+    and one that no step has seen.
+    """
     return [make_batch(case, 0), make_batch(case, case.steps)]

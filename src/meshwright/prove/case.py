@@ -1,4 +1,4 @@
-"""`Case`: a layout to prove, with a small model and batch. No torch."""
+"""`Case`: a layout to prove, with a small model, a batch and an optimizer. No torch."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ _MANY_TOKENS: Final = 1024
 
 @dataclass(frozen=True)
 class Case:
-    """One layout with its model and batch; `refused` is the rule that it is expected to break.
+    """A layout to prove, with the small model and the training settings that it is proven with.
 
-    Compares `steps` of an optimizer; the reference scales its rate, `eps` and decay to the size of
-    the gradients. With `chat`, only some turns are trained, and half of the rows have none. With
-    `fsdp2`, FSDP2 handles ZeRO on CPUs, too, as on GPUs.
+    `steps` training steps are compared with one device; both sides scale the optimizer's learning
+    rate, `eps` and decay to the size of the gradients. `packed`: sequences hold several documents.
+    `chat`: only some spans are trained, and half of the sequences have no target. `fsdp2`: FSDP2
+    shards on CPUs, too, as it does on GPUs. `refused` is the rule that the layout is expected to
+    break, None for a legal one.
     """
 
     model: ModelSpec
@@ -58,18 +60,20 @@ class Case:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss on both sides: fp16 would lose small gradients."""
+        """The factor by which both sides multiply the loss, so that fp16 does not lose small
+        gradients.
+        """
         return 1024.0 if self.train.precision == "fp16" else 1.0
 
     @property
     def in_fp32(self) -> Case:
-        """The same case with products in fp32."""
+        """The same case with matmuls in fp32."""
         train = self.train.model_copy(update={"precision": "fp32", "fp8": False})
         return replace(self, train=train)
 
     @property
     def samples(self) -> int:
-        """The number of rounded runs on one device that estimate the noise of rounding.
+        """The number of runs on one device that measure the rounding noise.
 
         In half precision, rounding decides which expert a token near a tie selects. Of a few runs,
         none may select the one that a layout selects.
@@ -79,12 +83,14 @@ class Case:
         return _SAMPLES_WITH_TIES if has_ties and is_small else _SAMPLES
 
     def from_seed(self, seed: int) -> Case:
-        """Return the same case with weights and batches from another seed."""
+        """Return the same case with the weights and batches of another seed."""
         return replace(self, train=self.train.model_copy(update={"seed": seed}))
 
     @property
     def label(self) -> str:
-        """The layout's label, then the unusual properties of the model and the batch."""
+        """The layout's label, then what is unusual about the model and the batch, such as "packed"
+        or "bf16".
+        """
         return f"{self.layout.label}, {' '.join(self._words())}"
 
     def _words(self) -> Iterator[str]:
@@ -118,7 +124,7 @@ class Case:
             yield "no masters"
 
     def as_json(self) -> str:
-        """Return it as one JSON object, without default values."""
+        """Return the case as a JSON object in one line, without default values."""
         values = {
             entry.name: value
             for entry in fields(self)

@@ -1,6 +1,7 @@
-"""The tensors of a layout compared with one device's, and the tolerances of its numbers.
+"""Compares the tensors of a parallel run with the reference, and computes tolerances of losses and
+norms.
 
-`expected.py` has what a tensor may be off by.
+`expected.py` has the tolerance of a tensor.
 """
 
 from __future__ import annotations
@@ -49,13 +50,18 @@ Fault = Callable[[Parallel], None]
 
 
 def program_of(case: Case, world: World) -> Program:
-    """Return the program of a case on a world's devices."""
+    """Return the program of a case, lowered for the kind of device that the ranks of `world` run
+    on.
+    """
     target = target_of(case.train, world.device, packed=case.packed, fsdp2=case.fsdp2)
     return lower(case.model, case.train, case.optimizer, case.layout, target)
 
 
 def build_small(program: Program, groups: Groups, world: World, fault: Fault | None) -> Parallel:
-    """Return the parallel model of a small program, with a fault if there is one."""
+    """Build this rank's parallel model of a small program, with the weights of `weights.telling`.
+
+    `fault`, if given, then breaks the model; only tests use it. A collective.
+    """
     source, compiled = telling(program.model, program.train.seed), program.train.is_compiled
     parallel = build(program, groups, world.device, source, compiled=compiled)
     if fault is not None:
@@ -64,14 +70,18 @@ def build_small(program: Program, groups: Groups, world: World, fault: Fault | N
 
 
 def mine(batch: Batch, program: Program, world: World) -> Batch:
-    """Return the rows of the global batch that this rank computes, as `train` divides it."""
+    """Return this rank's sequences of a global batch, on its device: each data rank has the same
+    number of consecutive ones, as in training.
+    """
     layout = program.layout
     rows = share(program.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
     return batch.rows(slice(rows.start, rows.stop)).to(world.device)
 
 
 class Difference(NamedTuple):
-    """The relative error of the worst tensor, its tolerance, and the tensor's name."""
+    """The relative error of one tensor with its tolerance (`bound`), and the rank and pipeline
+    stage that hold the tensor.
+    """
 
     error: float
     bound: float
@@ -81,16 +91,18 @@ class Difference(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The error divided by its bound; infinite if it is not a number."""
+        """The error divided by its tolerance: above 1 fails; infinite for NaN."""
         ratio = self.error / self.bound
         return ratio if ratio == ratio else math.inf
 
 
 class Compared(NamedTuple):
-    """All tensors of a model against exact ones: the worst, and the first that is beyond its bound.
+    """The result of comparing all tensors of a model: the one with the largest error, and the first
+    that fails.
 
-    The worst one says how good the whole is. Which one it is, is rounding where several are equally
-    wrong, so a failure is told by the first in the order of computation: None if all are good.
+    Errors are ordered by their share of the tolerance. Which tensor is the worst may be chance
+    where several are equally wrong, so a failure names the first wrong one in the order of
+    computation; None if all pass.
     """
 
     worst: Difference
@@ -104,9 +116,12 @@ def compare(
     world: World,
     order: Sequence[str],
 ) -> Compared:
-    """Return how the tensors of all stages, gathered whole, compare; the same on every rank.
+    """Gather one whole tensor per trained parameter, and compare each with the reference; a
+    collective.
 
-    `order` has the names in the order in which a step computes them.
+    `tensor_of` returns a parameter's sharded tensor, such as its gradient; None counts as an
+    infinite error. `order` lists the parameter names in the order of computation, and decides which
+    failure is the first. Every rank returns the same result.
     """
     worst, wrong = Difference(0.0, 1.0, "", world.rank, 0), list[Difference]()
     for param, tensor in on_stages(parallel, tensor_of):
@@ -125,9 +140,10 @@ def compare(
 
 
 def first_of(wrong: Sequence[Difference], order: Sequence[str], world: World) -> Difference | None:
-    """Return the first of all ranks' wrong tensors in an order, on the first rank that has it.
+    """Return the first wrong tensor on any rank, by its position in `order`, then by rank; None if
+    no rank has any.
 
-    None if there is none; a collective, the same on every rank.
+    `wrong` are this rank's. A collective; every rank returns the same.
     """
     places = {name: place for place, name in enumerate(order)}
 
@@ -143,16 +159,16 @@ def first_of(wrong: Sequence[Difference], order: Sequence[str], world: World) ->
 
 
 def worse(a: Difference, b: Difference) -> Difference:
-    """Return the one that exceeds its bound more; the first if equal."""
+    """Return the difference with the larger share of its tolerance; `a` if they are equal."""
     return b if b.share > a.share or not a.tensor else a
 
 
 def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float) -> float:
-    """Return the relative tolerance of a mean loss.
+    """Return the relative tolerance of a batch's mean loss, for the precision of `train`.
 
-    A target's loss has the rounding errors of its logits, about 12 per layer, each of `SPREAD`
-    units; for the mean of independent ones, divided by the root of their number. Sums in fp32 add a
-    little.
+    The loss of one target has the rounding errors of its logits: about 12 roundings per layer, each
+    with a standard deviation of `SPREAD` unit roundoffs. The mean over n targets with independent
+    errors has 1/sqrt(n) of that. A few roundings of fp32 sums are added.
     """
     targets = max(int((batch.targets != IGNORE).sum()), 1)
     unit = 2.0**-4 if train.fp8 else UNIT_ROUNDOFFS[train.precision]
@@ -161,17 +177,18 @@ def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float
 
 
 def norm_tolerance(noises: Iterable[float]) -> float:
-    """Return the relative tolerance of a whole gradient's norm; `noises` by step.
+    """Return the relative tolerance of the norm of the whole gradient, from `noises`: the relative
+    rounding error of each step's gradient.
 
-    A norm changes at most by the norm of what is added, the noise. Only the noise along the
-    gradient counts, but if few weights have most of the gradient, or rows share rounding errors,
-    this is nearly all of it. The noise of later steps includes that of their weights.
+    A norm changes by at most the norm of the error. Only the error's component along the gradient
+    counts, but that is nearly all of it if few weights have most of the gradient, or if many
+    elements share a rounding error. The noise of later steps includes that of their weights.
     """
     return MARGIN * max(noises) + 8 * UNIT_ROUNDOFFS["fp32"]
 
 
 def everyones(value: T, world: World) -> list[T]:
-    """Return a value of every rank, by rank; a collective."""
+    """Gather a Python object from every rank, in the order of ranks; a collective."""
     if world.size == 1:
         return [value]
     values: list[T] = [value] * world.size

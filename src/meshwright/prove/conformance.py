@@ -1,7 +1,7 @@
-"""Conformance: a program compared with what its ranks hold, compute and send in a real step.
+"""Conformance: compares a program with what its ranks hold, compute and send in a real step.
 
-Checks that only read the program cannot find errors in it; this one counts. DESIGN.md calls this
-the second lock against drift.
+Checks that only read the program cannot find its errors; this one counts real collectives and
+matmuls. DESIGN.md calls this the second lock against drift.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ _MULTI: Final[Mapping[str, Any]] = {
 def prove_conformance(
     case: Case, groups: Groups, world: World, parallel: Parallel | None = None
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts on a step's parameters, actions, collectives and products.
+    """Run one step, and return the verdicts on its parameters, initial weights, action table,
+    collectives and matmul FLOPs.
 
-    A collective; every rank returns the same. `parallel` is the counted model, built here if left
-    out; it has no gradients afterwards.
+    A collective; every rank returns the same. `parallel` is the model that runs, built here if
+    None; it has no gradients afterwards.
     """
     program = program_of(case, world)
     if parallel is None:
@@ -112,7 +113,9 @@ def prove_conformance(
 
 
 def _model_differences(program: Program) -> Iterator[str]:
-    """Yield where the model on the meta device differs from the program's parameters, in order."""
+    """Yield the parameters by which the model on the meta device differs from the program: in name,
+    shape or order.
+    """
     model = build_model(program.model, "meta", program.train.seq_len)
     built = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     expected = [(name, sharding.part.shape) for name, sharding in program.shardings.items()]
@@ -123,7 +126,7 @@ def _model_differences(program: Program) -> Iterator[str]:
 
 
 def _shard_differences(program: Program, parallel: Parallel) -> Iterator[str]:
-    """Yield where the shards that this rank holds differ from the program's."""
+    """Yield the shards of this rank whose name or shape differs from the program's."""
     coordinates = parallel.groups.at
     place = data_rank(program.layout, coordinates)
     expected = {
@@ -136,14 +139,16 @@ def _shard_differences(program: Program, parallel: Parallel) -> Iterator[str]:
 
 
 def _shape(sharding: Sharding, tp_rank: int, place: int) -> tuple[int, ...]:
-    """Return the shape of a shard as it is kept."""
+    """Return the shape in which a rank stores its shard; NF4 stores packed bytes."""
     if sharding.part.is_nf4:
         return sharding.stored_shape
     return sharding.shape(tp_rank, place)
 
 
 def _first_differences(program: Program, parallel: Parallel) -> Iterator[str]:
-    """Yield the shards that a new run would begin with other values of than one device."""
+    """Yield this rank's parameters whose initial values in a new run are not the right part of one
+    device's.
+    """
     spec, seed = program.model, program.train.seed
     source = seeded(spec, seed)
     for param in parallel.held:
@@ -163,7 +168,9 @@ def _lists(
 
 
 def _order_differences(program: Program) -> Iterator[str]:
-    """Yield the first action of each pipeline rank that differs from torch's order."""
+    """Yield, per pipeline rank, the first action at which our table differs from torch's
+    schedule.
+    """
     layout = program.layout
     order = torch_order(layout.schedule, layout.pp, layout.virtual_stages, program.microbatches)
     for rank, (ours, other) in enumerate(zip(program.compute_tables, order, strict=True)):
@@ -183,11 +190,12 @@ def _order_differences(program: Program) -> Iterator[str]:
 def torch_order(
     schedule: str, pp: int, virtual_stages: int, microbatches: int
 ) -> tuple[Table, ...]:
-    """Return each pipeline rank's computing actions as torch.distributed.pipelining orders them.
+    """Return the computing actions of each pipeline rank in the order of
+    torch.distributed.pipelining.
 
-    gpipe and 1f1b run on stages that only record their calls: the orders that torch prints for them
-    are not those that it runs, and that of 1f1b is wrong. The other schedules contain their order.
-    Raises `KeyError` for "naive", which torch lacks.
+    gpipe and 1f1b run on stages that only record their calls, since the orders that torch prints
+    for them are not those that it runs, and that of 1f1b is wrong. The other schedules contain
+    their order. Raises `KeyError` for "naive", which torch lacks.
     """
     if schedule in _SINGLE:
         stages = [_noting_stage(stage, pp) for stage in range(pp)]
@@ -200,7 +208,7 @@ def torch_order(
 
 
 def _quiet(schedule: Any) -> Any:
-    """Return a schedule of torch without what needs real stages, or takes time and is not read."""
+    """Return a subclass of a torch schedule that skips the setup which needs real stages."""
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
 
@@ -209,7 +217,9 @@ def _quiet(schedule: Any) -> Any:
 
 
 def _flat(actions: Sequence[Any]) -> Iterator[Action]:
-    """Yield torch's actions as ours, without idle steps, and overlapped ones one by one."""
+    """Convert torch's actions to ours, without idle steps; overlapped actions become separate
+    ones.
+    """
     for action in actions:
         if action is not None and action.sub_actions:
             yield from _flat(action.sub_actions)
@@ -219,7 +229,9 @@ def _flat(actions: Sequence[Any]) -> Iterator[Action]:
 
 
 def _noting_stage(stage: int, pp: int, virtual_stages: int = 1) -> SimpleNamespace:
-    """Return a stage for torch's schedules that sends nothing and notes what it is to compute."""
+    """Return a stage for torch's schedules that computes and sends nothing, and records its actions
+    in `noted`.
+    """
     noted: list[Action] = []
 
     def note(kind: Kind) -> Any:

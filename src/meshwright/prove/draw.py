@@ -1,7 +1,7 @@
-"""`draw`: random legal layouts, each with an odd small model of its own. No torch.
+"""`draw`: random legal layouts, each with a small model of odd sizes. No torch.
 
-The table of `matrix` spreads its choices evenly, mostly in powers of 2. Here, they are combined at
-random: any degree, and sizes that are divisible only as far as the rules require.
+The table of `matrix` spreads its choices evenly, mostly over powers of 2. Here, they are combined
+at random: any degree, and sizes that are divisible only as far as the rules require.
 """
 
 from __future__ import annotations
@@ -90,10 +90,12 @@ _SCALINGS: Final = (
 
 
 def draw(seed: int, count: int, worlds: Sequence[int] = WORLDS) -> tuple[Case, ...]:
-    """Return so many cases, the same for the same seed and worlds; fewer are a prefix of more.
+    """Return `count` random cases on numbers of ranks from `worlds`; equal arguments give equal
+    cases.
 
-    Every mesh of these numbers of ranks comes once before any comes again. Raises `ConfigError` for
-    too few or too many ranks, or for no cases.
+    A smaller `count` gives the first of them. All meshes of these numbers of ranks occur once
+    before any occurs again. Raises `ConfigError` if a number of ranks is not 2 to 16, or if `count`
+    is below 1.
     """
     for world in worlds:
         if not 2 <= world <= MOST_RANKS:
@@ -108,7 +110,8 @@ def draw(seed: int, count: int, worlds: Sequence[int] = WORLDS) -> tuple[Case, .
 
 
 class _Dealer:
-    """Deals choices like cards: each comes once before any comes again, in an order by chance.
+    """Makes random choices like dealing cards: each choice comes once, in random order, before any
+    comes again.
 
     Uses `Random.random` alone, which is the same in every version of Python.
     """
@@ -118,7 +121,7 @@ class _Dealer:
         self._decks: dict[tuple[str, tuple[Any, ...]], list[Any]] = {}
 
     def deal(self, name: str, choices: tuple[T, ...]) -> T:
-        """Return the next of some choices; another name or other choices mean another deck."""
+        """Return the next of `choices`; each `name` with its choices has a deck of its own."""
         deck: list[T] = self._decks.setdefault((name, choices), [])
         if not deck:
             undealt = list(choices)
@@ -127,17 +130,19 @@ class _Dealer:
         return deck.pop()
 
     def number(self, low: int, high: int) -> int:
-        """Return a whole number, each as likely as the others."""
+        """Return a random integer from `low` to `high`, both included."""
         return low + int(self._random.random() * (high - low + 1))
 
     def multiple(self, unit: int, low: int, high: int) -> int:
-        """Return a multiple of a unit between two numbers, or the next one above them."""
+        """Return a random multiple of `unit` from `low` to `high`; if there is none, the next one
+        above `low`.
+        """
         first = math.ceil(low / unit)
         return unit * self.number(first, max(first, high // unit))
 
 
 def _meshes(world: int) -> list[tuple[int, ...]]:
-    """Return the degrees of the axes, of so many ranks."""
+    """Return the degrees of all meshes with `world` ranks, in the order of `AXES`."""
     degrees = product(divisors(world), repeat=len(AXES))
     return [mesh for mesh in degrees if math.prod(mesh) == world]
 
@@ -168,7 +173,7 @@ def _case(dealer: _Dealer, mesh: tuple[int, ...]) -> Case:
 
 
 def _layout(dealer: _Dealer, degrees: dict[str, int]) -> Layout:
-    """Return a layout of these degrees."""
+    """Return a random layout with these degrees."""
     values: dict[str, Any] = dict(degrees)
     is_sharded, has_cp = degrees["dp_shard"] > 1, degrees["cp"] > 1
     zeros = (1, 2, 3) if is_sharded else (0, 1, 2, 3) if has_cp else _ZERO_OF_NONE
@@ -191,7 +196,7 @@ def _layout(dealer: _Dealer, degrees: dict[str, int]) -> Layout:
 
 
 def _shared_out(dealer: _Dealer, layout: Layout) -> Layout:
-    """Return the layout with a legal `ep` and `etp`."""
+    """Return the layout with a random legal `ep` and `etp`."""
     data = divisors(layout.alike_ranks)
     folded = [(layout.tp * ep, 1) for ep in data] if layout.sp else []
     ep, etp = dealer.deal("ep", (*((ep, None) for ep in data), *folded))
@@ -199,10 +204,10 @@ def _shared_out(dealer: _Dealer, layout: Layout) -> Layout:
 
 
 def _routed(dealer: _Dealer, model: ModelSpec, train: TrainSpec) -> TrainSpec:
-    """Return the training settings with those of routers, which `kinds` explains.
+    """Return the training settings with random router losses, expert capacity and correction rate.
 
-    In half precision, a token near a tie takes another expert, which no tolerance covers: such
-    models are trained in fp32, unless a token takes all experts.
+    In half precision, a token near a tie selects another expert, which no tolerance covers: such
+    models are trained in fp32, unless each token selects all experts.
     """
     update: dict[str, Any] = {
         "router_aux_loss": dealer.deal("aux", (0.0, 1.0)),
@@ -219,7 +224,7 @@ def _routed(dealer: _Dealer, model: ModelSpec, train: TrainSpec) -> TrainSpec:
 
 
 def _adapters(dealer: _Dealer, model: ModelSpec) -> Lora:
-    """Return adapters on some of a model's linear layers, in any combination."""
+    """Return random low-rank adapters on some of the model's linear layers."""
     layers, names = own_layers(model.blocks), target_names(model.blocks)
     of_experts: list[str] = []
     if model.experts and dealer.deal("adapted experts", _BOOLS):
@@ -239,7 +244,7 @@ def _adapters(dealer: _Dealer, model: ModelSpec) -> Lora:
 
 
 def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:
-    """Return a batch that the layout divides, and how it is trained."""
+    """Return training settings with a random batch that the layout divides."""
     stages = layout.schedule, layout.pp, layout.virtual_stages
     limit = 2 * layout.stages + _COUNTS
     legal = [n for n in range(1, limit + 1) if microbatch_rule(*stages, n) is None]
@@ -260,7 +265,9 @@ def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:
 
 
 def _experts(dealer: _Dealer, layout: Layout, family: Family, layers: int) -> dict[str, Any]:
-    """Return the sizes of a model's experts, and what their router picks from."""
+    """Return random sizes of a model's experts and of its router's choice, as far as the family has
+    them.
+    """
     experts = dealer.multiple(layout.ep, 2, 9)
     needs_shared = family.fixed.get("shared_gate", False)
     values: dict[str, Any] = {
@@ -280,7 +287,7 @@ def _experts(dealer: _Dealer, layout: Layout, family: Family, layers: int) -> di
 
 
 def _latent(dealer: _Dealer) -> dict[str, Any]:
-    """Return the sizes of latent attention: values are smaller or larger than keys."""
+    """Return random sizes of latent attention, with values narrower or wider than keys."""
     plain, rotated = dealer.number(2, 8), 2 * dealer.number(1, 3)
     return {
         "head_dim": plain + rotated,
@@ -293,7 +300,9 @@ def _latent(dealer: _Dealer) -> dict[str, Any]:
 
 
 def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelSpec:
-    """Return a model whose sizes are divided by what the rules want, and by little else."""
+    """Return a random model of one of these families, with sizes that the layout's rules allow and
+    that have few other divisors.
+    """
     family, tp = FAMILIES[dealer.deal("family", families)], layout.tp
     # Of activations, those of two layers stay on the device.
     minimum = 3 if layout.offload == "activations" and not layout.is_pipelined else layout.stages

@@ -1,10 +1,10 @@
-"""What a tensor may be off by: the core of every comparison, free of any engine.
+"""The tolerance of a tensor: the core of every comparison, independent of any training engine.
 
-A tensor is compared with an exact one by their distance (the root of the summed squares). The
-possible size of rounding errors is measured: the reference does all rounding of a layout, on one
-device, and its own distance from the exact tensor is the noise, the largest of a few samples. A
-layout rounds equally often in another order, so its distance is another sample of that noise.
-`MARGIN` allows for chance, and for rounding that only a layout has: partial sums of ranks.
+A tensor is compared with an exact one by their distance (the root of the summed squares). Rounding
+noise is measured: the reference also runs with the rounding of a layout, several times, on one
+device; the largest distance of these runs from the exact tensor is the noise. A layout rounds as
+often, in another order, so its distance is one more sample of the noise. `MARGIN` allows for
+chance, and for rounding that only a layout has: partial sums of ranks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ SPACINGS: Final = {"fp32": 2.0**-24, "bf16": 2.0**-7}
 
 
 class Expected(NamedTuple):
-    """Whole tensors by name: exact ones, and samples of one device with rounding.
+    """The reference's whole tensors by name: exact ones, and the same from several runs with
+    rounding.
 
-    If the tensors are updates, `added_to` has the weights that they are added to, whose numbers are
-    `spacing` apart, relative to themselves.
+    If the tensors are updates, `added_to` has the weights to which they are added, and `spacing`
+    the distance between neighboring numbers of the weights' dtype, relative to their size.
     """
 
     exact: Mapping[str, Tensor]
@@ -50,10 +51,11 @@ class Expected(NamedTuple):
     def difference(
         self, name: str, tensor: Tensor | None, part: Callable[[Tensor], Tensor] = lambda x: x
     ) -> tuple[float, float]:
-        """Return the error of a tensor, or a part of it, and its tolerance, relative to its size.
+        """Return (error, tolerance) of the whole tensor `name`, or of the part that `part` selects;
+        both relative to its norm.
 
-        The error is infinite if there is no tensor, or one with a NaN. Rows beyond the exact ones
-        are padding, which must be zero.
+        The error is infinite for a missing tensor, another shape, or a NaN. `tensor` may have more
+        rows than the exact one: that is padding, and must be zero.
         """
         exact = part(self.exact[name]).double()
         size = exact.norm().item()

@@ -1,4 +1,4 @@
-"""A linear layer with operands rounded to float8, in plain torch operations.
+"""A linear layer in float8, simulated in plain torch operations.
 
 Each operand is scaled by its own largest value: inputs and weights to e4m3, gradients to e5m2, as
 in arXiv:2209.05433, section 3. Products and their sums stay in fp32, and are rounded once.
@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight.T + bias` of x `[..., in]` and weight `[out, in]`, in the dtype of x."""
+    """Return `x @ weight.T + bias` with operands rounded to float8; x `[..., in]`, weight `[out,
+    in]`; the result has the dtype of x.
+    """
     out: Tensor = _Float8Linear.apply(x, weight)  # type: ignore[no-untyped-call]
     return out if bias is None else out + bias
 
@@ -35,7 +37,9 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in fp32, rounded to what a float8 scaled to its largest value can hold."""
+    """Return x in fp32, rounded to float8 with a scale that maps its largest value to the largest
+    float8 number.
+    """
     wide = x.float()
     scale = torch.finfo(dtype).max / wide.abs().max().clamp(min=1e-12)
     return (wide * scale).to(dtype).float() / scale

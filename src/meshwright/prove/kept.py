@@ -1,7 +1,8 @@
-"""What the small case of a config must keep of it, and which keys no proof depends on. No torch.
+"""Which properties of a config its small proof must keep, and which config keys no proof depends
+on. No torch.
 
-A reduction must not remove what is to be proven: if every expert is selected, nothing that is wrong
-about selecting shows. `PROPERTIES` has what a config may have; `not_kept` returns what a small case
+Making a model small must not remove what is to be proven: if every expert is selected, no fault of
+the selection shows. `PROPERTIES` lists what a config may have; `not_kept` returns what a small case
 has lost. `NOT_PROVEN` has the keys whose values change no small case.
 """
 
@@ -34,21 +35,25 @@ def _heads_of_rank(case: Case) -> int:
 
 
 def _windows(case: Case) -> Iterator[int]:
-    """Yield the windows that hide keys."""
+    """Yield the attention windows that are shorter than the sequence, one per kind of layer."""
     for kind in case.model.layer_kinds:
         if kind.window is not None and kind.window < case.train.seq_len:
             yield kind.window
 
 
 def _chunk(case: Case) -> int:
-    """Return the tokens of a chunk of a ring, 0 without one."""
+    """Return the tokens of a chunk in ring attention; 0 without a ring."""
     layout = case.layout
     is_ring = layout.cp > 1 and layout.cp_kind == "ring"
     return case.train.seq_len // (2 * layout.cp) if is_ring else 0
 
 
 def _kernels(case: Case) -> set[bool]:
-    """Return whether a CPU attends by its own blocks, for each kind of layer; a ring has others."""
+    """Return, over the kinds of layers, whether a CPU computes attention by blocks (True) or by
+    PyTorch's kernel (False).
+
+    Empty with ring attention, which has its own kernel.
+    """
     if _chunk(case):
         return set()
     model, length = case.model, case.train.seq_len
@@ -58,7 +63,7 @@ def _kernels(case: Case) -> set[bool]:
 
 
 def _of_experts(model: ModelSpec) -> int:
-    """Return the number of layers with experts, up to `_MOST`."""
+    """Return the number of layers with experts; layers after the first `_MOST` do not count."""
     layers = range(min(model.n_layers, _MOST))
     return sum(model.has_experts(model.layer(index)) for index in layers)
 
@@ -68,7 +73,7 @@ def _of_group(model: ModelSpec) -> int:
 
 
 def _is_full(case: Case) -> bool:
-    """Whether an expert may be selected by more tokens of a row than it takes."""
+    """Whether more tokens of a sequence may select an expert than it has capacity for."""
     capacity, model = case.train.expert_capacity, case.model
     return capacity is not None and capacity * model.top_k < model.experts
 
@@ -78,7 +83,7 @@ def _last(case: Case) -> int:
 
 
 def _falls(case: Case) -> int:
-    """Return how many steps a rate falls."""
+    """Return the number of steps over which the learning rate falls."""
     spec, last = case.optimizer, _last(case)
     if spec.schedule == "constant" or spec.min_lr_ratio == 1:
         return 0
@@ -188,9 +193,10 @@ def _is_rounded(factor: float) -> bool:
 
 
 def not_kept(asked: Case, small: Case) -> list[str]:
-    """Return the properties of a config's case that its small case has not.
+    """Return the names of `PROPERTIES` that the config's case has and its small case lacks.
 
-    Properties of an axis that the small case leaves out to another one do not count.
+    Properties of an axis that the small case leaves out do not count: another small case has that
+    axis.
     """
     layout = asked.layout
     gone = {
@@ -249,14 +255,16 @@ PROVEN: Final = frozenset(
 
 
 def why_not_proven(key: str) -> str | None:
-    """Return why no proof depends on the value of a `section.key`; None if proofs do."""
+    """Return the reason why no proof depends on a config key ("section.key"); None if proofs do."""
     if key in PROVEN:
         return None
     return NOT_PROVEN.get(key) or NOT_PROVEN.get(key.partition(".")[0])
 
 
 def not_proven(config: Config) -> dict[str, str]:
-    """Return the keys that a config states and no proof depends on, and why."""
+    """Return the keys that a config sets explicitly and no proof depends on, each with the
+    reason.
+    """
     stated = (key for key, origin in config.origins.items() if _STATED.search(origin))
     reasons = ((key, why_not_proven(key)) for key in stated)
     return {key: reason for key, reason in reasons if reason is not None}

@@ -1,4 +1,4 @@
-"""The kinds of models and batches in the table of layouts. No torch."""
+"""The kinds of models and batches in the table of proven layouts. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from meshwright.spec.lora import Lora
 
 
 class Kind(NamedTuple):
-    """A kind of model and batch; `asked` has the training settings of routers.
+    """A family with model settings (`flags`), router settings of training (`asked`), and whether
+    batches are packed.
 
     With `lora`, only adapters are trained.
     """

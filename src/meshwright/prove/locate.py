@@ -1,4 +1,5 @@
-"""Finds where a parallel model first differs from one device, in the order of computation.
+"""Finds the first tensor in which a parallel run differs from one device, in the order of
+computation.
 
 First it compares the weights before the step, then the output of each layer in the forward, then
 the gradients. A wrong forward makes all gradients wrong, so gradients alone would always name the
@@ -59,7 +60,7 @@ _SLACK: Final = 2.0
 
 
 class _Search(NamedTuple):
-    """What is looked at, again and again."""
+    """The case that is searched, with its program, groups and world, and the fault of a test."""
 
     case: Case
     program: Program
@@ -71,16 +72,17 @@ class _Search(NamedTuple):
         return build_small(self.program, self.groups, self.world, self.fault)
 
     def step(self, parallel: Parallel, batch: Batch) -> None:
-        """Compute the gradients of a global batch, unscaled."""
+        """Compute the gradients of this rank's part of a global batch, without the loss scale."""
         rows = mine(batch, self.program, self.world)
         gradients(parallel, rows, self.world, self.case.loss_scale)
         scale_gradients(parallel.held, 1 / self.case.loss_scale)
 
 
 def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Divergence | None:
-    """Return where the steps first differ from one device's, None if nowhere; a collective.
+    """Return the first place at which the steps differ from one device's, None if they agree; a
+    collective.
 
-    Repeats the search in fp32 for faults that half precision hides.
+    If half precision hides the fault, searches again in fp32.
     """
     program = program_of(case, world)
     search = _Search(case, program, groups, world, fault)
@@ -97,7 +99,9 @@ def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Div
 
 
 def _wrong_weight(search: _Search) -> Divergence | None:
-    """Return the first parameter whose shard is not that of the whole one, before any step."""
+    """Return the first parameter whose initial shard is not the right part of the whole
+    parameter.
+    """
     source = telling(search.program.model, search.program.train.seed)
     dtype, wrong = DTYPES[search.program.train.precision], []
     for param in search.build().held:
@@ -127,7 +131,7 @@ def _part(full: Tensor, param: GatheredParameter, search: _Search) -> Tensor:
 
 
 class _Output(NamedTuple):
-    """A wrong output of a module, in the order in which to report them."""
+    """A wrong output of a module; instances sort in the order in which they are reported."""
 
     microbatch: int
     depth: int
@@ -138,7 +142,9 @@ class _Output(NamedTuple):
 
 
 def _wrong_output(search: _Search) -> Divergence | None:
-    """Return the first microbatch and layer whose output is wrong, and the first rank of it."""
+    """Compute one step, and return the first wrong output of the embedding or a layer: by
+    microbatch, then by depth, then by rank.
+    """
     batch = make_batch(search.case, 0)
     rounded, exact = run_streams(search.case, batch)
     expected = Expected(exact, [rounded])
@@ -185,13 +191,13 @@ def _watch(module: nn.Module, look: Callable[[Tensor], None]) -> None:
 
 
 def _microbatches(search: _Search, stage: int) -> list[int]:
-    """Return the microbatches of a stage of this rank in the order of their forwards."""
+    """Return the microbatches of one of this rank's stages, in the order of their forwards."""
     table = search.program.tables[search.groups.at["pp"]]
     return [a.microbatch for a in table if a.kind == "F" and a.stage == stage]
 
 
 def _rows(search: _Search, microbatch: int) -> slice:
-    """Return the rows of the global batch that this rank computes as a microbatch."""
+    """Return which sequences of the global batch this rank computes as a microbatch."""
     layout = search.program.layout
     first = layout.mesh.data_rank(search.world.rank) * (search.program.train.batch // layout.dp)
     start = first + microbatch * layout.microbatch
@@ -199,11 +205,12 @@ def _rows(search: _Search, microbatch: int) -> slice:
 
 
 def _wrong_gradient(search: _Search) -> Divergence | None:
-    """Return the first gradient that is wrong, and whose rows make it so.
+    """Return the first wrong gradient in the order of the backward, with the microbatch and data
+    rank that cause it.
 
-    The microbatches are tried one at a time, with the targets of the others ignored, and where one
-    disagrees, then those of one data rank; if each alone agrees, the whole step is taken and none
-    is named. Among the tensors it is the first whose gradient comes to be.
+    Computes each microbatch alone, with the targets of all others ignored, and for the first wrong
+    one each data rank's part of it. If every microbatch alone is right, computes the whole step,
+    and names neither.
     """
     batch = make_batch(search.case, 0)
     for microbatch in range(search.program.microbatches):
@@ -233,7 +240,9 @@ def _divergence(
 
 
 def _only(batch: Batch, search: _Search, microbatch: int, data_rank: int | None = None) -> Batch:
-    """Return the batch with the targets of one microbatch alone, of one data rank or of all."""
+    """Return the batch with all targets ignored except for those of one microbatch, of one data
+    rank or of all.
+    """
     layout = search.program.layout
     rows = torch.arange(len(batch.targets))
     per_rank = search.program.train.batch // layout.dp
@@ -246,7 +255,9 @@ def _only(batch: Batch, search: _Search, microbatch: int, data_rank: int | None 
 
 
 def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
-    """Return the first wrong gradient of a batch, in the order of the backward."""
+    """Compute the gradients of a batch, and return the first wrong one in the order of the
+    backward.
+    """
     rounded, exact = run_gradients(search.case, batch)
     parallel = search.build()
     search.step(parallel, batch)
@@ -261,7 +272,9 @@ def _wrong(
     tensor_of: Callable[[GatheredParameter], Tensor | None],
     expected: Expected,
 ) -> list[Difference]:
-    """Return this rank's own shards that are wrong."""
+    """Compare this rank's own shards (`tensor_of` a parameter, such as its gradient), and return
+    the wrong ones.
+    """
     wrong = []
     for param in parallel.trained:
         tensor = tensor_of(param)
@@ -274,7 +287,9 @@ def _wrong(
 
 
 def _wrong_step(search: _Search) -> Divergence | None:
-    """Return the first wrong gradient, share of the norm, update or correction of a step."""
+    """Take all steps, and return the first wrong gradient, norm of a parameter's gradient, update
+    or router correction.
+    """
     reference = shared_reference(search.case, search.world, keeps=True)
     trial = Trial(search.case, search.groups, search.world, reference, search.fault)
     for step in range(search.case.steps):
@@ -318,7 +333,9 @@ def _look(
 
 
 def _wrong_norms(search: _Search, parallel: Parallel, expected: Expected) -> list[Difference]:
-    """Return this rank's parameters that count wrongly in the gradient's norm; a collective."""
+    """Compute the norm of each parameter's gradient as clipping does, and return this rank's wrong
+    ones; a collective.
+    """
     wrong = []
     for name, exact in expected.exact.items():
         params = [param for param in parallel.held if param.name == name]

@@ -1,9 +1,9 @@
 """`matrix`: the table of layouts that are proven, and of those that must be refused. No torch.
 
-`prove --matrix`, the tests and the support matrix in the docs use it. The layouts are all meshes of
-so many ranks (degrees that are powers of 2), each with a spread of the possible choices. Other
-properties (model, precision, offload, ...) are assigned in turn: the numbers of their values have
-no common divisor, so that over the table each value is combined with every other.
+`prove --matrix`, the tests and the support matrix in the docs use it. It has all meshes of a number
+of ranks (degrees that are powers of 2), each with some of the possible choices. Other properties
+(model, precision, offload, ...) are assigned in turn: the numbers of their values have no common
+divisor, so that over the table each value is combined with every other.
 """
 
 from __future__ import annotations
@@ -98,10 +98,11 @@ _NAMED: Final = {
 
 @functools.cache
 def matrix(world: int) -> tuple[Case, ...]:
-    """Return the table for a number of ranks: distinct legal layouts, then the refused ones.
+    """Return the table for `world` ranks: distinct legal layouts with their models, then the
+    refused ones.
 
-    16 ranks are only for four axes at once. Raises `ConfigError` if there is no table for so many
-    ranks.
+    16 ranks have only layouts with four axes at once, and no refused ones. Raises `ConfigError` if
+    there is no table for so many ranks.
     """
     if world not in WORLDS:
         raise ConfigError(refusal(f"there is no table for {world} ranks", legal=WORLDS))
@@ -121,7 +122,9 @@ def matrix(world: int) -> tuple[Case, ...]:
 
 
 def _of(kinds: Sequence[Kind], world: int, number: int, sharing: int = 0) -> Iterator[Case]:
-    """Yield so many cases of some kinds, and more until enough of them share out experts."""
+    """Yield at least `number` cases with models of these kinds, and more until `sharing` of them
+    have expert parallelism.
+    """
     turns = count(25 * world)
     layouts = [
         layout for round_number in range(_ROUNDS[world]) for layout in _layouts(world, round_number)
@@ -137,7 +140,9 @@ def _of(kinds: Sequence[Kind], world: int, number: int, sharing: int = 0) -> Ite
 
 
 def _of_newer(world: int) -> Iterator[Case]:
-    """Yield the cases of each newer family in the layouts that all of them are proven in."""
+    """Yield a case for each newer family in each of the layouts that all newer families are proven
+    in.
+    """
     turns = count()
     for place, layout in product(range(len(NEWER_KINDS)), map(Layout.parse, _OF_NEWER[world])):
         case = _dealt(layout, next(turns), NEWER_KINDS[place : place + 1])
@@ -146,7 +151,7 @@ def _of_newer(world: int) -> Iterator[Case]:
 
 
 def _of_fsdp2(world: int) -> Iterator[Case]:
-    """Yield the cases in which FSDP2 shards; one in four has experts."""
+    """Yield the cases in which FSDP2 shards on CPUs; one in four has experts."""
     turns = count(25 * world + 1)
     layouts = [
         layout
@@ -166,7 +171,9 @@ def _of_fsdp2(world: int) -> Iterator[Case]:
 
 
 def _folded(layout: Layout, model: ModelSpec, turn: int) -> Layout:
-    """Return two of three layouts with ranks of tp among those of `ep`, where these may be."""
+    """Return two of three layouts with `etp = 1`, where legal: expert parallelism then includes the
+    tp ranks.
+    """
     if not layout.sp or turn % 3 == 2:
         return layout
     divisor = math.gcd(model.experts, layout.alike_ranks * layout.tp)
@@ -178,7 +185,9 @@ def _folded(layout: Layout, model: ModelSpec, turn: int) -> Layout:
 
 
 def _large(world: int) -> Iterator[Case]:
-    """Yield the cases of so many ranks with much to compute, and with much to exchange."""
+    """Yield one case with long sequences, whose head is computed in parts, and one with a large
+    embedding, whose rows travel in several messages.
+    """
     long, big = Layout.parse(_LONG[world]), Layout.parse(_BIG[world])
     train = TrainSpec(batch=3 * long.dp * long.microbatch, seq_len=128)
     yield _case(long, train, 0, KINDS)
@@ -188,9 +197,9 @@ def _large(world: int) -> Iterator[Case]:
 
 
 def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
-    """Return so many cases in random order; the same ones for the same seed.
+    """Return `number` of the cases in random order; the same ones for the same seed.
 
-    Raises `ConfigError` if there are not so many.
+    Raises `ConfigError` if there are fewer cases, or if `number` is below 1.
     """
     if not 1 <= number <= len(cases):
         nearest = min(max(number, 1), len(cases))
@@ -201,9 +210,9 @@ def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
 
 
 def _layouts(world: int, first: int) -> Iterator[Layout]:
-    """Yield layouts that lack microbatch and offload, which are distributed.
+    """Yield the table's layouts, without microbatch and offload, which `_dealt` assigns.
 
-    `first` is the turn that the first of them takes.
+    `first` is where the assignment of recomputation policies begins.
     """
     turns = count(first)
     for mesh in _meshes(world):
@@ -225,7 +234,7 @@ def _layouts(world: int, first: int) -> Iterator[Layout]:
 
 
 def _meshes(world: int) -> Iterator[tuple[int, ...]]:
-    """Yield the degrees of the axes."""
+    """Yield the degrees of all meshes with `world` ranks, in the order of `AXES`."""
     powers = [2**exponent for exponent in range(world.bit_length())]
     for mesh in product(powers, repeat=len(AXES)):
         if math.prod(mesh) == world and (world < 16 or max(mesh) == 2):
@@ -233,7 +242,7 @@ def _meshes(world: int) -> Iterator[tuple[int, ...]]:
 
 
 def _scheduled(choices: Sequence[dict[str, Any]], turn: int, world: int) -> Iterator[Layout]:
-    """Yield a layout for each schedule, or for half of them on 16 ranks."""
+    """Yield a layout for each pipeline schedule; on 16 ranks for half of them."""
     for place, (name, traits) in enumerate(SCHEDULES.items()):
         if world == 16 and (place // 2 + turn) % 2:
             continue
@@ -246,7 +255,9 @@ def _scheduled(choices: Sequence[dict[str, Any]], turn: int, world: int) -> Iter
 
 
 def _zeros(degrees: dict[str, int]) -> tuple[int, ...]:
-    """Return the ZeRO stages that have something to shard, or nothing to."""
+    """Return the ZeRO stages to try: those that have something to shard, and 0 where it is
+    legal.
+    """
     if degrees["dp_shard"] > 1:
         return (1, 2, 3)
     return (0, 1, 2, 3) if degrees["cp"] > 1 else (0,)
@@ -257,14 +268,16 @@ def _turned(choices: Sequence[T], turn: int) -> T:
 
 
 def _spread(choices: Sequence[T], number: int) -> list[T]:
-    """Return so many of some choices, far apart in their order."""
+    """Return `number` of the choices, far apart in their order."""
     total = len(choices)
     step = next(s for s in count(round(0.618 * total)) if math.gcd(s, total) == 1)
     return [choices[turn * step % total] for turn in range(min(number, total))]
 
 
 def _dealt(layout: Layout, turn: int, kinds: Sequence[Kind]) -> Case | None:
-    """Return the case of a layout with what a turn deals it, or None where no size obeys."""
+    """Return the case of a layout with the properties that number `turn` assigns; None if no batch
+    makes it legal.
+    """
     offload = _turned(_OFFLOADS, turn)
     if offload == "params" and not layout.zero:
         offload = "optimizer"
@@ -283,7 +296,9 @@ def _dealt(layout: Layout, turn: int, kinds: Sequence[Kind]) -> Case | None:
 
 
 def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[Kind]) -> Case:
-    """Return the case of a layout with a small model that it divides."""
+    """Return the case of a layout with a small model of a kind, chosen by `turn`, that the layout
+    divides.
+    """
     kind = _turned(kinds, turn)
     layers = max(4, layout.stages)
     if layout.is_pipelined and layers < MOST_LAYERS:

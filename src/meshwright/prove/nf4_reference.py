@@ -1,6 +1,6 @@
-"""The weights that one device multiplies with where a run keeps them in four bits.
+"""Frozen weights in NF4, as the reference model computes with them.
 
-Written apart from `models.nf4`: each number of a block becomes the level that is nearest to it.
+Shares no code with `models.nf4`: each number of a block becomes the nearest level.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from meshwright.spec.parts import parts
 
 
 def in_nf4(weight: Tensor) -> Tensor:
-    """Return a weight `[out, in]` of which each number is a level times its block's largest."""
+    """Return a weight `[out, in]` after a round trip through NF4: each number becomes the nearest
+    level times the largest absolute value of its block.
+    """
     rounded = torch.empty_like(weight)
     levels = torch.tensor(LEVELS)
     for row, rounded_row in zip(weight.float(), rounded, strict=True):
@@ -32,7 +34,9 @@ def in_nf4(weight: Tensor) -> Tensor:
 def kept_in_nf4(
     spec: ModelSpec, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return weights, fp32, of which those kept in four bits are what products in `dtype` take."""
+    """Return all weights, fp32 by name, with those that a run keeps in NF4 rounded to `dtype` and
+    then to NF4.
+    """
     packed = {part.name for part in parts(spec) if part.is_nf4}
     return {
         name: in_nf4(weight.to(dtype)).float() if name in packed else weight

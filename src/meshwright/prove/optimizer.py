@@ -1,4 +1,4 @@
-"""The reference's optimizers, as in their papers."""
+"""The optimizers of the reference, written from their papers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Tensors = Mapping[str, Tensor]
 
 
 class Updates:
-    """AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum, Muon or Lion; with AdamW's decay.
+    """Updates master weights in place by AdamW (arXiv:1711.05101, algorithm 2), SGD with momentum,
+    Muon or Lion, all with decoupled weight decay.
 
-    Norms, sinks, convolutions and biases do not decay, also those of experts, unless a group says
-    so. Lion's signs jump at zero, and what is kept in bf16 between two numbers: states, and weights
-    that are `narrow`. A layout may be on either side: `tilt` is a share of a direction's root mean
-    square, of a state, or of a weight's update, by which this one is on one side.
+    Norms, attention sinks, convolutions and biases do not decay, unless a group says so. `narrow`
+    rounds weights to bf16 after each update. Results jump where Lion's direction is zero, and where
+    a value lies halfway between two bf16 numbers; a layout may be on either side. A sample with
+    `tilt` other than 0 is on one side on purpose: it moves directions by that share of their root
+    mean square, and states and updates of weights by that share of themselves.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class Updates:
         }
 
     def state(self) -> dict[str, Tensors]:
-        """Return its state, by the names of torch's optimizers, as `comparable` returns it."""
+        """Return the optimizer state, fp32 by torch's key and parameter name, converted by
+        `comparable`; keys without tensors are left out.
+        """
         of_momentum = {"sgd", "muon"} if self._spec.momentum else set[str]()
         states = {
             "exp_avg": (self._first, {"adamw", "lion"}),
@@ -63,7 +67,7 @@ class Updates:
         return {key: tensors for key, tensors in named.items() if tensors}
 
     def step(self, gradients: Tensors, step: int) -> None:
-        """Update the master weights; steps count from 0."""
+        """Update the master weights by whole gradients; steps count from 0."""
         spec, base_rate = self._spec, rate_of(step + 1, self._steps, self._spec)
         for name, master in self._masters.items():
             gradient, kind = gradients[name], self._kinds[name]
@@ -85,7 +89,9 @@ class Updates:
                 master.copy_(self._in_bf16(tilted, name, "weight", step + 1))
 
     def _settings(self, name: str, weight: Tensor) -> tuple[float, float]:
-        """Return a parameter's factor of the rate and its decay, as `docs/config.md` defines it."""
+        """Return a parameter's learning rate factor and its weight decay, as `docs/config.md`
+        defines them.
+        """
         decay = self._spec.weight_decay if _is_matrix(name, weight) else 0.0
         for group in self._spec.groups:
             if fnmatchcase(name, group.match):
@@ -94,7 +100,9 @@ class Updates:
         return 1.0, decay
 
     def _sign(self, name: str, gradient: Tensor) -> Tensor:
-        """Return Lion's direction: arXiv:2302.06675, algorithm 2."""
+        """Update Lion's momentum, and return its direction: a sign per element. arXiv:2302.06675,
+        algorithm 2.
+        """
         beta1, beta2 = self._spec.betas
         direction = beta1 * self._first[name] + (1 - beta1) * gradient
         self._first[name] = beta2 * self._first[name] + (1 - beta2) * gradient
@@ -102,7 +110,7 @@ class Updates:
         return torch.where(direction == 0, direction, tilted).sign()
 
     def _adaptive(self, name: str, gradient: Tensor, number: int) -> Tensor:
-        """Return AdamW's direction in its update of a number, from 1."""
+        """Update Adam's moments, and return the direction of update `number`, from 1."""
         beta1, beta2 = self._spec.betas
         self._first[name] = beta1 * self._first[name] + (1 - beta1) * gradient
         self._second[name] = beta2 * self._second[name] + (1 - beta2) * gradient**2
@@ -122,7 +130,9 @@ class Updates:
         return round_by_place(wide.float(), place, key, step).to(wide)
 
     def _orthogonal(self, name: str, gradient: Tensor) -> Tensor:
-        """Return Muon's direction: Keller Jordan's, with the factors of arXiv:2502.16982."""
+        """Update Muon's momentum, and return its orthogonalized direction, scaled as in Keller
+        Jordan's Muon or arXiv:2502.16982.
+        """
         spec, momentum = self._spec, self._spec.momentum
         self._first[name] = momentum * self._first[name] + (1 - momentum) * gradient
         direction = self._first[name]
@@ -142,7 +152,11 @@ class Updates:
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Return a matrix with its singular values near 1, by the quintic of Keller Jordan's Muon."""
+    """Orthogonalize a matrix `[rows, columns]` by Newton-Schulz iteration: its singular values
+    become about 1.
+
+    The coefficients are those of Keller Jordan's Muon.
+    """
     is_tall = len(matrix) > matrix.shape[1]
     near: Tensor = matrix.T if is_tall else matrix
     near = near / near.norm().clamp(min=1e-7)
@@ -158,16 +172,19 @@ def _is_matrix(name: str, weight: Tensor) -> bool:
 
 
 def is_hidden_matrix(name: str, weight: Tensor) -> bool:
-    """Whether Muon orthogonalizes a weight: no embedding, head or router, whose rows act alone."""
+    """Whether Muon orthogonalizes a weight: matrices except for embeddings, heads and routers,
+    whose rows act independently.
+    """
     outside = ("embed.weight", "head.weight", ".router.weight", ".shared_gate.weight")
     return _is_matrix(name, weight) and not name.endswith(outside)
 
 
 def comparable(key: str, state: Tensor) -> Tensor:
-    """Return optimizer state on the scale of a gradient: the root of means of squares.
+    """Return an optimizer state in units of the gradient: means of squares become their square
+    root.
 
-    Tolerances are factors of a gradient's noise. If a gradient is nothing but noise, the squares of
-    two samples differ by the square of such a factor.
+    Tolerances are multiples of a gradient's noise. The squares of two samples of pure noise would
+    differ by the square of that multiple.
     """
     state = state if state.dtype == torch.float64 else state.float()
     return state.sqrt() if key == "exp_avg_sq" else state

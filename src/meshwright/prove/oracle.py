@@ -2,8 +2,8 @@
 
 It uses no kernel, no hand-written backward and no class of `models`, only weights with the same
 names. Only dropout masks come from `models.dropout`: a hash defines them, and a second version
-would have the same lines. Products are in the dtype of the weights, and like `models` this rounds
-to it after each product, norm, rotation, activation and sum.
+would have the same lines. Matmuls are in the dtype of the weights, and like `models` this rounds to
+it after each matmul, norm, rotation, activation and sum.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ def streams(
     gaps: list[float] | None = None,
     routers: list[Routed] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the residual stream `[batch, seq, dim]` after the embedding and after each layer.
+    """Compute the forward, and yield the name and the residual stream `[batch, seq, dim]` after the
+    embedding and after each layer.
 
-    Their names are `embed`, `layers.0`, ... With `drops`, the rows' keys drop values, if there are
-    any: those of the embedding after it is yielded, because it is a module's own output. Experts
-    have the `capacity` of `train.expert_capacity`. `gaps` receives, for each layer of experts, the
-    smallest distance of a selected router score from one that was not; `routers` receives the
-    routers' results.
+    The names are `embed`, `layers.0`, and so on. `drops` turns dropout on, by the keys of the
+    batch's sequences, if it has any; the embedding is yielded before its dropout. `fp8` computes
+    linear layers in float8. `capacity` is `train.expert_capacity`. `gaps`, if given, receives per
+    layer of experts the smallest difference between the router scores of a selected and an
+    unselected expert; `routers` receives the routers' results.
     """
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
     model.gaps, model.routers, model.capacity = gaps, routers, capacity
@@ -78,7 +79,9 @@ def loss_sum(
     gaps: list[float] | None = None,
     routers: list[Routed] | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy of a batch's targets, in nats; the rest as in `streams`."""
+    """Return the summed cross-entropy over a batch's targets, in nats; the arguments are those of
+    `streams`.
+    """
     options: dict[str, Any] = {"capacity": capacity, "gaps": gaps, "routers": routers}
     *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, **options)
     x = _times(_norm(spec, weights, "norm", x), 1 / spec.logits_divisor)
@@ -90,7 +93,10 @@ def loss_sum(
 
 
 class _Model:
-    """What the blocks of one forward share."""
+    """The layers of the reference model in one forward, with the masks of its batch.
+
+    `sees` `[batch, seq, seq]` or `[1, seq, seq]` is true where a query may attend to a key.
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, batch: Batch, keys: Tensor | None, fp8: bool
@@ -113,7 +119,9 @@ class _Model:
             self.is_data = batch.segments != PADDING
 
     def block(self, layer: int, x: Tensor) -> Tensor:
-        """Return the stream after a layer."""
+        """Return the residual stream after layer number `layer`; `x` is the one before, `[batch,
+        seq, dim]`.
+        """
         spec, weights, prefix = self.spec, self.weights, f"layers.{layer}"
         keys = None if self.keys is None else layer_keys(self.keys, layer)
 
@@ -132,7 +140,9 @@ class _Model:
         return mixed.add(self.dropped(fed, keys, site=2), alpha=scale)
 
     def attention(self, layer: int, x: Tensor) -> Tensor:
-        """Return causal attention within the rows' documents and the layer's window."""
+        """Return the output of causal attention, within the layer's window and within each document
+        of packed sequences.
+        """
         spec, prefix, kind = self.spec, f"layers.{layer}", self.spec.layer(layer)
         q, k, v = (self.latent_heads if spec.kv_lora_rank else self.plain_heads)(layer, x)
         room = max(spec.head_dim, v.shape[-1])
@@ -151,7 +161,9 @@ class _Model:
         return self.project(f"{prefix}.attn.o", mixed)
 
     def delta(self, layer: int, x: Tensor) -> Tensor:
-        """Return Gated DeltaNet, one token after the other. arXiv:2412.06464, equation 10."""
+        """Return the output of a Gated DeltaNet layer, computed token by token. arXiv:2412.06464,
+        equation 10.
+        """
         spec, prefix, weights = self.spec, f"layers.{layer}.attn", self.weights
         shared = spec.delta_heads // spec.delta_key_heads
         width = shared * spec.delta_value_dim
@@ -189,7 +201,9 @@ class _Model:
         return self.project(f"{prefix}.out", (normed * F.silu(_wide(gate))).to(x.dtype).flatten(2))
 
     def mamba(self, layer: int, x: Tensor) -> Tensor:
-        """Return Mamba-2, one token after the other. arXiv:2405.21060, section 2.1."""
+        """Return the output of a Mamba-2 layer, computed token by token. arXiv:2405.21060, section
+        2.1.
+        """
         spec, prefix = self.spec, f"layers.{layer}.attn"
         weights = {
             name: _wide(self.weights[f"{prefix}.{name}"]) for name in ("a_log", "dt_bias", "skip")
@@ -228,7 +242,10 @@ class _Model:
         return self.project(f"{prefix}.out", normed.to(x.dtype))
 
     def convolved(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the SiLU of a causal convolution of each channel, within documents."""
+        """Return SiLU of a causal depthwise convolution over the sequence, within documents.
+
+        `x` `[batch, seq, channels]`, `taps` `[channels, 1, kernel]`.
+        """
         total = torch.zeros_like(_wide(x))
         for back in range(taps.shape[-1]):
             earlier = _wide(F.pad(x, (0, 0, back, 0))[:, : x.shape[1]])
@@ -237,7 +254,9 @@ class _Model:
         return F.silu(total if bias is None else total + _wide(bias)).to(x.dtype)
 
     def plain_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[batch, seq, heads, dims]`, projected one by one."""
+        """Return queries, keys and values `[batch, seq, heads, head_dim]`, rotated; keys and values
+        repeated for all query heads.
+        """
         spec, prefix = self.spec, f"layers.{layer}"
         q, k, v = (self.project(f"{prefix}.attn.{name}", x) for name in "qkv")
         q, k, v = (
@@ -250,10 +269,11 @@ class _Model:
         return q, k, v
 
     def latent_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same for latent vectors. arXiv:2405.04434, equations 9 to 17.
+        """Return queries, keys and values of latent attention (MLA), with the shapes of
+        `plain_heads`. arXiv:2405.04434, equations 9 to 17.
 
-        The query includes YaRN's length scale, and a factor that cancels the effect of values with
-        more dims on the scale of attention.
+        The queries include YaRN's attention factor, and a factor that undoes the effect of values
+        with more dims than keys on the attention scale.
         """
         spec, prefix = self.spec, f"layers.{layer}.attn"
         if spec.q_lora_rank:
@@ -276,19 +296,23 @@ class _Model:
         return _times(q, length**2 * width_factor), k, kv[..., alone:]
 
     def small_norm(self, prefix: str, x: Tensor) -> Tensor:
-        """Return the norm of a latent vector, whose epsilon is fixed in all models."""
+        """Return RMSNorm of a latent vector, whose epsilon is 1e-6 in all models."""
         wide = _wide(x)
         scale = (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         return (wide / scale * self.weights[f"{prefix}.weight"]).to(x.dtype)
 
     def turned(self, layer: int, x: Tensor) -> Tensor:
-        """Return rotated dims `[batch, seq, heads, dims]`; pairs may be adjacent."""
+        """Apply RoPE to `[batch, seq, heads, dims]`; with `rope_interleave`, a pair is two adjacent
+        dims.
+        """
         if not self.spec.rope_interleave:
             return self.rotated(layer, x)
         return self.rotated(layer, torch.cat((x[..., ::2], x[..., 1::2]), -1))
 
     def normed_heads(self, prefix: str, name: str, x: Tensor) -> Tensor:
-        """Return normalized heads of queries or keys, one by one or together."""
+        """Split queries or keys (`name` is "q" or "k") into heads, and apply QK-norm per head or
+        over all heads, if the model has it.
+        """
         spec = self.spec
         if spec.qk_norm == "none":
             return self.heads(x)
@@ -298,11 +322,11 @@ class _Model:
         return _rms(spec, self.heads(x), weight)
 
     def heads(self, x: Tensor) -> Tensor:
-        """Return `[batch, seq, heads, head_dim]` of `[batch, seq, heads * head_dim]`."""
+        """Split `[batch, seq, heads * head_dim]` into `[batch, seq, heads, head_dim]`."""
         return x.view(*x.shape[:2], -1, self.spec.head_dim)
 
     def feed_forward(self, prefix: str, x: Tensor) -> Tensor:
-        """Return the MLP of a layer: gated, or plain."""
+        """Return the output of an MLP, gated or plain, whose weights begin with `prefix`."""
         up = self.project(f"{prefix}.up", x)
         if self.spec.gated_mlp:
             between = self.activated(self.project(f"{prefix}.gate", x)) * up
@@ -311,9 +335,10 @@ class _Model:
         return self.project(f"{prefix}.down", between)
 
     def experts(self, prefix: str, x: Tensor) -> Tensor:
-        """Return the sum of each token's experts, and the shared one.
+        """Return the output of a mixture of experts: the weighted sum over each token's experts,
+        plus the shared expert.
 
-        Every expert sees every token here; a weight of 0 removes those that were not selected.
+        Every expert computes every token here; a weight of 0 removes unselected ones.
         """
         spec, weights = self.spec, self.weights
         scores = torch.einsum("bsd,ed->bse", _wide(x), _wide(weights[f"{prefix}.router.weight"]))
@@ -367,10 +392,11 @@ class _Model:
         return total
 
     def corrected(self, prefix: str, scores: Tensor) -> Tensor:
-        """Return the scores that select experts, `-inf` outside of the best groups.
+        """Return the scores by which DeepSeek-V3 selects experts: with the router's correction, and
+        `-inf` outside of the best groups. arXiv:2412.19437, equation 16.
 
-        arXiv:2412.19437, equation 16. Times 4, because a sigmoid's slope is at most 1/4: an error
-        of its input then moves the score at most by as much.
+        They are multiplied by 4, because a sigmoid's slope is at most 1/4: so an error of the
+        sigmoid's input moves the score by at most as much.
         """
         spec = self.spec
         scaled = 4 * (scores + self.weights[f"{prefix}.router.correction"])
@@ -382,7 +408,11 @@ class _Model:
         return torch.where(in_best[..., None], grouped, -math.inf).flatten(-2)
 
     def best(self, scores: Tensor, number: int, errors: int = 1) -> Tensor:
-        """Return which are among the best; `gaps` receives the distance to the next, per error."""
+        """Return a mask of the `number` highest scores along the last dim.
+
+        `gaps` receives the smallest distance between a selected and an unselected score, divided by
+        `errors`: the number of rounding errors in a score.
+        """
         ranked = scores.sort(-1, descending=True).values
         if self.gaps is not None and number < scores.shape[-1]:
             gap = (ranked[..., number - 1] - ranked[..., number]).min().item()
@@ -390,7 +420,9 @@ class _Model:
         return scores >= ranked[..., number - 1, None]
 
     def between(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the input of an expert's last product."""
+        """Return the input of an expert's down projection, from its gate and up projections;
+        clamped if the model has `swiglu_limit`.
+        """
         limit = self.spec.swiglu_limit
         if limit is None:
             return self.activated(gate) * up
@@ -398,13 +430,15 @@ class _Model:
         return (up + 1) * (gate * torch.sigmoid(self.spec.swiglu_alpha * gate))
 
     def activated(self, x: Tensor) -> Tensor:
-        """Return the activation of x."""
+        """Apply the model's activation function."""
         if self.spec.activation == "silu":
             return F.silu(x)
         return F.gelu(x, approximate="tanh" if self.spec.activation == "gelu_tanh" else "none")
 
     def project(self, prefix: str, x: Tensor) -> Tensor:
-        """Return a linear layer of x, with its adapter if it has one. arXiv:2106.09685, 4.1."""
+        """Apply the linear layer named `prefix`, plus its low-rank adapter if it has one.
+        arXiv:2106.09685, section 4.1.
+        """
         out = self.linear(x, self.weights[f"{prefix}.weight"], self.weights.get(f"{prefix}.bias"))
         first, lora = self.weights.get(f"{prefix}.lora_a"), self.spec.lora
         if first is None or lora is None:
@@ -419,15 +453,18 @@ class _Model:
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's product. arXiv:2106.09685, 4.1, and 2312.03732."""
+        """The factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
+        arXiv:2106.09685, section 4.1; arXiv:2312.03732.
+        """
         lora = self.spec.lora
         assert lora is not None
         return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
     def rotated(self, layer: int, x: Tensor) -> Tensor:
-        """Return heads `[batch, seq, heads, head_dim]` with a part rotated by their positions.
+        """Apply RoPE to `[batch, seq, heads, head_dim]`: the first `rotary_dim` dims of each head
+        are rotated by their position.
 
-        Dims i and i + half are a point of the plane. arXiv:2104.09864, equation 34.
+        Dims i and i + rotary_dim / 2 are a pair. arXiv:2104.09864, equation 34.
         """
         half = self.spec.rotary_dim // 2
         if half == 0 or not self.spec.layer(layer).rotary:
@@ -443,7 +480,9 @@ class _Model:
         return torch.cat((a * cos - b * sin, b * cos + a * sin, unrotated), -1).to(x.dtype)
 
     def dropped(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
-        """Return x with dropped values set to 0, and the others scaled up."""
+        """Apply dropout, with the mask that `keys` (one per sequence) and `site` (the place in the
+        layer) define.
+        """
         p = self.spec.dropout
         if keys is None or p == 0:
             return x
@@ -452,13 +491,13 @@ class _Model:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Return heads divided by their lengths."""
+    """Normalize each head's vector to length 1, in fp32."""
     wide = _wide(x)
     return wide / (wide.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def _norm(spec: ModelSpec, weights: Weights, prefix: str, x: Tensor) -> Tensor:
-    """Return a model's norm of x: RMSNorm or LayerNorm, statistics in fp32 at least."""
+    """Apply the model's RMSNorm or LayerNorm, with statistics in fp32 or more."""
     weight = weights[f"{prefix}.weight"]
     if spec.norm == "layer":
         return F.layer_norm(x, (spec.dim,), weight, weights[f"{prefix}.bias"], spec.norm_eps)
@@ -466,7 +505,7 @@ def _norm(spec: ModelSpec, weights: Weights, prefix: str, x: Tensor) -> Tensor:
 
 
 def _rms(spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
-    """Return RMSNorm over the last dim of x. arXiv:1910.07467, equation 4."""
+    """Apply RMSNorm over the last dim. arXiv:1910.07467, equation 4."""
     wide = _wide(x)
     scale = (wide.pow(2).mean(-1, keepdim=True) + spec.norm_eps).sqrt()
     times = _wide(weight) + 1 if spec.norm_plus_one else weight
@@ -474,15 +513,15 @@ def _rms(spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _capped(x: Tensor, cap: float | None) -> Tensor:
-    """Return x bounded smoothly to a cap. arXiv:2408.00118, section 2."""
+    """Return `cap * tanh(x / cap)`, or `x` without a cap. arXiv:2408.00118, section 2."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
-    """Return x times a constant; the same tensor where that is 1."""
+    """Return `x * factor`; `x` itself if the factor is 1."""
     return x if factor == 1 else x * factor
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return x in fp32, or in fp64 where it is."""
+    """Return x in fp32; unchanged if it is in fp64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,4 +1,4 @@
-"""What the reference model's routers return, and their losses."""
+"""The results of the reference model's routers, and the router losses."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from meshwright.spec.training import TrainSpec
 
 
 class Routed(NamedTuple):
-    """A router's result: its scores, and each token's experts, `[batch, seq, experts]`.
+    """The result of a router: its scores, and the mask of each token's selected experts, both
+    `[batch, seq, experts]`.
 
-    `name` is that of its mixture; `is_data` `[batch, seq]` is false for padding.
+    `name` is the module with the experts; `is_data` `[batch, seq]` is false for padding.
     """
 
     name: str
@@ -26,10 +27,12 @@ class Routed(NamedTuple):
 def router_losses(
     spec: ModelSpec, train: TrainSpec, scores: Tensor, is_data: Tensor | None = None
 ) -> Tensor:
-    """Return the weighted losses of a layer's router, summed over sequences without their padding.
+    """Return the weighted load-balancing loss and z-loss of a router, summed over sequences,
+    without padding.
 
-    scores fp32 or fp64 `[batch, seq, experts]`, is_data bool `[batch, seq]`. arXiv:2412.19437,
-    equations 17 to 20, also with softmax; arXiv:2202.08906, equation 5.
+    scores fp32 or fp64 `[batch, seq, experts]`, is_data bool `[batch, seq]`. Load balancing:
+    arXiv:2412.19437, equations 17 to 20, also for softmax scores. z-loss: arXiv:2202.08906,
+    equation 5.
     """
     if is_data is not None:
         rows = [row[mask][None] for row, mask in zip(scores, is_data, strict=True)]

@@ -1,4 +1,4 @@
-"""Checks the order of a pipeline's actions against the rules without running them. No torch."""
+"""Checks that a pipeline's action tables cannot deadlock, without running them. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _ENDS = "every rank reaches its end"
 
 
 def prove_order(program: Program) -> Verdict:
-    """Return the verdict on all pipeline ranks' tables: complete, matched, and terminating."""
+    """Check that the tables of all pipeline ranks are complete, that each send has its receive, and
+    that every rank reaches its end.
+    """
     observed = _ENDS
     try:
         check_order(program.tables, program.stage_ranks)

@@ -1,4 +1,6 @@
-"""`Outcome`: the result of a case's proof, and a table's outcomes as one document. No torch."""
+"""`Outcome`: the result of proving a case; and a JSON document of the outcomes of many cases. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from meshwright.prove.verdict import Verdict
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdicts on a case, and their seconds."""
+    """The verdicts on a case, and the seconds that the proof took."""
 
     case: Case
     verdicts: tuple[Verdict, ...]
@@ -22,16 +24,18 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all of its verdicts are good; no verdict is no proof."""
+        """Whether there are verdicts and all of them passed."""
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
     @property
     def failed_claims(self) -> frozenset[str]:
-        """The claims that did not hold."""
+        """The claims whose verdict failed."""
         return frozenset(verdict.claim for verdict in self.verdicts if not verdict.passed)
 
     def lines(self) -> Iterator[str]:
-        """Yield a line with the claims and their worst errors, then the failures."""
+        """Yield the printed lines: one with all claims and their errors, then one or two per failed
+        verdict.
+        """
         word = "ok  " if self.passed else "FAIL"
         errors = [
             f"{verdict.claim} {verdict.error:.1e} ({verdict.error / verdict.tolerance:.0%})"
@@ -58,7 +62,9 @@ def _failure(verdict: Verdict) -> Iterator[str]:
 
 
 def refusal_line(refusal: Refusal) -> str:
-    """Return a line on a layout that had to be refused."""
+    """Return the printed line on a layout that had to be refused: by which rule it was, and the
+    nearest legal layouts.
+    """
     word = "ok  " if refusal.passed else "FAIL"
     answer = refusal.rule or "not refused"
     if not refusal.passed:
@@ -72,7 +78,11 @@ def refusal_line(refusal: Refusal) -> str:
 def document(
     world: int, outcomes: Sequence[Outcome], refusals: Sequence[Refusal], seconds: float
 ) -> dict[str, Any]:
-    """Return all as one JSON-ready object; `passed` and `failed` count layouts."""
+    """Return the outcomes and refusals of a table of layouts as a JSON-ready object, as `prove
+    --json` prints it.
+
+    `passed` and `failed` count layouts; `seconds` is the wall time of all.
+    """
     passed = sum(outcome.passed for outcome in outcomes)
     passed_refusals = sum(refusal.passed for refusal in refusals)
     return {

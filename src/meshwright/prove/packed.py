@@ -1,6 +1,6 @@
-"""What ranks send each other of a reference: objects as bytes, their tensors as arrays.
+"""Pickles a reference for other ranks quickly: tensors as numpy arrays.
 
-Torch pickles a tensor by itself in half a millisecond, and a reference has thousands.
+Torch takes half a millisecond to pickle a tensor, and a reference has thousands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class _Packer(pickle.Pickler):
 
 
 def packed(value: object) -> bytes:
-    """Return an object in bytes, which `pickle.loads` reads; its tensors are on the CPU."""
+    """Return an object as bytes for `pickle.loads`; its fp32 and fp64 tensors must be on the
+    CPU.
+    """
     file = io.BytesIO()
     _Packer(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()

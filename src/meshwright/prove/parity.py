@@ -1,4 +1,4 @@
-"""Parity: a layout on its ranks compared with one device, over some steps of training.
+"""Parity: compares some training steps of a layout on its ranks with the same steps on one device.
 
 Compares the gradients of the first step, each loss and gradient norm, the updates of all steps, the
 optimizer state, and an evaluation at the end.
@@ -46,10 +46,12 @@ def prove_parity(
     reference_of: Callable[[Case], Reference] | None = None,
     fault: Fault | None = None,
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts on a case's steps; a collective, every rank returns the same.
+    """Compare a case's steps with one device, and return a verdict for each quantity; a collective,
+    every rank returns the same.
 
     In half precision, the same case is also proven in fp32, because rounding hides smaller faults.
-    `reference_of` may cache references. Tests use `fault` to break the parallel model.
+    If a verdict fails, `locate` finds where the two first differ. `reference_of` may return cached
+    references. Tests use `fault` to break the parallel model.
     """
     reference_of = reference_of or partial(shared_reference, world=world)
     verdicts = check(case, groups, world, reference_of(case), fault)
@@ -75,7 +77,9 @@ def check(
     reference: Reference | None = None,
     fault: Fault | None = None,
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts without looking for the first divergence; a collective."""
+    """Return the verdicts of `prove_parity` in the case's precision alone, without locating the
+    first divergence; a collective.
+    """
     reference = reference or shared_reference(case, world)
     trial = Trial(case, groups, world, reference, fault)
     verdicts = tuple(_verdicts(case, trial, world, reference))
@@ -136,7 +140,9 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
 def _bitwise(
     case: Case, trial: Trial, world: World, corrections: Mapping[str, Tensor]
 ) -> Iterator[Verdict]:
-    """Yield the verdicts on what has the same bits on any layout."""
+    """Yield the verdicts on tensors that must have the same bits in every layout: router
+    corrections in fp32, and frozen weights.
+    """
     is_half = case.train.precision != "fp32"
     if case.train.router_bias_rate and not is_half:  # rounding moves tokens to other experts
         first = first_of(trial.miscorrected(corrections), [*corrections], world)
@@ -151,9 +157,9 @@ def _bitwise(
 def _optimizer_state(
     trial: Trial, reference: Reference, names: Sequence[str], world: World
 ) -> Compared | None:
-    """Return how the optimizer's tensors compare, of all its kinds; a collective.
+    """Compare the optimizer state of all parameters, over all keys of the state; a collective.
 
-    None if it has none, like SGD without momentum.
+    Returns None for an optimizer without state, such as SGD without momentum.
     """
     exact, rounded = reference.exact, reference.rounded
     kinds = [
@@ -175,14 +181,18 @@ def _optimizer_state(
 def _numbers(
     case: Case, claim: str, expected: Sequence[float], observed: Sequence[float], bound: float
 ) -> Verdict:
-    """Return the verdict on a number of each step."""
+    """Return the verdict on a series of numbers, one per step; each must be within the relative
+    tolerance `bound`.
+    """
     passed = all(relative_error(*pair) <= bound for pair in zip(observed, expected, strict=True))
     layout = case.layout.model_dump(mode="json")
     return Verdict(claim, layout, list(expected), list(observed), bound, passed)
 
 
 def _tensors(case: Case, claim: str, compared: Compared, quantity: Quantity) -> Verdict:
-    """Return the verdict on all tensors of the model, by the worst of them."""
+    """Return the verdict on a comparison of tensors: the error is that of the worst, and the
+    divergence names the first wrong one.
+    """
     worst, first, where = compared.worst, compared.first, None
     if first is not None:
         where = Divergence(first.tensor, first.rank, first.stage, None, first.error, quantity)

@@ -1,4 +1,4 @@
-"""The learning rates of a config's whole run, beside those of the definition. No torch."""
+"""Compares the learning rate of every step of a run with its definition in the docs. No torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _TOLERANCE: Final = 1e-9
 
 
 def rate_of(number: int, steps: int, spec: OptimizerSpec) -> float:
-    """Return the learning rate of a step, which count from 1, as `docs/config.md` defines it.
+    """Return the learning rate of step `number` (from 1) of `steps`, as `docs/config.md` defines
+    it.
 
-    The rate rises linearly during the warm-up. Until the last step (or `schedule_steps`), where it
-    is `min_lr_ratio` of the highest, it falls along a cosine or a line; with "wsd" it stays until
-    the last `decay_steps`, by default a fifth of all. arXiv:1608.03983, equation 5; 2404.06395.
+    The rate rises linearly over the warm-up steps. Then it falls along a cosine or a line to
+    `min_lr_ratio` of its maximum at the last step (or `schedule_steps`). With "wsd", it stays at
+    the maximum and falls over the last `decay_steps`, by default a fifth of all steps.
+    arXiv:1608.03983, equation 5; arXiv:2404.06395.
     """
     if number <= spec.warmup_steps:
         return spec.lr * number / spec.warmup_steps
@@ -40,7 +42,9 @@ def rate_of(number: int, steps: int, spec: OptimizerSpec) -> float:
 
 
 def prove_rates(steps: int, spec: OptimizerSpec) -> Verdict:
-    """Return the verdict on the learning rates of a run of so many steps, with its own schedule."""
+    """Compare the learning rates of a run of `steps` steps with `rate_of`, and return the
+    verdict.
+    """
     compared = _compared(steps, spec)
     for number in compared:
         actual, rate = learning_rate(number, steps, spec), rate_of(number, steps, spec)
@@ -57,7 +61,9 @@ def _verdict(steps: int, observed: str, *, passed: bool = True) -> Verdict:
 
 
 def _compared(steps: int, spec: OptimizerSpec) -> list[int]:
-    """Return the steps to compare, from 1: all of a short run."""
+    """Return the step numbers to compare, from 1: all of a short run; of a long one, those near the
+    schedule's turning points and others evenly spaced.
+    """
     last = spec.schedule_steps or steps
     falls = spec.decay_steps or max(last // 5, 1)
     turns = (1, spec.warmup_steps, last - falls, last, steps)

@@ -1,13 +1,13 @@
-"""One device: training steps in plain torch operations, in the precision of a case.
+"""The reference: training steps on one device in plain torch operations, with rounding and without.
 
-In half precision, this rounds what a layout rounds: the weights in products, the activations
-between operations, and each microbatch's gradients. Sums of gradients and updates are in fp32. The
-same steps are also computed in fp64, where only the weights in products are rounded. The difference
-of the two is the rounding noise, from which the tolerances follow.
+The rounded steps have a layout's precision: weights in matmuls, activations between operations and
+the gradients of each microbatch are in half precision; gradient sums and updates are in fp32. The
+exact steps are in fp64, and only the weights in matmuls are rounded. The difference of the two is
+the rounding noise, from which tolerances follow.
 
 One difference is one sample of that noise. If a single ill-conditioned place (such as an RMSNorm of
-a nearly zero token) causes most of it, samples of the same noise differ by factors of 40. So the
-rounded steps are computed several times, from weights of which some differ by one rounding.
+a nearly zero token) causes most of it, samples differ by factors of 40. So the rounded steps run
+several times, from weights of which some differ by one rounding.
 """
 
 from __future__ import annotations
@@ -59,11 +59,15 @@ _ROUNDINGS_OF_JUMP: Final = {"fp32": 128, "bf16": 4, "fp16": 4}
 
 
 class _TooNear(Exception):
-    """Two experts' scores for a token are closer than allowed."""
+    """Raised if the router scores of a selected and an unselected expert are closer than
+    allowed.
+    """
 
 
 class AfterStep(NamedTuple):
-    """After a step: its unclipped gradients, all updates so far, states and corrections."""
+    """One device's tensors after a step: its unclipped gradients, the sum of all updates so far,
+    the optimizer state and the router corrections.
+    """
 
     gradients: Tensors
     updates: Tensors
@@ -73,12 +77,12 @@ class AfterStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The results of some steps on one device; tensors by parameter name, fp32.
+    """The results of some steps on one device; tensors are whole, in fp32, by parameter name.
 
     `gradients` are those of the first step, `updates` the sums of all updates, `state` the
-    optimizer state by its key; `corrections` are those of routers. `evaluation` is the mean loss of
-    the last weights on the first and one more batch, without dropout. `moments` are those of each
-    step, if requested.
+    optimizer state by its key, `corrections` those of routers. `evaluation` is the mean loss of the
+    final weights on the first batch and one more, without dropout. `moments` has the tensors after
+    each step, if requested.
     """
 
     losses: tuple[float, ...]
@@ -93,12 +97,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a layout is compared with: one device's steps, exact and with a layout's rounding.
+    """The steps on one device with which a layout is compared: exact, and several times with
+    rounding.
 
-    `start` are the initial weights, `optimizer` and `clip_norm` the settings of the steps. The
-    latter is half of the first gradient's norm, if the case clips at all, so that every step is
-    clipped. `rounded` are samples of the same steps. `noises` are their errors of each step's whole
-    gradient, relative to its norm: the largest of all samples.
+    `start` has the initial weights, `optimizer` and `clip_norm` the settings of the steps. If the
+    case clips, `clip_norm` is half of the first gradient's norm, so that clipping takes effect.
+    `noises` has, for each step, the largest error of the whole gradient over the rounded runs,
+    relative to the gradient's norm.
     """
 
     start: Tensors
@@ -110,9 +115,10 @@ class Reference:
 
     @property
     def drift(self) -> float:
-        """The largest relative error of a loss after an update, caused by noise in the weights.
+        """The largest relative error of a later loss over the rounded runs: those of steps after
+        the first, and of the evaluation.
 
-        With a layout's rounding, over the steps after the first and the evaluation.
+        It includes the noise of weights that were updated.
         """
         exact = self._later(self.exact)
         by_sample = [zip(self._later(sample), exact, strict=True) for sample in self.rounded]
@@ -120,7 +126,7 @@ class Reference:
 
     @property
     def first_noise(self) -> float:
-        """The largest relative error of the first loss in the samples."""
+        """The largest relative error of the first step's loss over the rounded runs."""
         exact = self.exact.losses[0]
         return max(abs(sample.losses[0] - exact) / exact for sample in self.rounded)
 
@@ -130,16 +136,19 @@ class Reference:
 
 
 def run_reference(case: Case, *, keeps: bool = False) -> Reference:
-    """Return one device's results; with `keeps`, also the moments of each step."""
+    """Compute the reference of a case in this process; with `keeps`, it has the tensors after each
+    step.
+    """
     computed = _Computed.of(case)
     rounded = [computed.rounded(number) for number in range(case.samples)]
     return computed.reference(computed.exact(), rounded, keeps=keeps)
 
 
 def tells_apart(case: Case, least_gap: float) -> bool:
-    """Return whether the exact steps select every expert by more than such a distance of scores.
+    """Return whether every token's selected experts score more than `least_gap` above the others,
+    in all exact steps.
 
-    Stops at the first batch in which a token's experts are closer.
+    Stops at the first batch that fails.
     """
     try:
         computed = _Computed.of(case, least_gap)
@@ -154,7 +163,11 @@ def tells_apart(case: Case, least_gap: float) -> bool:
 
 
 def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Reference:
-    """Return the reference on every rank; ranks 0 and 1 each compute half. A collective."""
+    """Compute the reference on ranks 0 and 1, and return it on every rank; a collective.
+
+    Rank 0 computes the exact steps and a third of the rounded runs, rank 1 the others. `keeps` as
+    in `run_reference`.
+    """
     if world.size == 1:
         return run_reference(case, keeps=keeps)
     samples: list[Steps] = []
@@ -177,12 +190,16 @@ def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Refere
 
 
 def _lean(steps: Steps) -> Steps:
-    """Return steps whose moments have their gradients alone, of which the noise is made."""
+    """Return steps without the tensors that the noise does not need: after each step, only the
+    gradients stay.
+    """
     return replace(steps, moments=tuple(AfterStep(m.gradients, {}, {}, {}) for m in steps.moments))
 
 
 class _Computed(NamedTuple):
-    """What one device computes for a case, with an optimizer and a clipping that suit it."""
+    """Runs the reference's steps of a case, with an optimizer and a clipping scaled to its
+    gradients.
+    """
 
     case: Case
     optimizer: OptimizerSpec
@@ -221,9 +238,10 @@ class _Computed(NamedTuple):
 
 
 def _visible(group: GroupSpec, decay: float) -> GroupSpec:
-    """Return a group whose rate does not drown the others, and whose decay is none of theirs.
+    """Return a parameter group whose settings show in a few steps: a rate of 1/4 to 4 times the
+    others', and four times their weight decay.
 
-    What is nothing stays so.
+    A rate or decay of 0 stays 0.
     """
     update = {"lr_scale": min(max(group.lr_scale, _LEAST), _MOST) if group.lr_scale else 0.0}
     if group.weight_decay is not None:
@@ -232,7 +250,9 @@ def _visible(group: GroupSpec, decay: float) -> GroupSpec:
 
 
 def _noises(rounded: Steps, exact: Steps) -> Iterator[float]:
-    """Yield the error of each step's whole gradient, over its norm."""
+    """Yield, for each step, the distance of the rounded whole gradient from the exact one, relative
+    to the exact norm.
+    """
     for a, b, size in zip(rounded.moments, exact.moments, exact.norms, strict=True):
         far = {
             name: gradient.double() - b.gradients[name] for name, gradient in a.gradients.items()
@@ -241,7 +261,9 @@ def _noises(rounded: Steps, exact: Steps) -> Iterator[float]:
 
 
 def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
-    """Return the rounded and the exact gradients of a global batch."""
+    """Return (rounded, exact) gradients of a global batch at the initial weights, fp32 by parameter
+    name.
+    """
     rounded, exact = (
         _narrow(_OneDevice(case, exact=which).gradients(batch)[1]) for which in (False, True)
     )
@@ -250,7 +272,9 @@ def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
 
 @torch.no_grad()
 def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
-    """Return the rounded and the exact outputs of the embedding and of each layer."""
+    """Return (rounded, exact) outputs of the embedding and of each layer for a batch, fp64 `[batch,
+    seq, dim]` by module name.
+    """
     outputs = []
     for exact in (False, True):
         device = _OneDevice(case, exact=exact)
@@ -293,11 +317,12 @@ def _run(device: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Step
 
 
 class _OneDevice:
-    """Masters, and what is computed with them; with adapters these alone are `trained`.
+    """One device's weights, and the gradients and losses that they give.
 
-    A `sample` other than the first begins with weights of which some are one rounding off, and has
-    other limits of a clamp. Raises `_TooNear` if a selected router score exceeds one that was not
-    by less than `least_gap`.
+    `exact` computes in fp64. `trained` are the names of the weights that an optimizer updates: with
+    adapters, theirs alone. A `sample` other than 0 begins with weights of which some differ by one
+    rounding, and has slightly other limits of a clamp. Raises `_TooNear` if a selected expert's
+    router score exceeds an unselected one's by less than `least_gap`.
     """
 
     def __init__(self, case: Case, *, exact: bool, sample: int = 0, least_gap: float = 0.0) -> None:
@@ -325,7 +350,9 @@ class _OneDevice:
         self._more: dict[str, Any] = {"fp8": self.fp8, "gaps": self.gaps, "capacity": capacity}
 
     def used(self) -> dict[str, Tensor]:
-        """Return the weights in the form that products use."""
+        """Return the weights as matmuls take them: rounded to the case's precision; in fp64 if
+        exact.
+        """
         dtype = torch.float64 if self._is_exact else self._half
         return {
             name: master.to(self._half).to(dtype) if self._half != torch.float32 else master.clone()
@@ -333,7 +360,9 @@ class _OneDevice:
         }
 
     def gradients(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss of a global batch and its gradients."""
+        """Return the mean loss of a global batch, in nats, and the gradients of the trained
+        weights.
+        """
         case, scale = self.case, self.case.loss_scale
         count = max(int((batch.targets != IGNORE).sum()), 1)
         used = self.used()
@@ -364,7 +393,9 @@ class _OneDevice:
         return total, {name: gradient_sum.to(like) / scale for name, gradient_sum in sums.items()}
 
     def correct(self) -> None:
-        """Update routers' corrections by the last batch's tokens. arXiv:2408.15664, algorithm 1."""
+        """Update the router corrections by the number of the last batch's tokens on each expert.
+        arXiv:2408.15664, algorithm 1.
+        """
         for name, met in self._met.items() if self.beside else ():
             error = met.double().mean() - met
             key = f"{name}.router.correction"
@@ -372,7 +403,9 @@ class _OneDevice:
             self.beside[key] = self.beside[key] + moved
 
     def _parts(self, batch: Batch) -> Sequence[Batch]:
-        """Return the microbatches of all ranks, where each one's gradients are rounded."""
+        """Return the microbatches of all ranks if each one's gradients are rounded; otherwise, the
+        whole batch as one.
+        """
         if self._is_exact or self._half == torch.float32:
             return [batch]
         return batch.split(self.case.layout.microbatch)
@@ -385,7 +418,7 @@ class _OneDevice:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over the targets of some batches, without dropout."""
+        """Return the mean loss per target of some batches, in nats, without dropout."""
         used, model = self.used() | self.beside, self._model
         total = sum(
             loss_sum(model, used, part, drops=False, **self._more).item()
@@ -400,21 +433,23 @@ class _OneDevice:
             raise _TooNear
 
     def updates(self) -> dict[str, Tensor]:
-        """Return the sum of all updates to the weights since the start."""
+        """Return final minus initial weights, fp32 by name, for the trained ones."""
         return {
             name: (self.masters[name].double() - self._start[name]).float() for name in self.trained
         }
 
 
 def _start_of(case: Case) -> dict[str, Tensor]:
-    """Return the initial weights, as the optimizer trains them."""
+    """Return the initial weights, fp32 by name, rounded to the dtype that the optimizer trains."""
     dtype = DTYPES[case.train.weight_dtype]
     start = whole_weights(case.model, case.train.seed)
     return {name: weight.to(dtype).float() for name, weight in start.items()}
 
 
 def _limited(model: ModelSpec, sample: int) -> ModelSpec:
-    """Return a model whose clamp has a slightly larger or smaller limit, by the sample."""
+    """Return the model with its SwiGLU clamp limit a little larger (odd samples) or smaller (even
+    ones); unchanged for sample 0.
+    """
     if model.swiglu_limit is None or not sample:
         return model
     limit = model.swiglu_limit * (1 + (_MOVED_LIMIT if sample % 2 else -_MOVED_LIMIT))
@@ -422,7 +457,11 @@ def _limited(model: ModelSpec, sample: int) -> ModelSpec:
 
 
 def _tilt(case: Case, sample: int) -> float:
-    """Return the share by which a sample moves what jumps in the optimizer, up or down."""
+    """Return the relative offset of a sample, positive or negative, for values at which the
+    optimizer's result jumps; 0 for sample 0.
+
+    See `optimizer.Updates`.
+    """
     if not sample:
         return 0.0
     precision = case.train.precision
@@ -431,7 +470,9 @@ def _tilt(case: Case, sample: int) -> float:
 
 
 def _moved(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return a weight of which some elements are one rounding of a dtype off."""
+    """Return the weight with one in 16 elements moved by one rounding of `dtype`, up or down at
+    random.
+    """
     draw = torch.rand(weight.shape, generator=generator)
     sign = (draw < _MOVED / 2).to(weight) - (draw > 1 - _MOVED / 2).to(weight)
     return weight * (1 + sign * torch.finfo(dtype).eps)

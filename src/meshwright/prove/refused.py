@@ -1,4 +1,4 @@
-"""Layouts that must be refused: each breaks one rule, and has the expected message."""
+"""Layouts that must be refused: each breaks one rule, and has the message that is expected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from meshwright.spec.training import TrainSpec
 
 
 class Refusal(NamedTuple):
-    """The refusal of a layout."""
+    """The result of checking a layout that must be refused: the rule it broke (None if legal), and
+    the nearest legal layouts.
+    """
 
     case: Case
     rule: str | None
@@ -21,18 +23,18 @@ class Refusal(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether it broke the intended rule."""
+        """Whether it broke the rule that it was expected to break."""
         return self.rule == self.case.refused
 
 
 def refuse(case: Case) -> Refusal:
-    """Check a case that must be refused against the rules."""
+    """Check a case that must be refused against the layout rules."""
     specs = case.model, case.train, case.layout
     return Refusal(case, broken(*specs), tuple(nearest_legal(*specs)))
 
 
 def refused(world: int) -> Iterator[Case]:
-    """Yield a case for each rule, on 2, 4 or 8 ranks."""
+    """Yield a case for each layout rule, on `world` ranks (2, 4 or 8)."""
     yield from _tensor(world)
     yield from _pipeline(world)
     yield from _data(world)
@@ -75,7 +77,7 @@ def _case(
 
 
 def _tensor(world: int) -> Iterator[Case]:
-    """Yield what breaks the rules of tensor and sequence parallelism."""
+    """Yield cases that break the rules of tensor and sequence parallelism."""
     label = f"tp{world} mb1"
     rule = f"layout.tp = {world} must divide model."
     heads = world + 1
@@ -95,7 +97,7 @@ def _tensor(world: int) -> Iterator[Case]:
 
 
 def _pipeline(world: int) -> Iterator[Case]:
-    """Yield what breaks the rules of pipelines and their schedules."""
+    """Yield cases that break the rules of pipelines and their schedules."""
     yield _case(
         f"layout.pp = {world} x layout.virtual_stages = 4 gives {4 * world} stages, more than "
         f"model.n_layers = 4, the embedding and the head",
@@ -135,7 +137,7 @@ def _pipeline(world: int) -> Iterator[Case]:
 
 
 def _experts(world: int) -> Iterator[Case]:
-    """Yield what breaks the rules of expert parallelism."""
+    """Yield cases that break the rules of expert parallelism."""
     mixture: dict[str, Any] = {"family": "qwen3_moe", "experts": 4 * world, "top_k": 2}
     rule = f"layout.ep = {world} divides experts over ranks, but model.experts = 0"
     yield _case(rule, f"dp{world} ep{world} mb1")
@@ -161,7 +163,7 @@ def _experts(world: int) -> Iterator[Case]:
 
 
 def _data(world: int) -> Iterator[Case]:
-    """Yield what breaks the rules of data parallelism, ZeRO and offload."""
+    """Yield cases that break the rules of data parallelism, ZeRO and offload."""
     batch = 2 * world + 1
     yield _case(
         f"train.batch = {batch} must be a multiple of the data-parallel degree {world} "
@@ -196,7 +198,7 @@ def _data(world: int) -> Iterator[Case]:
 
 
 def _context(world: int) -> Iterator[Case]:
-    """Yield what breaks the rules of context parallelism."""
+    """Yield cases that break the rules of context parallelism."""
     yield _case(
         f"train.seq_len = {3 * world} must be a multiple of {2 * world} = 2 x layout.cp "
         f"(layout.cp_kind = ring gives each rank two chunks)",

@@ -1,4 +1,6 @@
-"""The rotation angles of the reference model: it shares no code with `models.rope`."""
+"""RoPE frequencies of the reference model, with all kinds of scaling; shares no code with
+`models.rope`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from meshwright.spec.rotary import RopeScaling
 
 
 def rotation(spec: ModelSpec, layer: int, length: int) -> tuple[Tensor, float]:
-    """Return the angle per position of each rotated pair of dims, and their length factor.
+    """Return a layer's RoPE frequencies, fp32 `[rotary_dim / 2]` in radians per position, and the
+    factor of cosines and sines.
 
-    In fp32, as in every implementation. `length`: that of the document.
+    `length` is the number of tokens of the document: longrope's frequencies depend on it.
     """
     layer_theta, scaling = spec.layer(layer).rope_theta, spec.rope_scaling
     base = spec.rope_theta if layer_theta is None else layer_theta
@@ -36,9 +39,11 @@ def rotation(spec: ModelSpec, layer: int, length: int) -> tuple[Tensor, float]:
 
 
 def _by_turns(plain: Tensor, scaling: RopeScaling, base: float) -> Tensor:
-    """Return YaRN's frequencies: where between two pairs one is decides. arXiv:2309.00071, 3.2.
+    """Return YaRN's frequencies: low ones are divided by the scaling factor, high ones stay, and a
+    ramp connects them. arXiv:2309.00071, section 3.2.
 
-    The paper's ramp is over turns; all code has it over the pairs' numbers.
+    The paper's ramp is linear in the number of turns; all implementations have it linear in the
+    index of the pair.
     """
     log_turns = math.log(scaling.original_context / (2 * math.pi))
     step = math.log(base) / len(plain)  # by which the log of the turns falls from pair to pair
@@ -52,7 +57,9 @@ def _by_turns(plain: Tensor, scaling: RopeScaling, base: float) -> Tensor:
 
 
 def _yarn_length(scaling: RopeScaling) -> float:
-    """Return what YaRN multiplies queries and keys by: its section 3.4, and DeepSeek's `mscale`."""
+    """Return YaRN's factor of cosines and sines: arXiv:2309.00071, section 3.4, or by DeepSeek's
+    `mscale`.
+    """
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     grown = 0.1 * math.log(max(scaling.factor, 1.0))

@@ -1,6 +1,7 @@
-"""Makes a layout of any size small enough to prove on local ranks. No torch.
+"""Shrinks a model and layout of any size to cases that can be proven on at most 8 local ranks. No
+torch.
 
-What a reduction must keep is stated in `prove.kept`.
+`prove.kept` says what shrinking must keep.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ def shrink(
     packed: bool = False,
     chat: bool = False,
 ) -> tuple[Case, ...]:
-    """Return the small cases that represent a layout.
+    """Return the small cases that stand for a layout and model in a proof.
 
-    Degrees above 1 stay above 1, and the policies (ZeRO, schedule, recompute, ...) stay the same.
-    If the layout has more axes than fit into `MOST_RANKS`, there is a case for every set of as many
-    axes as fit, so that each axis is combined with every other. The model keeps its family, flags
-    and ratio of heads, the optimizer its kind, and the schedule its phases; what else stays is in
-    `prove.kept`.
+    Degrees above 1 stay above 1, and the policies (ZeRO, schedule, recomputation, ...) stay the
+    same. If the layout has more axes than fit into `MOST_RANKS`, there is a case for every set of
+    as many axes as fit, so that each axis is combined with every other. The model keeps its family,
+    flags and ratio of heads, the optimizer its kind, and the schedule its phases; `prove.kept`
+    lists the rest.
     """
     microbatches = layout.microbatches(train.batch)
     is_uneven = model.n_layers % layout.stages > 0
@@ -97,15 +98,17 @@ def shrink(
 
 
 def _fewest_tp(model: ModelSpec, layout: Layout) -> int:
-    """Return the least degree of tp that keeps what the ranks share of a model.
+    """Return the smallest tp degree that keeps how the ranks share the model: 2, or 4.
 
-    Of several groups of Mamba-2's heads, each on several ranks, two need four ranks.
+    4 is for Mamba-2 with several groups of heads, each spread over several ranks.
     """
     return 4 if model.has_mamba and 1 < model.mamba_groups < layout.tp else 2
 
 
 def _degrees(layout: Layout, fewest_tp: int) -> Iterator[Mapping[str, int]]:
-    """Yield the small degrees of the axes; that of tp is at least `fewest_tp` if it is above 1."""
+    """Yield the reduced degrees by axis, with at most `MOST_RANKS` ranks; tp stays at least
+    `fewest_tp` if it was above 1.
+    """
     fewest = dict.fromkeys(AXES, 2) | {"tp": fewest_tp}
     split = [axis for axis in AXES if getattr(layout, axis) > 1]
     axes_of_two = MOST_RANKS if layout.tp == 1 else MOST_RANKS * 2 // fewest_tp
@@ -120,13 +123,17 @@ def _degrees(layout: Layout, fewest_tp: int) -> Iterator[Mapping[str, int]]:
 
 
 def _next_smaller(degree: int, fewest: int) -> int:
-    """Return the largest divisor of a degree that is smaller, but at least `fewest`."""
+    """Return the largest proper divisor of a degree that is at least `fewest`; `fewest` if there is
+    none.
+    """
     divisors = (d for d in range(fewest, degree) if degree % d == 0)
     return max(divisors, default=fewest)
 
 
 def _with_policies(layout: Layout, degrees: Mapping[str, int]) -> Layout:
-    """Return the layout on small degrees; an axis that is gone takes its policies along."""
+    """Return the layout with reduced degrees; policies of an axis that is left out get their
+    defaults.
+    """
     update: dict[str, Any] = dict.fromkeys(AXES, 1) | dict(degrees)
     update["microbatch"] = min(layout.microbatch, 2)
     update["sp"] = layout.sp and "tp" in degrees
@@ -146,7 +153,9 @@ def _with_policies(layout: Layout, degrees: Mapping[str, int]) -> Layout:
 def _small_train(
     model: ModelSpec, train: TrainSpec, layout: Layout, microbatches: int
 ) -> TrainSpec:
-    """Return a batch of short sequences, of about so many microbatches, that the layout divides."""
+    """Return the training settings with short sequences and about `microbatches` microbatches per
+    data rank.
+    """
     count = _microbatches(layout, microbatches)
     update: dict[str, Any] = {
         "batch": layout.dp * layout.microbatch * count,
@@ -163,7 +172,9 @@ def _small_train(
 
 
 def _row(model: ModelSpec, train: TrainSpec, layout: Layout) -> int:
-    """Return the tokens of a small row whose attention the same code computes."""
+    """Return a sequence length, in tokens, as short as possible such that the same attention kernel
+    computes it as the config's.
+    """
     asked, shortest = train.seq_len, _SHORT_ROW
     if asked > 2 * BLOCK:
         all_bounds = (ScoreBounds.of(model, kind).within(asked) for kind in model.layer_kinds)
@@ -176,10 +187,10 @@ def _row(model: ModelSpec, train: TrainSpec, layout: Layout) -> int:
 
 
 def _small_optimizer(spec: OptimizerSpec, steps: int, layers: int) -> OptimizerSpec:
-    """Return the optimizer with a schedule of few steps that has the same phases.
+    """Return the optimizer with a learning rate schedule of few steps that has the same phases.
 
-    Its rate, `eps` and decay are defaults: a proof scales them to the gradients. Groups of a layer
-    that a model of so many `layers` lacks are those of another one.
+    Learning rate, `eps` and decay get their defaults: a proof scales them to the gradients. Groups
+    that match a layer beyond the `layers` of the small model match another layer instead.
     """
     plain = {name: OptimizerSpec.model_fields[name].default for name in ("lr", "eps")}
     if spec.weight_decay:
@@ -202,7 +213,9 @@ def _small_group(group: GroupSpec, layers: int) -> GroupSpec:
 
 
 def _microbatches(layout: Layout, asked: int) -> int:
-    """Return a number of microbatches that the schedule takes: that asked for, or near 2 rounds."""
+    """Return a legal number of microbatches for the schedule: `asked`, or near two rounds of the
+    pipeline.
+    """
     if not layout.is_pipelined:
         return min(asked, _MOST_MICROBATCHES)
     limit = 2 * layout.stages
@@ -221,9 +234,10 @@ def _small_model(
     without: int,
     pads: bool,
 ) -> ModelSpec:
-    """Return a small model with the family and flags of a given one, which the layout divides.
+    """Return a small model with the family and flags of a given one, of sizes that the layout
+    divides.
 
-    So many stages are `without` layers.
+    `without` is the number of pipeline stages that have no layer.
     """
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
     kv_heads = round_up(min(model.n_kv_heads, 2), ranks_of_heads)
@@ -269,7 +283,7 @@ def _small_model(
 
 
 def _small_vocabulary(model: ModelSpec, layout: Layout, *, pads: bool) -> dict[str, Any]:
-    """Return the sizes of a small vocabulary, with padding after it or without."""
+    """Return the model keys of a small vocabulary; `pads` says whether padding rows follow it."""
     if not pads:
         return {"vocab_size": round_up(_VOCAB, layout.tp), OF_PADDING: None}
     multiple = VOCAB_MULTIPLE if model.pad_vocab_to_multiple_of else None
@@ -277,17 +291,20 @@ def _small_vocabulary(model: ModelSpec, layout: Layout, *, pads: bool) -> dict[s
 
 
 def _small_dim(model: ModelSpec, block: int) -> int:
-    """Return a small width, a multiple of a block; where a factor follows from it, no exact one."""
+    """Return a small model width, a multiple of `block`.
+
+    If the family derives a factor from the width, it is one whose square root is not exact.
+    """
     if not FAMILIES[model.family].of_width(model.dim):
         return _DIM
     return _ROOTED_DIM if block == 1 else _ROOTED_DIM_OF_BLOCKS
 
 
 def _small_experts(model: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Return the sizes of few small experts, which the layout divides, where there are any.
+    """Return the model keys of few small experts that the layout divides; empty for a dense model.
 
-    As in the model, routers select some of the experts, from some of the groups, of which each has
-    more experts than the two that its score counts.
+    As in the given model, routers select some of the experts, from some of the groups; each group
+    has more experts than the two that its score counts.
     """
     if not model.experts:
         return {}
@@ -312,7 +329,7 @@ def _small_experts(model: ModelSpec, layout: Layout) -> dict[str, Any]:
 
 
 def _small_groups(model: ModelSpec) -> tuple[int, int]:
-    """Return the groups of few experts, and how many of them a token's are picked from."""
+    """Return the number of expert groups, and how many of them a token's experts come from."""
     groups, top_groups = model.expert_groups, model.top_groups
     if groups == 1:
         return 1, 1
@@ -322,7 +339,7 @@ def _small_groups(model: ModelSpec) -> tuple[int, int]:
 
 
 def _small_latent(model: ModelSpec) -> dict[str, Any]:
-    """Return the sizes of small latent vectors and of heads made of them, where there are any."""
+    """Return the model keys of small latent attention; empty for a model without it."""
     if not model.is_latent:
         return {}
     rotated = 8 if model.qk_rope_head_dim == model.qk_nope_head_dim else 4
@@ -338,7 +355,9 @@ def _small_latent(model: ModelSpec) -> dict[str, Any]:
 
 
 def _small_delta(model: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Return the sizes of few small heads of Gated DeltaNet, where there are any, of odd dims."""
+    """Return the model keys of few small Gated DeltaNet heads, of odd dims; empty for a model
+    without them.
+    """
     if not model.has_delta:
         return {}
     key_heads = round_up(min(model.delta_key_heads, 2), layout.tp)
@@ -355,7 +374,9 @@ def _small_delta(model: ModelSpec, layout: Layout) -> dict[str, Any]:
 
 
 def _small_mamba(model: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Return the sizes of few small heads of Mamba-2, where there are any, of odd dims."""
+    """Return the model keys of few small Mamba-2 heads, of odd dims; empty for a model without
+    them.
+    """
     if not model.has_mamba:
         return {}
     groups = math.gcd(model.mamba_groups, 2 * layout.tp)
@@ -375,7 +396,9 @@ def _small_mamba(model: ModelSpec, layout: Layout) -> dict[str, Any]:
 
 
 def _small_kinds(model: ModelSpec, train: TrainSpec, small: TrainSpec) -> tuple[LayerSpec, ...]:
-    """Return a layer of each kind, with windows that hide as large a share of small rows."""
+    """Return the model's kinds of layers, one each, with windows that hide the same share of the
+    short sequences.
+    """
     kinds = []
     for kind in model.layer_kinds:
         window = kind.window
@@ -389,7 +412,9 @@ def _small_kinds(model: ModelSpec, train: TrainSpec, small: TrainSpec) -> tuple[
 def _small_scaling(
     model: ModelSpec, train: TrainSpec, small: TrainSpec, head_dim: int
 ) -> RopeScaling | None:
-    """Return the scaling for small heads and rows, which are as long for longrope as they were."""
+    """Return the RoPE scaling for small heads and short sequences; with longrope, sequences stay on
+    the same side of the original context.
+    """
     scaling, pairs = model.rope_scaling, int(head_dim * model.rotary_pct) // 2
     if scaling is None or scaling.kind != "longrope" or pairs == 0:
         return scaling
@@ -405,7 +430,9 @@ def _small_scaling(
 
 
 def _head_dim(model: ModelSpec, sizes: Sequence[int]) -> int:
-    """Return a small head size of which an even part is rotated, none only if none was."""
+    """Return the first of `sizes` of which an even number of dims is rotated, and none only if the
+    model rotates none.
+    """
     for size in sizes:
         rotated = int(size * model.rotary_pct)
         if rotated % 2 == 0 and (rotated > 0) == (model.rotary_dim > 0):

@@ -1,4 +1,4 @@
-"""`smallest`: reduces a failing case to the smallest and plainest that still fails."""
+"""`smallest`: simplifies a failing case to the simplest one that still fails."""
 
 from __future__ import annotations
 
@@ -70,11 +70,12 @@ _SEQ_LENS: Final = (8, 16, 32)
 
 
 def smallest(case: Case, fails: Callable[[Case], bool], most_tries: int = MOST_TRIES) -> Case:
-    """Return the simplest case found that still fails, after at most so many tries.
+    """Return the simplest case that still fails (`fails(case)` is true), after at most `most_tries`
+    tries.
 
-    Each try simplifies one thing: a smaller degree, fewer microbatches, a policy or a flag off, an
-    even size. If the case still fails, it stays simplified. Repeats until nothing helps. Only legal
-    cases are tried.
+    Each try simplifies one thing: a smaller degree, fewer microbatches, a policy or flag turned
+    off, an even size. If the case still fails, it stays simplified. Repeats until nothing helps.
+    Only legal cases are tried.
     """
     tried = {case}
     has_changed = True
@@ -93,7 +94,9 @@ def smallest(case: Case, fails: Callable[[Case], bool], most_tries: int = MOST_T
 
 
 def _complexity(case: Case) -> int:
-    """Return a number that each simplification lowers: counts, and values that are not plain."""
+    """Return a measure that each simplification lowers: the sum of degrees and counts, and of
+    values that differ from the plainest.
+    """
     layout, model = case.layout, case.model
     counts = [*layout.mesh.shape, layout.ep, layout.microbatch, layout.virtual_stages, layout.zero]
     counts += [layout.folds, _microbatches(case), model.n_layers, model.n_heads, model.n_kv_heads]
@@ -111,7 +114,9 @@ def _complexity(case: Case) -> int:
 
 
 def _updates(case: Case) -> Iterator[_Update]:
-    """Yield simplifications, those that remove most first."""
+    """Yield changes that may simplify a case, largest first: keys by section, and
+    `microbatches`.
+    """
     layout, model = case.layout, case.model
     yield {"layout": {"etp": None}}
     yield from ({"layout": {"ep": n, "etp": None}} for n in range(1, layout.ep))
@@ -141,12 +146,14 @@ def _updates(case: Case) -> Iterator[_Update]:
 
 
 def _of_latent(model: ModelSpec) -> dict[str, int]:
-    """Return another size of heads where theirs is the sum of two parts, which may be odd."""
+    """Return a plain `head_dim` for a model that had latent attention, whose head size is a sum of
+    two parts.
+    """
     return {"head_dim": 8} if model.is_latent else {}
 
 
 def _updated(case: Case, update: _Update) -> Case | None:
-    """Return a case with an update, or None where that is not legal."""
+    """Return the case with a change; None if that is not legal."""
     changes = dict(update)
     microbatches = changes.pop("microbatches", _microbatches(case))
     layout = _settled(case.layout.model_copy(update=changes.pop("layout", {})))
@@ -164,7 +171,7 @@ def _updated(case: Case, update: _Update) -> Case | None:
 
 
 def _settled(layout: Layout) -> Layout:
-    """Return the layout without the policies of an axis that is gone."""
+    """Return the layout with default policies for each axis whose degree is 1."""
     update: dict[str, Any] = {}
     if layout.tp == 1:
         update |= {"sp": False}

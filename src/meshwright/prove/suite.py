@@ -1,4 +1,4 @@
-"""`Suite`: proves many cases on one set of ranks, and shares what they have in common."""
+"""`Suite`: proves many cases on one set of ranks, and caches the references that they share."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _KEPT: Final = 6
 
 
 def _in_full(case: Case, device: torch.device) -> Case:
-    """Return the case with products in full fp32, in which faults show that TF32 would hide."""
+    """Return the case with matmuls in full fp32 on GPUs, because TF32 would hide small faults."""
     if device.type == "cpu":
         return case
     return replace(case, train=case.train.model_copy(update={"matmul": "torch"}))
 
 
 class Suite:
-    """A rank's side of the proof of many cases.
+    """Proves cases one after the other, on this rank; all ranks call it with the same cases.
 
-    The reference is computed once for successive cases with the same model and batch.
+    `timeout_s` limits each collective. Cases with the same model and batch share a reference.
     """
 
     def __init__(self, world: World, timeout_s: float = 600.0) -> None:
@@ -45,7 +45,7 @@ class Suite:
         self._seeds: dict[Case, int] = {}
 
     def prove(self, case: Case) -> tuple[Verdict, ...]:
-        """Return all verdicts on a case; a collective, every rank returns the same."""
+        """Prove a case and return all its verdicts; a collective, every rank returns the same."""
         verdicts: tuple[Verdict, ...] = ()
         if case.layout.is_pipelined:
             order = prove_order(lower(case.model, case.train, case.optimizer, case.layout))
@@ -58,10 +58,11 @@ class Suite:
         return verdicts + prove_conformance(case, groups, world)
 
     def _told_apart(self, case: Case) -> Case:
-        """Return the case from the first seed with which rounding swaps no experts in fp32.
+        """Return the case with the first seed for which no router scores in fp32 are so close that
+        rounding could swap experts.
 
-        Two experts whose scores for a token differ by less than rounding are both right for it; but
-        which of them it is changes the model's function by far more than rounding.
+        Both experts would be right for the token; but the choice changes the model's output by far
+        more than rounding.
         """
         if case.model.experts == case.model.top_k:
             return case
@@ -76,7 +77,7 @@ class Suite:
         return case.from_seed(self._seeds[key])
 
     def _reference(self, case: Case) -> Reference:
-        """Return what one device computes."""
+        """Return the case's reference, cached if a recent case had the same."""
         key = _alone(case)
         reference = self._references.pop(key, None) or shared_reference(case, self._world)
         self._references[key] = reference  # the last in order: used last
@@ -86,7 +87,9 @@ class Suite:
 
 
 def _alone(case: Case) -> Case:
-    """Return what of a case matters to one device: of its layout, only what is rounded at once."""
+    """Return the case reduced to what determines one device's results, as a cache key: of the
+    layout, only the microbatch, and only in half precision.
+    """
     is_fp32 = case.train.precision == "fp32"
     layout = Layout(microbatch=1 if is_fp32 else case.layout.microbatch)
     return replace(case, layout=layout, refused=None, fsdp2=False)

@@ -1,4 +1,4 @@
-"""`Trial`: a layout's training steps on its ranks."""
+"""`Trial`: the training steps of a case's layout, on its ranks, with the engine under test."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ from meshwright.training.update import LossScale, evaluate, update
 
 
 class StepNumbers(NamedTuple):
-    """The mean loss of a step's global batch in nats, and the gradient's norm before clipping."""
+    """The mean loss over a step's global batch, in nats, and the gradient norm before clipping."""
 
     loss: float
     norm: float
 
 
 class Trial:
-    """A case's parallel model and optimizer, with their state after some steps."""
+    """This rank's parallel model and optimizer of a case, and the steps that they take.
+
+    All methods that compute or compare are collectives. `reference` gives the optimizer's settings
+    and the clipping. Tests use `fault` to break the model.
+    """
 
     def __init__(
         self,
@@ -57,7 +61,9 @@ class Trial:
         self._frozen = [(param, param.shard.clone()) for param in frozen]
 
     def step(self, step: int, look: Callable[[], None] = lambda: None) -> StepNumbers:
-        """Take a step, from 0; `look` is called after the gradients and before the update."""
+        """Take training step number `step`, from 0; `look` is called after the backward and before
+        the update.
+        """
         rate = learning_rate(step + 1, self._case.steps, self._reference.optimizer)
         set_learning_rate(self._optimizer, rate)
         rows = mine(make_batch(self._case, step), self._program, self._world)
@@ -74,12 +80,16 @@ class Trial:
         return StepNumbers(self._world.sum_on_host([done.loss.item()])[0], done.norm.item())
 
     def evaluation(self) -> float:
-        """Return the mean loss of the batches to evaluate, as `train` computes it."""
+        """Return the mean loss of the present weights on the evaluation batches, as `train`
+        computes it.
+        """
         batches = [mine(batch, self._program, self._world) for batch in evaluated(self._case)]
         return evaluate(self.parallel, batches, self._world)
 
     def gradient(self, param: GatheredParameter) -> Tensor | None:
-        """Return an existing gradient of the unscaled loss."""
+        """Return a parameter's gradient without the loss scale, sharded like the parameter; None if
+        there is none.
+        """
         stored, scaled = param.parameter.grad, param.gradient
         if stored is None or scaled is None:
             return None
@@ -87,14 +97,15 @@ class Trial:
 
     @torch.no_grad()
     def added(self, param: GatheredParameter) -> Tensor:
-        """Return the sum of all updates to a weight since the start."""
+        """Return a parameter's present minus initial values, fp32, sharded like the parameter."""
         start = self._starts[self._place(param)]
         return _like(param.parameter, param.shard.float() - start.float())
 
     def state(self, key: str) -> Callable[[GatheredParameter], Tensor | None]:
-        """Return a function of a key that gives a weight's optimizer state, or None.
+        """Return a function that returns a parameter's optimizer state of this key, such as
+        "exp_avg"; None for a parameter without it.
 
-        The state is as `comparable` returns it.
+        The state is converted by `optimizer.comparable`.
         """
 
         def of(param: GatheredParameter) -> Tensor | None:
@@ -104,7 +115,7 @@ class Trial:
         return of
 
     def miscorrected(self, exact: Mapping[str, Tensor]) -> list[Difference]:
-        """Return this rank's router corrections that differ in any bit."""
+        """Return this rank's router corrections that differ from the reference's in any bit."""
         wrong = []
         for stage, module in self.parallel.modules.items():
             for name, buffer in module.named_buffers():
@@ -114,7 +125,9 @@ class Trial:
         return wrong
 
     def thawed(self) -> list[str]:
-        """Return the frozen weights that have a gradient or have changed in any bit."""
+        """Return the names of this rank's frozen parameters that have a gradient or changed in any
+        bit.
+        """
         return [
             param.name
             for param, start in self._frozen
@@ -126,9 +139,10 @@ class Trial:
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a shard as the part of a whole that a parameter's own shard is.
+    """Return a local shard as a DTensor with the placements of a parameter; unchanged if the
+    parameter is a plain tensor.
 
-    Callers compute with plain tensors: for each operation on DTensors, torch searches for
+    Callers compute with local tensors: for each operation on DTensors, torch searches for
     placements anew on each mesh, which takes a tenth of a second on three axes.
     """
     if not isinstance(parameter, DTensor):

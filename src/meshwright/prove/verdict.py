@@ -1,4 +1,6 @@
-"""`Verdict`: one claim, with expected and observed values, and where they diverge. No torch."""
+"""`Verdict`: the result of checking one claim about a layout, and the place of the first
+difference. No torch.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ Quantity = Literal[
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two computations first differ, in the order in which a step computes.
+    """The place where a parallel run first differs from one device, in the order of computation.
 
-    `quantity` is of `tensor`: a parameter's name, or for an output the module's. `rank` is the
-    first rank whose own shard differs; `microbatch` the first whose contribution does, and
-    `data_rank` the first whose rows do, None if each alone agrees. `step`, from 1, is the first
-    step with a difference, if the search continued after the first step's gradients.
+    `quantity` says what of `tensor` differs; `tensor` is a parameter's name, or a module's for an
+    output. `rank` is the first rank whose own shard differs. `microbatch` and `data_rank` are the
+    first whose sequences alone give a wrong gradient; None if each alone is right. `step`, from 1,
+    is the first step that differs, if the first step's gradients agree.
     """
 
     tensor: str
@@ -51,7 +53,9 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One claim compared with what was observed; `observed` and `expected` are numbers or texts."""
+    """The result of checking one claim about a layout: expected and observed numbers or texts, and
+    whether they agree.
+    """
 
     claim: str
     layout: Mapping[str, Any]
@@ -63,7 +67,9 @@ class Verdict:
 
     @property
     def error(self) -> float | None:
-        """The number that was compared with the tolerance; None if there is none."""
+        """The relative error that was compared with the tolerance, the largest of several; None if
+        the claim has no tolerance.
+        """
         if self.tolerance is None:
             return None
         if isinstance(self.observed, list | tuple):  # not a text: that is a number beyond JSON
@@ -71,13 +77,13 @@ class Verdict:
         return float(self.observed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready values; a number that is not finite becomes a text."""
+        """Return the verdict as JSON-ready values; NaN and infinities become strings."""
         ready: dict[str, Any] = _finite(asdict(self))
         return ready
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Verdict:
-        """Return the verdict that `as_dict` made values of."""
+        """Return the verdict that `as_dict` converted."""
         where = values["first_divergence"]
         if where is not None:
             where = Divergence(**{**where, "error": float(where["error"])})
@@ -87,7 +93,7 @@ class Verdict:
 
 
 def relative_error(actual: float | str, expected: float | str) -> float:
-    """Return the error of a number, relative to the expected one."""
+    """Return `|actual - expected| / |expected|`; strings such as "nan" are read as numbers."""
     actual, expected = float(actual), float(expected)
     return abs(actual - expected) / max(abs(expected), 1e-12)
 

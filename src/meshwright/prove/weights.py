@@ -1,4 +1,4 @@
-"""Weights that expose faults; the usual initial weights hide some.
+"""Initial weights that make faults visible, which usual initial weights hide.
 
 In a new model, biases are zero and norms one, so a rank that never received them looks right. With
 its small matrices, attention is uniform and all logits are nearly equal, so half of the backward
@@ -28,7 +28,8 @@ _EMBED_STD = 0.25
 
 
 def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) -> Tensor:
-    """Return a whole parameter, fp32 on the CPU, from a seed of its own.
+    """Return the whole initial value of one parameter, fp32 on the CPU, from a generator seeded by
+    its name.
 
     Most matrices preserve the size of their input; those of queries and keys enlarge it, and those
     that write to the residual stream halve it. An adapter adds half the size of its input, whatever
@@ -60,12 +61,12 @@ def _std(name: str, shape: Sequence[int], spec: ModelSpec) -> float:
 
 
 def logits_std(spec: ModelSpec) -> float:
-    """Return the approximate standard deviation of a model's logits."""
+    """Return the approximate standard deviation of the model's logits with these weights."""
     return _EMBED_STD * math.sqrt(spec.dim) if spec.tie_embeddings else 1.0
 
 
 def telling(spec: ModelSpec, seed: int) -> Source:
-    """Return the source of such weights, for `build`."""
+    """Return a function that returns any region of these weights, as `parallel.build` takes it."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         return cut(telling_weight(name, shape, spec, seed), region)
@@ -74,13 +75,15 @@ def telling(spec: ModelSpec, seed: int) -> Source:
 
 
 def whole_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
-    """Return all of these weights, whole, by name in the order of the model."""
+    """Return all parameters, whole, by name in the model's order; without padding of the
+    vocabulary.
+    """
     weight_parts = parts(unpadded(spec))
     return {part.name: telling_weight(part.name, part.shape, spec, seed) for part in weight_parts}
 
 
 def whole_buffers(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
-    """Return the model's buffers."""
+    """Return the model's buffers (such as router corrections), whole, by name."""
     return {
         buffer.name: telling_weight(buffer.name, buffer.shape, spec, seed)
         for buffer in buffers(spec)

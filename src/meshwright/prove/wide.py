@@ -1,6 +1,6 @@
-"""What must stay in fp32 in half precision: sums of gradients, their norm, master weights.
+"""Checks that half precision keeps gradient sums, the gradient norm and master weights in fp32.
 
-The rounding of products would hide it if these were rounded, too, so each has its own check.
+The rounding of matmuls would hide it if these were rounded, too, so each has its own check.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ _MOST_ROUNDED = 0.25
 def prove_sums(
     case: Case, groups: Groups, world: World, fault: Fault | None = None
 ) -> Iterator[Verdict]:
-    """Yield the verdict on the sums of gradients over microbatches and ranks; a collective.
+    """Check that gradients are summed over microbatches and ranks in fp32, and yield the verdict; a
+    collective.
 
     The gradients of the even and of the odd microbatches are computed separately, with the same
     scale for each token: both are rounded as in the whole step, so their sum is its gradient. If
-    ranks divide the experts, one product computes the gradients of all ranks' microbatches, so only
+    ranks share the experts, one matmul computes the gradients of all ranks' microbatches, so only
     consecutive microbatches of a rank are separated. Router losses, which also count tokens without
     a target, are left out. Yields nothing for an odd number of microbatches, if
-    `train.reduce_dtype` allows rounded sums, or if float8 products have a scale that depends on all
+    `train.reduce_dtype` allows rounded sums, or if float8 matmuls have a scale that depends on all
     rows.
     """
     alone = {"router_aux_loss": 0.0, "router_z_loss": 0.0}
@@ -82,7 +83,7 @@ def prove_sums(
 
 
 def _taken(param: GatheredParameter) -> Tensor | None:
-    """Return a gradient's shard in memory of its own, and let go of it."""
+    """Return a copy of this rank's gradient of a parameter in fp64, and clear the gradient."""
     gradient = param.gradient
     param.parameter.grad = None
     return None if gradient is None else gradient.detach().clone().double()
@@ -95,7 +96,7 @@ def _without(batch: Batch, rows: Tensor) -> Batch:
 
 
 def _off(total: Tensor | None, a: Tensor | None, b: Tensor | None) -> float:
-    """Return how far `a + b` is from the whole, relative to what is summed."""
+    """Return the distance of `a + b` from `total`, relative to the sum of their norms."""
     if total is None or a is None or b is None or not total.numel():
         return 0.0 if total is a is b or (total is not None and not total.numel()) else math.inf
     off = (total - a - b).norm().item() / max((a.norm() + b.norm()).item(), 1e-300)
@@ -105,7 +106,9 @@ def _off(total: Tensor | None, a: Tensor | None, b: Tensor | None) -> float:
 def gathered_norm(
     parallel: Parallel, gradient: Callable[[GatheredParameter], Tensor | None], world: World
 ) -> float:
-    """Return the norm of the whole gradients, each tensor of the model once."""
+    """Gather all gradients, and return the norm of the whole gradient, each parameter counted once;
+    a collective.
+    """
     squares: dict[str, float] = {}
     for param, tensor in on_stages(parallel, gradient):
         squares[param.name] = 0.0 if tensor is None else tensor.double().square().sum().item()
@@ -116,9 +119,10 @@ def gathered_norm(
 
 
 def rounded_shares(parallel: Parallel, case: Case, world: World) -> tuple[float, float]:
-    """Return the least and largest share of a shard's weights that half precision can represent.
+    """Return the smallest and largest share, over all shards, of weights that half precision
+    represents exactly.
 
-    Zeros do not count: biases of an expert that got no token are as they began.
+    Zeros do not count, since biases of an expert without tokens stay at their initial value.
     """
     half, shares = DTYPES[case.train.precision], list[float]()
     for param in parallel.trained:
@@ -132,9 +136,11 @@ def rounded_shares(parallel: Parallel, case: Case, world: World) -> tuple[float,
 def wide_verdicts(
     case: Case, norms: tuple[float, float], shares: tuple[float, float]
 ) -> Iterator[Verdict]:
-    """Yield the verdicts on the norm, as reported and as gathered, and on the masters, if any.
+    """Yield the verdicts on the gradient norm, and on the master weights: in fp32, or in bf16
+    without masters.
 
-    `shares` are the least and the largest one of weights that half precision can represent.
+    `norms` are (reported by the step, computed from gathered gradients), `shares` as
+    `rounded_shares` returns them.
     """
     layout = case.layout.model_dump(mode="json")
     reported, gathered = norms

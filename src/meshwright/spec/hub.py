@@ -1,8 +1,9 @@
-"""Models and tokenizers by their ids on the Hugging Face Hub: `owner/name[@REVISION]`.
+"""Finds models and tokenizers by their ids on the Hugging Face Hub: `owner/name[@REVISION]`.
 
 Files are downloaded by `huggingface_hub` into its cache, which other libraries share. It alone
 reads the environment: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. A commit's files never
-change, so what a pinned id names is downloaded once, and read without a network from then on.
+change, so the files of an id with a commit are downloaded once, and read without a network from
+then on.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _ADAPTERS: Final = "adapter_model.safetensors"
 
 
 class HubId(NamedTuple):
-    """A repository of the Hub, and a branch, tag or commit of it."""
+    """A repository on the Hub (`owner/name`), with a branch, tag or commit."""
 
     repository: str
     revision: str = "main"
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, whose files never change."""
+        """Whether the revision is a full commit hash, whose files never change."""
         return _COMMIT.fullmatch(self.revision) is not None
 
     def __str__(self) -> str:
@@ -52,10 +53,10 @@ class HubId(NamedTuple):
 
 
 def hub_id(text: str | Path) -> HubId | None:
-    """Return the id that a text is; None for a path.
+    """Return the Hub id that a text stands for; None if it is a path.
 
-    A text is a path if there is such a file or folder, or without a revision at least the folder
-    that it would be in, and if it ends like a file. So a local folder always wins.
+    It is a path if such a file or folder exists, if its parent folder exists (and it has no
+    `@REVISION`), or if it ends like a file's name. So a local folder always takes precedence.
     """
     match = _ID.fullmatch(str(text))
     if match is None or _FILE.search(match[1]):
@@ -75,12 +76,13 @@ def repository_name(text: str) -> str:
 
 
 def is_model(word: str) -> bool:
-    """Whether a word that names a model is an id, and no preset's name on the Hub."""
+    """Whether a word is a Hub id of a model for which there is no preset."""
     return hub_id(word) is not None and preset_of(word) is None
 
 
 def pinned(text: str) -> str:
-    """Return an id as `owner/name@COMMIT`, its revision's newest commit; a path as it is.
+    """Return `owner/name@COMMIT` for a Hub id, with the newest commit of its revision; a path
+    unchanged.
 
     Raises `ConfigError` if the Hub cannot be reached and the cache does not know the revision.
     """
@@ -91,20 +93,21 @@ def pinned(text: str) -> str:
 
 
 def folder_of(text: str | Path) -> Path:
-    """Return the folder of a model or tokenizer: the path itself, or an id's folder in the cache.
+    """Return the local folder of a model or tokenizer: a path unchanged, a Hub id's folder in the
+    cache.
 
-    Of an id's files, all but the weights are downloaded if they are not in the cache. Raises
-    `ConfigError` if that fails.
+    Downloads the id's files except for weights, unless they are in the cache. Raises `ConfigError`
+    if that fails.
     """
     identifier = hub_id(text)
     return Path(text) if identifier is None else _small_files(identifier)
 
 
 def folder_with_weights(text: str | Path, say: Say | None = None) -> Path:
-    """Return `folder_of` a model, with its safetensors files.
+    """Return the local folder of a model, as `folder_of` does, with its safetensors files.
 
-    `say` gets a sentence with the size before a download. Raises `ConfigError` if that fails, or
-    if the repository has no safetensors files.
+    `say` receives a sentence with the size before a download. Raises `ConfigError` if the download
+    fails, or if the repository has no safetensors files.
     """
     identifier = hub_id(text)
     if identifier is None:
@@ -128,7 +131,7 @@ def folder_with_weights(text: str | Path, say: Say | None = None) -> Path:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the files with the weights of the model or adapters in a folder."""
+    """Return the names of the safetensors files that a folder's model or adapters need."""
     if (folder / _INDEX).is_file():
         try:
             stated = json.loads(read_text(folder / _INDEX))["weight_map"].values()
@@ -148,7 +151,9 @@ def _small_files(identifier: HubId) -> Path:
 
 
 def _snapshot(identifier: HubId, names: Sequence[str], *, is_quiet: bool) -> Path:
-    """Return an id's folder in the cache, after a download of those files that are not in it."""
+    """Return the id's folder in the cache, after downloading those of the named files that it
+    lacks.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -169,7 +174,7 @@ def _snapshot(identifier: HubId, names: Sequence[str], *, is_quiet: bool) -> Pat
 
 
 def _sizes(commit: HubId) -> dict[str, int]:
-    """Return the size of each file of a commit."""
+    """Return the size in bytes of each file of a commit, by name."""
     from huggingface_hub import HfApi
 
     try:
@@ -192,7 +197,7 @@ def _no_safetensors(commit: HubId, names: Sequence[str], stored: Sequence[str]) 
 
 
 def _problem(identifier: HubId, error: Exception) -> str:
-    """Word a failed download, and what helps."""
+    """Return the error message for a failed download, with what the user can do about it."""
     from huggingface_hub import constants, errors
 
     name = identifier.repository

@@ -54,10 +54,10 @@ def delta_step_flops(heads: int, key_dim: int, value_dim: int) -> float:
 
 
 def state_space_flops(heads: int, groups: int, key_dim: int, value_dim: int) -> float:
-    """Return those of Mamba-2's recurrence as `models.state_space` computes it.
+    """Return the FLOPs per token of Mamba-2's recurrence as `models.state_space` computes it.
 
-    Products of queries and keys of a chunk, which the heads of a group share; of each head their
-    product with what tokens write, and two products with the state.
+    Matmuls of queries and keys within a chunk, which the heads of a group share; for each head,
+    their matmul with the values, and two matmuls with the state.
     """
     by_head = 4 * key_dim * value_dim + 2 * CHUNK * value_dim
     return float(heads * by_head + groups * 2 * CHUNK * key_dim)

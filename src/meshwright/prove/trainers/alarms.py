@@ -1,7 +1,8 @@
-"""Alarms without a reference: what must hold in any step of any trainer.
+"""Checks of any training step without a reference: copies of a gradient are equal, and all
+gradients exist and are finite.
 
-Copies that should be equal have the same sum with fixed signs. So ranks exchange two numbers for
-each parameter, in one collective for each checked step.
+Equal copies have equal sums under fixed random signs. So ranks exchange two numbers per parameter,
+in one collective per checked step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SIGNS: Final = 4096  # a gradient is read in rows of so many elements
 
 
 class ReplicaAlarms:
-    """Checks the gradients of every `interval`-th step before its update.
+    """Checks the gradients of every `interval`-th step before its optimizer update.
 
     `alarms` has what was said, on every rank: gradients that should be equal and differ, parameters
     that no rank has a gradient of, gradients that are all zero or not finite, ranks that clip by
@@ -56,7 +57,7 @@ class ReplicaAlarms:
         self.alarms = list[str]()
 
     def start(self) -> None:
-        """Check before each update from now on; a collective."""
+        """Install the hooks: from now on, gradients are checked before the update. A collective."""
         parameters = self._reader.parameters()
         self._names, self._parameters = list(parameters), list(parameters.values())
         known = []
@@ -72,7 +73,7 @@ class ReplicaAlarms:
         self._stack.enter_context(around_clipping(self._clips))
 
     def stop(self) -> None:
-        """Check no more."""
+        """Remove the hooks."""
         self._stack.close()
 
     def finish(self) -> None:
@@ -164,9 +165,9 @@ class ReplicaAlarms:
 
 
 class CopyGroups:
-    """Which gradients of all ranks are copies of one another, and what is wrong with them.
+    """Groups the gradients of all ranks that must be copies of one another, and checks them.
 
-    `known` has (name, place, tolerance) of each parameter, by rank; copies have the same name and
+    `known` has (name, place, tolerance) per parameter and rank; copies have the same name and
     place.
     """
 
@@ -231,16 +232,18 @@ class CopyGroups:
 
 
 def random_signs(count: int) -> Tensor:
-    """Return the same 1s and -1s everywhere, as fp32."""
+    """Return `count` random 1s and -1s in fp32, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 2, (count,), generator=generator).float() * 2 - 1
 
 
 def signed_sum(gradient: Tensor, signs: Tensor) -> Tensor:
-    """Return a sum of all elements with fixed signs: gradients that differ by d, by about |d|.
+    """Return the sum of all elements of a gradient, each times a fixed sign: for gradients that
+    differ by d, it differs by about |d|.
 
-    The signs of a row's elements and of the rows are multiplied, so that it is one pass over the
-    gradient, and no signs as large as the gradient are held.
+    An element's sign is the product of the sign of its column and that of its row, with rows of
+    `len(signs)` elements: so one pass suffices, and no tensor of signs as large as the gradient is
+    needed.
     """
     flat = gradient.flatten()
     rows = flat.numel() // len(signs)
@@ -253,9 +256,10 @@ def signed_sum(gradient: Tensor, signs: Tensor) -> Tensor:
 
 
 def _place(parameter: Tensor) -> tuple[int, ...]:
-    """Return a rank's coordinates on the axes that shard a parameter, and the local sizes.
+    """Return this rank's coordinates on the axes that shard a parameter, and the local shape;
+    copies have equal ones.
 
-    Plain tensors of one size are copies.
+    Plain tensors of equal shape count as copies.
     """
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape)

@@ -1,4 +1,6 @@
-"""Finds the models of a program that nobody has changed: those that a training forward calls."""
+"""Finds the models that an unchanged program trains, by watching which modules it calls with
+gradients on.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,11 @@ def attach(
     at_end: Callable[[TrainerWatch], None],
     reduction: Reduction | None = None,
 ) -> Callable[[], None]:
-    """Watch the models that a program trains; return a function that ends the watch early.
+    """Watch the models that a program trains, and return a function that ends the watch early.
 
     A model is compared after `steps` steps, or before the program trains another model, destroys
-    its process group or exits. The next one is watched if it is right. Then, or if there is no
-    other, every rank calls `at_end`.
+    its process group or exits. If it agrees, the next model is watched. After the last comparison,
+    every rank calls `at_end`.
     """
     finder = _ModelFinder(folder, steps, reference, say, at_end, reduction)
     finder.start()
@@ -41,7 +43,9 @@ def attach(
 
 
 class _ModelFinder:
-    """Stands in for `nn.Module.__call__` until a model is judged."""
+    """Replaces `nn.Module.__call__` to find the models that a program trains, until one is
+    compared.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,9 @@ class _ModelFinder:
         self._stack = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Look at each call of a module, and at the program's end."""
+        """Replace `nn.Module.__call__` and `destroy_process_group`, and register for the program's
+        exit.
+        """
         original = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +91,7 @@ class _ModelFinder:
         self._stack.callback(atexit.unregister, self._exit)
 
     def finish(self) -> None:
-        """Compare what the model has done so far, and look no further."""
+        """Restore the replaced functions, and compare the steps recorded so far."""
         self._stack.close()
         if self._watched is not None and self._watched.is_on:
             self._watched.finish()
@@ -99,7 +105,7 @@ class _ModelFinder:
             self.finish()
 
     def _meet(self, module: nn.Module) -> None:
-        """Watch a model, unless the one before it is still being watched."""
+        """Begin to watch a model that is called, unless another one is still being watched."""
         if self._watched is not None and not self._is_over(self._watched, module):
             return
         self._watched = TrainerWatch(
@@ -117,7 +123,9 @@ class _ModelFinder:
         self._watched.start()
 
     def _is_over(self, before: TrainerWatch, module: nn.Module) -> bool:
-        """Whether the watch of `before` is over; compares `before` unless a step is pending."""
+        """Whether the watch of another model ends because `module` is called; if so, compares that
+        model first, unless nothing trained it.
+        """
         if before.root is module or not before.is_on:
             return False
         if before.drop():
@@ -130,7 +138,9 @@ class _ModelFinder:
         return self._watched is None
 
     def _compared(self, watched: TrainerWatch) -> None:
-        """Go on to the next model after one that is right; end with any other."""
+        """After the comparison of a model: if it agreed and the program trains another one, go on
+        with that; else call `at_end`.
+        """
         if self._moves_on:
             is_right = everyones(watched.verdict is not None and watched.verdict.passed)[0]
             if is_right:
@@ -148,9 +158,10 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 class WatchCallback:
-    """A callback for the `Trainer` of transformers, and for TRL's: proves its first steps.
+    """A callback for the `Trainer` of transformers and of TRL that compares its first steps with
+    one process.
 
-    Give it to the trainer's `callbacks`. The arguments are those of `watch`; `verdict` is None
+    Pass it in the trainer's `callbacks`. The arguments are those of `watch`. `verdict` is None
     until the steps are compared, and on other ranks than 0.
     """
 
@@ -168,7 +179,7 @@ class WatchCallback:
         self.verdict: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look for the model that the trainer calls."""
+        """Begin to look for the model that the trainer calls."""
         self._finish = attach(
             self._folder,
             steps=self._steps,
@@ -178,7 +189,7 @@ class WatchCallback:
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare the steps of a run that took fewer."""
+        """Compare the recorded steps, if the run took fewer than `steps`."""
         self._finish()
 
     def _keep(self, watched: TrainerWatch) -> None:
@@ -187,7 +198,7 @@ class WatchCallback:
             self._say(line)
 
     def __getattr__(self, name: str) -> Any:
-        """Do nothing at the trainer's other events."""
+        """Return a function that does nothing, for the trainer's other events."""
         if name.startswith("on_"):
             return lambda *args, **kwargs: None
         raise AttributeError(name)

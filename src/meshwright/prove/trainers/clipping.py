@@ -1,4 +1,4 @@
-"""Wraps the functions that clip gradients, wherever a program has imported them."""
+"""Wraps the functions that clip gradients, in every module that has imported them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _CLIPPERS: Final = (
 def around_clipping(
     around: Callable[[Callable[[], Any], float, Sequence[Tensor] | None], Any],
 ) -> Iterator[None]:
-    """Call `around(clip, max_norm, parameters)` in place of torch's clipping, wherever imported.
+    """Inside the `with` block, replace torch's gradient clipping by `around(clip, max_norm,
+    parameters)`, in every module that imported it.
 
-    `parameters` is None where the norm isn't that of the parameters that are given.
+    `clip()` clips, and returns the norm. `parameters` is None if the norm counts others than the
+    parameters of the call.
     """
     homes = [(sys.modules.get(home), name) for home, name in _CLIPPERS]
     originals = [getattr(home, name) for home, name in homes if hasattr(home, name)]
@@ -66,11 +68,11 @@ def around_clipping(
 
 
 def full(tensor: Any) -> Tensor:
-    """Return the whole of a DTensor, a plain tensor as it is."""
+    """Return the whole tensor of a DTensor (a collective); a plain tensor unchanged."""
     gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
 def number_of(value: Any) -> float:
-    """Return a norm as a number; a collective if it is a DTensor."""
+    """Return a norm, a number or tensor, as a float; a collective for a DTensor."""
     return float(full(value)) if isinstance(value, Tensor) else float(value)

@@ -1,7 +1,7 @@
-"""Names the fault of one wrong tensor: which simple mistake makes exactly these values.
+"""Names the fault of a wrong gradient: the simple mistake that gives exactly these values.
 
-A hypothesis is a combination of the reference's contributions (by microbatch and data rank), or of
-the ranks' copies. It is the fault's name if what is left is rounding. A ratio of norms alone would
+A hypothesis is a weighted sum of the reference's contributions (by microbatch and data rank), or of
+the ranks' copies. It names the fault if it leaves only rounding. A ratio of norms alone would
 mislead: a partial gradient has any ratio.
 """
 
@@ -45,10 +45,10 @@ _NEAR: Final = 2e-3
 
 @dataclass(frozen=True)
 class NamedFault:
-    """What is wrong with a tensor.
+    """What is wrong with one tensor.
 
-    `axes` are the mesh axes that the fault is of, `ratio` the factor that remains, and `ranks`
-    those whose copy is wrong. `how` completes the sentence "the gradient of X ...".
+    `how` completes the sentence "the gradient of X ...". `axes` are the mesh axes on which the
+    mistake is, `ratio` a factor that remains, and `ranks` those whose copy is wrong.
     """
 
     kind: FaultKind
@@ -59,18 +59,22 @@ class NamedFault:
 
     @property
     def is_explained(self) -> bool:
-        """Whether a hypothesis matches up to rounding."""
+        """Whether a simple mistake gives these values, up to rounding."""
         return self.kind not in ("wrong", "replicas differ")
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """What faults of one cause share."""
+        """A key that faults with one cause share."""
         ratio = None if self.ratio is None else round(self.ratio, 2)
         return self.kind, self.axes, ratio
 
 
 class _Hypothesis(NamedTuple):
-    """A fault's kind, the weight of each contribution, and the sentence's end."""
+    """A possible mistake: its kind, the weight of each contribution in the gradient, and the end of
+    its sentence.
+
+    `is_scaled`: any factor is part of the mistake.
+    """
 
     kind: FaultKind
     weights: tuple[float, ...]
@@ -81,10 +85,10 @@ class _Hypothesis(NamedTuple):
 
 @dataclass(frozen=True)
 class Namer:
-    """Names the faults of tensors of one step; `scale` turns the contributions' sum into exact.
+    """Names the faults of one step's gradients.
 
-    `previous` has the gradients of the step before. `bound` of a tensor is its
-    tolerance, relative to its size.
+    `scale` times the contributions' sum is the right gradient. `previous` has the gradients of the
+    step before.
     """
 
     axes: Sequence[MeshAxis]
@@ -93,7 +97,9 @@ class Namer:
     previous: Mapping[str, GatheredTensor] = field(default_factory=dict)
 
     def name(self, tensor: str, gathered: GatheredTensor, bound: float) -> NamedFault:
-        """Return the fault of a gradient that differs from the reference."""
+        """Return the fault of a gradient that differs from the reference; `bound` is its tolerance,
+        relative to its norm.
+        """
         by_rank = gathered.by_rank()
         absent = [rank for rank, value in by_rank.items() if value is None]
         if absent:
@@ -120,7 +126,9 @@ class Namer:
         wrong: tuple[int, ...],
         left: float,
     ) -> NamedFault:
-        """Name a fault of copies that should be equal: by their sum over an axis, or by rank."""
+        """Name the fault of copies that should be equal and are not: by their sum over a mesh axis,
+        or rank by rank.
+        """
         unsharded = [axis for axis in self.axes if axis.name not in gathered.sharded_over]
         for axis in axes_and_products(unsharded):
             fault = _sum_over(axis, values, exact, left)
@@ -142,7 +150,10 @@ class Namer:
     def _of_equal(
         self, tensor: str, value: Tensor, ranks: tuple[int, ...], left: float
     ) -> NamedFault:
-        """Name the fault of one value by the combination of contributions that it is."""
+        """Name the fault of one value: the first hypothesis that fits it up to rounding.
+
+        `left` is the largest residual of a fit, relative to the value's norm.
+        """
         for guess in self._hypotheses():
             pattern = self.replayed.summed(tensor, guess.weights) * self.scale
             ratio, residual = _fitted(value, pattern)
@@ -167,7 +178,11 @@ class Namer:
         return NamedFault("wrong", how, ranks)
 
     def _has_previous(self, tensor: str, rank: int, excess: Tensor, left: float) -> bool:
-        """Whether an excess is a multiple of the gradient of the step before, which was clipped."""
+        """Whether `excess`, the value minus the right gradient, is a positive multiple of the
+        previous step's gradient.
+
+        A multiple, because that gradient was clipped.
+        """
         gathered = self.previous.get(tensor)
         before = None if gathered is None else gathered.by_rank().get(rank)
         if before is None or before.shape != excess.shape or not before.isfinite().all():
@@ -180,7 +195,7 @@ class Namer:
         return len({part.microbatch for part in self.replayed.contributions})
 
     def _hypotheses(self) -> Iterator[_Hypothesis]:
-        """Yield what may have happened to the contributions, the simplest first."""
+        """Yield the hypotheses about the contributions, simplest first."""
         parts = self.replayed.contributions
         places = sorted({part.microbatch for part in parts})
         data_ranks = sorted({part.data_rank for part in parts})
@@ -205,7 +220,9 @@ class Namer:
         yield from self._local_counts()
 
     def _summed_again(self, places: Sequence[int]) -> Iterator[_Hypothesis]:
-        """Yield the power series of sums that each microbatch repeats, over each axis."""
+        """Yield hypotheses in which every microbatch sums or averages the accumulated gradient over
+        a mesh axis again.
+        """
         last = places[-1]
         for axis in axes_and_products(self.axes):
             for factor, verb in ((axis.size, "summed"), (1 / axis.size, "averaged")):
@@ -216,7 +233,9 @@ class Namer:
                 yield _Hypothesis("summed again", weights, how, (axis.name,))
 
     def _local_counts(self) -> Iterator[_Hypothesis]:
-        """Yield means over local numbers of targets, in place of the global number."""
+        """Yield hypotheses in which the loss is divided by a local number of targets in place of
+        the global one.
+        """
         parts = self.replayed.contributions
         if not all(part.targets for part in parts):
             return
@@ -240,7 +259,9 @@ class Namer:
 def _sum_over(
     axis: MeshAxis, values: Mapping[int, Tensor], exact: Tensor, left: float
 ) -> NamedFault | None:
-    """Return the fault that copies have whose sum over an axis is the reference, or a multiple."""
+    """Return the fault "a sum (or an average) over this axis is missing", if the copies' sum over
+    the axis is a multiple of the reference; else None.
+    """
     ratios = []
     for group in axis.groups:
         copies = [values[rank] for rank in group if rank in values]
@@ -267,7 +288,11 @@ def _sum_over(
 def factor_of(
     ratio: float, axes: Sequence[MeshAxis], microbatches: int
 ) -> tuple[tuple[str, ...], str]:
-    """Return the axes whose sizes' product a ratio is, and the end of a sentence about it."""
+    """Return the axes whose size, or product of sizes, explains a ratio or its inverse, and the end
+    of a sentence about it.
+
+    No axes if none fits.
+    """
     sizes = {axis.name: axis.size for axis in axes_and_products(axes)}
     if microbatches > 1:
         sizes["the number of microbatches"] = microbatches
@@ -284,7 +309,9 @@ def factor_of(
 
 
 def _fitted(value: Tensor, pattern: Tensor) -> tuple[float, float]:
-    """Return the best multiple of a pattern, and what it leaves as a share of the value."""
+    """Return the least-squares multiple of `pattern`, and the norm of what it leaves, relative to
+    the value's norm.
+    """
     size, square = value.norm().item(), pattern.square().sum().item()
     if not size or not square:
         return 0.0, 1.0
@@ -299,7 +326,9 @@ def _distance(value: Tensor, exact: Tensor) -> float:
 
 
 def _spread(values: Mapping[int, Tensor]) -> float:
-    """Return the largest distance of a copy from the first, relative to the largest."""
+    """Return the largest distance of a copy from the first one, relative to the largest copy's
+    norm.
+    """
     first, *copies = values.values()
     size = max(value.norm().item() for value in values.values())
     far = max((torch.dist(value, first).item() for value in copies), default=0.0)
@@ -311,7 +340,7 @@ def _term(power: float, place: int) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Return ranks as "0, 1, 2", the middle of many left out."""
+    """Return ranks as "0, 1, 2"; of more than eight, the first two and the last."""
     if len(ranks) <= 8:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"

@@ -1,8 +1,9 @@
-"""Reads whole parameters and gradients from any engine's model, and the axes of its meshes.
+"""Reads whole parameters and gradients from the model of any engine, and the axes of its device
+meshes.
 
-`full_tensor()` of a DTensor communicates over the axes that shard it, and believes the label
-"Replicate" on the others. So every rank calls it and keeps its own result: ranks that should hold
-the same can then be compared.
+`full_tensor()` of a DTensor communicates over the axes that shard it, and trusts the placement
+"Replicate" on the others. So every rank calls it and keeps its own result: copies that should be
+equal can then be compared.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SEQUENCE_AXES: Final = {"cp", "context", "context_parallel", "sequence", "ulysse
 
 
 def wrapped_in(module: nn.Module) -> nn.Module | None:
-    """Return the module inside of DDP, FSDP1, a checkpoint, torch.compile or an engine."""
+    """Return the module that a wrapper holds: DDP, FSDP1, a checkpoint wrapper, torch.compile or an
+    engine; None if `module` is no wrapper.
+    """
     for name in ("module", *_WRAPPERS):
         inner = module._modules.get(name)
         is_wrapper = name != "module" or isinstance(module, DistributedDataParallel)
@@ -46,7 +49,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def clean_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by the names that they have without wrappers."""
+    """Return a model's parameters by their names without the parts that wrappers add."""
     return {_clean_name(model, name): p for name, p in model.named_parameters()}
 
 
@@ -61,7 +64,9 @@ def _clean_name(model: nn.Module, name: str) -> str:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor on the host, as this rank sees it; a collective if sharded."""
+    """Return a copy of the whole tensor on the CPU, as this rank sees it; a collective for a
+    DTensor.
+    """
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
@@ -69,7 +74,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def sharding_axes(tensor: Tensor) -> tuple[str, ...]:
-    """Return the names of the mesh axes that shard a tensor; none if it is a plain one."""
+    """Return the names of the mesh axes that shard a tensor; empty for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     names = _axis_names(tensor.device_mesh)
@@ -81,7 +86,9 @@ def sharding_axes(tensor: Tensor) -> tuple[str, ...]:
 
 
 class ModelReader:
-    """Reads a model's parameters by name, whichever engine holds them."""
+    """Reads a model's whole parameters and gradients by name, from DDP, FSDP1, FSDP2, DTensor,
+    Megatron or DeepSpeed.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.root, self.model = model, unwrapped(model)
@@ -89,34 +96,38 @@ class ModelReader:
         self.is_deepspeed = type(model).__module__.startswith("deepspeed")
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters by their clean names."""
+        """Return the trained parameters by name, without the parts of names that wrappers add."""
         return {name: p for name, p in clean_names(self.model).items() if p.requires_grad}
 
     def whole_bytes(self) -> int:
-        """Return the size of the whole trained parameters; a collective with FSDP1."""
+        """Return the bytes of all trained parameters, unsharded; a collective with FSDP1."""
         size = sum(
             getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parameters().values()
         )
         return sum(everyones(size)) if self._is_fsdp1 else size
 
     def prints(self) -> dict[int, tuple[float, float]]:
-        """Return two numbers of each local parameter, by its id: they change if an update does.
+        """Return the sum and norm of each local parameter, by its id: an update changes them.
 
-        Parameters that an engine holds elsewhere between forwards have none.
+        Empty for engines that hold the parameters elsewhere between forwards.
         """
         if self._is_fsdp1 or self.is_deepspeed:
             return {}
         return {id(p): _print_of(p) for p in self.model.parameters() if p.requires_grad}
 
     def is_unlabelled_shard(self, parameter: Tensor) -> bool:
-        """Whether a plain tensor is one rank's part: FSDP1's, Megatron's, or AutoTP's."""
+        """Whether a plain tensor is a shard, as in FSDP1, Megatron, DeepSpeed's ZeRO-3 or
+        AutoTP.
+        """
         is_marked = bool(getattr(parameter, "tensor_model_parallel", False))
         is_zero3 = hasattr(parameter, "ds_id")
         return self._is_fsdp1 or is_marked or is_zero3
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return the whole weights on the host, one at a time; a collective."""
+        """Return copies of the whole weights on the CPU by name, gathered one at a time; a
+        collective.
+        """
         with self._summoned(gradients=False):
             by_name = {}
             for name, parameter in self.parameters().items():
@@ -125,7 +136,9 @@ class ModelReader:
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the whole gradients on the host, None where there is none; a collective."""
+        """Return copies of the whole gradients on the CPU by name, None for parameters without one;
+        a collective.
+        """
         with self._summoned(gradients=True):
             by_name = dict[str, Tensor | None]()
             for name, parameter in self.parameters().items():
@@ -134,7 +147,7 @@ class ModelReader:
             return by_name
 
     def sharded_over(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the axes that shard each parameter."""
+        """Return the names of the mesh axes that shard each parameter."""
         return {name: sharding_axes(tensor) for name, tensor in self.parameters().items()}
 
     @contextmanager
@@ -150,7 +163,9 @@ class ModelReader:
             yield
 
     def axes(self) -> list[MeshAxis]:
-        """Return the axes of all meshes and groups of the model, by all ranks; a collective."""
+        """Return the axes of all device meshes and process groups of the model, with the groups of
+        all ranks; a collective.
+        """
         ranks = dict[str, tuple[int, ...]]()
         for parameter in self.parameters().values():
             if isinstance(parameter, DTensor):
@@ -166,7 +181,9 @@ class ModelReader:
 
 
 def assembled_axes(by_rank: Sequence[Mapping[str, tuple[int, ...]]]) -> list[MeshAxis]:
-    """Return the axes of a run from each rank's own groups; all ranks together are the last."""
+    """Merge the groups that each rank knows into the axes of the run; the last axis is all ranks,
+    unless another one is.
+    """
     names = list(dict.fromkeys(name for axis_ranks in by_rank for name in axis_ranks))
     axes = list[MeshAxis]()
     for name in names:
@@ -180,9 +197,10 @@ def assembled_axes(by_rank: Sequence[Mapping[str, tuple[int, ...]]]) -> list[Mes
 
 
 def shared_copies(tensors: Mapping[str, Tensor | None]) -> dict[str, dict[str, list[int]]]:
-    """Return the ranks of each distinct value of each tensor, by its digest; a collective.
+    """Return, for each tensor, the ranks that have each distinct value, by its digest; a
+    collective.
 
-    "none" is the digest where a rank has no tensor.
+    The digest of a missing tensor is "none".
     """
     ranks_of = dict[str, dict[str, list[int]]]()
     for rank, digests in enumerate(everyones({n: digest(t) for n, t in tensors.items()})):
@@ -192,7 +210,7 @@ def shared_copies(tensors: Mapping[str, Tensor | None]) -> dict[str, dict[str, l
 
 
 def digest(tensor: Tensor | None) -> str:
-    """Return a hash of a tensor's shape, dtype and bits."""
+    """Return the SHA-256 of a tensor's shape, dtype and bits as hex; "none" for None."""
     if tensor is None:
         return "none"
     head = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
@@ -201,7 +219,9 @@ def digest(tensor: Tensor | None) -> str:
 
 
 def everyones(value: Any) -> list[Any]:
-    """Return the value of every rank, by rank; a collective where there are several."""
+    """Gather a Python object from every rank, in the order of ranks; a collective if there are
+    several.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -212,10 +232,11 @@ def everyones(value: Any) -> list[Any]:
 def assembled(
     gathered: GatheredTensor, shape: torch.Size, axes: Sequence[MeshAxis]
 ) -> GatheredTensor | None:
-    """Return the whole tensor of shards without a label, None if it is not sure what they are.
+    """Concatenate plain tensors that are shards to the whole tensor of `shape`; None if it is
+    uncertain how.
 
-    The shape says which dim is sharded. The axis must be the only one of that size, unless one is
-    named "tp": other axes of a mesh shard by other means.
+    The shapes say which dim is sharded. Exactly one axis must have the matching size; if several
+    have, the one named "tp", since other axes shard by DTensor or FSDP.
     """
     by_rank = gathered.by_rank()
     values = {rank: value for rank, value in by_rank.items() if value is not None}
@@ -244,7 +265,7 @@ def _print_of(parameter: nn.Parameter) -> tuple[float, float]:
 
 
 def have_changed(before: Mapping[int, Any], after: Mapping[int, Any]) -> bool:
-    """Whether a parameter that is in both has other numbers (`ModelReader.prints`)."""
+    """Whether any parameter in both dicts of `ModelReader.prints` has other numbers."""
     return any(before.get(key, value) != value for key, value in after.items())
 
 
@@ -255,7 +276,9 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
 
 
 def _groups(module: nn.Module) -> dict[str, Any]:
-    """Return the process groups of a module that wraps others."""
+    """Return the process groups of a DDP, FSDP1 or DeepSpeed wrapper by axis name; empty for other
+    modules.
+    """
     if isinstance(module, DistributedDataParallel):
         return {"dp": module.process_group}
     if _is_fsdp1(module):
@@ -285,7 +308,9 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 
 def _of_deepspeed(parameter: nn.Parameter, read: str) -> Tensor:
-    """Return what one of DeepSpeed's functions reads of a parameter that its ZeRO holds."""
+    """Return what a function of `deepspeed.utils`, such as "safe_get_full_fp32_param", reads of a
+    parameter; the parameter if its ZeRO does not hold it.
+    """
     if not hasattr(parameter, "_hp_mapping") and not hasattr(parameter, "ds_id"):
         return parameter
     from deepspeed import utils
@@ -295,7 +320,9 @@ def _of_deepspeed(parameter: nn.Parameter, read: str) -> Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient: its own, Megatron's `main_grad`, or DeepSpeed's."""
+    """Return a parameter's gradient: `.grad`, Megatron's `main_grad`, or DeepSpeed's; None if there
+    is none.
+    """
     if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_full_grad
 

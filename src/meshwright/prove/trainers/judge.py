@@ -1,4 +1,4 @@
-"""Judges the steps of a run against the same steps of one process, and names what is wrong.
+"""Compares the steps of a run with the same steps in one process, and names what is wrong.
 
 The order is that of a step's computation: the weights that it starts from, the losses, the
 gradients in the order of the backward, the norm, the update. A later quantity is compared with what
@@ -38,11 +38,12 @@ _NORM_NEAR: Final = 1e-3
 
 @dataclass(frozen=True)
 class StepFault:
-    """One fault of a run: which quantity of which tensors, on which ranks, and what it is.
+    """One fault of a run: the quantity, the tensors and ranks that are wrong, and a sentence about
+    the mistake.
 
-    `tensors` come in the order of computation; the first has the largest claim to be the place.
-    `follows` counts the tensors upstream that are wrong because of it. `error` and `tolerance`
-    are relative.
+    `tensors` are in the order of computation, so the fault is most likely in the first. `follows`
+    counts tensors upstream that are wrong because of it. `error` and `tolerance` are relative to
+    the tensor's norm.
     """
 
     quantity: StepQuantity
@@ -62,18 +63,19 @@ class StepFault:
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """What the same fault in another step shares."""
+        """A key that the same fault has in another step."""
         ratio = None if self.ratio is None or not self.axes else round(self.ratio, 2)
         return self.quantity, self.kind, self.axes, ratio
 
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """What a comparison says: `faults`, or `refused` (why nothing can be said), or neither.
+    """The result of comparing a run: its faults, or why nothing can be compared (`refused`), or
+    neither.
 
-    `convention` says whether the gradient follows the mean or the sum of the data ranks' losses.
-    `worst` is the largest error as a share of its tolerance, of what agrees; `notes` say what was
-    not compared.
+    `convention` says whether gradients are the mean or the sum of the data ranks' gradients.
+    `compared` counts tensors and numbers; `worst` is the largest error of those that agree, as a
+    share of its tolerance. `notes` say what was not compared.
     """
 
     faults: tuple[StepFault, ...]
@@ -85,11 +87,11 @@ class RunVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that was compared agrees."""
+        """Whether the run could be compared and everything agrees."""
         return not self.faults and self.refused is None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the verdict as a JSON-ready object."""
         return {
             "passed": self.passed,
             "refused": self.refused,
@@ -104,7 +106,7 @@ class RunVerdict:
 
 
 class _Error(NamedTuple):
-    """A tensor's error and tolerance, relative to its size."""
+    """A tensor's error and tolerance, both relative to its norm."""
 
     tensor: str
     error: float
@@ -122,9 +124,10 @@ def judge(
     order: Sequence[str],
     convention: Convention | None = None,
 ) -> RunVerdict:
-    """Return the verdict on some steps; `order` has the parameters as the forward uses them.
+    """Compare a run's steps with their replays, and return the verdict.
 
-    Without a `convention`, it is the one that most gradients of the first step follow.
+    `order` lists the parameters in the order in which the forward uses them. Without a
+    `convention`, takes the one that most gradients of the first step follow.
     """
     dead = _dead(observed, replayed)
     if dead is not None:
@@ -151,7 +154,9 @@ def judge(
 
 
 def _dead(observed: Sequence[ObservedStep], replayed: Sequence[ReplayedStep]) -> str | None:
-    """Return why the run shows nothing: two dead models agree."""
+    """Return why a comparison would show nothing, such as zero gradients everywhere; None if it
+    would.
+    """
     if not observed or not replayed[0].contributions:
         return "nothing was recorded"
     first = replayed[0]
@@ -176,7 +181,7 @@ def _dead(observed: Sequence[ObservedStep], replayed: Sequence[ReplayedStep]) ->
 
 
 def _convention(observed: ObservedStep, replayed: ReplayedStep) -> Convention:
-    """Return which multiple of the contributions' sum most gradients are."""
+    """Return whether most gradients are the mean or the sum of the data ranks' contributions."""
     votes: dict[Convention, int] = {"mean": 0, "sum": 0}
     scales = _scales(replayed)
     for name, gathered in observed.gradients.items():
@@ -198,7 +203,7 @@ def _scales(replayed: ReplayedStep) -> dict[Convention, float]:
 
 
 class _StepJudge:
-    """The comparison of one step."""
+    """Compares one step; `previous` has the gradients of the step before."""
 
     def __init__(
         self,
@@ -222,7 +227,9 @@ class _StepJudge:
         self.shares = list[float]()
 
     def faults(self) -> Iterator[StepFault]:
-        """Yield what is wrong, in the order of computation; later quantities if earlier agree."""
+        """Yield the step's faults in the order of computation; stops after the first quantity with
+        faults, unless it is the norm.
+        """
         for compare in (self._weights, self._losses, self._gradients, self._norms, self._updates):
             step_faults = list(compare())
             yield from step_faults
@@ -235,7 +242,9 @@ class _StepJudge:
     def _replicas(
         self, quantity: StepQuantity, tensors: Mapping[str, GatheredTensor], bound: float
     ) -> Iterator[StepFault]:
-        """Yield the tensors whose copies differ by more than rounding, as one fault."""
+        """Yield one fault with all tensors whose copies on different ranks differ by more than
+        rounding.
+        """
         apart, ranks, largest = list[str](), set[int](), 0.0
         for name, gathered in tensors.items():
             values = [copy.value for copy in gathered.copies if copy.value is not None]
@@ -271,7 +280,7 @@ class _StepJudge:
                 return
 
     def _gradients(self) -> Iterator[StepFault]:
-        """Yield the wrong gradients by their faults, from the last layer to the first."""
+        """Yield the faults of wrong gradients, from the last layer to the first."""
         errors = dict[str, _Error]()
         for name in self._order[::-1]:
             if name in self._observed.gradients:
@@ -287,7 +296,7 @@ class _StepJudge:
         yield from self._grouped(named, errors)
 
     def _error(self, name: str, gathered: GatheredTensor) -> _Error:
-        """Return the error of a gradient's worst copy."""
+        """Return the error of the gradient copy that exceeds its tolerance most."""
         pairs = [self._expected.difference(name, copy.value) for copy in gathered.copies]
         error, bound = max(pairs, key=lambda pair: pair[0] / pair[1])
         self._compared(error, bound)
@@ -296,10 +305,11 @@ class _StepJudge:
     def _grouped(
         self, named: Mapping[str, NamedFault], errors: Mapping[str, _Error]
     ) -> Iterator[StepFault]:
-        """Yield one fault for each cause; `named` is in the order of the backward.
+        """Yield one fault per cause, from the faults of single tensors in the order of the backward
+        (`named`).
 
-        What no hypothesis explains follows from the first explained fault downstream of it, if
-        there is one; else it is a fault of its own.
+        A tensor that no hypothesis explains follows from the first explained fault downstream of
+        it, if there is one; otherwise it is a fault of its own.
         """
         groups = dict[object, list[str]]()
         loose, follows = list[str](), dict[object, int]()
@@ -328,7 +338,9 @@ class _StepJudge:
     def _unexplained(
         self, names: Sequence[str], named: Mapping[str, NamedFault], errors: Mapping[str, _Error]
     ) -> StepFault:
-        """Return the fault of gradients that no simple mistake explains: by where they begin."""
+        """Return one fault for the gradients that no simple mistake explains: it says where in the
+        model they begin.
+        """
         first = names[0]
         fault, error = named[first], errors[first]
         backward = list(errors)
@@ -350,7 +362,7 @@ class _StepJudge:
         )  # fmt: skip
 
     def _norms(self) -> Iterator[StepFault]:
-        """Yield a norm that is not that of the whole gradient, or not the same on all ranks."""
+        """Yield the fault of a clipping norm that is wrong, or that differs between ranks."""
         if not self._observed.norms:
             return
         normed = self._observed.normed
@@ -387,7 +399,9 @@ class _StepJudge:
         )
 
     def _miscounted(self, norm: float, squares: Mapping[str, float]) -> tuple[tuple[str, ...], str]:
-        """Return the axes, and how a norm counts some parameters more or less than once."""
+        """Return how often a wrong norm counts some class of parameters, as a sentence's end, and
+        the axis whose size that is.
+        """
         total = sum(squares.values())
         sizes = {axis.name: axis.size for axis in axes_and_products(self._axes)}
         for label, names in self._classes().items():
@@ -404,7 +418,9 @@ class _StepJudge:
         return (), f"it is {norm / math.sqrt(total):.4g} times too large"
 
     def _classes(self) -> dict[str, list[str]]:
-        """Return the parameters that a norm may count as one: by how they are sharded."""
+        """Return classes of parameters that a norm may miscount, by label: all, by the axes that
+        shard them, experts, and each parameter alone.
+        """
         classes = dict[str, list[str]]()
         names = [name for name in self._exact if name in self._observed.gradients]
         classes["all parameters"] = names
@@ -456,7 +472,7 @@ class _StepJudge:
         )  # fmt: skip
 
     def _compared(self, error: float, bound: float) -> bool:
-        """Note an error as a share of its tolerance; whether it is tolerated."""
+        """Record an error as a share of its tolerance, and return whether it is tolerated."""
         self.shares.append(error / bound)
         return error <= bound
 
@@ -485,7 +501,7 @@ def _off(value: Tensor, exact: Tensor) -> float:
 
 
 def _named(names: Sequence[str]) -> str:
-    """Return names as a text: the first two, and how many more there are."""
+    """Return the first two names and the number of the others, as text."""
     shown = ", ".join(names[:2])
     return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"
 

@@ -1,7 +1,7 @@
-"""Which mean a run's loss is: the weight of each target, read from the gradient of the logits.
+"""Finds how a run's loss weights its targets, from the gradient of the logits.
 
 The gradient of a cross-entropy is weight x (softmax - one-hot) at each target, so it shows the
-weight, whatever code computed it.
+weight, whatever code computed the loss.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _NEAR: Final = 1e-3
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The targets of a microbatch, and the weights of the least and the most weighted of them.
+    """The number of targets in a microbatch, with the smallest, the largest and the sum of their
+    weights in the loss.
 
-    `targets` is 0 if the loss is not a cross-entropy of the first output.
+    `targets` is 0 if the loss is not a cross-entropy of the model's first output.
     """
 
     data_rank: int
@@ -34,7 +35,9 @@ class TargetWeights:
 
 
 def target_weights(logits: Tensor, data_rank: int, microbatch: int) -> TargetWeights:
-    """Return the weights of a microbatch's targets; `logits` have received their gradient."""
+    """Return the weights of a microbatch's targets in the loss; `logits` `[..., vocab]` have
+    received their gradient.
+    """
     gradient = logits.grad
     unknown = TargetWeights(data_rank, microbatch)
     if gradient is None or logits.dim() < 2 or logits.shape[-1] < 2:
@@ -54,9 +57,9 @@ def target_weights(logits: Tensor, data_rank: int, microbatch: int) -> TargetWei
 
 
 def convention_text(weights: Sequence[TargetWeights], scale: float) -> str:
-    """Return which mean the gradient of one step is of, in a sentence.
+    """Describe in a sentence which mean over the targets a step's loss is.
 
-    `scale` is what the sum over data ranks is multiplied by.
+    The sum over data ranks is multiplied by `scale`.
     """
     if not weights or not all(part.targets for part in weights):
         return "the loss is no plain cross-entropy of the model's output: its mean is not examined"

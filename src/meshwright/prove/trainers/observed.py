@@ -1,4 +1,6 @@
-"""What is compared: whole tensors of a run, by rank, and the parts that one process computes."""
+"""The data of a comparison: a run's whole tensors by rank, and the same step replayed in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from meshwright.prove.expected import Expected
 
 
 class MeshAxis(NamedTuple):
-    """A dimension of a run's device mesh: its name, and the groups of ranks along it."""
+    """An axis of a run's device mesh: its name, and the groups of global ranks along it, all of one
+    size.
+    """
 
     name: str
     groups: tuple[tuple[int, ...], ...]
@@ -24,31 +28,35 @@ class MeshAxis(NamedTuple):
 
 
 class RankCopy(NamedTuple):
-    """A whole tensor as some ranks have it, bit for bit; None where they have none."""
+    """A whole tensor, and the ranks that have it with exactly these bits; `value` is None for ranks
+    without it.
+    """
 
     ranks: tuple[int, ...]
     value: Tensor | None
 
 
 class GatheredTensor(NamedTuple):
-    """A tensor of a run: gathered over the axes that shard it, one copy for each distinct value."""
+    """A whole tensor of a run, with a copy for each distinct value on the ranks; `sharded_over`
+    names the mesh axes that shard it.
+    """
 
     copies: tuple[RankCopy, ...]
     sharded_over: tuple[str, ...] = ()
 
     def by_rank(self) -> dict[int, Tensor | None]:
-        """Return each rank's whole tensor."""
+        """Return the whole tensor of each rank, by rank."""
         return {rank: copy.value for copy in self.copies for rank in copy.ranks}
 
 
 class ObservedStep(NamedTuple):
-    """A step of a run: what each rank had before, between and after it.
+    """What all ranks of a run had in one training step; tensors by parameter name.
 
-    `gradients` are those before clipping, `norms` what each rank clipped by (empty if the run does
-    not clip), `updates` the weights after the step minus those before. `losses` has one number
-    for each `Contribution`, in the same order. `normed` are the parameters that the norm counts,
-    None if all. If `is_touched`, the updates include what the program does to the weights after
-    the optimizer's step.
+    `weights` are those before the step, `gradients` those before clipping, `updates` the weights
+    after the step minus those before. `norms` has the norm by which each rank clipped; empty
+    without clipping. `losses` has one number per `Contribution` of the replay, in its order.
+    `normed` are the parameters that the norm counts, None for all. `is_touched`: the updates
+    include what the program did to the weights after the optimizer's step.
     """
 
     weights: Mapping[str, GatheredTensor]
@@ -61,7 +69,9 @@ class ObservedStep(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """The exact gradients of one microbatch of one data rank, as the run weighs its loss."""
+    """The exact gradients of one microbatch of one data rank, weighted as the run weights its loss;
+    `targets` is its number of targets, 0 if unknown.
+    """
 
     data_rank: int
     microbatch: int
@@ -70,10 +80,11 @@ class Contribution(NamedTuple):
 
 
 class ReplayedStep(NamedTuple):
-    """The same step in one process.
+    """A training step replayed in one process.
 
-    `rounded` are samples of the sum of all contributions with the run's rounding. `updates` is
-    None if they cannot be replayed. `losses` are (exact, tolerance), relative to the exact one.
+    `contributions` are exact. `rounded` has several samples of their sum, each computed with the
+    run's rounding. `updates` is None if they cannot be replayed. `losses` are pairs (exact loss,
+    relative tolerance).
     """
 
     contributions: Sequence[Contribution]
@@ -82,7 +93,9 @@ class ReplayedStep(NamedTuple):
     losses: Sequence[tuple[float, float]] = ()
 
     def summed(self, name: str, weights: Sequence[float] | None = None) -> Tensor:
-        """Return the weighted sum of all contributions to a gradient."""
+        """Return the sum of all contributions to a parameter's gradient in fp64, with these weights
+        or all with 1.
+        """
         parts = [part.gradients[name].double() for part in self.contributions]
         if weights is None:
             weights = [1.0] * len(parts)
@@ -93,7 +106,7 @@ class ReplayedStep(NamedTuple):
 
 
 def joined(axes: Sequence[MeshAxis]) -> MeshAxis:
-    """Return the axis of all ranks that some axes connect."""
+    """Return the axis whose groups are the ranks that these axes connect, such as `dp x tp`."""
     groups = [set(group) for group in axes[0].groups]
     for axis in axes[1:]:
         for ranks in axis.groups:
@@ -105,7 +118,9 @@ def joined(axes: Sequence[MeshAxis]) -> MeshAxis:
 
 
 def axes_and_products(axes: Iterable[MeshAxis]) -> list[MeshAxis]:
-    """Return the axes of more than one rank, then those of two, then of three of them together."""
+    """Return the axes with more than one rank, then the products of two and of three of them;
+    without duplicates.
+    """
     single = [axis for axis in axes if axis.size > 1]
     combined = list(single)
     for count in range(2, min(len(single), 3) + 1):

@@ -1,8 +1,8 @@
-"""Finds the clipping that a script does by its own code, from the gradients that it leaves.
+"""Detects gradient clipping by a script's own code, from the gradients that it leaves.
 
-Gradients are read before torch's functions clip. What clips by other code has done so before they
-are read: then most of them are one multiple of the reference, below 1, that ends at the same norm
-in every step.
+Gradients are read before torch's functions clip. Other code has clipped already by then: most
+gradients are then one common multiple of the reference, below 1, and have the same norm in every
+step.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ _CLIPS: Final = 1 - 1e-3  # a ratio below it is clipped
 
 
 class OwnClip(NamedTuple):
-    """The norm that a script clips to, and what it multiplied each step's gradients by."""
+    """The norm to which a script clips, and the factor by which it multiplied each step's
+    gradients.
+    """
 
     max_norm: float
     factors: tuple[float, ...]
 
     @property
     def text(self) -> str:
-        """A note about it."""
+        """A sentence about it for the notes of a verdict."""
         return (
             f"the gradients are clipped to a norm of {self.max_norm:.4g} before they are read, by "
             "the script's own code: the norm is not compared"
         )
 
     def undone(self, observed: Sequence[ObservedStep]) -> list[ObservedStep]:
-        """Return steps with the gradients as they were before clipping."""
+        """Return the steps with their gradients as they were before clipping."""
         return [
             step._replace(gradients={n: _scaled(g, 1 / f) for n, g in step.gradients.items()})
             for step, f in zip(observed, self.factors, strict=True)
@@ -46,10 +48,10 @@ class OwnClip(NamedTuple):
 def own_clip(
     observed: Sequence[ObservedStep], replayed: Sequence[ReplayedStep], scale: float
 ) -> OwnClip | None:
-    """Return the clipping that the gradients show, None if it is not sure.
+    """Return the clipping that the gradients show; None if there is none, or if it is uncertain.
 
-    Two steps at least must agree: that end at the same norm, or of which one ends at it and the
-    others are below it.
+    At least two steps must agree: both have the same norm, or one has it and the others are below.
+    `scale` times the contributions' sum is the right gradient.
     """
     if len(observed) < 2 or any(step.norms for step in observed):
         return None
@@ -71,7 +73,9 @@ def own_clip(
 
 
 def _common_ratio(seen: ObservedStep, exact: ReplayedStep, scale: float) -> float | None:
-    """Return the multiple of the reference that most gradients of a step are."""
+    """Return the multiple of the reference that most gradients of a step are; None without one up
+    to 1.
+    """
     ratios = []
     for name, gathered in seen.gradients.items():
         value = gathered.copies[0].value
@@ -89,7 +93,7 @@ def _common_ratio(seen: ObservedStep, exact: ReplayedStep, scale: float) -> floa
 
 
 def _fitted(value: Tensor, reference: Tensor) -> list[float]:
-    """Return the multiple of a reference that a value is, nothing if it is none."""
+    """Return, in a list, which multiple of a reference a value is; empty if it is none."""
     square = reference.square().sum().item()
     if not square:
         return []

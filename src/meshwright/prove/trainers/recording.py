@@ -1,7 +1,7 @@
-"""What each rank records of a step, and the files in which rank 0 finds all ranks' records.
+"""Records of a training step: what each rank writes to files, and rank 0 reads.
 
-A folder has `step-N/rank-R.safetensors` and `.json`. A whole tensor that several ranks have with
-the same bits is written by the first of them.
+A folder has `step-N/rank-R.safetensors` and `.json`. If several ranks have a whole tensor with the
+same bits, the first of them writes it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 
 @dataclass
 class RecordedMicrobatch:
-    """The inputs of a forward, its outputs, and the gradients that the outputs received.
+    """The inputs of one forward of the model, and its outputs with the gradients that they
+    received.
 
-    `inputs` is JSON with the keys of `tensors` in the places of tensors. Outputs are numbered;
-    `values` has a number for each: a scalar itself, of other tensors a sum with fixed weights.
+    `inputs` is JSON, in which each tensor is replaced by its key in `tensors`. Outputs are
+    numbered; `values` has a number for each, see `summary_of`.
     """
 
     inputs: Any
@@ -39,7 +40,7 @@ class RecordedMicrobatch:
 
     @property
     def key(self) -> str:
-        """A digest of the inputs: ranks of one model have the same."""
+        """A digest of the inputs, which is equal on the ranks that share a model replica."""
         texts = [json.dumps(self.inputs, sort_keys=True)]
         texts += [f"{name} {digest(tensor)}" for name, tensor in sorted(self.tensors.items())]
         return " ".join(texts)
@@ -47,9 +48,10 @@ class RecordedMicrobatch:
 
 @dataclass
 class Clip:
-    """A call that clips gradients: its norm, and the parameters of the model that it counts.
+    """A call that clipped gradients: the norm, its limit, and the names of the parameters that the
+    norm counts.
 
-    `names` is None if these are all; `others` is the number of parameters of other models.
+    `names` is None for all parameters; `others` is the number of parameters of other models.
     """
 
     norm: float
@@ -58,7 +60,7 @@ class Clip:
     others: int = 0
 
     def factor(self, name: str) -> float:
-        """Return what a parameter's gradient is multiplied by."""
+        """Return the factor by which this call multiplied a parameter's gradient."""
         if self.names is not None and name not in self.names:
             return 1.0
         return min(1.0, self.max_norm / (self.norm + 1e-6))
@@ -66,10 +68,11 @@ class Clip:
 
 @dataclass
 class RecordedStep:
-    """One rank's record of a step.
+    """One rank's record of a training step.
 
-    The received gradients are `loss_scale` times too large. `is_touched` says that the weights
-    changed between the optimizer's step and the next forward, so that `after` includes that.
+    The gradients that outputs received include the factor `loss_scale`. `groups` are the
+    optimizers' parameter groups. `is_touched`: the weights changed between the optimizer's step and
+    the next forward, so that `after` includes that.
     """
 
     microbatches: list[RecordedMicrobatch] = field(default_factory=list)
@@ -84,7 +87,7 @@ class RecordedStep:
 
 @dataclass
 class LoadedStep:
-    """A step of all ranks; `microbatches` and `clips` by rank."""
+    """A recorded step of all ranks; `microbatches` and `clips` are lists by rank."""
 
     microbatches: list[list[RecordedMicrobatch]]
     weights: dict[str, GatheredTensor]
@@ -96,13 +99,20 @@ class LoadedStep:
 
     @property
     def norms(self) -> dict[int, float]:
-        """The norm that each rank clips by, if it is one norm of parameters of the model alone."""
+        """The norm by which each rank clipped; empty unless each clipped once, and the norm counts
+        this model alone.
+        """
         is_one = all(len(clips) == 1 and not clips[0].others for clips in self.clips)
         return {rank: clips[0].norm for rank, clips in enumerate(self.clips)} if is_one else {}
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "input") -> Any:
-    """Return nested values as JSON, with their tensors put aside; raises `ConfigError`."""
+    """Convert nested values to JSON, and move their tensors to `tensors`, by a path such as
+    "input.0.x".
+
+    Raises `ConfigError` for values of other types than tensors, numbers, strings, lists, tuples and
+    dicts.
+    """
     if isinstance(value, Tensor):
         if isinstance(value, DTensor):
             value = value.full_tensor()
@@ -122,7 +132,7 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "input") -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `encode` made JSON of."""
+    """Return the nested values that `encode` converted."""
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
@@ -135,7 +145,9 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def summary_of(output: Tensor) -> float:
-    """Return a scalar output, or a number that depends on each element of another."""
+    """Return the number of a scalar output; of another output, a number that depends on each
+    element.
+    """
     flat = output.detach().flatten().double()
     if flat.numel() == 1:
         return float(flat)
@@ -146,7 +158,10 @@ def summary_of(output: Tensor) -> float:
 def write_step(
     folder: Path, number: int, step: RecordedStep, sharded: Mapping[str, tuple[str, ...]], rank: int
 ) -> None:
-    """Write this rank's part of a step; a collective."""
+    """Write this rank's files of step `number`; a collective.
+
+    `sharded` has the names of the mesh axes that shard each parameter.
+    """
     tensors, holders = dict[str, Tensor](), dict[str, dict[str, list[list[int]]]]()
     kinds: dict[str, Mapping[str, Tensor | None]]
     kinds = {"weights": step.weights, "gradients": step.gradients or {}, "after": step.after}
@@ -182,7 +197,7 @@ def write_step(
 
 
 def load_step(folder: Path, number: int, ranks: int) -> LoadedStep:
-    """Return a step that all ranks have written."""
+    """Read the files of step `number` of all `ranks` ranks."""
     place = folder / f"step-{number}"
     tensors = [load_file(place / f"rank-{rank}.safetensors") for rank in range(ranks)]
     facts = [json.loads((place / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
@@ -202,7 +217,7 @@ def load_step(folder: Path, number: int, ranks: int) -> LoadedStep:
 
 
 def _groups_of(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the optimizers' groups with the parameters of all ranks, each of them once."""
+    """Merge the optimizers' parameter groups of all ranks, with each parameter in one group."""
     groups = [dict(group) for group in by_rank[0]]
     known = {name for group in groups for name in group["names"]}
     for rank_groups in by_rank[1:]:

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from meshwright.torch_private import tree_flatten, tree_map
 
 from meshwright.errors import ConfigError
+from meshwright.torch_private import tree_flatten, tree_map
 
 DEPTH: Final = "num_hidden_layers"
 # Numbers of a transformers config that may be smaller, each with the least that is tried.

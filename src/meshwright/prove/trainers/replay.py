@@ -1,8 +1,8 @@
 """Replays recorded steps in one process, on the unsharded model, from the run's own weights.
 
 Each microbatch of each data rank is computed once, and its outputs receive the gradients that the
-run's outputs received. So whatever loss the run has is that of the reference, and each contribution
-to a gradient is known by itself. One replay is in fp64; others have the run's rounding.
+run's outputs received. So the reference has the run's loss, whatever it is, and each contribution
+to a gradient is known separately. One replay is in fp64; others have the run's rounding.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _LEAST_OF_LOSS: Final = 16
 
 
 class Precision(NamedTuple):
-    """The dtype of a run's weights, and that in which it computes."""
+    """The dtype of a run's weights, and the dtype in which it computes."""
 
     weights: torch.dtype
     compute: torch.dtype
 
 
 class DataRow(NamedTuple):
-    """A microbatch of a data rank, and the record of the first rank that computed it."""
+    """A microbatch of a data rank, with the record of the first rank that computed it."""
 
     data_rank: int
     microbatch: int
@@ -60,7 +60,9 @@ class DataRow(NamedTuple):
 
 @dataclass
 class Replay:
-    """What the replay of all steps found."""
+    """The replay of all steps: `order` lists the parameters as the forward first uses them,
+    `weighting` the targets' weights by microbatch.
+    """
 
     steps: list[ReplayedStep]
     order: list[str]
@@ -85,7 +87,7 @@ def data_rank_of(step: LoadedStep) -> list[int]:
 
 
 class Replayer:
-    """Replays the steps of a run on twins, which `make` returns."""
+    """Replays the steps of a run on unsharded models, which `make` builds."""
 
     def __init__(
         self,
@@ -97,7 +99,9 @@ class Replayer:
         self._weighting = list[TargetWeights]()
 
     def run(self, steps: Sequence[LoadedStep]) -> Replay:
-        """Return the replay of some steps; raises `ConfigError` if the twin cannot compute them."""
+        """Replay the steps in fp64, and several times with rounding; raises `ConfigError` if the
+        unsharded model cannot compute them.
+        """
         exact = list(self._sample(steps, None))
         rounded = [list(self._sample(steps, seed)) for seed in range(_SAMPLES)]
         replayed = []
@@ -116,7 +120,11 @@ class Replayer:
         return Replay(replayed, self._order, self._weighting)
 
     def _sample(self, steps: Sequence[LoadedStep], seed: int | None) -> Iterator[_SampleStep]:
-        """Yield the steps of one replay: in fp64 without a seed, else with the run's rounding."""
+        """Replay the steps once and yield their results: in fp64 if `seed` is None, otherwise with
+        the run's rounding.
+
+        Seeds other than 0 change some weights by one rounding.
+        """
         twin = self._make()
         is_exact = seed is None
         generator = torch.Generator().manual_seed(seed or 0)
@@ -140,7 +148,9 @@ class Replayer:
     def _contribution(
         self, twin: nn.Module, row: DataRow, is_exact: bool
     ) -> tuple[dict[str, Tensor], dict[int, float]]:
-        """Return the gradients of one microbatch, and the numbers of its outputs."""
+        """Return the gradients of one microbatch, and the values of its outputs by number, see
+        `summary_of`.
+        """
         twin.zero_grad(set_to_none=True)
         args, kwargs = decode(row.record.inputs, row.record.tensors)
         dtype = torch.float64 if is_exact else self._precision.weights
@@ -182,7 +192,7 @@ class Replayer:
         return torch.autocast("cpu", self._precision.compute)
 
     def _watch_order(self, twin: nn.Module) -> None:
-        """Note the parameters in the order in which the forward first uses their modules."""
+        """Record the order in which the forward first uses the parameters."""
         names = {id(parameter): name for name, parameter in clean_names(twin).items()}
 
         def use(module: nn.Module, args: Any) -> None:
@@ -196,7 +206,9 @@ class Replayer:
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses communication, for which a replay in one process would wait forever."""
+    """Raises `ConfigError` at any collective, for which a replay in one process would wait
+    forever.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -218,7 +230,7 @@ class _SampleStep(NamedTuple):
 def _losses(
     exact: Sequence[float], rounded: Sequence[Sequence[float]]
 ) -> list[tuple[float, float]]:
-    """Return each number of a microbatch, and its relative tolerance."""
+    """Return pairs (exact loss, relative tolerance), one per microbatch."""
     losses = []
     for place, value in enumerate(exact):
         size = max(abs(value), 1e-12)
@@ -228,7 +240,9 @@ def _losses(
 
 
 def _summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return sums of gradients, in their own dtype: a run's rounding is in them."""
+    """Return the sums of gradients over microbatches, in their own dtype, so that they have a run's
+    rounding.
+    """
     total = {name: tensor.clone() for name, tensor in parts[0].items()}
     for part in parts[1:]:
         for name, tensor in part.items():
@@ -237,7 +251,7 @@ def _summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _perturbed(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Return weights of which some are changed by one rounding."""
+    """Return weights of which a random 1 in 16 is changed by one rounding."""
     if not weight.is_floating_point():
         return weight
     chosen = torch.randint(_PERTURBED, weight.shape, generator=generator) == 0
@@ -252,9 +266,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def replay_updates(
     steps: Sequence[LoadedStep], kinds: Mapping[str, type[torch.optim.Optimizer]]
 ) -> list[Expected]:
-    """Return what the optimizers add to the weights, given the run's own gradients and norms.
+    """Return the expected update of each step: what the optimizers add to the weights, given the
+    run's own gradients and norms.
 
-    `kinds` has the classes that groups name; weights in groups of other classes are left out.
+    `kinds` has the optimizer classes by the name in the parameter groups; weights in groups of
+    other classes are left out.
     """
     exact, rounded = _updates(steps, kinds, torch.float64), _updates(steps, kinds, None)
     expected = []
@@ -265,9 +281,10 @@ def replay_updates(
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Run optimizers without the hooks that the script has registered for all of them.
+    """Inside the `with` block, optimizers step without the hooks that the script has registered for
+    all optimizers.
 
-    What such a hook does to the weights of the run would otherwise be done to the copy, too.
+    Such a hook may change the run's weights, and would change the copy's again.
     """
     registered = global_optimizer_post_hooks
     kept_hooks = dict(registered)
@@ -283,7 +300,9 @@ def _updates(
     kinds: Mapping[str, type[torch.optim.Optimizer]],
     dtype: torch.dtype | None,
 ) -> list[dict[str, Tensor]]:
-    """Return the updates of each step; in the run's own dtype without one."""
+    """Return the updates of each step by name, computed in `dtype`; in each weight's own dtype if
+    None.
+    """
     weights = _first_copies(steps[0].weights)
     parameters, optimizers = dict[str, nn.Parameter](), list[torch.optim.Optimizer]()
     for group in replayed_groups(steps[0], kinds):
@@ -316,7 +335,9 @@ def _updates(
 
 
 def replayed_groups(step: LoadedStep, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups of optimizers of some classes that hold parameters of the model."""
+    """Return the parameter groups whose optimizer class is in `kinds`, and that hold parameters of
+    the model.
+    """
     return [group for group in step.groups if group["kind"] in kinds and group["names"]]
 
 

@@ -1,4 +1,6 @@
-"""The verdict on a trainer's run: as lines, as JSON, and as a file for an issue tracker."""
+"""The verdict on a trainer's run as lines of text, as JSON, and as Markdown for an issue
+tracker.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,11 @@ class TrainerVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that was compared agrees."""
+        """Whether the run could be compared and everything agrees."""
         return self.verdict.passed
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the verdict as a JSON-ready object, with the versions of packages."""
         return {
             **self.verdict.as_dict(),
             "world": self.world,
@@ -56,11 +58,11 @@ class TrainerVerdict:
         }
 
     def lines(self) -> list[str]:
-        """Return it as lines of text."""
+        """Return the verdict as lines of text."""
         return verdict_lines(self.as_dict())
 
     def write(self, folder: Path) -> None:
-        """Write `verdict.json`, and `issue.md` if there is a fault."""
+        """Write `verdict.json` to a folder, and `issue.md` if there is a fault."""
         document = self.as_dict()
         (folder / VERDICT).write_text(json.dumps(document, indent=1) + "\n")
         if self.verdict.faults:
@@ -68,7 +70,7 @@ class TrainerVerdict:
 
 
 def verdict_lines(verdict: dict[str, Any]) -> list[str]:
-    """Return the lines of a verdict that `as_dict` or a file has."""
+    """Return the lines of text for a verdict in the form of `TrainerVerdict.as_dict`."""
     layout = ", ".join(f"{name} = {size}" for name, size in verdict["axes"].items()) or "one rank"
     head = f"{verdict['world']} ranks ({layout}), {verdict['steps']} steps"
     notes = [f"  {note}" for note in verdict["notes"]]
@@ -118,7 +120,7 @@ def issue_text(verdict: dict[str, Any], smallest: Sequence[str] = ()) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run uses, and Python's."""
+    """Return the versions of Python and of the packages that the run has imported, by name."""
     by_package = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
         if name == "torch" or name.replace("-", ".") in sys.modules or name in sys.modules:

@@ -1,4 +1,4 @@
-"""From a folder of recorded steps to a verdict: loads, assembles shards, replays, judges."""
+"""From a folder of recorded steps to a verdict: loads, joins shards, replays and compares."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def _compared(
 def _wrong_divisor(
     weighting: Sequence[TargetWeights], scale: float, axes: Sequence[MeshAxis]
 ) -> StepFault | None:
-    """Return the fault of a mean whose weights add up to a product of axes, or its inverse."""
+    """Return the fault of a loss whose targets' weights add up to a product of axis sizes, or its
+    inverse, in place of 1; else None.
+    """
     if not weighting or not all(weights.targets for weights in weighting):
         return None
     total = sum(weights.total for weights in weighting) * scale
@@ -139,7 +141,7 @@ def _wrong_divisor(
 
 
 def _refuse(facts: RunFacts, steps: Sequence[LoadedStep]) -> None:
-    """Refuse what cannot be replayed for sure."""
+    """Raise `ConfigError` for a run that cannot be replayed reliably."""
     for axis in facts.axes:
         if axis.name in SEQUENCE_AXES and len(data_rows(steps[0])) > 0:
             raise ConfigError(
@@ -171,7 +173,9 @@ def _refuse_gated(model: nn.Module) -> None:
 def _shapes(
     model: nn.Module, step: LoadedStep, reference: Callable[[], nn.Module] | None
 ) -> dict[str, torch.Size]:
-    """Return the whole shape of each parameter: those of the unsharded model if it can be made."""
+    """Return the whole shape of each parameter: from the unsharded model if it can be built,
+    otherwise from the recorded weights.
+    """
     values = _values(step.weights)
     if reference is not None:
         return {name: p.shape for name, p in clean_names(reference()).items()}
@@ -188,7 +192,8 @@ def _whole(
     axes: Sequence[MeshAxis],
     notes: list[str],
 ) -> LoadedStep:
-    """Return a step whose shards without labels are put together; names what is left out."""
+    """Return a step with whole tensors in place of plain shards; `notes` receives what is left
+    out."""
     kinds = dict[str, dict[str, GatheredTensor]]()
     for kind in ("weights", "gradients", "after"):
         kinds[kind] = {}
@@ -233,7 +238,7 @@ def _values(tensors: Mapping[str, GatheredTensor]) -> dict[str, Tensor]:
 
 
 def _note_rows(facts: RunFacts, step: LoadedStep, notes: list[str]) -> None:
-    """Say how many ranks read rows of their own; data-parallel ranks all should."""
+    """Append a note on how many ranks read different sequences; all data-parallel ranks should."""
     data_ranks = len({row.data_rank for row in data_rows(step)})
     places = len(data_rows(step)) // data_ranks
     notes.append(

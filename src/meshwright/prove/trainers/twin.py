@@ -1,4 +1,4 @@
-"""Makes the unsharded twin of a model: the same class and modules, whole weights, one process."""
+"""Builds the unsharded twin of a model: the same classes with whole weights, in one process."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def make_twin(
     weights: Mapping[str, Tensor],
     reference: Callable[[], nn.Module] | None = None,
 ) -> nn.Module:
-    """Return an unsharded model with some whole weights, from `reference` if it is given.
+    """Build an unsharded model on the CPU with the parameters of `model`, by `reference()` if it is
+    given.
 
-    Models of transformers are made from their config; others are copied module by module, without
-    the hooks of engines. Raises `ConfigError` if its parameters are not those of `weights`.
+    Models of transformers are built from their config; others are copied module by module, without
+    the hooks of engines. Dropout is off. Raises `ConfigError` if it lacks a parameter of `weights`.
     """
     if reference is not None:
         twin = reference()
@@ -90,7 +91,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _of_config(model: Any) -> nn.Module:
-    """Return a model of transformers that its config describes."""
+    """Build a new model of the same transformers class from its config, unsharded."""
     config = copy.deepcopy(model.config)
     for name in ("distributed_config", "tp_size", "device_mesh"):
         if getattr(config, name, None) is not None:
@@ -107,7 +108,7 @@ def _of_config(model: Any) -> nn.Module:
 
 
 def _plain_class(kind: type) -> type:
-    """Return the class that FSDP2 has derived its own from, or the class itself."""
+    """Return the model's class from before FSDP2 changed it."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
@@ -123,9 +124,9 @@ def _copy_buffers(model: nn.Module, twin: nn.Module) -> None:
 
 
 def _copied(module: nn.Module, weights: Mapping[int, Tensor], copies: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module and those inside of it, without hooks and wrappers.
+    """Copy a module and its children, without hooks and wrappers, with whole weights.
 
-    `weights` has the whole weights by the id of the parameter.
+    `weights` has the whole weights by the id of the parameter, `copies` what is copied already.
     """
     module = unwrapped(module)
     if id(module) in copies:
@@ -157,7 +158,7 @@ def _copy_of(buffer: Tensor | None) -> Tensor | None:
 def _whole_parameter(
     parameter: nn.Parameter | None, weights: Mapping[int, Tensor], copies: dict[int, Any]
 ) -> nn.Parameter | None:
-    """Return a parameter with the whole weights, the same one for a tied parameter."""
+    """Return the copy of a parameter with its whole weights; a tied parameter is copied once."""
     if parameter is None:
         return None
     if id(parameter) not in copies:
@@ -169,7 +170,9 @@ def _whole_parameter(
 
 
 def without_dropout(model: nn.Module) -> list[str]:
-    """Set every probability of dropout to zero; return the names of the modules that had one."""
+    """Set all dropout probabilities of a model to 0, and return the names of the modules that had
+    one.
+    """
     changed = []
     for name, module in model.named_modules():
         keys = [key for key in vars(module) if "dropout" in key or key == "drop_prob"]
@@ -185,7 +188,7 @@ def without_dropout(model: nn.Module) -> list[str]:
 
 @contextmanager
 def no_dropout(model: nn.Module) -> Iterator[list[str]]:
-    """Switch dropout off for a while."""
+    """Turn dropout off inside the `with` block; yields the names of the modules that had some."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     changed = without_dropout(model)
     try:

@@ -1,8 +1,8 @@
 """`watch`: records a few steps of any trainer on every rank, and compares them with one process.
 
 It hooks the model's forward, `clip_grad_norm_` and the optimizer's step. A step ends when the next
-one's forward begins, since programs change the weights after the optimizer, too: they gather, or
-normalize them. After the last step, the hooks are removed, and rank 0 replays the steps while the
+one's forward begins, since some programs change the weights after the optimizer's step: they gather
+or normalize them. After the last step, it removes the hooks, and rank 0 replays the steps while the
 others wait.
 """
 
@@ -52,7 +52,8 @@ _SETTINGS: Final = (bool, int, float, str, type(None), tuple, list)
 
 
 class TrainerWatch:
-    """Records `steps` steps of a training loop into `folder`, then compares them.
+    """Records `steps` steps of a training loop into `folder`, then compares them with a replay in
+    one process.
 
     `verdict` is None until then; only rank 0 has it. `say` receives lines of text on rank 0: those
     of the verdict, too, unless `at_end` takes care of it, which every rank calls. A `reduction`
@@ -95,19 +96,20 @@ class TrainerWatch:
 
     @property
     def is_on(self) -> bool:
-        """Whether it still records."""
+        """Whether it is still recording."""
         return self._done < self._steps and self._is_open
 
     @property
     def root(self) -> nn.Module:
-        """The model that it watches, as the loop calls it."""
+        """The watched model, as the training loop calls it."""
         return self._model
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether a step is over: nothing is pending, or whole gradients that no optimizer takes.
+        """Whether no step is half recorded.
 
-        A program that computes gradients without an optimizer is compared by these.
+        True also after a complete backward if no optimizer holds the model's parameters: such a
+        program is compared by its gradients.
         """
         pending = self._step.microbatches
         if self._is_updated:
@@ -117,7 +119,7 @@ class TrainerWatch:
         return all(m.gradients for m in pending) and not self._has_optimizer()
 
     def start(self) -> None:
-        """Install the hooks, and say how much memory the recording takes."""
+        """Install the hooks, turn dropout off, and print how much memory the recording takes."""
         size = self._reader.whole_bytes()
         if self._rank == 0:
             self._say(
@@ -148,14 +150,16 @@ class TrainerWatch:
             undo.enter_context(_around_deepspeed(model, self._engine_steps))
 
     def stop(self) -> None:
-        """Remove all hooks; without the steps that were asked for, the verdict is a refusal."""
+        """Remove all hooks; the verdict is a refusal if steps are missing."""
         if self.is_on:
             self._give_up(f"the optimizer took {self._done} of {self._steps} steps")
         self._is_open = False
         self._stack.close()
 
     def finish(self) -> None:
-        """Compare the steps that were taken, fewer than were asked for; a collective."""
+        """End the recording now, and compare the steps recorded so far, also if they are fewer than
+        `steps`; a collective.
+        """
         if self.is_on and self._is_updated:
             self._end_step()
             if not self.is_on:
@@ -173,7 +177,7 @@ class TrainerWatch:
         self._finish_recording()
 
     def drop(self) -> bool:
-        """Remove all hooks if nothing trains the model, which then was only called; whether so."""
+        """Remove all hooks if nothing trains the model; return whether that was so."""
         is_trained = self._done or any(m.gradients for m in self._step.microbatches)
         if is_trained or self._has_optimizer():
             return False
@@ -182,7 +186,7 @@ class TrainerWatch:
         return True
 
     def _has_optimizer(self) -> bool:
-        """Whether an optimizer holds parameters of the model."""
+        """Whether any live optimizer holds parameters of the model."""
         if self._reader.is_deepspeed:
             return True
         alive = gc.get_objects()
@@ -194,7 +198,7 @@ class TrainerWatch:
         return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
     def _give_up(self, reason: str) -> None:
-        """End the recording with a refusal."""
+        """End the recording with a refusal for this reason."""
         self._end_with(RunVerdict((), reason, "mean", 0, 0.0))
 
     def _end_with(self, verdict: RunVerdict) -> None:
@@ -242,7 +246,9 @@ class TrainerWatch:
         return args, kwargs
 
     def _changed_unseen(self) -> bool:
-        """Refuse what changes the weights while a step is pending; whether something has."""
+        """End the recording with a refusal if the weights changed within a step, without the step
+        of a known optimizer; return whether they did.
+        """
         is_changed = not self._is_updated and have_changed(
             self._start_prints, self._reader.prints()
         )
@@ -255,7 +261,10 @@ class TrainerWatch:
         return is_changed
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return copies of the outputs, which receive the gradients of the caller's code alone."""
+        """Record the outputs of a forward, and return copies of them.
+
+        The copies receive the gradients of the caller's code alone, which a hook records.
+        """
         if not self._records_forward() or not self._step.microbatches:
             return None
         microbatch = self._step.microbatches[-1]
@@ -296,7 +305,7 @@ class TrainerWatch:
     def _clips(
         self, clip: Callable[[], Any], max_norm: float, parameters: Sequence[Tensor] | None
     ) -> Any:
-        """Record the gradients before clipping, and the norm that it returns."""
+        """Record the gradients, call `clip`, and record the norm that it returns."""
         is_ours = self.is_on and self._step.microbatches and not self._reader.is_deepspeed
         names = None if parameters is None else self._names_of(parameters)
         if not is_ours or self._clip_depth or self._is_updated or (parameters and not names):
@@ -324,9 +333,10 @@ class TrainerWatch:
         return [name for name, p in self._reader.parameters().items() if id(p) in ids]
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Record before an update; a closure that computes the gradients is the step's first part.
+        """Record the gradients before an optimizer's step; a closure is wrapped, so that they are
+        recorded after its first backward.
 
-        Another optimizer may step inside of the first, as that of `ZeroRedundancyOptimizer` does.
+        Ignores an optimizer that steps inside of another one, as in `ZeroRedundancyOptimizer`.
         """
         is_ours = self.is_on and not self._reader.is_deepspeed and self._holds(optimizer)
         if not is_ours or self._stepping is not None:
@@ -367,9 +377,11 @@ class TrainerWatch:
                 self._refuse_parts()
 
     def _refuse_parts(self) -> None:
-        """Refuse the parts of one model, such as a pipeline's stages; a collective.
+        """End the recording with a refusal if the ranks hold different parts of one model, such as
+        pipeline stages; a collective.
 
-        Here, since ranks of a pipeline begin their next forward one after another.
+        It runs after the optimizer's step, because ranks of a pipeline begin their forwards one
+        after another.
         """
         if self._done:
             return
@@ -384,7 +396,10 @@ class TrainerWatch:
             )
 
     def _scaler_steps(self, step: Callable[[], Any], scaler: Any, optimizer: Any) -> Any:
-        """Leave out a step that the gradient scaler skips; ranks must agree; a collective."""
+        """Call `GradScaler.step`, and discard the record of a step that it skips; a collective.
+
+        If only some ranks skip it, that is a fault, and ends the recording.
+        """
         is_ours = self.is_on and self._step.microbatches and self._holds(optimizer)
         if not is_ours or self._is_updated or not scaler.is_enabled():
             return step()
@@ -426,7 +441,9 @@ class TrainerWatch:
             self._step.groups += self._groups(optimizer)
 
     def _replayable(self, optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
-        """Return an optimizer's class if it is one of torch.optim's, and has no state yet."""
+        """Return the optimizer's class if it is from torch.optim and has no state yet, so that its
+        updates can be replayed; else None.
+        """
         values = [value for state in optimizer.state.values() for value in state.values()]
         has_state = any(value is not None for value in values)
         is_torchs = type(optimizer).__module__.startswith("torch.optim")
@@ -453,7 +470,7 @@ class TrainerWatch:
         ]
 
     def _end_step(self) -> None:
-        """Write the step that an optimizer has updated, and compare after the last one."""
+        """Write the record of a step after its update; after the last step, compare."""
         self._is_updated = False
         self._step.is_touched = have_changed(self._end_prints, self._reader.prints())
         self._keep_step(self._reader.weights())
@@ -466,7 +483,7 @@ class TrainerWatch:
         self._compare()
 
     def _keep_step(self, after: dict[str, Tensor]) -> None:
-        """Write the step, and begin the next one with the weights `after` it."""
+        """Write the record of the step with the weights `after` it, and begin the next record."""
         done, self._step = self._step, RecordedStep()
         done.after = after
         self._done += 1
@@ -476,7 +493,9 @@ class TrainerWatch:
         write_step(self._folder, self._done, done, self._reader.sharded_over(), self._rank)
 
     def _engine_steps(self, step: Callable[[], Any], engine: Any) -> Any:
-        """Record around the step of DeepSpeed's engine, which clips and updates by itself."""
+        """Record before and after the step of DeepSpeed's engine, which clips and updates by
+        itself.
+        """
         if not (
             self.is_on and self._step.microbatches and engine.is_gradient_accumulation_boundary()
         ):
@@ -528,11 +547,11 @@ def watch(
         watched.verdict  # on rank 0
 
     Every rank enters it, with the model that the loop calls (wrapped or sharded), before the first
-    step. `steps` steps are recorded in `folder`, which all ranks share; then rank 0 replays them on
-    the unsharded model, which `reference()` returns (default: made of the model's class), and the
-    hooks are gone. With `check="replicas"`, nothing is recorded: each step is checked for
+    step. `steps` steps are recorded in `folder`, which all ranks share. Rank 0 then replays them on
+    the unsharded model that `reference()` returns (default: built from the model's class), and the
+    hooks are removed. With `check="replicas"`, nothing is recorded: each step is checked for
     replicas that differ, parameters without a gradient, and norms that differ between ranks. Raises
-    `ConfigError` for a number of steps below 1.
+    `ConfigError` if `steps` is below 1.
     """
     if check == "replicas":
         watched: Any = ReplicaAlarms(model, say=say)
@@ -549,7 +568,7 @@ def watch(
 
 @contextlib.contextmanager
 def _around_scaler(around: Callable[[Callable[[], Any], Any, Any], Any]) -> Iterator[None]:
-    """Call `around(step, scaler, optimizer)` in place of `GradScaler.step`."""
+    """Inside the `with` block, replace `GradScaler.step` by `around(step, scaler, optimizer)`."""
     original = torch.amp.GradScaler.step
 
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -566,7 +585,7 @@ def _around_scaler(around: Callable[[Callable[[], Any], Any, Any], Any]) -> Iter
 def _around_deepspeed(
     engine: Any, around: Callable[[Callable[[], Any], Any], Any]
 ) -> Iterator[None]:
-    """Call `around(step, engine)` in place of `engine.step()`."""
+    """Inside the `with` block, replace `engine.step()` by `around(step, engine)`."""
     original = engine.step
     engine.step = lambda *args, **kwargs: around(lambda: original(*args, **kwargs), engine)
     try:

@@ -1,4 +1,4 @@
-"""The optimizers that Meshwright has, one file each."""
+"""The supported optimizers by name, one file each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum, arXiv:2302.06675, algorithm 2."""
+"""Lion: updates by the sign of a momentum. arXiv:2302.06675, algorithm 2."""
 
 from __future__ import annotations
 

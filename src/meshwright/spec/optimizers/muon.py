@@ -1,6 +1,6 @@
-"""Muon: momentum whose matrices are orthogonalized; AdamW for everything else.
+"""Muon: momentum, orthogonalized for hidden matrices; AdamW for all other parameters.
 
-Keller Jordan, kellerjordan.github.io/posts/muon; its scaling to language models, arXiv:2502.16982.
+Keller Jordan, kellerjordan.github.io/posts/muon; scaled to language models: arXiv:2502.16982.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _moved(spec: OptimizerSpec) -> int:
 
 
 def _flops(spec: OptimizerSpec, rows: int, columns: int) -> float:
-    """Return the FLOPs of Newton-Schulz: three matmuls an iteration.
+    """Return the FLOPs of orthogonalizing a matrix by Newton-Schulz: three matmuls per iteration.
 
-    One makes the Gram matrix, one squares it, and one multiplies the polynomial by the matrix.
+    One computes the Gram matrix, one its square, and one multiplies the polynomial by the matrix.
     """
     short, long = sorted((rows, columns))
     return spec.ns_steps * (4.0 * short * short * long + 2.0 * short**3)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum or without, and decoupled weight decay."""
+"""Stochastic gradient descent with or without momentum, and with decoupled weight decay."""
 
 from __future__ import annotations
 
