@@ -11,7 +11,9 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -28,17 +30,21 @@ PACKAGES: Final = {
     "file": ("fsspec", "pip install fsspec"),
     "memory": ("fsspec", "pip install fsspec"),
 }
-# Of a multipart upload, whose parts the library sends: S3 takes 10,000, which makes 640 GB.
-PART: Final = 64 * MIB
-# Read at once, in so many requests beside each other.
-_PIECE: Final = 8 * MIB
-_REQUESTS: Final = 8
+# Of an upload in parts, the bytes of a part, of which so many are sent beside each other.
+PART: Final = 32 * MIB
+_SENT: Final = 4
+# S3 takes no more parts: an object of more bytes has larger ones.
+_PARTS: Final = 10_000
+# The bytes of a request that reads, of which so many are made beside each other.
+PIECE: Final = 8 * MIB
+REQUESTS: Final = 8
 # Seconds before each further attempt, about, after those that the library makes itself.
 PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 # What another attempt cannot mend.
 _FINAL: Final = (PermissionError, ImportError, TypeError, ValueError, LookupError)
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 
 class StoreError(CheckpointError, OSError):
@@ -146,7 +152,7 @@ class StorePath:
         return Stat(int(self._attempt(lambda: self._system.info(self.key))["size"]))
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes of an object, or a range of them."""
+        """Return the bytes of an object, or a range of them, by one request."""
         if stop is not None and stop <= start:
             return b""
         data = self._attempt(lambda: self._system.cat_file(self.key, start=start, end=stop))
@@ -154,18 +160,8 @@ class StorePath:
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes of an object in order, some pieces at a time read beside each other."""
-        size = self.stat().st_size
-        for first in range(0, size, _PIECE * _REQUESTS):
-            last = min(size, first + _PIECE * _REQUESTS)
-            starts = range(first, last, _PIECE)
-            yield from self._ranges(list(starts), [min(last, start + _PIECE) for start in starts])
-
-    def _ranges(self, starts: list[int], stops: list[int]) -> list[bytes]:
-        keys = [self.key] * len(starts)
-        # Raised, since else a failed range is returned in place of its bytes.
-        return self._attempt(
-            lambda: list(self._system.cat_ranges(keys, starts, stops, on_error="raise"))
-        )
+        spans = Span(self, 0, self.stat().st_size).cut(PIECE)
+        yield from beside(Span.read, spans)
 
     def write_bytes(self, data: bytes) -> None:
         """Write an object, in place of one of the same name."""
@@ -187,14 +183,19 @@ class StorePath:
             if self.read() != data:
                 raise
 
-    def upload(self, write: Callable[[Any], T]) -> T:
-        """Write an object by calling `write` with a file, again after a fault that may pass.
+    def upload(self, write: Callable[[Any], T], size: int = 0) -> T:
+        """Write an object of about `size` bytes by calling `write` with a file.
 
-        The library sends its parts while it is written. An upload that fails leaves no object.
+        Its parts are sent while it is written: to S3 beside each other, each again after a fault
+        that may pass; elsewhere by the library, all of them again. An upload that fails leaves no
+        object.
         """
 
         def once() -> T:
-            file = self._system.open(self.key, "wb", block_size=PART)
+            if self.scheme == "s3":
+                file: Any = _S3Upload(self, max(PART, -(-size // _PARTS)))
+            else:
+                file = self._system.open(self.key, "wb", block_size=PART)
             try:
                 written = write(file)
                 file.close()
@@ -203,7 +204,12 @@ class StorePath:
                 raise
             return written
 
-        return self._attempt(once)
+        return once() if self.scheme == "s3" else self._attempt(once)
+
+    def unlink(self) -> None:
+        """Remove an object; nothing if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._attempt(lambda: self._system.rm_file(self.key))
 
     def remove(self) -> None:
         """Remove an object, or a folder with all objects in it; nothing if there is none."""
@@ -241,12 +247,124 @@ class StorePath:
         raise AssertionError("the last attempt returns or raises")
 
 
+class Span(NamedTuple):
+    """The bytes of an object from `start` to before `stop`."""
+
+    path: StorePath
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self.stop - self.start
+
+    def cut(self, size: int) -> list[Span]:
+        """Return it as spans of `size` bytes, the last of which may be shorter."""
+        starts = range(self.start, self.stop, size)
+        return [Span(self.path, start, min(self.stop, start + size)) for start in starts]
+
+    def read(self) -> bytes:
+        """Return its bytes."""
+        return self.path.read(self.start, self.stop)
+
+
+def beside(work: Callable[[A], T], items: Iterable[A]) -> Iterator[T]:
+    """Yield what `work` returns of each item, in order; it does some items beside each other."""
+    with ThreadPoolExecutor(REQUESTS, "store") as pool:
+        waiting: deque[Future[T]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) == REQUESTS:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+class _S3Upload:
+    """A file that is written to S3 as parts of one size, or by one request if it is smaller.
+
+    s3fs's own sends one part after another. At most `_SENT` parts are in memory besides the one
+    that is written. `close` makes the object.
+    """
+
+    def __init__(self, path: StorePath, part: int) -> None:
+        self._path, self._part = path, part
+        self._bucket, _, self._key = path.key.partition("/")
+        self._buffer, self._written = bytearray(), 0
+        self._upload = ""  # its id, once there is more than one part
+        self._pool = ThreadPoolExecutor(_SENT, "part")
+        self._sent: list[Future[str]] = []
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        """Take bytes, and send the parts that are full."""
+        view = memoryview(data)
+        self._written += len(view)
+        for start in range(0, len(view), self._part):
+            self._buffer += view[start : start + self._part]
+            while len(self._buffer) > self._part:
+                part = bytes(memoryview(self._buffer)[: self._part])
+                del self._buffer[: self._part]
+                self._send(part)
+        return len(view)
+
+    def close(self) -> None:
+        """Send the last part, and make the object of all of them."""
+        if not self._upload:
+            self._path.write_bytes(bytes(self._buffer))
+        else:
+            self._send(bytes(self._buffer))
+            self._complete()
+        self._pool.shutdown()
+        self.closed = True
+
+    def discard(self) -> None:
+        """Give the upload up, with the parts that were sent."""
+        self._pool.shutdown(cancel_futures=True)
+        if self._upload:
+            self._call("abort_multipart_upload", UploadId=self._upload)
+
+    def _send(self, part: bytes) -> None:
+        """Begin to send a part, once no more than `_SENT` are on their way."""
+        if not self._upload:
+            self._upload = self._call("create_multipart_upload")["UploadId"]
+        number = len(self._sent) + 1
+        if number > _SENT:
+            self._sent[-_SENT].result()
+        options = {"UploadId": self._upload, "PartNumber": number, "Body": part}
+        self._sent.append(
+            self._pool.submit(lambda: str(self._call("upload_part", **options)["ETag"]))
+        )
+
+    def _complete(self) -> None:
+        """Make the object of the parts; an answer that is lost fails no upload that was done."""
+        tags = [future.result() for future in self._sent]
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+        options = {"UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
+        try:
+            self._call("complete_multipart_upload", **options)
+        except OSError:  # asked again, S3 knows no such upload any more
+            if not self._path.is_file() or self._path.stat().st_size != self._written:
+                raise
+
+    def _call(self, request: str, **options: Any) -> Any:
+        system = self._path._system
+        return self._path._attempt(
+            lambda: system.call_s3(request, Bucket=self._bucket, Key=self._key, **options)
+        )
+
+
 def _discard(file: Any) -> None:
     """Give an upload up, so that closing the file does not complete it."""
     from fsspec.spec import AbstractBufferedFile
 
     with contextlib.suppress(Exception):  # what is left of it is no object, and cleaned up later
-        if isinstance(file, AbstractBufferedFile):
+        if isinstance(file, _S3Upload | AbstractBufferedFile):
             file.closed = True
             file.discard()
         else:

@@ -11,6 +11,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+import meshwright.checkpoint.ranged as ranged
 import meshwright.store as store_module
 from meshwright.checkpoint.commit import (
     LOCK,
@@ -30,6 +31,7 @@ from meshwright.checkpoint.commit import (
     verify,
 )
 from meshwright.checkpoint.inspect import inspect
+from meshwright.checkpoint.ranged import ReadAhead
 from meshwright.checkpoint.restore import newest_good, stored_of
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import WEIGHTS, Chunks
@@ -37,7 +39,7 @@ from meshwright.checkpoint.tensors import Chunk, Stored, write_chunks
 from meshwright.comm.world import World
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.spec.stored import BEST, best_step
-from meshwright.store import StoreError, StorePath, place
+from meshwright.store import Span, StoreError, StorePath, place
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 MATRIX = torch.arange(24.0).view(6, 4)
@@ -61,6 +63,7 @@ class FaultyStore(MemoryFileSystem):
     faults: ClassVar = {}
     after = False
     unreachable = ""  # a part of the names of objects that are not answered for
+    reads: ClassVar = []  # of contents: the object's path and the bytes
 
     def _request(self, kind, path, act):
         cls = type(self)
@@ -83,10 +86,16 @@ class FaultyStore(MemoryFileSystem):
         remove = super().rm
         return self._request("remove", path, lambda: remove(path, recursive))
 
+    def rm_file(self, path):
+        remove = super().rm_file
+        return self._request("remove", path, lambda: remove(path))
+
     def cat_file(self, path, start=None, end=None, **kwargs):
         if self.unreachable and self.unreachable in path:
             raise ConnectionError("the store is down")
-        return super().cat_file(path, start, end)
+        content = super().cat_file(path, start, end)
+        type(self).reads.append((path, len(content)))
+        return content
 
     def _open(self, path, mode="rb", **kwargs):
         if mode != "wb" or "data" in kwargs:
@@ -124,6 +133,7 @@ class Upload:
 def root(monkeypatch):
     """An empty folder of a store without faults; no attempt waits for the next."""
     FaultyStore.store, FaultyStore.requests, FaultyStore.faults = {}, [], {}
+    FaultyStore.reads = []
     FaultyStore.pseudo_dirs, FaultyStore.after, FaultyStore.unreachable = [""], False, ""
     fsspec.register_implementation("memory", FaultyStore, clobber=True)
     monkeypatch.setattr(store_module, "PAUSES_S", (0.0, 0.0, 0.0))
@@ -187,6 +197,57 @@ def test_any_region_is_read_by_its_byte_ranges(root):
         for columns in ((0, 4), (0, 1), (1, 3), (2, 4)):
             read = stored.read("m", (rows, columns))
             assert torch.equal(read, MATRIX[slice(*rows), slice(*columns)])
+
+
+SPANS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 900), st.sampled_from([1, 7, 40, 100])),
+    max_size=40,
+)
+
+
+@given(spans=SPANS, in_order=st.booleans())
+def test_spans_read_ahead_are_theirs_and_few_bytes_are_in_memory(spans, in_order):
+    root = place("memory://bucket/ahead")
+    contents = {name: bytes((ord(name) + n) % 251 for n in range(1000)) for name in "abc"}
+    for name, content in contents.items():
+        (root / name).write_bytes(content)
+    spans = [Span(root / name, start, start + size) for name, start, size in spans]
+    spans = sorted(spans) if in_order else spans
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"PIECE": 100, "REQUESTS": 2, "_GAP": 10}.items():
+            patch.setattr(ranged, name, value)
+        ahead = ReadAhead(spans)
+        for span in spans:
+            assert ahead.take(span) == contents[span.path.name][span.start : span.stop]
+            assert ahead.unread <= 2 * 2 * 100
+        assert ahead.unread == 0
+        assert all(ahead.take(span) is None for span in spans)  # each as often as announced
+
+
+def test_neighbours_are_read_by_one_request_and_beside_each_other(root):
+    """In whatever order they are asked for; what lies far from them is left out."""
+    chunks = [Chunk(f"m{n}", (0, 0), MATRIX + n) for n in range(20)]
+    far = Chunk("far", (0,), torch.zeros(2**17))
+    write_chunks(root / "a", [*chunks[:10], far, *chunks[10:]])
+    stored = Stored([root / "a"])
+    regions = [(chunk.name, ((1, 6), (0, 4))) for chunk in reversed(chunks)]
+    FaultyStore.reads = []
+    stored.read_ahead(regions)
+    for name, region in regions:
+        assert torch.equal(stored.read(name, region), MATRIX[1:6] + int(name[1:]))
+    assert len(FaultyStore.reads) == 2
+    assert sum(size for _, size in FaultyStore.reads) < 20 * MATRIX.nbytes
+    assert torch.equal(stored.read("m3", ((0, 1), (1, 2))), MATRIX[:1, 1:2] + 3)  # not announced
+    assert len(FaultyStore.reads) == 3
+
+
+def test_a_fault_of_a_read_ahead_is_that_of_the_tensor(root):
+    write_chunks(root / "a", [Chunk("m", (0, 0), MATRIX)])
+    stored = Stored([root / "a"])
+    FaultyStore.unreachable = "/a"
+    stored.read_ahead([("m", ((0, 6), (0, 4)))])
+    with pytest.raises(StoreError, match="the store is down"):
+        stored.whole("m")
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,31 @@ def test_the_watchdog_waits_for_the_last_move_of_any_rank(recorders, clock):
     assert off.look(pids) is None
 
 
+def test_ranks_have_the_longest_limit_of_the_parts_that_they_are_in(recorders, clock):
+    folder, (first, second) = recorders
+    limits = {"setup": 200.0, "step": 10.0, "save": 60.0, "eval": 0.0}
+    watchdog = Watchdog(folder, 2, 30.0, clock, hang_of=limits)
+
+    def hangs_after(seconds):
+        assert watchdog.look([os.getpid()] * 2) is None
+        clock.now += seconds - 1
+        assert watchdog.look([os.getpid()] * 2) is None
+        clock.now += 1
+        return watchdog.look([os.getpid()] * 2) is not None
+
+    first.phase("load")
+    assert hangs_after(200)
+    for step in (4, 5):
+        clock.now += 1
+        for recorder in (first, second):
+            recorder.step(step)
+    assert hangs_after(10)
+    first.phase("save")  # for which the other one waits
+    assert hangs_after(60)
+    second.phase("eval")
+    assert not hangs_after(10_000)
+
+
 @pytest.mark.parametrize(
     ("first_waits", "second_waits", "slow"),
     [

@@ -77,6 +77,27 @@ def test_a_stopped_rank_is_named_where_ranks_share_memory(go, whole, words, insi
 
 @pytest.mark.case(13)
 @pytest.mark.parametrize(
+    ("fault", "part"),
+    [
+        ("1:load:0:stop", "setup"),
+        ("1:forward:5:stop", "step"),
+        ("1:save:4:stop", "save"),
+        ("1:eval:4:stop", "eval"),
+    ],
+)
+def test_each_part_of_a_run_has_a_limit(go, whole, fault, part):
+    """It ends a hang of its part long before the limit of all others."""
+    evaluates = ["train.eval_every=4", "data.validation=0.1"]
+    limits = ["cluster.timeout=600", "cluster.hang=300", f"cluster.hang_{part}=4"]
+    folder, _, events = go(fault, *limits, *evaluates)
+    (restart,) = of(events, "restart")
+    assert "rank 1 is stopped (SIGSTOP)" in restart["cause"]
+    assert 4 <= restart["detect_s"] < 60
+    assert last_files(folder) == whole(*evaluates)
+
+
+@pytest.mark.case(13)
+@pytest.mark.parametrize(
     ("words", "raised"),
     [
         ([], ("RuntimeError", GLOO)),

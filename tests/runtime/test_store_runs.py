@@ -244,18 +244,25 @@ def test_a_run_on_s3_is_the_one_of_a_folder(serve, folder, monkeypatch, kind, fa
     assert "resuming after step 6, from s3://bucket/run" in output
 
 
-def test_an_object_of_several_parts_and_a_condition(serve, monkeypatch):
-    for key, value in serve("sound").items():
+@pytest.mark.parametrize("kind", ["sound", "flaky"])
+def test_an_object_of_several_parts_and_a_condition(serve, monkeypatch, kind):
+    """Also where every fifth request fails, half of them after it was done."""
+    for key, value in serve(kind).items():
         monkeypatch.setenv(key, value)
     import meshwright.store as store_module
 
     monkeypatch.setattr(store_module, "PART", 5 * 2**20)
-    data = os.urandom(13 * 2**20 + 1)
+    monkeypatch.setattr(store_module, "PAUSES_S", (0.0,) * 5)
     path = place("s3://bucket/run/large")
-    path.upload(
-        lambda file: [file.write(data[at : at + 2**20]) for at in range(0, len(data), 2**20)]
-    )
-    assert b"".join(path.pieces()) == data
+    for size in (0, 5 * 2**20, 13 * 2**20 + 1, 32 * 2**20):
+        data = os.urandom(size)
+        path.upload(
+            lambda file, data=data: [
+                file.write(data[at : at + 2**20]) for at in range(0, len(data), 2**20)
+            ],
+            size,
+        )
+        assert b"".join(path.pieces()) == data
     assert path.read(7, 2**23) == data[7 : 2**23]
     with pytest.raises(FileExistsError):
         path.create(b"other")

@@ -17,6 +17,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -25,7 +26,7 @@ from meshwright.errors import CheckpointError
 from meshwright.files import read_bytes, read_text
 from meshwright.parsing import parse_json
 from meshwright.spec.stored import best_step
-from meshwright.store import Place, StoreError, StorePath
+from meshwright.store import PIECE, Place, Span, StoreError, StorePath, beside
 
 FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
@@ -142,6 +143,20 @@ def _refuse_others(root: Place, writers: Iterable[tuple[str, str]], run: str) ->
             )
 
 
+def _write_texts(folder: Place, texts: Mapping[str, str]) -> dict[str, Fingerprint]:
+    """Write files of a step, synced, or as objects beside each other; return size and hash."""
+    contents = {name: text.encode() for name, text in texts.items()}
+
+    def write(name: str) -> Fingerprint:
+        (folder / name).write_bytes(contents[name])
+        sync(folder / name)
+        return Fingerprint(len(contents[name]), hashlib.sha256(contents[name]).hexdigest())
+
+    in_store = isinstance(folder, StorePath)
+    written: Iterable[Fingerprint] = beside(write, texts) if in_store else map(write, texts)
+    return dict(zip(texts, written, strict=True))
+
+
 def seal(
     temporary: P,
     step: int,
@@ -149,15 +164,16 @@ def seal(
     facts: Mapping[str, Any],
     mark: Mark = unmarked,
     writer: str = "",
+    texts: Mapping[str, str] | None = None,
 ) -> P:
     """Write the manifest of a temporary folder, make the step appear, and return its path.
 
-    `files` are already written and synced; all others are hashed and synced here. `writer` is what
-    `claim` returned. Raises `CheckpointError` with path and cause if the disk refuses; older steps
-    stay.
+    `files` are already written and synced; `texts` are written here, and all other files are hashed
+    and synced. `writer` is what `claim` returned. Raises `CheckpointError` with path and cause if
+    the disk refuses; older steps stay.
     """
     with _told(temporary):
-        fingerprints = dict(files)
+        fingerprints = {**files, **_write_texts(temporary, texts or {})}
         written: Iterable[Place] = temporary.iterdir()
         for path in sorted(written, key=str):
             if path.name not in fingerprints:
@@ -285,20 +301,47 @@ def verify(folder: Place, only: Callable[[int], bool] = lambda index: True) -> d
     `CheckpointError` naming the file that is missing, truncated or changed.
     """
     manifest = read_manifest(folder)
-    for index, (name, expected) in enumerate(manifest["files"].items()):
-        if not only(index):
-            continue
-        file = files_of(folder, manifest) / name
-        if not file.is_file() or file.is_symlink():
-            raise CheckpointError(f"{file} is missing, or not a file")
-        size = file.stat().st_size
-        if size != expected["bytes"]:
+    files = files_of(folder, manifest)
+    listed = list(manifest["files"].items())
+    expected = {name: entry for index, (name, entry) in enumerate(listed) if only(index)}
+    sizes = _sizes(files, expected)
+    for name, entry in expected.items():
+        if name not in sizes:
+            raise CheckpointError(f"{files / name} is missing, or not a file")
+        if sizes[name] != entry["bytes"]:
             raise CheckpointError(
-                f"{file} is corrupt: it has {size} bytes, the manifest says {expected['bytes']}"
+                f"{files / name} is corrupt: it has {sizes[name]} bytes, the manifest says "
+                f"{entry['bytes']}"
             )
-        if fingerprint(file).sha256 != expected["sha256"]:
-            raise CheckpointError(f"{file} is corrupt: its SHA-256 is not that of the manifest")
+    for name, sha256 in _hashes(files, sizes):
+        if sha256 != expected[name]["sha256"]:
+            raise CheckpointError(
+                f"{files / name} is corrupt: its SHA-256 is not that of the manifest"
+            )
     return manifest
+
+
+def _sizes(folder: Place, names: Iterable[str]) -> dict[str, int]:
+    """Return the sizes in bytes of those of some files that there are; links are none."""
+    if isinstance(folder, StorePath):
+        listed = folder.files()
+        return {name: listed[name] for name in names if name in listed}
+    paths = ((name, folder / name) for name in names)
+    return {n: path.stat().st_size for n, path in paths if path.is_file() and not path.is_symlink()}
+
+
+def _hashes(folder: Place, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield files and their SHA-256 in hex; objects are read in pieces beside each other."""
+    if not isinstance(folder, StorePath):
+        yield from ((name, fingerprint(folder / name).sha256) for name in sizes)
+        return
+    pieces = {name: Span(folder / name, 0, size).cut(PIECE) for name, size in sizes.items()}
+    contents = beside(Span.read, chain.from_iterable(pieces.values()))
+    for name, spans in pieces.items():
+        digest = hashlib.sha256()
+        for content in islice(contents, len(spans)):
+            digest.update(content)
+        yield name, digest.hexdigest()
 
 
 def steps(root: P) -> list[P]:
@@ -396,7 +439,7 @@ def purge(root: P, keep: int) -> list[P]:
     for path in old:  # half of a step must not look like one
         if isinstance(path, StorePath):
             files = files_of(path, read_manifest(path))
-            remove(path / MANIFEST)
+            (path / MANIFEST).unlink()
             remove(files)
         else:
             gone = path.with_name(f".old-{path.name}-{uuid.uuid4().hex[:8]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -105,6 +105,10 @@ class StoredSource:
         """
         self.check(name, shape)
         return self._stored.read(name, region)
+
+    def read_ahead(self, requests: Iterable[tuple[str, Region]]) -> None:
+        """Begin to read regions of parameters, which will be asked for in this order."""
+        self._stored.read_ahead(requests)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise `CheckpointError` if a parameter is missing or has another shape."""

@@ -258,10 +258,8 @@ class Saver:
 
         def commit() -> str:
             if rank == 0:
-                for name, text in texts.items():
-                    (folder / name).write_text(text, encoding="utf-8")
                 writer = self._writer or ""
-                seal(folder, step, files, {**facts, "run": self.run}, mark, writer)
+                seal(folder, step, files, {**facts, "run": self.run}, mark, writer, texts)
                 return "purge" if old_steps(self._root, self._keep) else ""
             return ""
 

@@ -115,8 +115,17 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
     if not stored.names and not scalars:  # the optimizer that was saved kept nothing
         return
     spec, parts = trained.parallel.program.optimizer, trained.shards.parts
-    for leaf, part in zip(_leaves(trained), parts, strict=True):
-        states = rule_of(spec, part).states(spec)
+    leaves = [
+        (leaf, rule_of(spec, part).states(spec))
+        for leaf, part in zip(_leaves(trained), parts, strict=True)
+    ]
+    stored.read_ahead(
+        (f"{state.key}.{leaf.name}", leaf.region)
+        for leaf, states in leaves
+        for state in states
+        if not state.is_number
+    )
+    for leaf, states in leaves:
         values: Kept = {
             state.key: _number_of(state, scalars) if state.is_number else None for state in states
         }

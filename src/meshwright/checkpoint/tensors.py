@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.commit import Fingerprint
-from meshwright.checkpoint.ranged import open_stored
+from meshwright.checkpoint.ranged import RangedFile, ReadAhead, open_stored
 from meshwright.errors import CheckpointError
 from meshwright.parsing import parse_json
 from meshwright.program.shards import Region, whole
-from meshwright.store import Place, StorePath
+from meshwright.store import Place, StorePath, beside
 from meshwright.units import MIB, format_bytes
 
 _DTYPES: Final = {
@@ -61,7 +61,9 @@ def write_chunks(
     header = _header(chunks)
     total = len(header) + sum(chunk.tensor.nbytes for chunk in chunks)
     if isinstance(path, StorePath):
-        return path.upload(lambda file: _write_pieces(file, header, chunks, mark, lambda: None))
+        return path.upload(
+            lambda file: _write_pieces(file, header, chunks, mark, lambda: None), total
+        )
     try:
         with path.open("xb", buffering=0) as file:
             written = _write_pieces(file, header, chunks, mark, lambda: os.fsync(file.fileno()))
@@ -141,9 +143,11 @@ class Stored:
     def __init__(self, files: Iterable[Place]) -> None:
         self._places: dict[str, list[_StoredPlace]] = {}
         self._folder: Place = Path()
-        for path in files:
+        self._ranged: list[RangedFile] = []
+        for path, opened in _opened([*files]):
             self._folder = path.parent
-            opened = open_stored(path)
+            if isinstance(opened, RangedFile):
+                self._ranged.append(opened)
             offsets = _offsets(opened, path)
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 shape = opened.get_slice(name).get_shape()
@@ -169,14 +173,7 @@ class Stored:
         Raises `CheckpointError` if the chunks do not cover it.
         """
         out, covered = torch.empty([stop - start for start, stop in region]), 0
-        if out.numel() == 0:
-            return out
-        for chunk in self._of(name):
-            common = [
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, chunk.region, strict=True)
-            ]
-            if any(start >= stop for start, stop in common):
-                continue
+        for chunk, common in self._parts(name, region):
             if not region:  # a number has no slices
                 return cast(Tensor, chunk.file.get_tensor(name))
             values = chunk.file.get_slice(name)[_slices(common, chunk.region)]
@@ -191,6 +188,32 @@ class Stored:
             )
         return out
 
+    def read_ahead(self, requests: Iterable[tuple[str, Region]]) -> None:
+        """Begin to read regions of tensors, which `read` will be asked for in this order.
+
+        Only from a store, where requests take their time: see `ReadAhead`.
+        """
+        if not self._ranged:
+            return
+        ahead = ReadAhead(
+            [
+                chunk.file.span(name, _within(common[0], chunk.region[0]) if common else None)
+                for name, region in requests
+                for chunk, common in self._parts(name, region)
+            ]
+        )
+        for file in self._ranged:
+            file.take_from(ahead)
+
+    def _parts(self, name: str, region: Region) -> Iterator[tuple[_StoredPlace, list[Any]]]:
+        """Yield the chunks that a region of a tensor has elements in, and the region of those."""
+        for chunk in self._of(name):
+            common = [
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, chunk.region, strict=True)
+            ]
+            if all(start < stop for start, stop in common):
+                yield chunk, common
+
     def whole(self, name: str) -> Tensor:
         """Return a whole tensor."""
         return self.read(name, whole(self.shape(name)))
@@ -199,6 +222,17 @@ class Stored:
         if name not in self._places:
             raise CheckpointError(f"{self._folder} does not hold {name}")
         return self._places[name]
+
+
+def _opened(paths: Sequence[Place]) -> Iterator[tuple[Place, Any]]:
+    """Yield files and what they are open as; objects of a store are opened beside each other."""
+    in_store = any(isinstance(path, StorePath) for path in paths)
+    opened: Iterable[Any] = beside(open_stored, paths) if in_store else map(open_stored, paths)
+    return zip(paths, opened, strict=True)
+
+
+def _within(span: tuple[int, int], base: tuple[int, int]) -> tuple[int, int]:
+    return span[0] - base[0], span[1] - base[0]
 
 
 def _offsets(opened: Any, path: Place) -> Mapping[str, Sequence[int]]:

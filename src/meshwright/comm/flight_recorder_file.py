@@ -189,6 +189,16 @@ class FlightRecorderFile:
         """The number of recorded entries, which stops growing when the rank hangs."""
         return int(struct.unpack_from("=Q", self._memory, NOW_AT)[0])
 
+    @property
+    def part(self) -> str:
+        """The part of the run that the rank is in: `setup` until its first step has ended, `save`,
+        `eval`, or else `step`."""
+        fields = NOW.unpack_from(self._memory, NOW_AT)
+        phase = PHASES[fields[3]]
+        if phase in ("save", "eval"):
+            return phase
+        return "step" if self.pace().stepped_s else "setup"
+
     def pace(self) -> RankPace:
         """Return the rank's progress, and its waiting time until then."""
         fields = NOW.unpack_from(self._memory, NOW_AT)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,16 @@ from meshwright.spec.model import ModelSpec
 
 # name, shape of the whole and region to the tensor of that region
 Source = Callable[[str, tuple[int, ...], Region], Tensor]
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A source that reads what it will be asked for next while it is asked for something else."""
+
+    def read_ahead(self, requests: Iterable[tuple[str, Region]]) -> None:
+        """Begin to read regions of parameters, which will be asked for in this order."""
+
+
 Wrap = Callable[[nn.Module], None]  # has a module compiled
 
 
@@ -381,12 +391,14 @@ def seeded(spec: ModelSpec, seed: int, on_piece: Callable[[], None] = lambda: No
 def fill(parallel: Parallel, source: Source) -> None:
     """Fill this rank's shards of parameters, and all buffers, from `source`."""
     dtype = DTYPES[parallel.program.train.precision]
-    for module in parallel.modules.values():
-        for name, buffer in module.named_buffers():
-            shape = tuple(buffer.shape)
-            buffer.copy_(source(name, shape, whole(shape)))
-    for param in parallel.held:
-        region = region_of(param, parallel)
+    buffers = [pair for module in parallel.modules.values() for pair in module.named_buffers()]
+    regions = [(param.name, region_of(param, parallel)) for param in parallel.held]
+    if isinstance(source, ReadsAhead):
+        source.read_ahead([*((name, whole(buffer.shape)) for name, buffer in buffers), *regions])
+    for name, buffer in buffers:
+        shape = tuple(buffer.shape)
+        buffer.copy_(source(name, shape, whole(shape)))
+    for param, (_, region) in zip(parallel.held, regions, strict=True):
         parallel.recorder.beat()
         param.fill(source(param.name, param.sharding.part.real_shape, region), dtype)
 

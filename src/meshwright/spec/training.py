@@ -369,6 +369,8 @@ class ClusterSpec(Spec):
     by default, this machine's measurements. `port` is the rendezvous port of local ranks, by
     default a free one. `timeout` is the limit for a collective in seconds. If no rank does anything
     for `hang` seconds, the supervisor says which one the others wait for, and ends them; 0: never.
+    `hang_setup` (until the first step has ended), `hang_step`, `hang_save` and `hang_eval` are the
+    limits of those parts of a run, `hang` by default.
     """
 
     preset: str = "local"
@@ -383,6 +385,10 @@ class ClusterSpec(Spec):
     port: int | None = Field(default=None, gt=0, lt=65536)
     timeout: float = Field(default=600.0, gt=0)
     hang: float = Field(default=300.0, ge=0)
+    hang_setup: float | None = Field(default=None, ge=0)
+    hang_step: float | None = Field(default=None, ge=0)
+    hang_save: float | None = Field(default=None, ge=0)
+    hang_eval: float | None = Field(default=None, ge=0)
 
     @field_validator("device", mode="before")
     @classmethod
@@ -395,11 +401,25 @@ class ClusterSpec(Spec):
 
     @model_validator(mode="after")
     def _rules(self) -> ClusterSpec:
-        if self.hang >= self.timeout:
-            rule = f"cluster.hang = {self.hang:g} must be below cluster.timeout = {self.timeout:g}"
-            hint = "Once collectives time out, all ranks fail, and the cause can no longer be found"
-            raise ValueError(refusal(rule, legal=[f"{self.timeout / 2:g}"], hint=hint))
+        limits = {"hang": self.hang, **{f"hang_{part}": s for part, s in self.hang_of.items()}}
+        for key, limit_s in limits.items():
+            if limit_s >= self.timeout:
+                rule = f"cluster.{key} = {limit_s:g} must be below cluster.timeout"
+                rule += f" = {self.timeout:g}"
+                hint = "Once collectives time out, all ranks fail, and no cause can be found"
+                raise ValueError(refusal(rule, legal=[f"{self.timeout / 2:g}"], hint=hint))
         return self
+
+    @property
+    def hang_of(self) -> dict[str, float]:
+        """The limits in seconds of the parts of a run that have one: setup, step, save, eval."""
+        limits = {
+            "setup": self.hang_setup,
+            "step": self.hang_step,
+            "save": self.hang_save,
+            "eval": self.hang_eval,
+        }
+        return {part: limit_s for part, limit_s in limits.items() if limit_s is not None}
 
 
 # `async` is a word of the language, so that no class body can name a field by it.

@@ -132,7 +132,8 @@ class LocalRun:
             if number:
                 restore(job)
             meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
-            watchdog = Watchdog(job.folder, job.layout.world, job.config.cluster.hang)
+            cluster = job.config.cluster
+            watchdog = Watchdog(job.folder, job.layout.world, cluster.hang, hang_of=cluster.hang_of)
             with self._traces() as traces, self._ranks(number, meet, traces) as ranks:
                 return supervise(
                     ranks, lambda: look(watchdog), self._timing, lambda: signals.asked, watchdog

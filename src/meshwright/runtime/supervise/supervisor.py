@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -110,7 +111,9 @@ class Hang(NamedTuple):
 class Watchdog:
     """Detects hangs and slow ranks of one attempt from the flight recorders.
 
-    `hang_s` 0 disables the detection of hangs. `clock` is that of the recorders, in seconds.
+    Ranks hang that have been silent for `hang_s` seconds, or those that `hang_of` has for the part
+    of the run that they are in (`setup`, `step`, `save`, `eval`), of several parts the longest; 0:
+    never. `clock` is that of the recorders, in seconds.
     """
 
     def __init__(
@@ -119,8 +122,10 @@ class Watchdog:
         world: int,
         hang_s: float,
         clock: Callable[[], float] = time.monotonic,
+        hang_of: Mapping[str, float] | None = None,
     ) -> None:
         self._folder, self._world, self._hang_s = folder, world, hang_s
+        self._hang_of = hang_of or {}
         self._clock = clock
         self._files: dict[int, FlightRecorderFile] = {}
         self._moves = [0] * world
@@ -135,14 +140,21 @@ class Watchdog:
         if moves != self._moves:
             self._moves, self._moved_at = moves, clock_s
         silent = clock_s - self._moved_at
-        has_begun = len(self._files) == self._world
-        limit = self._hang_s if has_begun else max(self._hang_s, _BEGIN_S)
-        if not self._hang_s or silent < limit:
+        if silent < self._limit_s():
             return None
         explanation = explain(witnesses(self._folder, self._world, pids), clock_s)
         return Hang(
             f"no rank has done anything for {format_seconds(silent)}: {explanation}", silent
         )
+
+    def _limit_s(self) -> float:
+        """Return after how many silent seconds the ranks hang."""
+        has_begun = len(self._files) == self._world
+        parts = {file.part for file in self._files.values()} if has_begun else {"setup"}
+        limits = [self._hang_of.get(part, self._hang_s) for part in parts]
+        if 0 in limits:
+            return math.inf
+        return max(*limits, 0 if has_begun else _BEGIN_S)
 
     def _map(self) -> None:
         for rank in range(self._world):
