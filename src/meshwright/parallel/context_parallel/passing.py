@@ -102,7 +102,7 @@ class Passing:
                     result[:, self.pieces.index(piece)] = passing
             if piece == (0 if backwards else total - 1):
                 break
-            matrix, state = torch.split(gathered[piece], (size, ended[0].numel()), 1)
+            matrix, state = torch.split(gathered[piece], [size, ended[0].numel()], 1)
             reached = state.view(batch, *ended.shape[1:])
             if passing is not None:
                 through = rule.passed(matrix.view(batch, *transition.shape[1:]), passing, backwards)
