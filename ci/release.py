@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).parents[1]
 _HEADING: Final = re.compile(r"^## \[([^\]]+)\] - (\S+)$", re.MULTILINE)
 # Of a link or image in Markdown, what is neither absolute nor within the page.
-_LINK: Final = re.compile(r"(!?)(\[[^\]\n]*\]\()(?!https?://|#|mailto:)([^)\s]+)\)")
+_LINK: Final = re.compile(r"(!?)(\[[^\]]*\]\()(?!https?://|#|mailto:)([^)\s]+)\)")
 
 
 class Heading(NamedTuple):

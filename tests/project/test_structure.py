@@ -148,7 +148,13 @@ def private_names_of_torch(path):
             continue
         for name in names:
             root, _, rest = name.partition(".")
-            if root in ("torch", "dist") and is_private(rest) and not rest.startswith("ops."):
+            is_name = re.fullmatch(r"[\w.]+", name)  # not a method of what a call returns
+            if (
+                is_name
+                and root in ("torch", "dist")
+                and is_private(rest)
+                and not rest.startswith("ops.")
+            ):
                 yield f"{path.relative_to(SRC)}:{node.lineno}: {name}"
         if "unittest.mock" in names or "unittest" in [name.partition(".")[0] for name in names]:
             yield f"{path.relative_to(SRC)}:{node.lineno}: unittest"

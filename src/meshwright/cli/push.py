@@ -15,7 +15,7 @@ from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.files import read_text
 from meshwright.parsing import parse_json
 from meshwright.prove.verdict import Verdict
-from meshwright.report.model_card import CardFacts, Claim, Proof, model_card
+from meshwright.report.model_card import CardFacts, Claim, StatedProof, model_card
 from meshwright.report.record import RunRecord, read_run
 from meshwright.spec.hub import hub_id, repository_name
 from meshwright.spec.stored import find_step, stored_base
@@ -42,7 +42,7 @@ def configure_push(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replace-card",
         action="store_true",
-        help="write the model card anew; without it, one in the repository stays",
+        help="replace the model card; without it, one in the repository stays",
     )
     parser.add_argument(
         "--dry-run",
@@ -109,7 +109,7 @@ def push_folder(repository: str) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=f"meshwright-push-{repository.replace('/', '-')}-")
 
 
-def read_proof(path: Path, run: RunRecord | None) -> Proof:
+def read_proof(path: Path, run: RunRecord | None) -> StatedProof:
     """Return the verdicts in a file of `prove CONFIG --json`.
 
     Raises `ConfigError` if it is none, or is about another layout than the run's.
@@ -126,7 +126,7 @@ def read_proof(path: Path, run: RunRecord | None) -> Proof:
         raise ConfigError(f"{rule}: {error}") from error
     if run is not None and run.layout is not None and layout != run.layout.label:
         raise ConfigError(f"--proof {path} is about {layout}, and the run's is {run.layout.label}")
-    return Proof(str(layout), claims)
+    return StatedProof(str(layout), claims)
 
 
 def _claim(verdict: Any) -> Claim:

@@ -43,7 +43,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Proof:
+class StatedProof:
     """What `meshwright prove --json` has written about a layout: its label and claims."""
 
     layout: str
@@ -66,7 +66,7 @@ class CardFacts:
     checks: tuple[Claim, ...]
     not_checked: str
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    proof: Proof | None = None
+    proof: StatedProof | None = None
 
 
 def model_card(run: RunRecord | None, facts: CardFacts) -> str:
