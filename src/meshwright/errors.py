@@ -118,7 +118,11 @@ def either(values: Iterable[object]) -> str:
 
 
 def refusal(rule: str, *, legal: Sequence[object] = (), hint: str = "") -> str:
-    """Return a refusal: the rule with its values, the nearest legal values, and what to do."""
+    """Return the text of an error: `rule; nearest legal: A or B. hint`, without the empty parts.
+
+    `rule` is the broken rule with its values, `legal` are the legal values nearest to them, and
+    `hint` says what to do.
+    """
     text = rule
     if legal:
         text += f"; nearest legal: {either(legal)}"

@@ -45,7 +45,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, print a summary of each run, and return the exit code."""
+    """Run `meshwright report`: write the HTML page of runs, print a summary of each, return 0.
+
+    Raises `ConfigError` if a folder is no run, or the page cannot be written.
+    """
     if args.trace and len(args.runs) > 1:
         raise ConfigError(f"--trace is of one run, and there are {len(args.runs)}")
     try:

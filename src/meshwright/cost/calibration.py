@@ -158,7 +158,10 @@ def _checked(name: str, value: float) -> float:
 
 @cache
 def shipped_calibration() -> Calibration:
-    """Return the calibration that comes with the package."""
+    """Return the package's constants of devices, kernels and links, by which plans are priced.
+
+    Each call reads `calibration.toml` again.
+    """
     text = resources.files("meshwright.cost").joinpath("calibration.toml").read_text("utf-8")
     return parse_calibration(text)
 

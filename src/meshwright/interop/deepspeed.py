@@ -161,10 +161,11 @@ def read_own_defaults(source: ImportSource) -> None:
 
 
 def read_sgd(source: ImportSource, decay: str = "optimizer.params.weight_decay") -> None:
-    """Mark weight decay of SGD with momentum as unsupported.
+    """Refuse the key `decay` of an imported config if it asks SGD with momentum for weight decay.
 
-    There it is added to gradients, so passes through the momentum; Meshwright's is decoupled.
-    `decay` is the key of the weight decay.
+    DeepSpeed adds the decay to gradients, so it passes through the momentum; Meshwright's decay is
+    decoupled from it. Without momentum, both are the same and nothing is refused. The other keys
+    of SGD are read elsewhere.
     """
     momentum = source.number("optimizer.params.momentum", 0.0)
     if source.get("optimizer.type") == "SGD" and momentum and source.number(decay, 0.0):

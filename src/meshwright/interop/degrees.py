@@ -93,7 +93,10 @@ def read_precision(source: ImportSource, keys: Mapping[str, str], default: str |
 
 
 def read_without_masters(source: ImportSource, key: str, value: object) -> None:
-    """Take a key that has weights, and what is kept for each of them, in bf16 at one value."""
+    """Import a key that makes weights and optimizer states bf16 if it is set to `value`.
+
+    Only then it is translated, into `train.precision`, `train.master` and `optimizer.state_dtype`.
+    """
     if key in source.values and source.values[key] == value:
         to = {"train.precision": "bf16", "train.master": "none", "optimizer.state_dtype": "bf16"}
         source.translate(key, to, "gradients are summed and kept in train.reduce_dtype")

@@ -311,7 +311,11 @@ def through(x: Tensor, state: Tensor) -> Tensor:
 
 
 def outer(x: Tensor, values: Tensor) -> Tensor:
-    """Return the state that keys `[..., seq, key_dim]` write with values."""
+    """Return the sum over a chunk's tokens of the outer products of keys and values, undecayed.
+
+    `x` is [..., seq, key_dim], `values` [..., seq, *value_dims]; the sum is
+    [..., key_dim, *value_dims], in their dtype.
+    """
     return torch.unflatten(x.mT @ values.flatten(-2), -1, values.shape[-2:])
 
 

@@ -47,7 +47,11 @@ def mixed_precision(train: TrainSpec) -> MixedPrecisionPolicy:
 
 
 def narrow_weights(model: nn.Module, train: TrainSpec) -> None:
-    """Keep untrained weights in the dtype of products, and trained ones in that of `train`."""
+    """Convert a model's parameters in place, before they are sharded.
+
+    Frozen ones are converted to the dtype of matrix products (`train.precision`), trained ones to
+    `train.weight_dtype`: fp32, or bf16 if there are no fp32 masters.
+    """
     used, trained = DTYPES[train.precision], DTYPES[train.weight_dtype]
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

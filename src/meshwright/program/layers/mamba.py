@@ -35,7 +35,11 @@ _OF_CHUNK: Final = ChunkTensors(values=6, keys=5, pairs=5, states=3)
 
 
 def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
-    """Yield the operations of a layer's recurrence on a rank, in the order of its forward."""
+    """Yield what a rank computes in a Mamba-2 layer, in order: FLOPs, bytes saved and moved.
+
+    From the input projections to the output projection, with the states that cp ranks pass; the
+    norm before the layer is not part of it.
+    """
     shape = heads, groups, *_ = mamba_shape(program.model, program.layout.tp)
     of_values, of_groups = _channels(program, sizes)
     inputs = Inputs.of_stream(program, sizes)

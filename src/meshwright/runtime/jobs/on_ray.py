@@ -145,7 +145,10 @@ class NodeRanks:
 
 
 class Nodes(Protocol):
-    """The nodes of one attempt, as `follow` uses them."""
+    """What a supervisor needs of the Ray nodes that run a job's ranks between two restarts.
+
+    That is their exit codes, a request to stop, and a way to kill them.
+    """
 
     def codes(self) -> list[int | None]:
         """Return each rank's exit code or None; raises `NodeLost` if a node is gone."""

@@ -223,10 +223,11 @@ _COLUMNS = ("case", "claim", "passed", "error", "tolerance")
 
 
 class Question(NamedTuple):
-    """A layout to prove: the small cases used in its place, and what these do not cover.
+    """A layout whose losses and gradients are to be compared with those of one device.
 
-    `not_kept` are config keys with other values in the cases, `not_proven` keys that no proof
-    covers.
+    `cases` are the small models and batches that are computed in its place. `not_kept` are the
+    config's keys that have other values in them; `not_proven` are keys of which no proof computes
+    anything, whatever their value.
     """
 
     layout: Layout
