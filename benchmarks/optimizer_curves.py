@@ -1,69 +1,133 @@
-"""Loss curves of one small model on real text: optimizers, and what is kept in bf16.
+"""Loss curves of one small model on real text: optimizers, and what is kept in fewer bits.
 
     python -m benchmarks.optimizer_curves --steps 2000 --seeds 3 --out optimizer-curves.json
 
-Each way trains the same model on Python's standard library with the same batches, on one rank, and
-is evaluated on held-out text every so many steps. Rates are each optimizer's own, and the same for
-all ways of AdamW. Prints the last held-out loss of each way: mean and spread over seeds.
+One process trains the package's model with the package's optimizers on Python's standard library,
+bytes as tokens, and evaluates it on held-out files. All ways have the same batches, and all ways of
+AdamW the same rate. Matmuls are in fp32 throughout, on weights rounded to bf16 where a way says so:
+most CPUs have no matmuls in bf16. Ways that the file of `--out` has already are kept as they are.
+Prints the last held-out loss of each way: its mean and its range over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
-import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
-_ADAMW: Final = ("optimizer.name=adamw", "optimizer.lr=0.002")
-_IN_BF16: Final = (*_ADAMW, "train.precision=bf16")
-_NARROW: Final = (*_IN_BF16, "optimizer.state_dtype=bf16")
-_STOCHASTIC: Final = "optimizer.rounding=stochastic"
-WAYS: Final[Mapping[str, tuple[str, ...]]] = {
-    "AdamW, fp32": _ADAMW,
-    "AdamW, bf16 with masters": _IN_BF16,
-    "AdamW, moments in bf16": _NARROW,
-    "AdamW, moments in bf16, stochastic": (*_NARROW, _STOCHASTIC),
-    "AdamW, weights in bf16": (*_IN_BF16, "train.master=none"),
-    "AdamW, weights in bf16, stochastic": (*_IN_BF16, "train.master=none", _STOCHASTIC),
-    "AdamW, all in bf16, stochastic": (*_NARROW, "train.master=none", _STOCHASTIC),
-    "Muon, fp32": ("optimizer.name=muon", "optimizer.lr=0.002"),
-    "Lion, fp32": ("optimizer.name=lion", "optimizer.lr=0.0002"),
+from meshwright.data.corpora import Stdlib
+from meshwright.models import build_model, init_model
+from meshwright.spec.learning_rate import learning_rate
+from meshwright.spec.parts import parts
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import OptimizerSpec
+from meshwright.training.optimizer import build_optimizer, set_learning_rate, step_scaled
+
+
+class Way(NamedTuple):
+    """An optimizer, and the dtypes in which weights are kept and used."""
+
+    optimizer: Mapping[str, Any]
+    kept: torch.dtype = torch.float32
+    used: torch.dtype = torch.float32
+
+
+_ADAMW: Final[Mapping[str, Any]] = {"name": "adamw", "lr": 2e-3}
+_STOCHASTIC: Final = {"rounding": "stochastic"}
+_NARROW: Final = {**_ADAMW, "state_dtype": "bf16"}
+_BF16: Final = torch.bfloat16
+WAYS: Final[Mapping[str, Way]] = {
+    "AdamW, fp32": Way(_ADAMW),
+    "AdamW, bf16 with masters": Way(_ADAMW, used=_BF16),
+    "AdamW, moments in bf16": Way(_NARROW),
+    "AdamW, moments in bf16, stochastic": Way({**_NARROW, **_STOCHASTIC}),
+    "AdamW, moments in int8": Way({**_ADAMW, "state_dtype": "int8"}),
+    "AdamW, weights in bf16": Way(_ADAMW, _BF16, _BF16),
+    "AdamW, weights in bf16, stochastic": Way({**_ADAMW, **_STOCHASTIC}, _BF16, _BF16),
+    "AdamW, all in bf16, stochastic": Way({**_NARROW, **_STOCHASTIC}, _BF16, _BF16),
+    "Muon, fp32": Way({"name": "muon", "lr": 2e-3, "ns_precision": "fp32"}),
+    "Lion, fp32": Way({"name": "lion", "lr": 2e-4}),
 }
-_MODEL: Final = (
-    *("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2"),
-    *("model.ffn_dim=176", "data.source=stdlib", "train.batch=8", "train.seq_len=128"),
-    *("layout.dp_replicate=1", "layout.microbatch=8", "cluster.devices_per_node=1"),
-    *("cluster.device=cpu", "train.compile=false", "log.trace=0"),
-)
+_SEQ, _BATCH, _EVALUATED = 64, 4, 64
+_MODEL: Final = {
+    "vocab_size": 256,
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 192,
+}
 
 
-def losses(way: str, steps: int, seed: int, folder: Path) -> list[tuple[int, float]]:
-    """Return held-out losses of a run by step, in nats per token."""
-    words = (
-        *_MODEL,
-        *WAYS[way],
-        f"train.steps={steps}",
-        f"train.seed={seed}",
-        f"data.seed={seed}",
-        f"train.eval_every={max(steps // 10, 1)}",
-        f"log.dir={folder}",
-        f"log.name={len(list(folder.iterdir()))}",
+@cache
+def tokens() -> tuple[Tensor, Tensor]:
+    """Return the bytes of the training text and of the held-out text, each int64 `[bytes]`."""
+    source = Stdlib()
+    texts = [text for part in source.parts() for text in source.documents(part)]
+    sides = texts[: -len(texts) // 20], texts[-len(texts) // 20 :]
+    train, held_out = (bytearray("\n".join(side).encode()) for side in sides)
+    return tuple(torch.frombuffer(text, dtype=torch.uint8).long() for text in (train, held_out))
+
+
+def sequences(text: Tensor, count: int, seed: int) -> Tensor:
+    """Return `count` random pieces of a text with their targets, `[count, seq + 1]`."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(text) - _SEQ - 1, (count, 1), generator=generator)
+    return text[starts + torch.arange(_SEQ + 1)]
+
+
+def losses(way: Way, steps: int, seed: int) -> list[tuple[int, float]]:
+    """Return held-out losses of a run by step, in nats per byte."""
+    text, held_out = tokens()
+    spec = model_spec(**_MODEL)
+    model = init_model(build_model(spec, device="cpu", max_seq_len=_SEQ), spec, seed)
+    by_name = {
+        name: nn.Parameter(weight.detach().to(way.kept))
+        for name, weight in model.named_parameters()
+    }
+    for weight in by_name.values():
+        weight.grad_dtype = torch.float32
+    described = {part.name: part for part in parts(spec)}
+    optimizer_spec = OptimizerSpec(warmup_steps=max(steps // 20, 1), **way.optimizer)
+    optimizer = build_optimizer(
+        list(by_name.values()), [described[name] for name in by_name], optimizer_spec
     )
-    command = [sys.executable, "-m", "meshwright", "train", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{way}: {done.stderr[-2000:]}")
-    (newest,) = (folder / words[-1].partition("=")[2]).rglob("events.jsonl")
-    events = [json.loads(line) for line in newest.read_text().splitlines()]
-    return [(event["step"], event["loss"]) for event in events if event["event"] == "eval"]
+
+    def loss_of(batch: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        logits = functional_call(model, dict(weights), (batch[:, :-1],))
+        return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def used() -> dict[str, Tensor]:
+        return {name: weight.detach().to(way.used).float() for name, weight in by_name.items()}
+
+    curve = []
+    evaluated = sequences(held_out, _EVALUATED, seed=2**31)
+    for step in range(1, steps + 1):
+        weights = {name: weight.requires_grad_() for name, weight in used().items()}
+        loss = loss_of(sequences(text, _BATCH, seed * steps + step), weights)
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        for weight, gradient in zip(by_name.values(), gradients, strict=True):
+            weight.grad = gradient
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm().double()
+        set_learning_rate(optimizer, learning_rate(step, steps, optimizer_spec))
+        step_scaled(optimizer, norm, 1.0, 1.0)
+        if step % max(steps // 10, 1) == 0:
+            with torch.no_grad():
+                curve.append((step, loss_of(evaluated, used()).item()))
+    return curve
 
 
 def table(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> str:
@@ -76,6 +140,13 @@ def table(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> str:
     return "\n".join(lines)
 
 
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.name == "posix" else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train all ways with all seeds, print the table, and write the curves where asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer_curves")
@@ -84,23 +155,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="ways whose names contain a text")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
-    ways = [way for way in WAYS if any(text in way for text in args.only)]
-    curves: dict[str, list[list[tuple[int, float]]]] = {}
-    for way in ways:
-        with tempfile.TemporaryDirectory() as folder:
-            runs = [losses(way, args.steps, seed, Path(folder)) for seed in range(args.seeds)]
-        curves[way] = runs
-        print(table({way: runs}).splitlines()[-1], flush=True)
-    content: dict[str, Any] = {
-        "command": f"python -m benchmarks.optimizer_curves --steps {args.steps}",
-        "machine": f"{platform.machine()}, torch {torch.__version__}",
-        "config": list(_MODEL),
-        "ways": {way: list(WAYS[way]) for way in ways},
-        "curves": curves,
-    }
-    print(table(curves))
-    if args.out is not None:
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+    torch.set_num_threads(1)
+    curves: dict[str, list[list[tuple[int, float]]]] = {name: [] for name in WAYS}
+    if args.out is not None and args.out.exists():
+        curves |= json.loads(args.out.read_text())["curves"]
+    ways = [name for name in WAYS if any(text in name for text in args.only)]
+    # A stopped run has all ways with as many seeds, or one more.
+    for seed, name in product(range(args.seeds), ways):
+        if len(curves[name]) > seed:
+            continue
+        started = time.process_time()
+        curves[name].append(losses(WAYS[name], args.steps, seed))
+        seconds = time.process_time() - started
+        print(f"{name}, seed {seed}: {curves[name][-1][-1][1]:.4f}, {seconds:.0f} s", flush=True)
+        if args.out is not None:
+            content = {
+                "command": f"python -m benchmarks.optimizer_curves --steps {args.steps}",
+                "machine": f"{processor()}, torch {torch.__version__}",
+                "model": {**_MODEL, "batch": _BATCH, "seq_len": _SEQ},
+                "curves": {name: runs for name, runs in curves.items() if runs},
+            }
+            args.out.write_text(json.dumps(content, indent=1) + "\n")
+    print(table({name: runs for name, runs in curves.items() if runs}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
 from meshwright.comm.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.parallel.build import build, seeded
+from meshwright.parallel.data_parallel.int8_states import values_of
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.gather import whole_of
 from meshwright.program.lower import lower
@@ -47,7 +48,9 @@ def whole_states(trained):
     """The weights and states of this rank's stages, whole, as arrays of their own."""
     states = {}
     for held, leaf in zip(trained.shards.held, trained.shards.leaves, strict=True):
-        tensors = {"weight": held.shard, **trained.optimizer.state[leaf]}
+        state = trained.optimizer.state[leaf]
+        keys = [key for key in state if not key.endswith("_scale")]
+        tensors = {"weight": held.shard, **{key: values_of(state, key) for key in keys}}
         for key, tensor in tensors.items():
             if tensor.dim():
                 local = _like(held.parameter, tensor)

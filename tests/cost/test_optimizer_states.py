@@ -36,6 +36,7 @@ SPECS = [
     OptimizerSpec(name="muon", groups=GROUPED.groups),
     OptimizerSpec(state_dtype="bf16"),
     OptimizerSpec(state_dtype="bf16", rounding="stochastic"),
+    OptimizerSpec(state_dtype="int8"),
 ]
 
 

@@ -232,10 +232,11 @@ def test_contradictions_and_unknown_keys_are_refused(tmp_path, name, old, new, k
     [
         ("adamw_torch_fused", "fp32"),
         ("paged_adamw_32bit", "fp32"),
-        ("adamw_8bit", None),
-        ("paged_adamw_8bit", None),
-        ("adamw_bnb_8bit", None),
-        ("adamw_torch_8bit", None),
+        ("adamw_8bit", "int8"),
+        ("paged_adamw_8bit", "int8"),
+        ("adamw_bnb_8bit", "int8"),
+        ("adamw_torch_8bit", "int8"),
+        ("ademamix_8bit", None),
     ],
 )
 def test_names_of_transformers_say_the_bits_of_states(tmp_path, name, dtype):
@@ -243,10 +244,12 @@ def test_names_of_transformers_say_the_bits_of_states(tmp_path, name, dtype):
     found = imported(tmp_path, "axolotl.yml", text)
     reasons = {entry.key: entry.note for entry in found.report.refused}
     if dtype is None:
-        assert "no states in 8 bits; nearest: adamw_torch, with" in reasons["optimizer"]
+        assert "no other optimizer; nearest: adamw_torch" in reasons["optimizer"]
     else:
         assert "optimizer" not in reasons
         assert found.given["optimizer"]["name"].value == "adamw"
+        stated = found.given["optimizer"].get("state_dtype")
+        assert ("fp32" if stated is None else stated.value) == dtype
 
 
 def test_torchtitan_s_implementation_says_the_dtype_of_states(tmp_path):

@@ -18,6 +18,7 @@ from meshwright.layout import Layout
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.build import region_of
 from meshwright.parallel.data_parallel.gradients import GatheredParameter, local_shard
+from meshwright.parallel.data_parallel.int8_states import Int8State, add_state
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.parallel.data_parallel.sharded import DTYPES
 from meshwright.program.optimizer import rule_of
@@ -89,11 +90,15 @@ def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
         if not leaf.is_mine or leaf.shard.numel() == 0:
             continue
         offsets = tuple(start for start, _ in leaf.region)
+        row = leaf.shard.shape[-1] if offsets else 1
         rank_chunks.weights.append(Chunk(leaf.name, offsets, leaf.shard))
         for key, value in optimizer.state.get(leaf.tensor, {}).items():
             if isinstance(value, Tensor) and not _is_scalar(value):
-                chunk = Chunk(f"{key}.{leaf.name}", offsets, leaf.stored(value))
-                rank_chunks.optimizer.append(chunk)
+                shard = leaf.stored(value)
+                # Scales of a state in int8 have their own columns: one for each block of a row.
+                column = (start * shard.shape[-1] // row for start in offsets[-1:])
+                place = (*offsets[:-1], *column)
+                rank_chunks.optimizer.append(Chunk(f"{key}.{leaf.name}", place, shard))
     return rank_chunks
 
 
@@ -126,13 +131,39 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
         if not state.is_number
     )
     for leaf, states in leaves:
-        values: Kept = {
-            state.key: _number_of(state, scalars) if state.is_number else None for state in states
+        numbers: Kept = {
+            state.key: _number_of(state, scalars) for state in states if state.is_number
         }
-        fill_state(leaf, trained.optimizer, stored, values, leaf.tensor.device)
-        for state in states:  # a run may have saved them in another dtype
-            restored = trained.optimizer.state[leaf.tensor]
-            restored[state.key] = restored[state.key].to(DTYPES[state.dtype])
+        fill_state(leaf, trained.optimizer, stored, numbers, leaf.tensor.device)
+        for state in states:
+            if not state.is_number:
+                restored = trained.optimizer.state[leaf.tensor]
+                add_state(restored, state, leaf.tensor.detach())
+                _fill(leaf, restored, state, stored)
+
+
+def _fill(leaf: Leaf, restored: Mapping[str, Tensor], state: State, stored: Stored) -> None:
+    """Restore a state, which a run may have saved in another dtype or in other blocks."""
+    region, into = leaf.region, leaf.stored(restored[state.key])
+    saved = stored.read(f"{state.key}.{leaf.name}", region)
+    if (name := f"{state.scale_key}.{leaf.name}") in stored.names and saved.numel():
+        width = stored.shape(f"{state.key}.{leaf.name}")[-1] // stored.shape(name)[-1]
+        *rows, (start, stop) = region
+        # Of other blocks, the ends of rows may lie within one.
+        blocks = start // width, -(-stop // width)
+        scales = stored.read(name, (*rows, blocks))
+        own_scales = restored.get(state.scale_key)
+        if own_scales is not None and own_scales.shape[-1] * width == stop - start:
+            into.copy_(saved)
+            leaf.stored(own_scales).copy_(scales)
+            return
+        columns = torch.arange(start, stop) // width - blocks[0]
+        saved = Int8State.of(state.key, saved, scales.index_select(-1, columns)).float()
+    if state.dtype == "int8":
+        own_scales = leaf.stored(restored[state.scale_key])
+        Int8State.of(state.key, into, own_scales).copy_(saved.to(into.device, torch.float32))
+    else:
+        into.copy_(saved)
 
 
 def _number_of(state: State, scalars: Mapping[str, float]) -> float:

@@ -12,13 +12,16 @@ from meshwright.program.float8 import gathered_element, gathers_float8
 from meshwright.program.shards import shard
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.spec.model import ModelSpec, padded
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.optimizers import OPTIMIZERS, block_width
 from meshwright.spec.parts import Part, parts
 
 # Which float8 is for.
 _BF16: Final = ELEMENT_BYTES["bf16"]
-# Which weights are counted; also those trained that an optimizer updates by a rule, by its number.
-Which = Literal["all", "trained", "four bits"] | tuple[str, int]
+# Which weights are counted; also those trained that an optimizer updates by a rule, by its number,
+# or the blocks of their rows that share a scale in 8 bits.
+Which = (
+    Literal["all", "trained", "four bits"] | tuple[str, int] | tuple[str, int, Literal["blocks"]]
+)
 
 
 class Weights(NamedTuple):
@@ -64,13 +67,14 @@ def weights(
     rank.
 
     Rows are padded to a multiple of `shard_ranks`. `which` selects all weights, those trained,
-    those in NF4, or those that one rule of an optimizer updates. With `rounded`, weights that are
-    gathered in float8 count half, as sizes are in bf16 elements.
+    those in NF4, or those that one rule of an optimizer updates; or the blocks of these. With
+    `rounded`, weights that are gathered in float8 count half, as sizes are in bf16 elements.
     """
     model = padded(model, tp)
     layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep, etp=etp)
     if shard_ranks == 1:
         layout = Layout(tp=tp, dp_replicate=layout.expert_data, ep=ep, etp=etp)
+    of_blocks = isinstance(which, tuple) and len(which) == 3
     layers, experts = [], []
     for kind in model.layer_kinds:
         block_parts = parts(model.alike(kind, n_layers=1))
@@ -79,6 +83,7 @@ def weights(
             * gathered_element(part, _BF16, rounded)
             // _BF16
             * is_of(part, which)
+            // (block_width(shard(part, layout).tp_shape[-1]) if of_blocks else 1)
             for part in block_parts
         }
         shared_out = (part.name for part in block_parts if part.is_of_experts and ep > 1)
@@ -92,7 +97,7 @@ def weights(
 def is_of(part: Part, which: Which) -> bool:
     """Return whether `which` selects this parameter."""
     if isinstance(which, tuple):
-        name, number = which
+        name, number, *_ = which
         return part.trained and OPTIMIZERS[name].rule_number(part) == number
     return {"all": True, "trained": part.trained, "four bits": part.is_nf4}[which]
 

@@ -115,23 +115,32 @@ def _optimizer_states(
 
     A system that keeps whole weights in half precision also has fp32 master weights there.
     """
-    keeps_shards = setting.system.keeps == "shards"
+    spec, keeps_shards = setting.optimizer, setting.system.keeps == "shards"
     has_masters = not keeps_shards and setting.element != setting.weight_bytes
-    total, templates, numbers = 0, [], list[object]()
+    merged: dict[tuple[str, int], list[int]] = {}
+    scales, total, templates, numbers = 0, 0, [], list[object]()
     for share in updates(setting, layout, held_layers):
-        states = share.rule.element_bytes(setting.optimizer)
+        states = share.rule.element_bytes(spec)
         called = [share.rule.called] * (states > 0) + ["fp32 weights"] * has_masters
         if not called or not share.elements:
             continue
-        size = states + _FP32 * has_masters
         # How others keep the number of updates is not known.
-        number = share.rule.number_bytes(setting.optimizer) * keeps_shards
-        total += share.elements * size + share.parameters * number
-        templates.append("{:,} elements x {} B: " + " and ".join(called))
-        numbers += [share.elements, size]
-        if number:
+        number = share.rule.number_bytes(spec) * keeps_shards
+        counts = merged.setdefault((" and ".join(called), states + _FP32 * has_masters), [0, 0])
+        counts[0] += share.elements
+        counts[1] += share.parameters * number
+        scales += share.blocks * share.rule.block_bytes(spec)
+    for (label, size), (elements, number_bytes) in merged.items():
+        total += elements * size + number_bytes
+        templates.append("{:,} elements x {} B: " + label)
+        numbers += [elements, size]
+        if number_bytes:
             templates[-1] += ", {:,} x {} B: numbers of updates"
-            numbers += [share.parameters, number]
+            numbers += [number_bytes // _FP32, _FP32]
+    if scales:
+        total += scales
+        templates.append("{:,} blocks x {} B: scales of moments in int8")
+        numbers += [scales // _FP32, _FP32]
     if templates:
         yield Term("optimizer", total, "; ".join(templates), tuple(numbers))
 

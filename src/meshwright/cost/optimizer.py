@@ -22,11 +22,12 @@ from meshwright.spec.parts import Part, parts
 
 class RuleShare(NamedTuple):
     """What a rank updates by one rule of the optimizer: `elements` in its shards of `parameters`
-    parameters."""
+    parameters, in `blocks` that share a scale if their states are in int8."""
 
     rule: UpdateRule
     elements: int
     parameters: int
+    blocks: int
 
 
 def updates(setting: CostInputs, layout: Layout, held_layers: RankLayers) -> Iterator[RuleShare]:
@@ -35,7 +36,11 @@ def updates(setting: CostInputs, layout: Layout, held_layers: RankLayers) -> Ite
     for number, rule in enumerate(optimizer.rules):
         which: Which = (optimizer.name, number)
         elements = elements_of(setting.model, layout, held_layers, which=which).share(layout)
-        yield RuleShare(rule, elements, _parameters(setting.model, held_layers, which))
+        blocks = 0
+        if rule.block_bytes(setting.optimizer):
+            of_blocks: Which = (optimizer.name, number, "blocks")
+            blocks = elements_of(setting.model, layout, held_layers, which=of_blocks).share(layout)
+        yield RuleShare(rule, elements, _parameters(setting.model, held_layers, which), blocks)
 
 
 @lru_cache(maxsize=1024)

@@ -71,7 +71,7 @@ class UnitSizes:
         self.whole, self.padded, self.shard, self.own = Counted.of(trained.values(), place)
         self.state_bytes = sum(
             rule_of(optimizer, sharding.part).state_bytes(
-                optimizer, Counted.of([sharding], place).own
+                optimizer, Counted.of([sharding], place).own, sharding.tp_shape[-1]
             )
             for sharding in trained.values()
         )

@@ -127,8 +127,18 @@ def _read_native(source: ImportSource) -> None:
     source.translate(key, {"layout.offload": "params"} if source.get(key) is True else {})
 
 
+# transformers' names of AdamW by torchao and bitsandbytes, and axolotl's.
+_ADAMW_IN_8_BITS: Final = (
+    *("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "ao_adamw_8bit"),
+)
+
+
 def read_rates(source: ImportSource) -> None:
-    """Import Adam's betas, the steps, and the warm-up in steps or as a share of the steps."""
+    """Import Adam's betas and bits, the steps, and the warm-up in steps or a share of the steps."""
+    for key in ("optim", "optimizer"):
+        if source.get(key) in _ADAMW_IN_8_BITS:
+            to = {"optimizer.name": "adamw", "optimizer.state_dtype": "int8"}
+            source.translate(key, to, "blocks of rows; all of matrices, and nothing is paged")
     betas = [source.number("adam_beta1", 0.9), source.number("adam_beta2", 0.999)]
     for key in ("adam_beta1", "adam_beta2"):
         source.translate(key, {"optimizer.betas": betas})
@@ -434,6 +444,11 @@ def _optimizer(source: PlanSource, schedule: str, name: str) -> dict[str, Any]:
         keys["adam_beta1"], keys["adam_beta2"] = optimizer.betas
     if source.is_stated("optimizer.name"):
         keys[name] = source.optimizer_name("hf")
+    if optimizer.state_dtype == "int8":
+        keys[name] = _ADAMW_IN_8_BITS[0]
+    elif optimizer.state_dtype != "fp32":
+        rule = f"this config cannot say optimizer.state_dtype = {optimizer.state_dtype}"
+        raise ConfigError(f"{rule}; nearest: fp32, int8")
     if source.is_stated("optimizer.schedule"):
         if optimizer.schedule not in _SCHEDULES:
             raise ConfigError(

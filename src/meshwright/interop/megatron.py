@@ -536,6 +536,8 @@ def _optimizer(source: PlanSource) -> dict[str, Any]:
         keys["adam-beta1"], keys["adam-beta2"] = optimizer.betas
     if optimizer.state_dtype != "fp32":
         dtype = optimizer.state_dtype
+        if dtype == "int8":
+            raise ConfigError("Megatron-LM has no optimizer.state_dtype = int8; nearest: bf16")
         keys |= {"use-precision-aware-optimizer": True, "exp-avg-dtype": dtype}
         keys["exp-avg-sq-dtype"] = dtype
     if source.is_stated("optimizer.lr") and source.is_stated("optimizer.min_lr_ratio"):

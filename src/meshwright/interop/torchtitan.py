@@ -317,10 +317,12 @@ def _optimizer(source: PlanSource) -> dict[str, Any]:
     if optimizer.name != "adamw":
         raise ConfigError(f"torchtitan has no optimizer.name = {optimizer.name!r}; nearest: adamw")
     if train.master == "none":
-        if optimizer.state_dtype == "fp32":
+        if optimizer.state_dtype != "bf16":
             rule = "torchtitan has optimizer.state_dtype = bf16 beside train.master = none"
             raise ConfigError(f"{rule}; nearest: optimizer.state_dtype = bf16")
         keys["training.dtype"] = "bfloat16"
+    elif optimizer.state_dtype == "int8":
+        raise ConfigError("torchtitan has no optimizer.state_dtype = int8; nearest: bf16")
     elif optimizer.state_dtype == "bf16":
         keys["optimizer.implementation"] = "fused_opt_states_bf16"
     if train.reduce_dtype != "fp32":

@@ -149,7 +149,9 @@ def _host(prediction: Prediction, setting: CostInputs) -> str | None:
     spec, trained = setting.optimizer, [part for part in parts(setting.model) if part.trained]
     element_bytes = setting.weight_bytes + setting.gradient_bytes
     total_bytes = sum(
-        part.numel * (element_bytes + rule_of(spec, part).element_bytes(spec)) for part in trained
+        part.numel * element_bytes
+        + rule_of(spec, part).state_bytes(spec, part.numel, part.shape[-1])
+        for part in trained
     )
     on_node = min(setting.cluster.per_node, layout.world)
     byte_count = total_bytes / layout.tp / layout.pp / layout.shard_ranks * on_node

@@ -63,19 +63,20 @@ def workspace_bytes(rule: UpdateRule, spec: OptimizerSpec, train: TrainSpec) -> 
     weight_copy = _WIDE * (train.weight_dtype != "fp32")
     # A gradient's copy is freed before the updated copies are rounded.
     hash_bytes = HASH_WORKSPACE * (spec.rounding == "stochastic")
-    return rule.workspace(spec) + weight_copy + max(_WIDE * has_wide_gradient, hash_bytes)
+    added = max(_WIDE * has_wide_gradient, hash_bytes, rule.rounding(spec))
+    return rule.workspace(spec) + weight_copy + added
 
 
 def saved_bytes(model: ModelSpec, train: TrainSpec, spec: OptimizerSpec) -> int:
     """Return the bytes of a saved step: all weights, and the states of those trained.
 
     Weights are in fp32, unless they have no masters. What is kept once for each parameter goes into
-    the manifest.
+    the manifest. Scales of states in int8 are those of whole rows.
     """
     weights = sum(part.numel for part in parts(model)) * DTYPE_BYTES[train.weight_dtype]
     states = (
-        part.numel * rule_of(spec, part).element_bytes(spec)
+        rule.state_bytes(spec, part.numel, part.shape[-1]) - rule.number_bytes(spec)
         for part in parts(model)
-        if part.trained
+        if part.trained and (rule := rule_of(spec, part))
     )
     return weights + sum(states)

@@ -35,7 +35,10 @@ class Updates:
         *,
         tilt: float = 0.0,
         narrow: bool = False,
+        rows: Mapping[str, int] | None = None,
     ) -> None:
+        """`rows` has the elements of a row of a rank's shard, where blocks in int8 depend on it."""
+        self._rows = rows or {}
         self._is_narrow = narrow
         self._masters, self._spec, self._steps, self._tilt = masters, spec, steps, tilt
         self._first = {name: torch.zeros_like(master) for name, master in masters.items()}
@@ -120,6 +123,11 @@ class Updates:
             for key, moments in (("exp_avg", self._first), ("exp_avg_sq", self._second)):
                 tilted = moments[name] * (1 + self._tilt)
                 moments[name] = self._in_bf16(tilted, name, key, number)
+        if self._spec.state_dtype == "int8" and _is_matrix(name, gradient):
+            row = self._rows.get(name, gradient.shape[-1])
+            self._first[name] = in_int8(self._first[name], row, self._tilt)
+            root = in_int8(self._second[name].sqrt(), row, self._tilt, is_signed=False)
+            self._second[name] = root.square()
         return mean / (size + self._spec.eps)
 
     def _in_bf16(self, wide: Tensor, name: str, key: str, number: int) -> Tensor:
@@ -149,6 +157,29 @@ class Updates:
         orthogonal = torch.stack([newton_schulz(matrix, spec.ns_steps) for matrix in flat])
         scaled: Tensor = factor * orthogonal.to(gradient.dtype).view_as(gradient)
         return scaled
+
+
+def in_int8(state: Tensor, row: int, tilt: float, *, is_signed: bool = True) -> Tensor:
+    """Return a matrix, or one per expert, whose blocks are rounded to 8 bits.
+
+    `docs/config.md` defines it: arXiv:2110.02861, in blocks of the most columns up to 256 that
+    divide a shard's `row`.
+    """
+    columns = max(size for size in range(1, 257) if row % size == 0)
+    bits = 7 if is_signed else 8
+    numbers = [0.0]
+    for bit in range(bits):
+        ends = torch.linspace(0.1, 1, 2**bit + 1, dtype=torch.float64)[1:]
+        numbers += (ends * 10.0 ** (bit + 1 - bits)).tolist()
+    table = torch.tensor(numbers, dtype=state.dtype)
+    blocks = state.reshape(-1, columns)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    shares = blocks.abs() / largest.clamp(min=1e-300 if state.dtype == torch.float64 else 1e-38)
+    shares = shares * (1 + tilt)
+    above = torch.searchsorted(table, shares.contiguous()).clamp(1, len(table) - 1)
+    low, high = table[above - 1], table[above]
+    nearest = torch.where(shares - low < high - shares, low, high)
+    return (blocks.sign() * nearest * largest).view_as(state)
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:

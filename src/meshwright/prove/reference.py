@@ -26,6 +26,7 @@ from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.data_parallel.sharded import DTYPES
+from meshwright.program.shards import shard
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.nf4_reference import kept_in_nf4
@@ -35,7 +36,8 @@ from meshwright.prove.oracle_routers import Routed, router_losses
 from meshwright.prove.packed import packed
 from meshwright.prove.weights import whole_buffers, whole_weights
 from meshwright.spec.groups import GroupSpec
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, padded
+from meshwright.spec.parts import parts
 from meshwright.spec.training import OptimizerSpec
 
 Tensors = Mapping[str, Tensor]
@@ -290,7 +292,9 @@ def _run(device: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Step
     case = device.case
     trained = {name: device.masters[name] for name in device.trained}
     is_narrow = case.train.master == "none"
-    step_of = Updates(trained, optimizer, case.steps, tilt=device.tilt, narrow=is_narrow)
+    parameters = parts(padded(case.model, case.layout.tp))
+    rows = {part.name: shard(part, case.layout).tp_shape[-1] for part in parameters}
+    step_of = Updates(trained, optimizer, case.steps, tilt=device.tilt, narrow=is_narrow, rows=rows)
     losses, norms, moments = [], [], []
     first: Tensors = {}
     for step in range(case.steps):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm.groups import Groups
 from meshwright.comm.world import World
 from meshwright.parallel.data_parallel.gradients import GatheredParameter
+from meshwright.parallel.data_parallel.int8_states import values_of
 from meshwright.parallel.data_parallel.optimize import Shards
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
@@ -109,7 +110,8 @@ class Trial:
         """
 
         def of(param: GatheredParameter) -> Tensor | None:
-            value = self._optimizer.state[self._shards.leaves[self._place(param)]].get(key)
+            leaf = self._shards.leaves[self._place(param)]
+            value = values_of(self._optimizer.state[leaf], key)
             return None if value is None else _like(param.parameter, comparable(key, value))
 
         return of

@@ -29,6 +29,7 @@ from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.run import Run
 from meshwright.runtime.session import train
 from meshwright.spec.loading import Config
+from meshwright.spec.optimizers import SQUARES, State, numbers_of
 from meshwright.spec.training import LogSpec
 from meshwright.training.sinks import trackers_of
 
@@ -92,6 +93,19 @@ def _joined(chunks: list[tuple[list[int], Any]]) -> Any:
         for (start, chunk), end in zip(chunks, ends, strict=True):
             joined[tuple(slice(a, b) for a, b in zip(start, end, strict=True))] = chunk
     return joined
+
+
+def widened(arrays: Arrays) -> Arrays:
+    """Return tensors, of which those in 8 bits are what their codes and scales stand for."""
+    wide = {name: array for name, array in arrays.items() if "_scale." not in name}
+    for name in wide:
+        key, _, parameter = name.partition(".")
+        scales = arrays.get(f"{State(key).scale_key}.{parameter}")
+        if scales is not None:
+            numbers = np.array(numbers_of(key))[wide[name].astype(np.int64)]
+            root = numbers * scales.repeat(numbers.shape[-1] // scales.shape[-1], -1)
+            wide[name] = root**2 if key in SQUARES else root
+    return wide
 
 
 def distance(observed: Arrays, expected: Arrays) -> tuple[float, str]:
@@ -170,6 +184,18 @@ BOUNDS: Final[Mapping[str, Bounds]] = {
 }
 
 
+# Of moments in int8, in other blocks than those that were saved.
+_OTHER_BLOCKS: Final = Bounds(2e-3, 2.0**-4, 2.0**-3, 1e-2)
+
+
+def bounds_of(config: Config) -> Bounds:
+    """Return the tolerances for a config."""
+    bounds = BOUNDS[config.train.precision]
+    if config.optimizer.state_dtype != "int8":
+        return bounds
+    return Bounds(*map(max, zip(bounds, _OTHER_BLOCKS, strict=True)))
+
+
 def certify(
     config: Config,
     case: Case,
@@ -197,7 +223,7 @@ def certify(
     twice = runs.go_on(once, 6, "twice")
     yield same("3 + 3 + 4 steps are 10, bit for bit", twice, 6, STEPS)
     alone = runs.go_on(uninterrupted, _FROM, "alone", Layout(microbatch=case.layout.microbatch))
-    yield from on_another(uninterrupted, alone, layout, BOUNDS[config.train.precision])
+    yield from on_another(uninterrupted, alone, layout, bounds_of(config))
 
 
 def on_another(
@@ -222,7 +248,7 @@ def on_another(
         yield Verdict(claim, layout, expected, observed, bounds.loss, error <= bounds.loss)
 
     def tensors(run: Run, kind: str, step: int) -> Arrays:
-        return read_whole(run.folder / "checkpoints" / step_name(step), kind)
+        return widened(read_whole(run.folder / "checkpoints" / step_name(step), kind))
 
     start = tensors(uninterrupted, "weights", _FROM)
     state = [tensors(run, "optimizer", last) for run in (other, uninterrupted)]

@@ -286,8 +286,9 @@ def _check_rounding(config: Config) -> None:
     """Refuse stochastic rounding where an update rounds nothing."""
     if config.optimizer.rounding != "stochastic" or config.train.master == "none":
         return
-    if config.optimizer.state_dtype == "fp32":
-        rule = "states in fp32 are not rounded, nor are master weights"
+    if config.optimizer.state_dtype != "bf16":
+        how = "not rounded" if config.optimizer.state_dtype == "fp32" else "rounded to nearest"
+        rule = f"states in {config.optimizer.state_dtype} are {how}, and master weights stay fp32"
         rule = f"optimizer.rounding = stochastic: {rule}"
         legal = ["optimizer.state_dtype = bf16", "train.master = none"]
         raise ConfigError(refusal(rule, legal=[*legal, "optimizer.rounding = nearest"]))

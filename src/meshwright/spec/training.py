@@ -278,10 +278,10 @@ class OptimizerSpec(Spec):
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
     differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
     to matrices only: not to norms, biases (also those of experts) and sinks. AdamW keeps its
-    moments in `state_dtype`, and updates them in fp32. With stochastic `rounding`, a moment in
-    bf16, or a weight without `train.master`, that lies between two numbers of bf16 is rounded up as
-    often as it is near the upper one. `groups` change the rate and the decay of parameters by their
-    names; of several that match, the first one counts.
+    moments in `state_dtype` (in int8 those of matrices), and updates them in fp32. With stochastic
+    `rounding`, a moment in bf16, or a weight without `train.master`, that lies between two numbers
+    of bf16 is rounded up as often as it is near the upper one. `groups` change the rate and the
+    decay of parameters by their names; of several that match, the first one counts.
 
     Muon orthogonalizes the momentum of hidden matrices by `ns_steps` iterations of Newton-Schulz in
     `ns_precision`. `scale` multiplies its rate: "original" by the root of rows over columns, if

@@ -7,10 +7,13 @@ from typing import Final
 
 from meshwright.spec.optimizers.adamw import ADAMW
 from meshwright.spec.optimizers.base import (
+    SQUARES,
     Optimizer,
     State,
     StateDtype,
     UpdateRule,
+    block_width,
+    numbers_of,
     rows_of_piece,
 )
 from meshwright.spec.optimizers.lion import LION
@@ -24,9 +27,12 @@ OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
 __all__ = [
     "DTYPE_BYTES",
     "OPTIMIZERS",
+    "SQUARES",
     "Optimizer",
     "State",
     "StateDtype",
     "UpdateRule",
+    "block_width",
+    "numbers_of",
     "rows_of_piece",
 ]

@@ -1,27 +1,31 @@
-"""AdamW as torch has it, fused, or with moments or weights in half of the bytes."""
+"""AdamW as torch has it, fused, or with moments in 16 or 8 bits, or weights in bf16."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from meshwright.parallel.data_parallel.int8_states import add_state, part_of
 from meshwright.parallel.data_parallel.matrices import WholeMatrices
+from meshwright.spec.optimizers.adamw import ADAMW_RULE
 from meshwright.spec.training import OptimizerSpec
 from meshwright.training.optimizers.base import ParameterGroup, place_to_round, update_in_pieces
-
-_DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build(
     groups: Sequence[ParameterGroup], spec: OptimizerSpec, matrices: WholeMatrices
 ) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW, or one that keeps moments or weights in bf16."""
-    return of_groups([group.as_torch() for group in groups], spec, matrices)
+    """Return torch's fused AdamW, or one that keeps moments or weights in fewer bits."""
+    return of_groups(
+        [{**group.as_torch(), "states": group.rule.states(spec)} for group in groups],
+        spec,
+        matrices,
+    )
 
 
 def of_groups(
@@ -36,7 +40,7 @@ def of_groups(
 
 
 class NarrowAdamW(torch.optim.Optimizer):
-    """AdamW whose moments or weights are kept in bf16, and updated in fp32.
+    """AdamW whose moments or weights are kept in fewer bits, and updated in fp32.
 
     torch's fused kernel updates fp32 copies of them, a piece of a weight at a time, which are then
     rounded. It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that
@@ -53,7 +57,7 @@ class NarrowAdamW(torch.optim.Optimizer):
         spec: OptimizerSpec,
         matrices: WholeMatrices,
     ) -> None:
-        super().__init__(groups, settings)
+        super().__init__(groups, {**settings, "states": ADAMW_RULE.states(spec)})
         self._spec, self._matrices = spec, matrices
 
     @torch.no_grad()
@@ -66,13 +70,13 @@ class NarrowAdamW(torch.optim.Optimizer):
 
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
+        moments = [moment for moment in group["states"] if not moment.is_number]
         if "step" not in state:
-            dtype = _DTYPES[self._spec.state_dtype]
             state["step"] = torch.zeros((), device=weight.device)
-            state["exp_avg"] = torch.zeros_like(weight, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(weight, dtype=dtype)
+            for moment in moments:
+                add_state(state, moment, weight)
         step, before = state["step"], state["step"].clone()
-        updated = {"weight": weight, **{key: state[key] for key in ("exp_avg", "exp_avg_sq")}}
+        updated = {"weight": weight, **{moment.key: part_of(state, moment) for moment in moments}}
         place = place_to_round(weight, self._spec, self._matrices)
         update = partial(self._update_piece, step, before, group)
         update_in_pieces(update, gradient, updated, place, step)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel.data_parallel.int8_states import Int8State
 from meshwright.parallel.data_parallel.matrices import ShardPlace, WholeMatrices
 from meshwright.program.optimizer import Settings
 from meshwright.spec.optimizers import UpdateRule, rows_of_piece
@@ -63,19 +64,20 @@ class Scaling(NamedTuple):
 def update_in_pieces(
     update: Callable[..., object],
     gradient: Tensor,
-    updated: Mapping[str, Tensor],
+    updated: Mapping[str, Tensor | Int8State],
     place: ShardPlace | None = None,
     step: Tensor | None = None,
     unwidened: Sequence[Tensor] = (),
 ) -> None:
     """Call `update` with the same rows of a gradient and of what it changes, in fp32, in turn.
 
-    A piece of bounded size at a time. What is kept in bf16 comes as a copy, which is rounded after
-    the call: to nearest, or if `place` says where the shard lies, stochastically, by the name in
-    `updated` and the number `step` of updates, `[]`. Rows of `unwidened` come as they are.
+    A piece of bounded size at a time. What is kept in fewer bits comes as a copy, which is rounded
+    after the call: to nearest, or to bf16 if `place` says where the shard lies, stochastically, by
+    the name in `updated` and the number `step` of updates, `[]`. Rows of `unwidened` come as they
+    are.
     """
     rows = rows_of_piece(gradient[:1].numel())
-    pieces = (torch.split(tensor, rows) for tensor in (gradient, *updated.values(), *unwidened))
+    pieces = (tensor.split(rows) for tensor in (gradient, *updated.values(), *unwidened))
     for change, *row_pieces in zip(*pieces, strict=True):
         narrow = row_pieces[: len(updated)]
         wide = [piece.float() for piece in narrow]
@@ -83,7 +85,7 @@ def update_in_pieces(
         for key, piece, copy in zip(updated, narrow, wide, strict=True):
             if copy is piece:
                 continue
-            if place is not None and step is not None:
+            if place is not None and step is not None and not isinstance(piece, Int8State):
                 round_by_place(copy, place, key, step)
             piece.copy_(copy)
         del wide, copy  # the next piece's would lie beside them
