@@ -160,8 +160,8 @@ class StorePath:
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes of an object in order, some pieces at a time read beside each other."""
-        spans = Span(self, 0, self.stat().st_size).cut(PIECE)
-        yield from beside(Span.read, spans)
+        spans = ByteRange(self, 0, self.stat().st_size).cut(PIECE)
+        yield from beside(ByteRange.read, spans)
 
     def write_bytes(self, data: bytes) -> None:
         """Write an object, in place of one of the same name."""
@@ -247,7 +247,7 @@ class StorePath:
         raise AssertionError("the last attempt returns or raises")
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """The bytes of an object from `start` to before `stop`."""
 
     path: StorePath
@@ -259,10 +259,10 @@ class Span(NamedTuple):
         """The number of bytes."""
         return self.stop - self.start
 
-    def cut(self, size: int) -> list[Span]:
+    def cut(self, size: int) -> list[ByteRange]:
         """Return it as spans of `size` bytes, the last of which may be shorter."""
         starts = range(self.start, self.stop, size)
-        return [Span(self.path, start, min(self.stop, start + size)) for start in starts]
+        return [ByteRange(self.path, start, min(self.stop, start + size)) for start in starts]
 
     def read(self) -> bytes:
         """Return its bytes."""

@@ -39,7 +39,7 @@ from meshwright.checkpoint.tensors import Chunk, Stored, write_chunks
 from meshwright.comm.world import World
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.spec.stored import BEST, best_step
-from meshwright.store import Span, StoreError, StorePath, place
+from meshwright.store import ByteRange, StoreError, StorePath, place
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 MATRIX = torch.arange(24.0).view(6, 4)
@@ -211,7 +211,7 @@ def test_spans_read_ahead_are_theirs_and_few_bytes_are_in_memory(spans, in_order
     contents = {name: bytes((ord(name) + n) % 251 for n in range(1000)) for name in "abc"}
     for name, content in contents.items():
         (root / name).write_bytes(content)
-    spans = [Span(root / name, start, start + size) for name, start, size in spans]
+    spans = [ByteRange(root / name, start, start + size) for name, start, size in spans]
     spans = sorted(spans) if in_order else spans
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"PIECE": 100, "REQUESTS": 2, "_GAP": 10}.items():

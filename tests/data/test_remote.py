@@ -11,7 +11,7 @@ from faulty import flip
 from meshwright import files
 from meshwright.data import IGNORE, open_data, prepare, remote, store, view
 from meshwright.data.corpora import Files
-from meshwright.data.remote import AHEAD, BlockCache, ReadAhead, open_remote
+from meshwright.data.remote import AHEAD, BlockCache, RowsAhead, open_remote
 from meshwright.errors import ConfigError, DataError, MeshwrightError
 from meshwright.spec.training import DataSpec
 from meshwright.store import StoreError, StorePath, place
@@ -244,10 +244,10 @@ def test_rows_are_read_ahead_in_their_order_and_not_beyond_the_end():
         read.append(step)
         return step, chosen
 
-    ahead = ReadAhead(rows, stop=12)
+    ahead = RowsAhead(rows, stop=12)
     assert [ahead(step, range(2)) for step in range(12)] == [(step, range(2)) for step in range(12)]
     assert sorted(read) == list(range(12))
-    far = ReadAhead(rows, stop=100)
+    far = RowsAhead(rows, stop=100)
     del read[:]
     assert far(50, range(2)) == (50, range(2))
     far._pool.shutdown()

@@ -26,7 +26,7 @@ from meshwright.errors import CheckpointError
 from meshwright.files import read_bytes, read_text
 from meshwright.parsing import parse_json
 from meshwright.spec.stored import best_step
-from meshwright.store import PIECE, Place, Span, StoreError, StorePath, beside
+from meshwright.store import PIECE, ByteRange, Place, StoreError, StorePath, beside
 
 FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
@@ -335,8 +335,8 @@ def _hashes(folder: Place, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]
     if not isinstance(folder, StorePath):
         yield from ((name, fingerprint(folder / name).sha256) for name in sizes)
         return
-    pieces = {name: Span(folder / name, 0, size).cut(PIECE) for name, size in sizes.items()}
-    contents = beside(Span.read, chain.from_iterable(pieces.values()))
+    pieces = {name: ByteRange(folder / name, 0, size).cut(PIECE) for name, size in sizes.items()}
+    contents = beside(ByteRange.read, chain.from_iterable(pieces.values()))
     for name, spans in pieces.items():
         digest = hashlib.sha256()
         for content in islice(contents, len(spans)):

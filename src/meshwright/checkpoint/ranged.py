@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.errors import CheckpointError
 from meshwright.models.files import MAX_TENSORS, open_safetensors
 from meshwright.parsing import parse_json
-from meshwright.store import PIECE, REQUESTS, Place, Span, StorePath, beside
+from meshwright.store import PIECE, REQUESTS, ByteRange, Place, StorePath, beside
 from meshwright.units import KIB, MIB
 
 DTYPES: Final = {
@@ -59,8 +59,8 @@ class RangedFile:
             (length,) = struct.unpack("<Q", beginning[:8])
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
-            rest = path.read(len(beginning), 8 + length)
-            header = parse_json((beginning + rest)[8 : 8 + length])
+            remaining = path.read(len(beginning), 8 + length)
+            header = parse_json((beginning + remaining)[8 : 8 + length])
             self._metadata = header.pop("__metadata__", {})
             self._entries = dict(_entries(header, 8 + length, path.stat().st_size))
         except FileNotFoundError as error:
@@ -85,24 +85,24 @@ class RangedFile:
         """Return a tensor of which nothing is read before it is indexed."""
         return RangedSlice(self, name)
 
-    def span(self, name: str, rows: tuple[int, int] | None = None) -> Span:
+    def span(self, name: str, rows: tuple[int, int] | None = None) -> ByteRange:
         """Return the bytes of a tensor, or of rows along its first dim."""
         entry = self._entries[name]
         first, last = rows or (0, entry.shape[0] if entry.shape else 1)
         width = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-        return Span(self._path, entry.start + first * width, entry.start + last * width)
+        return ByteRange(self._path, entry.start + first * width, entry.start + last * width)
 
     def take_from(self, ahead: ReadAhead) -> None:
         """Take what is asked for from `ahead` where it has it."""
         self._ahead = ahead
 
-    def _tensor(self, entry: _Entry, span: Span) -> Tensor:
+    def _tensor(self, entry: _Entry, span: ByteRange) -> Tensor:
         """Return the elements in a span, flat."""
         if span.size == 0:
             return torch.empty(0, dtype=entry.dtype)
         data = None if self._ahead is None else self._ahead.take(span)
         if data is None:
-            data = bytearray().join(beside(Span.read, span.cut(PIECE)))
+            data = bytearray().join(beside(ByteRange.read, span.cut(PIECE)))
         if len(data) != span.size:
             raise CheckpointError(f"{self._path} ended early: it is shorter than its header says")
         return torch.frombuffer(data, dtype=entry.dtype)
@@ -134,7 +134,7 @@ class ReadAhead:
     what is taken next: so at most twice those bytes are in memory.
     """
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[ByteRange]) -> None:
         budget = REQUESTS * PIECE
         objects = len({span.path for span in spans})
         self._cut = max(1, min(PIECE, budget // max(1, objects)))
@@ -151,7 +151,7 @@ class ReadAhead:
         self._pool = ThreadPoolExecutor(REQUESTS, "read-ahead")
         self._fill(0)
 
-    def take(self, span: Span) -> bytearray | None:
+    def take(self, span: ByteRange) -> bytearray | None:
         """Return the bytes of a span; None if it is none of those to come."""
         pieces = span.cut(self._cut)
         if not all(self._of_piece.get(piece) for piece in pieces):
@@ -187,14 +187,16 @@ class ReadAhead:
             self._next, unread = self._next + 1, unread + request.size
 
 
-def _merged(pieces: Sequence[Span], limit: int) -> tuple[list[Span], dict[Span, list[int]]]:
+def _merged(
+    pieces: Sequence[ByteRange], limit: int
+) -> tuple[list[ByteRange], dict[ByteRange, list[int]]]:
     """Return the requests for pieces that come in the order of their use, and those of each piece.
 
     Pieces of one object that come after each other, of `limit` bytes together, are one batch;
     within a batch, those that lie next to each other are one request of at most `limit` bytes.
     """
-    batches: list[list[Span]] = []
-    latest: dict[StorePath, tuple[list[Span], int]] = {}
+    batches: list[list[ByteRange]] = []
+    latest: dict[StorePath, tuple[list[ByteRange], int]] = {}
     for piece in pieces:
         batch, size = latest.get(piece.path, ([], limit))
         if size + piece.size > limit:
@@ -202,8 +204,8 @@ def _merged(pieces: Sequence[Span], limit: int) -> tuple[list[Span], dict[Span, 
             batches.append(batch)
         batch.append(piece)
         latest[piece.path] = batch, size + piece.size
-    requests: list[Span] = []
-    numbers: dict[Span, list[int]] = defaultdict(list)
+    requests: list[ByteRange] = []
+    numbers: dict[ByteRange, list[int]] = defaultdict(list)
     for batch in batches:
         first = len(requests)
         for piece in sorted(batch, key=lambda piece: piece.start):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshwright.data.corpora import Files, HuggingFace, Source, Stdlib, TinyStories
 from meshwright.data.encoders import Encoding
 from meshwright.data.megatron_pair import megatron_prefix, open_megatron
-from meshwright.data.remote import ReadAhead, open_remote
+from meshwright.data.remote import RowsAhead, open_remote
 from meshwright.data.sampler import ReadRows, Rows, Sampler, WholeSampler, chosen_rows
 from meshwright.data.store import FORMAT, Progress, Store, entropy_of, is_store, open_store
 from meshwright.data.streamed import StreamedDataset, check_vocabulary, open_stream
@@ -200,7 +200,7 @@ class Dataset:
 
     def reader(self, rows: ReadRows, stop: int) -> ReadRows:
         """Return what reads the rows of a sampler's next steps up to `stop`: ahead if remote."""
-        return ReadAhead(rows, stop) if self.is_remote else rows
+        return RowsAhead(rows, stop) if self.is_remote else rows
 
     def tokens(self, split: Split) -> int:
         """Return how many tokens a split has."""

@@ -230,7 +230,7 @@ def _is_whole(path: Path, record: FileRecord) -> bool:
     return hash_file(path).sha256 == record.sha256
 
 
-class ReadAhead:
+class RowsAhead:
     """Reads the rows of a sampler's next steps in threads while others are trained on.
 
     Called like `Sampler.rows`, each time for the next step and the same rows. Nothing is read of

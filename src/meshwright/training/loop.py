@@ -58,17 +58,15 @@ def train(
     was saved yet. The run is saved as the config says, and always at the end. After a stop request,
     the current step and its save complete, but an evaluation is skipped or interrupted.
     """
-    config, layout, steps = job.config, job.layout, job.config.train.steps
+    config, steps, clip = job.config, job.config.train.steps, job.config.train.clip_norm
     trained, progress, saver = open_run(job, world, dataset, emit, resume)
     parallel, shards, optimizer = trained
     sampler = sampler_at(progress.position, dataset, config)
-    indices = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
-    read_rows = dataset.reader(sampler.rows, steps)
+    indices, read_rows = own_rows(job, world), dataset.reader(sampler.rows, steps)
     emit(start_event(job, world, dataset, sampler, progress.step))
-    scale, clip = progress.scale, config.train.clip_norm
-    readings = Readings(job, world, parallel, emit, lag(world.device, scale), progress)
+    readings = Readings(job, world, parallel, emit, lag(world.device, progress.scale), progress)
     recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
-    routing = RoutingReport(job, world, parallel, emit, progress.step)
+    scale, routing = progress.scale, RoutingReport(job, world, parallel, emit, progress.step)
     step, stopped = progress.step, world.anyone(asked_to_stop())
     held_out = HeldOut(job, world, saver, step)
     keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
@@ -81,8 +79,7 @@ def train(
         begin(step, world, recording, readings)
         rows = read_rows(step - 1, indices)
         batch = feed.bring(Batch.of(rows, keys(config, step, indices)))
-        readings.clock.data_done()
-        readings.left_out.add(rows)
+        readings.data_done(rows)
         lr = learning_rate(step, steps, config.optimizer)
         set_learning_rate(optimizer, lr)
         done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
@@ -162,6 +159,12 @@ def share(batch: int, rank: int, ranks: int) -> range:
     """Return the indices of the global batch's sequences that a data-parallel rank reads."""
     size = batch // ranks
     return range(rank * size, (rank + 1) * size)
+
+
+def own_rows(job: Job, world: World) -> range:
+    """Return the indices of the global batch's sequences that this rank reads."""
+    layout = job.layout
+    return share(job.config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
 
 
 def is_due(interval: int, step: int, last: bool) -> bool:
@@ -251,7 +254,7 @@ def held_out_batches(
     """
     train = job.config.train
     held_out = dataset.held_out(train.seq_len, train.batch, train.eval_batches)
-    indices = share(train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
+    indices = own_rows(job, world)
     count = min(train.eval_batches, max(1, held_out.samples // train.batch))
     emit({"event": "evaluating", "step": step, "batches": count})
     read_rows, left_out = dataset.reader(held_out.rows, count), LeftOut()

@@ -199,8 +199,8 @@ def step_event(
     """
     train = job.config.train
     seconds, data_share = clock.take()
-    own = [float(peak_memory(world.device)), data_share, seconds, float(left_out.take())]
-    gathered = world.gather_on_host(own)
+    numbers = [float(peak_memory(world.device)), data_share, seconds, float(left_out.take())]
+    gathered = world.gather_on_host(numbers)
     data_rank = job.layout.mesh.data_rank  # ranks that share it read the same rows
     rows_left_out = sum(
         {data_rank(rank): int(row[3]) for rank, row in enumerate(gathered)}.values()
@@ -304,7 +304,7 @@ class Readings:
         self._begun: deque[_Step] = deque()
         self._read: deque[_Step] = deque()
         self.clock, self._laps = StepClock(), DeviceLaps()
-        self.left_out = LeftOut()
+        self._left_out = LeftOut()
         self.loss = progress.loss
 
     def start(self) -> None:
@@ -312,6 +312,11 @@ class Readings:
         self.clock.start()
         if self._world.device.type == "cuda":
             self._laps.begin(mark)
+
+    def data_done(self, rows: Rows) -> None:
+        """Record that the batch of these rows has arrived."""
+        self.clock.data_done()
+        self._left_out.add(rows)
 
     def add(self, step: int, lr: float, done: Updated) -> None:
         """Add a step that has been enqueued on the device, with its learning rate and results."""
@@ -369,7 +374,7 @@ class Readings:
             is_last = last and not self._read and not self._begun
             if is_last or step.step % self._job.config.train.log_every == 0:
                 read = (step.step, self.loss, step.norm, step.lr, scale.value)
-                event = step_event(*read, self.clock, self.left_out, self._job, self._world)
+                event = step_event(*read, self.clock, self._left_out, self._job, self._world)
                 self._emit(event)
             if self._watch.is_spike(self.loss):
                 usual = self._watch.usual
