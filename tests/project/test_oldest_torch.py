@@ -17,7 +17,9 @@ from test_compile import LABELS, MODELS, SIZES, holds
 
 # As metadata says it: "torch<2.14,>=2.11; extra ...", in either order.
 OLDEST = next(
-    found[1] for one in requires("meshwright") if (found := re.match(r"torch[<\d.,]*>=([\d.]+)", one))
+    found[1]
+    for one in requires("meshwright")
+    if (found := re.match(r"torch[<\d.,]*>=([\d.]+)", one))
 )
 EXPERTS = {**SIZES, "experts": 4, "top_k": 2, "n_kv_heads": 2}
 MORE = {
