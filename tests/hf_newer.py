@@ -180,7 +180,7 @@ QWEN3_NEXTS = {
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "rms_norm_eps": 0.01,
+        "rms_norm_eps": 0.2,
         "num_experts": 5,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
@@ -212,7 +212,7 @@ QWEN3_NEXTS = {
         "num_hidden_layers": 3,
         "num_key_value_heads": 4,
         "head_dim": 12,
-        "rms_norm_eps": 0.02,
+        "rms_norm_eps": 0.1,
         "num_experts": 7,
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 12,
@@ -232,12 +232,162 @@ QWEN3_NEXTS = {
         },
     },
 }
+# As Qwen3-Next, of which each projection is stored apart, and all experts of a layer together.
+ROTATED = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+QWEN3_5S = {
+    "three heads of values for one of keys": {
+        **NO_TOKENS,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 0.2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 7,
+        "linear_conv_kernel_dim": 4,
+    },
+    "every other layer, tied, biases": {
+        **NO_TOKENS,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rms_norm_eps": 0.1,
+    },
+    "half of a head rotates": {
+        **NO_TOKENS,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "rms_norm_eps": 0.2,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 2,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "rope_parameters": ROTATED,
+    },
+}
+QWEN3_5_EXPERTS = (
+    {"num_experts": 5, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20},
+    {"num_experts": 3, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 8},
+    {"num_experts": 7, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 36},
+)
+QWEN3_5_MOES = {
+    name: {**config, **experts, "moe_intermediate_size": 12}
+    for (name, config), experts in zip(QWEN3_5S.items(), QWEN3_5_EXPERTS, strict=True)
+}
+GLM4S = {
+    "gqa, wide heads": {**NO_TOKENS, "num_key_value_heads": 2, "head_dim": 24},
+    "mqa, no biases, whole heads rotate": {
+        **NO_TOKENS,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "attention_bias": False,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {**ROTATED, "partial_rotary_factor": 1.0},
+    },
+    "tied, linear scaling": {
+        **NO_TOKENS,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "linear",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+ERNIE4_5S = {
+    "gqa, wide heads": {**NO_TOKENS, "num_key_value_heads": 2, "head_dim": 24},
+    "mqa, biases, not tied": {
+        **NO_TOKENS,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "use_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "eps, llama3's scaling": {
+        **NO_TOKENS,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+EXAONE4S = {
+    "a window and rotation in three of four": {
+        **NO_TOKENS,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": 7,
+    },
+    "no window, all rotate, tied": {
+        **NO_TOKENS,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "sliding_window": None,
+        "layer_types": ["full_attention", "full_attention"],
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 0.1,
+    },
+    "none has the window, none rotates": {
+        **NO_TOKENS,
+        "num_key_value_heads": 4,
+        "layer_types": ["full_attention", "full_attention"],
+    },
+}
+ARCEES = {
+    "gqa": {**NO_TOKENS, "num_key_value_heads": 2},
+    "mqa, biases, wide heads, tied": {
+        **NO_TOKENS,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "silu, eps": {
+        **NO_TOKENS,
+        "num_key_value_heads": 4,
+        "hidden_act": "silu",
+        "rms_norm_eps": 0.1,
+    },
+}
 NEWER = {
+    "glm4": (transformers.Glm4ForCausalLM, transformers.Glm4Config, GLM4S),
+    "ernie4_5": (transformers.Ernie4_5ForCausalLM, transformers.Ernie4_5Config, ERNIE4_5S),
+    "exaone4": (transformers.Exaone4ForCausalLM, transformers.Exaone4Config, EXAONE4S),
+    "arcee": (transformers.ArceeForCausalLM, transformers.ArceeConfig, ARCEES),
     **MAMBAS,
     "qwen3_next": (
         transformers.Qwen3NextForCausalLM,
         transformers.Qwen3NextConfig,
         QWEN3_NEXTS,
+    ),
+    "qwen3_5": (transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig, QWEN3_5S),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeForCausalLM,
+        transformers.Qwen3_5MoeTextConfig,
+        QWEN3_5_MOES,
     ),
     "seed_oss": (transformers.SeedOssForCausalLM, transformers.SeedOssConfig, SEED_OSSES),
     "gemma": (transformers.GemmaForCausalLM, transformers.GemmaConfig, GEMMAS),

@@ -41,24 +41,17 @@ _GEMMA = {
     "sliding_window": 64,
     "global_head_dim": 48,
 }
+# A type that nobody knows, with Gated DeltaNet in three of four layers, and experts.
+LATER = {
+    "model_type": "later",
+    **_SIZES,
+    **_DELTA,
+    **_EXPERTS,
+    "head_dim": 32,
+    "full_attention_interval": 4,
+}
 # The type, its config, and the parameters of the model on the meta device.
 SHAPES = {
-    "qwen3_5": (
-        "qwen3_5_text",
-        {**_PLAIN, **_DELTA, "layer_types": ["linear_attention", "full_attention"] * 2},
-        220_160,
-    ),
-    "qwen3_5_moe": (
-        "qwen3_5_moe_text",
-        {
-            **_SIZES,
-            **_DELTA,
-            **_EXPERTS,
-            "head_dim": 32,
-            "shared_expert_intermediate_size": 40,
-        },
-        465_248,
-    ),
     "deepseek_v32": (
         "deepseek_v32",
         {
@@ -171,14 +164,6 @@ SHAPES = {
         },
         362_584,
     ),
-    "glm4": ("glm4", {**_PLAIN, "attention_bias": True, "pad_token_id": 0}, 206_912),
-    "exaone4": (
-        "exaone4",
-        {**_NARROW, "sliding_window": 64, "sliding_window_pattern": 4},
-        156_352,
-    ),
-    "arcee": ("arcee", _PLAIN, 180_800),
-    "ernie4_5": ("ernie4_5", {**_PLAIN, "use_bias": True}, 191_296),
 }
 
 

@@ -196,14 +196,16 @@ def test_an_export_begins_texts_as_its_run_did(tmp_path, begins):
 
 
 FAMILIES = (
-    "bamba",
-    *("deepseek_v3", "dots1", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "granite"),
+    *("arcee", "bamba", "deepseek_v3", "dots1", "ernie4_5", "exaone4"),
+    *("gemma", "gemma2", "gemma3", "glm4", "glm4_moe", "gpt_oss", "granite"),
     "granitemoehybrid",
     *("llama", "minimax_m2", "mistral", "mixtral", "neox", "olmo2", "olmo3", "olmoe", "phi3"),
     *(
         "qwen2",
         "qwen2_moe",
         "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_moe",
         "qwen3_next",
         "seed_oss",
@@ -213,7 +215,7 @@ FAMILIES = (
 )
 
 
-RECURRENT = {"qwen3_next", "granitemoehybrid", "bamba"}
+RECURRENT = {"qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "bamba"}
 
 
 def test_all_families_are_generated_with():

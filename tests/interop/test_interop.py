@@ -292,6 +292,22 @@ def test_megatron_s_gelu_is_that_of_its_kernel(tmp_path, words, activation):
     assert given["model"]["activation"].value == activation
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "family"),
+    [
+        ("--swiglu", "--squared-relu", "arcee"),
+        ("--swiglu", "--swiglu --rotary-interleaved", "ernie4_5"),
+    ],
+)
+def test_megatron_models_of_other_families_come_back(tmp_path, old, new, family):
+    config = imported(tmp_path, ARGS.replace(old, new), "run.sh", devices=16)
+    assert config.report.refused == ()
+    model = config.given["model"]
+    assert model["family"].value == family
+    if family == "arcee":
+        assert model["activation"].value == "relu2"
+
+
 def test_megatron_defaults_of_sgd_and_of_wsd(tmp_path):
     given = imported(tmp_path, f"{ARGS} --optimizer sgd", "run.sh").given
     assert given["optimizer"]["momentum"].value == 0.9

@@ -89,7 +89,7 @@ def test_gpt_neox_saves_by_either_name_of_the_interval(tmp_path):
         ('"pos_emb": "rotary"', '"pos_emb": "alibi"', "pos_emb"),
         ('"flash"', '"mamba"', "attention_config"),
         ('"lr_decay_iters": 100', '"lr_decay_iters": 50', "lr_decay_iters"),
-        ('"num_layers": 2', '"num_layers": 2, "norm": "rmsnorm"', "activation"),
+        ('"num_layers": 2', '"num_layers": 2, "norm": "rmsnorm"', "rotary_pct"),
         ("1.0e-8", "1.0e_8", "optimizer.params.eps"),
         ('"split": "949,50,1"', '"split": "all"', "split"),
         ('"model_parallel_size": 2', '"model_parallel_size": 8', "train_micro_batch_size_per_gpu"),

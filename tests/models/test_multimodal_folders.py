@@ -61,7 +61,57 @@ def qwen2_5_vl():
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-MODELS = {"gemma3": gemma3, "mistral3": mistral3, "qwen2_5_vl": qwen2_5_vl}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rms_norm_eps": 0.1,
+}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+
+
+def qwen3_5(has_experts=False):
+    """Its positions have sections that take turns; experts are stored together, as published."""
+    rotary = {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 1],
+        "mrope_interleaved": True,
+    }
+    text = {**TEXT, **DELTA, "head_dim": 12, "rope_parameters": rotary}
+    seen = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+    seen |= {"patch_size": 14, "out_hidden_size": 48}
+    kind = "Qwen3_5Moe" if has_experts else "Qwen3_5"
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text | (EXPERTS if has_experts else {}),
+        vision_config=seen,
+        image_token_id=98,
+        video_token_id=97,
+        vision_start_token_id=96,
+        vision_end_token_id=95,
+    )
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+def qwen3_5_moe():
+    return qwen3_5(has_experts=True)
+
+
+MODELS = {
+    "gemma3": gemma3,
+    "mistral3": mistral3,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+}
 # How files of other versions call the tensors of the same model.
 _V4 = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 SPELLINGS = {

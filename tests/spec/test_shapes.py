@@ -27,7 +27,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import active_parameter_count, parameter_count, parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from planned_shapes import SHAPES, config_of
+from planned_shapes import LATER, SHAPES, config_of
 from test_search import setting
 
 LAYOUTS = ["mb1", "tp2 sp", "shard2 zero3 recompute-full", "dp2 pp2 mb1", "shard2 zero2 tp2"]
@@ -128,7 +128,7 @@ def test_a_program_has_each_weight_once(name, words):
 
 @pytest.mark.parametrize("words", ["shard2 zero3", "shard2 zero1 tp2 sp recompute-full", "pp2 mb1"])
 @pytest.mark.parametrize(
-    "name", ["qwen3_5_moe", "nemotron_h", "gemma4", "falcon_h1", "deepseek_v32"]
+    "name", ["kimi_linear", "nemotron_h", "gemma4", "falcon_h1", "deepseek_v32"]
 )
 def test_the_estimate_is_near_the_walked_peak(name, words):
     model, layout = shapes(name), Layout.parse(words)
@@ -139,8 +139,8 @@ def test_the_estimate_is_near_the_walked_peak(name, words):
 
 
 def test_a_recurrence_costs_as_much_for_each_token_of_any_length():
-    model = shapes("qwen3_5")
-    recurrent, full = 0, 1
+    model = planned_from_hf(LATER)
+    recurrent, full = 0, 3
     short, long = layer_flops(model, 128), layer_flops(model, 512)
     assert short[recurrent] == long[recurrent]
     assert short[full] < long[full]
@@ -236,8 +236,8 @@ def test_whatever_a_key_has_is_read_or_refused(name):
 
 
 def test_a_text_model_inside_is_planned_and_told():
-    inner, count = config_of("qwen3_5")
-    spec = planned_from_hf({"model_type": "qwen3_5", "text_config": inner, "vision_config": {}})
+    inner, count = config_of("gemma4")
+    spec = planned_from_hf({"model_type": "gemma4", "text_config": inner, "vision_config": {}})
     assert parameter_count(spec) == count
     assert spec.planned is not None
     assert spec.planned.assumed[0] == "its text model alone: images and sound are left out"
@@ -250,8 +250,7 @@ def test_a_text_model_inside_is_planned_and_told():
 
 @pytest.fixture
 def folder(tmp_path):
-    config, _ = config_of("qwen3_5_moe")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(LATER))
     return tmp_path
 
 
@@ -263,7 +262,7 @@ SHORT = [*GPUS, "train.seq_len=256"]
 def test_plan_takes_a_folder_and_says_what_it_assumes(folder, capsys, flag):
     assert main(["plan", *flag, str(folder), *SHORT, "--top", "1"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "planned, not trainable here: qwen3_5_moe_text is read from the shapes" in text
+    assert "planned, not trainable here: later is read from the shapes" in text
     assert "assumed: 3 layers with a recurrence" in text
     assert "no context parallelism" in text
     assert "to train the best" not in text
@@ -273,8 +272,8 @@ def test_the_document_has_the_assumptions_and_no_command(folder, capsys):
     assert main(["plan", str(folder), *SHORT, "--top", "1", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["command"] is None
-    assert document["assumed"][0].startswith("planned, not trainable here: qwen3_5_moe_text")
-    assert document["config"]["model"]["planned"]["model_type"] == "qwen3_5_moe_text"
+    assert document["assumed"][0].startswith("planned, not trainable here: later")
+    assert document["config"]["model"]["planned"]["model_type"] == "later"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +283,7 @@ def test_the_document_has_the_assumptions_and_no_command(folder, capsys):
 def test_every_other_command_refuses_it_with_the_reason(folder, capsys, command):
     assert main([*command, f"model.init_from={folder}"]) == 2
     text = capsys.readouterr().err
-    assert "model_type = 'qwen3_5_moe_text' is not supported" in text
+    assert "model_type = 'later' is not supported" in text
     assert "It is planned only, from its shapes: `meshwright plan`" in text
 
 
@@ -298,7 +297,7 @@ def test_a_saved_plan_is_not_trained(folder, tmp_path, capsys):
 
 def test_it_is_not_written_for_another_trainer(folder, capsys):
     assert main(["plan", "--for", "torchtitan", str(folder), *SHORT]) == 2
-    assert "qwen3_5_moe_text is planned from its shapes" in capsys.readouterr().err
+    assert "later is planned from its shapes" in capsys.readouterr().err
 
 
 def test_its_intervals_are_wider(folder):
@@ -313,7 +312,7 @@ def test_its_intervals_are_wider(folder):
 
 
 def test_adapters_of_it_are_refused(folder):
-    with pytest.raises(ConfigError, match="adapters of qwen3_5_moe_text, which is planned only"):
+    with pytest.raises(ConfigError, match="adapters of later, which is planned only"):
         load_config(None, [f"model.init_from={folder}", "lora.rank=8"], plans=True)
 
 

@@ -582,9 +582,12 @@ def model_arguments(model: ModelSpec) -> dict[str, Any]:
     }
     if not is_gated and model.activation == "gelu":
         keys["no-bias-gelu-fusion"] = True
+    if not is_gated and model.activation == "relu2":
+        keys["squared-relu"] = True
     if model.is_latent:
         keys |= _latent(model)
     else:
+        keys["rotary-interleaved"] = model.rope_interleave or None
         keys["kv-channels"] = model.head_dim
         if model.n_kv_heads != model.n_heads:
             keys |= {"group-query-attention": True, "num-query-groups": model.n_kv_heads}

@@ -141,6 +141,7 @@ class Attention(nn.Module):
         self.norms_all = spec.qk_norm == "all"
         self.head_dim = spec.head_dim
         self.query_scale = spec.query_scale
+        self.interleaves = spec.rope_interleave
         self.scores = ScoreBounds.of(spec, spec.layer(int(layer)))
         self.rope = rope
         self.table = rope.index(int(layer))
@@ -169,7 +170,7 @@ class Attention(nn.Module):
             start = 0 if cache is None else cache.length
             where = start, start + q.shape[2], context.positions
             cos, sin = self.rope.tables(*where, self.table, context.is_long)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = (rotate(heads, cos, sin, self.interleaves) for heads in (q, k))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         sinks = None if self.sinks is None else self.local(self.sinks)

@@ -7,7 +7,7 @@ the gates and the norm have hand-written backwards, which save their inputs and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,19 +42,25 @@ class GatedNorm(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """The Gated DeltaNet layer: projections `qkvz`, `ba` and `out` around the gated delta rule.
+    """The Gated DeltaNet layer: seven linear layers around the gated delta rule.
 
-    For each key head, `qkvz` outputs its query, its key, the values of the value heads that share
-    it, and their output gates z; `ba` outputs the values b and a of these heads, from which `gates`
-    computes strengths and decays. Tensor parallelism may replace `project`, which computes both,
-    and `local`, which returns this rank's part of a parameter; context parallelism `convolve` and
+    `queries` and `keys` output one of each for each key head; `values` and the output gates `z` are
+    those of the value heads; heads that share a key follow each other. Of `b` and `a`, one number
+    for each value head, `gates` computes strengths and decays; `out` is the last layer.
+
+    Tensor parallelism may replace `project`, which computes all linear layers but `out`, and
+    `local`, which returns this rank's part of a parameter; context parallelism `convolve` and
     `recur`, which continue earlier tokens. The number of heads follows from the width of the
     projections' outputs, so a rank may have a part of the heads. The cache stores the last state
     and the last inputs of the convolution.
     """
 
-    qkvz: nn.Linear
-    ba: nn.Linear
+    queries: nn.Linear
+    keys: nn.Linear
+    values: nn.Linear
+    z: nn.Linear
+    b: nn.Linear
+    a: nn.Linear
     out: nn.Linear
 
     def __init__(self, spec: ModelSpec, layer: str) -> None:
@@ -62,7 +68,6 @@ class GatedDeltaNet(nn.Module):
         self.key_dim, self.value_dim = spec.delta_key_dim, spec.delta_value_dim
         keys = spec.delta_key_heads * self.key_dim
         values = spec.delta_heads * self.value_dim
-        self.shared = spec.delta_heads // spec.delta_key_heads
         add_linears(self, spec, delta_linears(spec))
         kernel = spec.delta_kernel
         self.q_conv, self.k_conv, self.v_conv = (
@@ -78,12 +83,11 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the layer's output for `x` `[batch, seq, dim]`, of the same shape."""
-        qkvz, ba = self.project(x, (self.qkvz, self.ba), context)
-        strength, decay = gates(ba, self.local(self.a_log), self.local(self.dt_bias), self.shared)
-        del ba
+        layers = self.queries, self.keys, self.values, self.z, self.b, self.a
+        *inputs, z, b, a = self.project(x, layers, context)
+        strength, decay = gates(b, a, self.local(self.a_log), self.local(self.dt_bias))
+        del b, a
         segments, states = context.documents, kept_by(context.cache, self.layer, 4)
-        *inputs, z = self._heads(qkvz)
-        del qkvz
         weights = map(self.local, (self.q_conv, self.k_conv, self.v_conv))
         taps = [
             Taps(x, weight, None, before)
@@ -103,54 +107,38 @@ class GatedDeltaNet(nn.Module):
         result: Tensor = self.out(self.gated_norm(read, z).flatten(2))
         return result
 
-    def _heads(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield queries, keys, values, gates `[batch, seq, channels]` from the output of `qkvz`."""
-        values = self.shared * self.value_dim
-        widths = [self.key_dim, self.key_dim, values, values]
-        by_head = torch.split(torch.unflatten(x, 2, (-1, sum(widths))), widths, -1)
-        return (part.flatten(2) for part in by_head)
 
-
-def gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, shared: int) -> tuple[Tensor, Tensor]:
+def gates(b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return write strengths `sigmoid(b)` and log-decays `-exp(a_log) * softplus(a + dt_bias)`.
 
-    Both are `[batch, seq, heads]`, log-decays in fp32. `ba` `[batch, seq, 2 heads]` has for each
-    key head the b of its `shared` value heads, then their a. arXiv:2405.21060, section 7.1.
+    Both are `[batch, seq, heads]`, like `b` and `a`, log-decays in fp32. arXiv:2405.21060, section
+    7.1.
     """
-    out: tuple[Tensor, Tensor] = _Gates.apply(ba, a_log, dt_bias, shared)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _Gates.apply(b, a, a_log, dt_bias)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ba: Tensor, a_log: Tensor, dt_bias: Tensor, shared: int
+        ctx: Any, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(ba, a_log, dt_bias)
-        ctx.shared = shared
-        strength, shifted = _both(ba, dt_bias, shared)
+        ctx.save_for_backward(b, a, a_log, dt_bias)
         rate = -widened(a_log).exp()
-        return torch.sigmoid(strength), F.softplus(shifted).mul_(rate)
+        return torch.sigmoid(b), F.softplus(widened(a) + widened(dt_bias)).mul_(rate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_strength: Tensor, to_decay: Tensor) -> tuple[Tensor | None, ...]:
-        ba, a_log, dt_bias = ctx.saved_tensors
-        strength, shifted = _both(ba, dt_bias, ctx.shared)
+        b, a, a_log, dt_bias = ctx.saved_tensors
+        shifted = widened(a) + widened(dt_bias)
         rate = -widened(a_log).exp()
-        share = torch.sigmoid(strength)
+        share = torch.sigmoid(b)
         to_b = to_strength * share * (1 - share)
         to_rate = (to_decay * F.softplus(shifted)).sum((0, 1)) * rate
         to_shifted = to_decay * rate * torch.sigmoid(shifted)
-        parts = [torch.unflatten(x, 2, (-1, ctx.shared)) for x in (to_b, to_shifted.to(ba.dtype))]
         to_bias = to_shifted.sum((0, 1)).to(dt_bias.dtype)
-        return torch.cat(parts, -1).flatten(2), to_rate.to(a_log.dtype), to_bias, None
-
-
-def _both(ba: Tensor, dt_bias: Tensor, shared: int) -> tuple[Tensor, Tensor]:
-    """Return strengths before the sigmoid, and decays before the softplus, the latter in fp32."""
-    strength, decay = torch.unflatten(ba, 2, (-1, 2, shared)).unbind(3)
-    return strength.flatten(2), widened(decay.flatten(2)) + widened(dt_bias)
+        return to_b, to_shifted.to(a.dtype), to_rate.to(a_log.dtype), to_bias
 
 
 class _GatedNorm(torch.autograd.Function):

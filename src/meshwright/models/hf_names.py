@@ -55,8 +55,10 @@ class HFTensor:
         """Split a stored tensor into its parameters, in the order of `parts`, each contiguous."""
         if self.heads is None:
             return tuple(part.contiguous() for part in torch.split(stored, list(self.rows)))
-        by_head = stored.reshape(self.heads, len(self.parts), -1, *stored.shape[1:])
-        return tuple(part.flatten(0, 1).contiguous() for part in by_head.unbind(1))
+        by_head = stored.reshape(self.heads, -1, *stored.shape[1:])
+        of_head = [rows // self.heads for rows in self.rows]
+        parts = torch.split(by_head, of_head, 1)
+        return tuple(part.flatten(0, 1).contiguous() for part in parts)
 
     def join(self, ours: Sequence[Tensor]) -> Tensor:
         """Return the contiguous stored tensor of the parameters `ours`, in the order of `parts`."""
@@ -65,7 +67,7 @@ class HFTensor:
                 return ours[0].clone()
             return torch.cat(list(ours)) if len(ours) > 1 else ours[0].contiguous()
         by_head = [part.reshape(self.heads, -1, *part.shape[1:]) for part in ours]
-        return torch.stack(by_head, dim=1).flatten(0, 2).contiguous()
+        return torch.cat(by_head, dim=1).flatten(0, 1).contiguous()
 
     def read_rows(
         self, name: str, start: int, stop: int, read: Callable[[int, int], Tensor]
@@ -79,10 +81,12 @@ class HFTensor:
         if self.heads is None:
             before = sum(self.rows[:index])
             return read(before + start, before + stop)
-        head_rows, count = self.rows[index] // self.heads, len(self.parts)
+        of_head = [rows // self.heads for rows in self.rows]
+        head_rows, all_rows = of_head[index], sum(of_head)
         first, last = start // head_rows, -(-stop // head_rows)
-        touched = replace(self, heads=last - first)
-        rows = touched.split(read(first * count * head_rows, last * count * head_rows))[index]
+        heads = last - first
+        touched = replace(self, heads=heads, rows=tuple(heads * rows for rows in of_head))
+        rows = touched.split(read(first * all_rows, last * all_rows))[index]
         return rows[start - first * head_rows : stop - first * head_rows]
 
 
@@ -199,7 +203,8 @@ def _heads(spec: ModelSpec, part: Part) -> int | None:
     """Return the number of heads by which a parameter is interleaved with others, or None."""
     match = _LAYER.fullmatch(part.name)
     module = "" if match is None else match[2].rpartition(".")[0]
-    return spec.n_heads if module in FAMILIES[spec.family].by_head else None
+    count = FAMILIES[spec.family].by_head.get(module)
+    return None if count is None else int(getattr(spec, count))
 
 
 def _of_all_experts(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 _APPROXIMATE: Final[Mapping[Activation, str]] = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
@@ -32,14 +32,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_adjacent: bool = False) -> Tensor:
     """Apply rotary embeddings to the first `rotary_dim` dims of each head, in fp32 at least.
 
     x `[batch, heads, seq, head_dim]`; cos and sin fp32 `[seq, rotary_dim]`, or `[batch, 1, seq,
     rotary_dim]` where they differ by sequence, both halves equal. Dim i is paired with i +
-    rotary_dim/2, as in GPT-NeoX and transformers. arXiv:2104.09864, equation 34.
+    rotary_dim/2, as in GPT-NeoX and transformers, or with `is_adjacent` dim 2i with 2i + 1, as in
+    arXiv:2104.09864, equation 34.
     """
-    out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    out: Tensor = _Rotate.apply(x, cos, sin, is_adjacent)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -47,6 +48,8 @@ def activated(x: Tensor, name: Activation) -> Tensor:
     """Return the activation `name` of `x`, elementwise."""
     if name == "silu":
         return F.silu(x)
+    if name == "relu2":
+        return F.relu(x).square()
     return F.gelu(x, approximate=_APPROXIMATE[name])
 
 
@@ -140,6 +143,8 @@ def through_activation(grad: Tensor, x: Tensor, name: Activation) -> Tensor:
     aten = torch.ops.aten
     if name == "silu":
         aten.silu_backward.grad_input(grad, x, grad_input=grad)
+    elif name == "relu2":
+        grad.mul_(F.relu(x)).mul_(2)
     else:
         aten.gelu_backward.grad_input(grad, x, approximate=_APPROXIMATE[name], grad_input=grad)
     return grad
@@ -183,15 +188,16 @@ def softcapped(x: Tensor, cap: float | None) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_adjacent: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return returned(_turn(x, cos, sin, 1.0))
+        ctx.turn = _turn_adjacent if is_adjacent else _turn
+        return returned(ctx.turn(x, cos, sin, 1.0))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, -1.0), None, None
+        return ctx.turn(grad, cos, sin, -1.0), None, None, None
 
 
 def returned(x: Tensor) -> Tensor:
@@ -218,4 +224,16 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         turned[..., :rotary].mul_(cos)
     turned[..., :half].addcmul_(wide[..., half:rotary], sin[..., :half], value=-sign)
     turned[..., half:rotary].addcmul_(wide[..., :half], sin[..., :half], value=sign)
+    return turned.to(x.dtype)
+
+
+def _turn_adjacent(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Return heads rotated by pairs of dims that follow each other."""
+    wide = widened(x)
+    rotary, half = cos.shape[-1], cos.shape[-1] // 2
+    turned = wide.clone()
+    first, second = wide[..., :rotary:2], wide[..., 1:rotary:2]
+    cos, sin = cos[..., :half], sin[..., :half]
+    turned[..., :rotary:2].mul_(cos).addcmul_(second, sin, value=-sign)
+    turned[..., 1:rotary:2].mul_(cos).addcmul_(first, sin, value=sign)
     return turned.to(x.dtype)

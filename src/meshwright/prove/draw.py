@@ -47,10 +47,13 @@ _FAMILIES: Final = (
     *("llama", "neox", "qwen2", "qwen3", "granite", "phi3"),
     *("gemma2", "gemma3", "olmo2", "olmo3", "smollm3"),
     *("seed_oss", "gemma", "starcoder2"),
+    *("glm4", "ernie4_5", "exaone4", "arcee"),
+    *("qwen3_5", "granitemoehybrid", "bamba"),
 )
 _MIXTURES: Final = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"),
     *("glm4_moe", "dots1", "minimax_m2"),
+    *("qwen3_next", "granitemoehybrid"),
 )
 _LOCAL: Final = LayerSpec(window=9, rope_theta=50.0)
 # Windows shorter than any row, some of them at the seams of chunks, and layers that do not rotate.
@@ -62,6 +65,10 @@ _PATTERNS: Final = (
     (LayerSpec(window=2),),
     (LayerSpec(window=17, rotary=False), PLAIN_LAYER, LayerSpec(window=4)),
 )
+_NO_EXPERTS: Final = {"experts": 0, "top_k": 0, "expert_ffn_dim": None, "shared_ffn_dim": 0}
+_CALM: Final = {"norm_eps": 1e-3}
+# Which layers of a model with recurrences have one.
+_RECURRING: Final = ((True, True, False), (True,), (False, True))
 # What the models of a family may choose.
 _FREE: Final[Mapping[str, tuple[Any, ...]]] = {
     "parallel_residual": _BOOLS,
@@ -152,8 +159,8 @@ def _case(dealer: _Dealer, mesh: tuple[int, ...]) -> Case:
     has_experts = dealer.deal("has experts", (False, False, True))
     if has_experts:
         layout = _shared_out(dealer, layout)
-    model = _model(dealer, layout, _MIXTURES if has_experts else _FAMILIES)
-    if dealer.deal("has adapters", _ONE_IN_FIVE):
+    model = _model(dealer, layout, has_experts)
+    if dealer.deal("has adapters", _ONE_IN_FIVE) and not (model.recurs or model.attention_gate):
         model = model.model_copy(update={"lora": _adapters(dealer, model)})
     train = _train(dealer, layout)
     if has_experts:
@@ -299,10 +306,42 @@ def _latent(dealer: _Dealer) -> dict[str, Any]:
     }
 
 
-def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelSpec:
-    """Return a random model of one of these families, with sizes that the layout's rules allow and
-    that have few other divisors.
+def _recurrent(dealer: _Dealer, layout: Layout, recurrence: str) -> dict[str, Any]:
+    """Return random sizes of recurrent layers, and which layers have the recurrence.
+
+    The first tokens of a document read next to nothing from a state: a norm of it with a small
+    epsilon would amplify rounding beyond any tolerance.
     """
+    recurs = dealer.deal("recurring", _RECURRING)
+    kernel, tp = dealer.number(2, 4), layout.tp
+    sizes: dict[str, Any]
+    if recurrence == "delta":
+        key_heads = dealer.multiple(tp, 1, 4)
+        sizes = {
+            "delta_key_heads": key_heads,
+            "delta_heads": key_heads * dealer.deal("group", (1, 2, 3)),
+            "delta_key_dim": dealer.number(3, 9),
+            "delta_value_dim": dealer.number(3, 9),
+            "delta_kernel": kernel,
+        }
+        return {**sizes, "layer_pattern": tuple(LayerSpec(delta=it) for it in recurs)} | _CALM
+    groups = dealer.deal("mamba groups", tuple(n for n in (1, tp, 2 * tp) if n <= 6))
+    sizes = {
+        "mamba_groups": groups,
+        "mamba_heads": dealer.multiple(math.lcm(groups, tp), 1, 8),
+        "mamba_head_dim": dealer.number(3, 9),
+        "mamba_state": dealer.number(3, 9),
+        "mamba_kernel": kernel,
+        "mamba_dt_limit": dealer.deal("mamba_dt_limit", ((0.05, 2.0), None)),
+    }
+    return {**sizes, "layer_pattern": tuple(LayerSpec(mamba=it) for it in recurs)} | _CALM
+
+
+def _model(dealer: _Dealer, layout: Layout, has_experts: bool) -> ModelSpec:
+    """Return a random model, with sizes that the layout's rules allow and that have few other
+    divisors.
+    """
+    families = _MIXTURES if has_experts else _FAMILIES
     family, tp = FAMILIES[dealer.deal("family", families)], layout.tp
     # Of activations, those of two layers stay on the device.
     minimum = 3 if layout.offload == "activations" and not layout.is_pipelined else layout.stages
@@ -314,10 +353,14 @@ def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelS
     kv_heads = dealer.multiple(tp * (layout.cp if layout.cp_kind == "ulysses" else 1), 1, 6)
     group = dealer.deal("group", (1, 2, 3)) if family.grouped else 1
     free = {key: dealer.deal(key, choices) for key, choices in _FREE.items() if key in family.free}
-    if "experts" in family.free:
+    if has_experts:
         free |= _experts(dealer, layout, family, layers)
+    elif "experts" in family.free:
+        free |= _NO_EXPERTS
     if "kv_lora_rank" in family.free:
         free |= _latent(dealer)
+    if family.layers is not None and family.layers.recurrence:
+        free |= _recurrent(dealer, layout, family.layers.recurrence)
     spec = model_spec(
         family=family.name,
         dim=dealer.number(20, 70),
@@ -329,12 +372,15 @@ def _model(dealer: _Dealer, layout: Layout, families: tuple[str, ...]) -> ModelS
         pad_vocab_to_multiple_of=dealer.deal("vocabulary", (None, None, 8, 48)),
         rotary_pct=rotary_pct,
         tie_embeddings=dealer.deal("tie_embeddings", _BOOLS),
-        activation=dealer.deal("activation", ("silu", "gelu", "gelu_tanh")),
+        activation=dealer.deal("activation", ("silu", "gelu", "gelu_tanh", "relu2")),
         dropout=dealer.deal("dropout", (0.0, 0.0, 0.1)),
         rope_scaling=dealer.deal("rope_scaling", _SCALINGS),
         rope_theta=dealer.deal("rope_theta", (10000.0, 500000.0)),
-        norm_eps=dealer.deal("norm_eps", (1e-5, 1e-6)),
-        **{"head_dim": dealer.deal("head_dim", rotates_even), **free},
+        **{
+            "norm_eps": dealer.deal("norm_eps", (1e-5, 1e-6)),
+            "head_dim": dealer.deal("head_dim", rotates_even),
+            **free,
+        },
     )
     pairs = spec.rotary_dim // 2
     if spec.rope_scaling != _YARN or pairs % 2 == 0:

@@ -209,6 +209,19 @@ NEWER_KINDS: Final = (
         flags={**_RECURRENT, "experts": 6, "top_k": 2, "expert_ffn_dim": 24, "shared_ffn_dim": 20},
         asked=_EVEN,
     ),
+    Kind("glm4", packed=True, flags={**_ODD, "attention_bias": True, "rotary_pct": 0.5}),
+    Kind("ernie4_5", flags={"tie_embeddings": True}),
+    Kind(
+        "exaone4",
+        packed=True,
+        flags={"layer_pattern": [{"window": 7}, {"window": 7}, {"rotary": False}]},
+    ),
+    Kind("arcee", packed=True, flags={**_BIASED, **_ODD, "activation": "relu2"}),
+    Kind("qwen3_5", packed=True, flags={**_RECURRENT, "tie_embeddings": True}),
+    Kind(
+        "qwen3_5_moe",
+        flags={**_RECURRENT, "experts": 4, "top_k": 2, "expert_ffn_dim": 24, "shared_ffn_dim": 20},
+    ),
     Kind(
         "granitemoehybrid",
         packed=True,

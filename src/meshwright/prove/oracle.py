@@ -166,14 +166,12 @@ class _Model:
         """
         spec, prefix, weights = self.spec, f"layers.{layer}.attn", self.weights
         shared = spec.delta_heads // spec.delta_key_heads
-        width = shared * spec.delta_value_dim
-        by_head = self.project(f"{prefix}.qkvz", x).unflatten(2, (spec.delta_key_heads, -1))  # type: ignore[no-untyped-call]
         keys = spec.delta_key_dim
-        parts = by_head[..., :keys], by_head[..., keys : 2 * keys], by_head[..., 2 * keys : -width]
         q, k, v = (
-            self.convolved(part.flatten(2), weights[f"{prefix}.{name}_conv"])
-            for name, part in zip("qkv", parts, strict=True)
+            self.convolved(self.project(f"{prefix}.{name}", x), weights[f"{prefix}.{conv}_conv"])
+            for name, conv in (("queries", "q"), ("keys", "k"), ("values", "v"))
         )
+        b, a, gate = (self.project(f"{prefix}.{name}", x) for name in "baz")
         shape = (*x.shape[:2], spec.delta_heads, -1)
         q, k = (
             _unit(part.reshape(*x.shape[:2], spec.delta_key_heads, keys)).repeat_interleave(
@@ -181,10 +179,9 @@ class _Model:
             )
             for part in (q, k)
         )
-        q, v, gate = q / math.sqrt(keys), _wide(v).view(shape), by_head[..., -width:].reshape(shape)
-        gates = self.project(f"{prefix}.ba", x).view(*x.shape[:2], spec.delta_key_heads, 2, shared)
-        strength = _wide(gates[:, :, :, 0].flatten(2).sigmoid())
-        step = F.softplus(_wide(gates[:, :, :, 1].flatten(2)) + _wide(weights[f"{prefix}.dt_bias"]))
+        q, v, gate = q / math.sqrt(keys), _wide(v).view(shape), gate.view(shape)
+        strength = _wide(b.sigmoid())
+        step = F.softplus(_wide(a) + _wide(weights[f"{prefix}.dt_bias"]))
         decay = (-step * _wide(weights[f"{prefix}.a_log"]).exp()).exp()
         memory, reads = v.new_zeros(x.shape[0], spec.delta_heads, keys, spec.delta_value_dim), []
         for token in range(x.shape[1]):
@@ -433,6 +430,8 @@ class _Model:
         """Apply the model's activation function."""
         if self.spec.activation == "silu":
             return F.silu(x)
+        if self.spec.activation == "relu2":
+            return x.clamp(min=0) * x.clamp(min=0)
         return F.gelu(x, approximate="tanh" if self.spec.activation == "gelu_tanh" else "none")
 
     def project(self, prefix: str, x: Tensor) -> Tensor:

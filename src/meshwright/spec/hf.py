@@ -418,18 +418,14 @@ def _rotary_reason(item: Mapping[str, Any]) -> str:
 # Model types of transformers: the family that is nearest, and how it differs from that.
 _DIFFERS: Final = {
     "apertus": ("llama", "an activation with parameters (xIELU)"),
-    "arcee": ("llama", "an activation of squares (relu2)"),
-    "cohere2": ("neox", "a LayerNorm without biases and adjacent rotated pairs"),
+    "cohere2": ("neox", "a LayerNorm without biases"),
     "deepseek_v2": ("deepseek_v3", "a router of softmaxes"),
     "deepseek_v32": ("deepseek_v3", "sparse attention"),
-    "ernie4_5": ("llama", "adjacent rotated pairs"),
     "ernie4_5_moe": ("deepseek_v3", "a router of softmaxes and adjacent rotated pairs"),
-    "exaone4": ("olmo3", "layers without rotation"),
-    "glm4": ("gemma2", "adjacent rotated pairs"),
     "gpt2": ("neox", "learned positions"),
     "hunyuan_v1_dense": ("qwen3", "norms of heads after the rotation"),
     "llama4_text": ("qwen2_moe", "attention in chunks"),
-    "nemotron": ("neox", "a LayerNorm of 1 + weight and an activation of squares (relu2)"),
+    "nemotron": ("neox", "a LayerNorm of 1 + weight"),
 }
 
 
@@ -450,8 +446,12 @@ _ACTIVATIONS: Final = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
-_ACTIVATION_NAMES: Final = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATION_NAMES: Final = {
+    **{name: name for name in ("silu", "gelu", "relu2")},
+    "gelu_tanh": "gelu_pytorch_tanh",
+}
 # The key, and the values under which it changes nothing (beside its absence and null).
 _INERT: Final[dict[str, tuple[object, ...]]] = {
     "pretraining_tp": (1,),

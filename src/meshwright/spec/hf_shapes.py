@@ -28,7 +28,6 @@ from meshwright.spec.recurrences import (
     Heads,
     KimiDelta,
     Mamba,
-    gated_attention,
     indexer,
 )
 from meshwright.units import counted
@@ -37,15 +36,13 @@ from meshwright.units import counted
 class Traits(NamedTuple):
     """What a type has that no key says: features of `ModelSpec`, and how its layers are made.
 
-    `gates`: a projection gates attention's result. `single`: a layer has one sublayer. `beside`: a
-    recurrence is beside attention in each layer. `unlike`: attention's sizes differ by layer.
-    `corrects`: the correction of a router's scores is a parameter. `absent` has the values of keys
-    that a file leaves out.
+    `single`: a layer has one sublayer. `beside`: a recurrence is beside attention in each layer.
+    `unlike`: attention's sizes differ by layer. `corrects`: the correction of a router's scores is
+    a parameter. `absent` has the values of keys that a file leaves out.
     """
 
     family: str = "llama"
     features: Mapping[str, Any] = {}
-    gates: bool = False
     single: bool = False
     beside: bool = False
     unlike: bool = False
@@ -54,29 +51,19 @@ class Traits(NamedTuple):
 
 
 _TIED: Final = {"tie_word_embeddings": True}
-_EVERY_FOURTH: Final = {"full_attention_interval": 4}
-_NORMS: Final = {"qk_norm": "head", "norm_plus_one": True}
 # Read in the sources of transformers 5.23.
 KNOWN: Final[Mapping[str, Traits]] = {
-    "qwen3_5_text": Traits("qwen3", _NORMS, gates=True, absent=_EVERY_FOURTH),
-    "qwen3_5_moe_text": Traits(
-        "qwen3_moe", {**_NORMS, "shared_gate": True}, gates=True, absent=_EVERY_FOURTH
-    ),
     "deepseek_v32": Traits("deepseek_v3", {"router_scores": "sigmoid"}),
     "kimi_linear": Traits("deepseek_v3", {"router_scores": "sigmoid"}),
     "llama4_text": Traits(
         "qwen2_moe", {"router_scores": "sigmoid"}, absent={"num_experts_per_tok": 1}
     ),
-    "ernie4_5": Traits("llama", absent=_TIED),
     "ernie4_5_moe": Traits("deepseek_v3", corrects=True, absent=_TIED),
     "falcon_h1": Traits("llama", beside=True),
     "nemotron_h": Traits(
         "llama", {"router_scores": "sigmoid"}, single=True, absent={"mlp_hidden_act": "relu2"}
     ),
     "gemma4_text": Traits("gemma3", {"norm_placement": "both"}, unlike=True, absent=_TIED),
-    "glm4": Traits("gemma2", {"norm_placement": "both", "output_bias": False}),
-    "exaone4": Traits("olmo3", {"qk_norm": "head", "norm_placement": "after"}),
-    "arcee": Traits("llama", absent={"hidden_act": "relu2"}),
 }
 # Tables of a text model in a config of a model with images or sound.
 _TEXT: Final = ("text_config", "llm_config", "language_config")
@@ -387,8 +374,6 @@ class _Shapes:
         if self.keys.find("index_n_heads") is not None:
             heads, head_dim = self.keys.size("index_n_heads"), self.keys.size("index_head_dim")
             return indexer(self.dim, self.keys.size("q_lora_rank", default=0), heads, head_dim)
-        if traits.gates:
-            return gated_attention(self.dim, self.heads, self.head_dim)
         return None
 
     def _recurrence(self) -> Mixer:

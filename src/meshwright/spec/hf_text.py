@@ -10,13 +10,15 @@ TEXT_MODELS: Final[Mapping[str, str]] = {
     "gemma3": "gemma3_text",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 _TEXT: Final = "text_config"
 _TIED: Final = "tie_word_embeddings"
 # Types of which transformers also ties if the text model's own key says so.
 _INNER: Final = ("qwen2_5_vl",)
 # Of positions in three dims, which are equal in text, so that it rotates as usual.
-_SECTIONS: Final = "mrope_section"
+_SECTIONS: Final = ("mrope_section", "mrope_interleaved")
 _ROTARY: Final = ("rope_scaling", "rope_parameters")
 # Keys of images in a config whose text model has its keys beside them.
 _IMAGES: Final = ("vision_config",)
@@ -42,13 +44,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if "quantization_config" in config:
         text["quantization_config"] = config["quantization_config"]
     for key in _ROTARY:
-        if isinstance(text.get(key), Mapping) and _SECTIONS in text[key]:
+        if isinstance(text.get(key), Mapping) and not text[key].keys().isdisjoint(_SECTIONS):
             text[key] = _without_sections(text[key])
     return text
 
 
 def _without_sections(rotary: Mapping[str, Any]) -> dict[str, Any]:
-    settings = {key: value for key, value in rotary.items() if key != _SECTIONS}
+    settings = {key: value for key, value in rotary.items() if key not in _SECTIONS}
     for key in ("type", "rope_type"):
         if settings.get(key) == "mrope":
             settings[key] = "default"

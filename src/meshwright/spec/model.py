@@ -146,8 +146,8 @@ class ModelSpec(Spec):
     all heads are computed from a latent vector of that size, queries from one of `q_lora_rank` (0:
     from the stream). A head's query and key have `qk_nope_head_dim` dims that are not rotated and
     `qk_rope_head_dim` rotated ones, with a key that all heads share; together they are `head_dim`.
-    Its value has `v_head_dim`. With `rope_interleave`, rotated pairs are adjacent, otherwise half
-    of the rotated dims apart.
+    Its value has `v_head_dim`. In any attention with `rope_interleave`, rotated pairs are adjacent
+    dims, otherwise half of the rotated dims apart.
 
     With `attention_gate`, attention's result is multiplied by the sigmoid of a projection of its
     input, before its last projection. Layers that are `delta` in the pattern are Gated DeltaNet
@@ -202,7 +202,7 @@ class ModelSpec(Spec):
     attention_softcap: float | None = Field(default=None, gt=0)
     logits_softcap: float | None = Field(default=None, gt=0)
     layer_pattern: Annotated[tuple[LayerSpec, ...], BeforeValidator(as_tuple)] = ()
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     experts: int = Field(default=0, ge=0, le=MOST_EXPERTS)
     top_k: int = Field(default=0, ge=0, le=MOST_EXPERTS)
     expert_ffn_dim: int | None = Field(default=None, gt=0, le=LARGEST)

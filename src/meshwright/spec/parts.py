@@ -201,26 +201,24 @@ def delta_shape(spec: ModelSpec, tp: int = 1) -> tuple[int, int, int, int]:
 
 
 class DeltaWidths(NamedTuple):
-    """Widths in Gated DeltaNet: of all keys, of all values, and of the outputs of two
-    projections.
+    """Widths in Gated DeltaNet: of all keys, which is that of all queries, of all values, and the
+    number of value heads.
     """
 
     keys: int
     values: int
-    qkvz: int
-    ba: int
+    heads: int
 
     @classmethod
     def of(cls, spec: ModelSpec, tp: int = 1) -> DeltaWidths:
         """Return the widths on each of `tp` ranks that share the heads."""
         heads, key_heads, key_dim, value_dim = delta_shape(spec, tp)
-        keys, values = key_heads * key_dim, heads * value_dim
-        return cls(keys, values, 2 * (keys + values), 2 * heads)
+        return cls(key_heads * key_dim, heads * value_dim, heads)
 
 
 def _delta(spec: ModelSpec, path: str) -> Iterator[Part]:
     """Yield the parameters of Gated DeltaNet."""
-    keys, values, *_ = DeltaWidths.of(spec)
+    keys, values, _ = DeltaWidths.of(spec)
     for name, channels in (("q", keys), ("k", keys), ("v", values)):
         shape = (channels, 1, spec.delta_kernel)
         yield Part(f"{path}.attn.{name}_conv", shape, ("heads", "taps", "taps"))
@@ -232,10 +230,12 @@ def _delta(spec: ModelSpec, path: str) -> Iterator[Part]:
 
 def delta_linears(spec: ModelSpec) -> tuple[Linear, ...]:
     """Return the linear layers of Gated DeltaNet, `out` last; tp shards all by key heads."""
-    _, values, qkvz, ba = DeltaWidths.of(spec)
+    keys, values, heads = DeltaWidths.of(spec)
     stream = spec.dim, "dim"
-    columns = {"attn.qkvz": qkvz, "attn.ba": ba}
-    first = (Linear(name, (size, "heads"), stream, False) for name, size in columns.items())
+    columns = {"queries": keys, "keys": keys, "values": values, "z": values, "b": heads, "a": heads}
+    first = (
+        Linear(f"attn.{name}", (size, "heads"), stream, False) for name, size in columns.items()
+    )
     return (*first, Linear("attn.out", stream, (values, "heads"), False))
 
 

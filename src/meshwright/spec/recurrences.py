@@ -181,13 +181,6 @@ class Mamba(NamedTuple):
         )
 
 
-def gated_attention(dim: int, heads: int, head_dim: int) -> Mixer:
-    """Return the mixer of an output gate, a projection of the hidden states, beside attention."""
-    width = heads * head_dim
-    gate = Matrix(name="mixer.gate", outer=width, inner=dim, cut="outer")
-    return Mixer(attends=True, heads=heads, matrices=(gate,), saved=2 * width)
-
-
 def indexer(dim: int, rank: int, heads: int, head_dim: int) -> Mixer:
     """Return the mixer of a sparse attention index, which scores all keys to select some."""
     return Mixer(

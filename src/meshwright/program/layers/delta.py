@@ -35,13 +35,13 @@ _OF_CHUNK: Final = ChunkTensors(values=8, keys=5, pairs=9, states=4)
 def operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     """Yield the operations of a layer's recurrence on a rank, in the order of its forward."""
     model, widths = program.model, DeltaWidths.of(program.model, program.layout.tp)
-    line, heads = sizes.tokens * sizes.element, widths.ba // 2
+    line, heads = sizes.tokens * sizes.element, widths.heads
     of_keys, of_values = line * widths.keys, line * widths.values
     inputs = Inputs.of_stream(program, sizes)
     *columns, last = delta_linears(model)
     for linear in columns:
         yield from inputs.operations(linear)
-    of_heads = line * widths.ba
+    of_heads = 2 * line * heads
     yield Op("attn.gates", "activation", saved=of_heads, io_bytes=2 * of_heads)
     channels = of_keys, of_keys, of_values
     passing, recurrence = passed(program), _recurrence(program, widths)
@@ -88,7 +88,7 @@ def chunk_bytes(program: Program, sizes: Sizes) -> int:
 def _recurrence(program: Program, widths: DeltaWidths) -> Widths:
     model = program.model
     state = model.delta_heads // program.layout.tp * model.delta_key_dim * model.delta_value_dim
-    return Widths(widths.values, widths.keys, widths.ba // 2, state)
+    return Widths(widths.values, widths.keys, widths.heads, state)
 
 
 def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
@@ -98,7 +98,7 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     gradients.
     """
     widths = DeltaWidths.of(program.model, program.layout.tp)
-    line, heads = sizes.tokens * sizes.element, widths.ba // 2
+    line, heads = sizes.tokens * sizes.element, widths.heads
     of_keys, of_values = line * widths.keys, line * widths.values
     wide_values = sizes.tokens * widths.values * WIDE
     *columns, last = delta_linears(program.model)
@@ -113,8 +113,8 @@ def backward_workspaces(program: Program, sizes: Sizes) -> Iterator[Workspace]:
     yield Workspace("attn.core", 2 * of_values + core)
     convs = tuple(f"attn.{name}_conv" for name in "qkv")
     yield Workspace("attn.conv", of_values + made_bytes + 4 * wide_values, convs)
-    parts = line * widths.qkvz
-    yield Workspace("attn.heads", 2 * parts + of_gates)
-    of_heads = line * widths.ba
-    yield Workspace("attn.gates", parts + of_gates + 2 * of_heads, ("attn.a_log", "attn.dt_bias"))
+    of_projections, of_heads = 2 * (of_keys + of_values), 2 * line * heads
+    yield Workspace(
+        "attn.gates", of_projections + of_gates + 2 * of_heads, ("attn.a_log", "attn.dt_bias")
+    )
     yield from column_workspaces(program, sizes, columns)

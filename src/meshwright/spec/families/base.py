@@ -136,7 +136,8 @@ class Family:
     transformers takes for sizes that a `config.json` leaves out; `keys` are its further keys,
     `written` what is only written, `inert` the values under which a key changes nothing. `modules`
     has the stored name of each of our modules, `{}` for the layer, or of a parameter; several with
-    one name are stored together, one below the other, or those in `by_head` head by head. With
+    one name are stored together, one below the other, or those in `by_head` head by head, of which
+    it names the feature that counts them. With
     `fused_experts` a layer's experts are one tensor: "stacked", of each the rows of gate above
     those of up, or transposed, the outputs of gate and up "in turn". `buffers` are stored names
     that are no parameters.
@@ -166,7 +167,7 @@ class Family:
     grouped: bool = True
     # Fields that add up to `head_dim`.
     head_dim_parts: tuple[str, ...] = ()
-    by_head: frozenset[str] = frozenset()
+    by_head: Mapping[str, str] = field(default_factory=dict)
     fused_experts: Literal["in turn", "stacked"] | None = None
     buffers: re.Pattern[str] = re.compile(r"(?!)")
     heads: tuple[str, ...] = ("lm_head.weight",)

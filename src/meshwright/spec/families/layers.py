@@ -51,7 +51,7 @@ class LayerKeys:
     attention. Where a file has no such list, each `interval`-th layer attends, the default of
     `full_attention_interval`; 0: none does. `rotates_by` is a key that is "rope" if these rotate.
     In place of `layer_types`, a family may have a key `attending` with the numbers of the layers
-    that attend.
+    that attend. With `windows_rotate`, layers without a window do not rotate where a file has one.
     """
 
     window: int | None = None
@@ -64,6 +64,7 @@ class LayerKeys:
     names: tuple[str, str] = (LINEAR, FULL)
     rotates_by: str = ""
     attending: str = ""
+    windows_rotate: bool = False
 
     def read(self, config: Mapping[str, Any], count: int) -> tuple[StoredLayer, ...]:
         """Return for each of `count` layers its window, whether it rotates, whether it has one MLP.
@@ -75,7 +76,11 @@ class LayerKeys:
         if window is None and SLIDING in kinds:
             rule = f"layer_types has {SLIDING}, but sliding_window sets no window"
             raise ConfigError(refusal(rule, legal=[FULL]))
-        layers = zip(kinds, self._rotates(config, count), self._dense(config, count), strict=True)
+        if self.windows_rotate:
+            rotations: Sequence[bool] = [window is None or kind == SLIDING for kind in kinds]
+        else:
+            rotations = self._rotates(config, count)
+        layers = zip(kinds, rotations, self._dense(config, count), strict=True)
         return tuple(
             StoredLayer(
                 window if kind == SLIDING else None,
@@ -97,10 +102,18 @@ class LayerKeys:
             if sizes:
                 raise ConfigError(f"{rule} none of its layers has a window")
             return self._sparse([*layers], rule) | self._recurrent(layers, rule)
-        if not self.rotates and not all(layer.rotary for layer in layers):
+        all_rotate = all(layer.rotary for layer in layers)
+        if self.windows_rotate:
+            if any(
+                layer.rotary != bool(layer.window) for layer in layers if sizes or not all_rotate
+            ):
+                raise ConfigError(f"{rule} those with a window rotate, and no others")
+        elif not self.rotates and not all_rotate:
             raise ConfigError(f"{rule} all of its layers rotate")
         # Without a switch, transformers asks for a window even if no layer has it.
         unused = None if self.switch or self.is_windowed is None else self.window
+        if self.windows_rotate and all_rotate:
+            unused = None
         keys: dict[str, Any] = {"sliding_window": sizes[0] if sizes else unused}
         if self.switch:
             keys[self.switch] = bool(sizes)

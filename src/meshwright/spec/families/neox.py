@@ -64,7 +64,7 @@ NEOX: Final = Family(
         "norm": "gpt_neox.final_layer_norm",
         "head": "embed_out",
     },
-    by_head=frozenset({"attn.q", "attn.k", "attn.v"}),
+    by_head=dict.fromkeys(("attn.q", "attn.k", "attn.v"), "n_heads"),
     inert={"sliding_window": ()},
     buffers=re.compile(
         r"gpt_neox\.layers\.\d+\.attention\.(rotary_emb\.inv_freq|bias|masked_bias)"
