@@ -111,11 +111,14 @@ def measured_for(
     system: str = "meshwright",
     layout: Layout | None = None,
 ) -> Corrected | None:
-    """Return a calibration corrected by measurements of the config's cluster.
+    """Return a calibration corrected by measured runs on a cluster like the config's.
 
-    None if `named` is empty. `system` is the trainer that was measured, a name of `SYSTEMS`;
-    `layout` is that of logs. With `keeps`, the correction is stored. Raises `ConfigError` for
-    measurements that are unreadable, or of another device or system.
+    `named` are the values of `--measured`: runs of Meshwright, files of measurements, or logs of
+    another trainer, whose layout is `layout`, since logs do not say it. `calibration` is the one to
+    correct, by default that of the config. `system` is the trainer that was measured, a name of
+    `SYSTEMS`. With `keeps`, the correction of a default calibration is stored for later plans, in
+    the cache folder that `environ` gives. Returns None if `named` is empty. Raises `ConfigError`
+    for measurements that are unreadable, or of another device or system.
     """
     if not named:
         return None

@@ -149,12 +149,11 @@ def action_times(
 
 
 def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:
-    """Return the seconds from the first action to the end of the last, by simulation; see
-    `action_times`.
+    """Return the seconds from the first action to the end of the last, by simulating the schedule.
 
-    For many microbatches, simulates two smaller numbers and extrapolates linearly. With few
-    microbatches, the slowest rank may not yet limit the pace, so the result is at least the time
-    that a rank needs.
+    See `action_times`. Of more microbatches than a few per stage, two smaller numbers are simulated
+    and extrapolated linearly. In those, the slowest rank may not yet set the pace, so the result is
+    at least that rank's time without any waiting.
     """
     few = _few(layout.pp, microbatches)
     first = action_times(layout, few, costs)

@@ -165,7 +165,11 @@ class FactorMemory(NamedTuple):
 
     @classmethod
     def of(cls, make: Callable[..., Tensor], dtype: torch.dtype) -> FactorMemory:
-        """Allocate both buffers; `make` returns a tensor, in fp32 unless given a dtype."""
+        """Allocate `wide` and `narrow`, which has `dtype`.
+
+        `make()` returns a flat fp32 buffer, large enough for the factor; `make(dtype=dtype)` one of
+        the same size in that dtype.
+        """
         wide = make()
         return cls(wide, wide if dtype == wide.dtype else make(dtype=dtype))
 

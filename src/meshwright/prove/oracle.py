@@ -261,7 +261,7 @@ class _Model:
             self.normed_heads(prefix, "k", k),
             self.heads(v),
         )
-        q, k = self.rotated(layer, _times(q, spec.query_scale)), self.rotated(layer, k)
+        q, k = self.turned(layer, _times(q, spec.query_scale)), self.turned(layer, k)
         k, v = (heads.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=2) for heads in (k, v))
         return q, k, v
 
@@ -300,11 +300,13 @@ class _Model:
 
     def turned(self, layer: int, x: Tensor) -> Tensor:
         """Apply RoPE to `[batch, seq, heads, dims]`; with `rope_interleave`, a pair is two adjacent
-        dims.
+        dims, which the result has in another order.
         """
         if not self.spec.rope_interleave:
             return self.rotated(layer, x)
-        return self.rotated(layer, torch.cat((x[..., ::2], x[..., 1::2]), -1))
+        size = self.spec.rotary_dim
+        pairs = x[..., :size:2], x[..., 1:size:2]
+        return self.rotated(layer, torch.cat((*pairs, x[..., size:]), -1))
 
     def normed_heads(self, prefix: str, name: str, x: Tensor) -> Tensor:
         """Split queries or keys (`name` is "q" or "k") into heads, and apply QK-norm per head or

@@ -144,8 +144,10 @@ def is_trainable(config: Mapping[str, Any]) -> bool:
 
 
 def planned_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Return the model of a `config.json`, planned from its shapes if its type has no modules here.
+    """Return the model that a Hugging Face `config.json` describes.
 
+    If its `model_type` cannot be trained here, the result has `ModelSpec.planned`: parameters,
+    FLOPs and bytes that are derived from the sizes in the file, enough for a plan and no more.
     Raises `ConfigError` where a size that a plan needs cannot be read, or for a kind of layer whose
     parts are not known.
     """

@@ -331,10 +331,11 @@ class Stopping:
         self._is_answered, self._repeats = False, 0
 
     def look(self) -> None:
-        """Handle stop requests since the last call.
+        """Answer the stop requests since the last call: the first by a line on what is saved first.
 
-        To end the ranks at once, raises `StoppedOnRequest` if every finished step is saved, else
-        `RankFailed`.
+        Raises if the ranks should not be waited for, so that the caller ends them: because no step
+        was begun yet, or because of a repeated request. That is `StoppedOnRequest` if every
+        finished step is saved, else `RankFailed`, which says how many steps are lost.
         """
         signals = self._signals
         if not signals.asked or (self._is_answered and signals.repeats == self._repeats):

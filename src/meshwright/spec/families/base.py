@@ -249,7 +249,11 @@ def preset(
 
 
 def llama_modules(**extra: str) -> dict[str, str]:
-    """Return the stored module names of Llama and most later models."""
+    """Return the stored name of each of our modules, as Llama and most later models have them.
+
+    `{}` is the number of the layer. So are the results of all functions below that return names:
+    parts of `Family.modules`.
+    """
     attention = {proj: f"model.layers.{{}}.self_attn.{proj}_proj" for proj in "qkvo"}
     mlp = {proj: f"model.layers.{{}}.mlp.{proj}_proj" for proj in ("gate", "up", "down")}
     return {
@@ -276,7 +280,9 @@ def llama_keys(
 
 
 def gemma_modules(**extra: str) -> dict[str, str]:
-    """Return the names for norms before and after each sublayer, as in Gemma 2."""
+    """Return the stored name of each of our modules, with norms before and after each sublayer, as
+    in Gemma 2.
+    """
     names = llama_modules(**extra)
     for ours, hf_name in (
         ("attn_post", "post_attention"),
@@ -288,9 +294,10 @@ def gemma_modules(**extra: str) -> dict[str, str]:
 
 
 def expert_modules(module: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Return the names of a router and of experts; the second `{}` is an expert's number.
+    """Return the stored names of a router and of experts, by our names; the second `{}` is an
+    expert's number.
 
-    `module` contains them; the others are an expert's projections.
+    `module` contains them; `gate`, `up` and `down` are the names of an expert's projections.
     """
     inside = f"model.layers.{{}}.{module}"
     names = {"gate": gate, "up": up, "down": down}
@@ -301,12 +308,14 @@ def expert_modules(module: str, gate: str, up: str, down: str) -> dict[str, str]
 
 
 def qwen_experts() -> dict[str, str]:
-    """Return the names of a router and of experts in Qwen and OLMoE."""
+    """Return the stored names of a router and of experts in Qwen and OLMoE, by our names."""
     return expert_modules("mlp", *(f"{proj}_proj" for proj in ("gate", "up", "down")))
 
 
 def shared_experts() -> dict[str, str]:
-    """Return the names of a shared expert in DeepSeek-V3 and its followers."""
+    """Return the stored names of a shared expert's layers in DeepSeek-V3 and its followers, by our
+    names.
+    """
     inside = "model.layers.{}.mlp.shared_experts"
     return {f"mlp.shared.{proj}": f"{inside}.{proj}_proj" for proj in ("gate", "up", "down")}
 
@@ -338,7 +347,7 @@ def expert_keys(
 
 
 def head_norms() -> dict[str, str]:
-    """Return the names of norms of queries and keys."""
+    """Return the stored names of norms of queries and keys, by our names."""
     return {f"attn.{proj}_norm": f"model.layers.{{}}.self_attn.{proj}_norm" for proj in "qk"}
 
 

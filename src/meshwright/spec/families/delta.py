@@ -35,7 +35,8 @@ GATED_HEADS: Final = dict.fromkeys(("attn.q", "attn.gate"), "n_heads")
 
 
 def delta_modules(projections: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of Gated DeltaNet's parameters, and of the attention of other layers.
+    """Return the stored names of Gated DeltaNet's parameters, and of the attention of other layers,
+    by our names.
 
     `projections` has for each linear layer but the last the matrix that contains it; one
     convolution is of queries, keys and values.
@@ -55,7 +56,7 @@ def delta_modules(projections: Mapping[str, str]) -> dict[str, str]:
 
 
 def gated_shared_expert() -> dict[str, str]:
-    """Return the names of a shared expert and of its gate."""
+    """Return the stored names of a shared expert and of its gate, by our names."""
     shared = {
         f"mlp.shared.{proj}": f"{_LAYER}.mlp.shared_expert.{proj}_proj"
         for proj in ("gate", "up", "down")

@@ -23,7 +23,7 @@ WRITTEN: Final[dict[str, Any]] = {
 
 
 def mamba_modules(module: str) -> dict[str, str]:
-    """Return the names of Mamba-2's parameters; `module` contains them.
+    """Return the stored names of Mamba-2's parameters, by our names; `module` contains them.
 
     One matrix has the gate z, the values x, keys and queries of groups, and steps dt, one below the
     other, as one convolution has those of values, keys and queries.

@@ -19,7 +19,7 @@ from meshwright.spec.families.base import (
 
 
 def olmo_modules() -> dict[str, str]:
-    """Return the names of a model with norms after each sublayer."""
+    """Return the stored name of each of our modules, with norms after each sublayer only."""
     names = llama_modules(**head_norms())
     for ours, hf_name in (("attn", "post_attention"), ("mlp", "post_feedforward")):
         del names[f"{ours}_norm"]
