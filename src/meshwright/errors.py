@@ -76,7 +76,7 @@ class StoppedOnRequest(MeshwrightError):
 
 
 def lacks_training(command: str) -> ConfigError:
-    """Return the refusal of a command that needs torch, which the planner doesn't."""
+    """Return the error to raise where `command` needs torch, and torch is not installed."""
     return ConfigError(
         f'{command} needs PyTorch, which is not installed: pip install "meshwright[train]"'
     )

@@ -113,9 +113,10 @@ def scalars_of(trained: Trained) -> Mapping[str, float]:
 
 
 def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float]) -> None:
-    """Restore the optimizer's states from a step, whose weights are already loaded.
+    """Load the optimizer's states in place from a saved step, after its weights.
 
-    Raises `CheckpointError` if the step lacks a tensor.
+    `scalars` are the states that are numbers, by their names in the step's manifest. Raises
+    `CheckpointError` if the step lacks a tensor.
     """
     if not stored.names and not scalars:  # the optimizer that was saved kept nothing
         return

@@ -82,9 +82,11 @@ class Groups:
 
     `parameters` is torch's mesh with the axes `pp, replicate, shard, tp` on which parameters are
     placed: `shard` joins dp_shard and cp; without ZeRO, `replicate` joins dp_replicate and cp,
-    because ranks of one context group hold gradients of the same weights. `data` are the ranks that
-    see different tokens. `ends` are the first and the last pipeline rank, which share tied weights.
-    `experts` is None if each rank has all experts. `recorder` is this rank's flight recorder.
+    because ranks of one context group hold gradients of the same weights, and `shard` has one rank.
+    The others are process groups, with this rank's place in each: `data` of the ranks that see
+    different tokens, dp_replicate x dp_shard x cp, and `ends` of the first and the last pipeline
+    rank, which share tied weights. `experts` are those in which tokens go to experts and back; None
+    if each rank has all experts. `recorder` is this rank's flight recorder.
     """
 
     at: Mapping[str, int]

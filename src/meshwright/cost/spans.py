@@ -36,13 +36,14 @@ class Drawn(NamedTuple):
 def pipeline_spans(
     setting: CostInputs, kernels: Kernels, layout: Layout, pace: ActionTimes, seconds: float
 ) -> tuple[Drawn, ...]:
-    """Return the spans of each pipeline rank, scaled so that the pipeline takes `seconds`.
+    """Return the spans of each pipeline rank, scaled so that the pipeline takes `seconds`, its
+    price.
 
-    The price comes from the same events, except for parts that stretch all spans alike: the share
-    of idle time of other systems, and what a price extrapolates over hundreds of microbatches
-    (`cost.pipeline.by_events`). Messages within an action are drawn together at its end. A receive
-    is the wait for it; a send is its exposed part. Empty if the action tables do not allow the
-    schedule with these microbatches.
+    The price comes from the same simulated events. What it has beyond them stretches all spans
+    alike: the idle time that was measured for the trainer that is priced, and the extrapolation to
+    hundreds of microbatches (`cost.pipeline.by_events`). Messages within an action are drawn
+    together at its end. A receive is the wait for it; a send is its exposed part. Empty if the
+    action tables do not allow the schedule with these microbatches.
     """
     if not has_table(layout, pace.microbatches):
         return tuple(Drawn((), {}) for _ in range(layout.pp))

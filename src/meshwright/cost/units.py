@@ -245,14 +245,13 @@ class Units:
             self._settle()
 
     def grow(self, index: int, names: Sequence[str]) -> None:
-        """Allocate the gradients of the named parameters of the `index`-th block, or accumulate
-        into them."""
+        """Count the gradients of the named parameters of the `index`-th block, which a backward
+        allocates at first and accumulates into later."""
         for unit in self.blocks[index]:
             self._grow(unit, names)
 
     def grow_root(self, names: Sequence[str]) -> None:
-        """Allocate the gradients of the named parameters outside of blocks, or accumulate into
-        them."""
+        """Count the gradients of the named parameters outside of blocks, as `grow` does."""
         for unit in (self.embed, self.root, self.head):
             self._grow(unit, names)
 

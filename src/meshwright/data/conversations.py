@@ -42,9 +42,10 @@ Message = dict[str, Any]
 
 @dataclass
 class Turns:
-    """The messages of a row as they are collected, with the numbers of those to train on.
+    """Collects the messages of a row while it is read.
 
-    `unused` names fields of the row that have no effect.
+    `trained` are the indices of those to train on, `unused` the names of the row's fields that have
+    no effect.
     """
 
     messages: list[Message] = field(default_factory=list)

@@ -31,7 +31,7 @@ def read_degrees(source: ImportSource, names: Mapping[str, str]) -> None:
 
 
 def degree(source: ImportSource, key: str) -> int:
-    """Return a layout degree as imported so far, or 1 if it is not set."""
+    """Return the degree that the keys imported so far give the layout key `key`, by default 1."""
     return int(source.target(key) or 1)
 
 

@@ -128,9 +128,10 @@ SPANS_AFTER: Final = 3
 
 
 class Recording:
-    """Records steps of a run as `log.trace` and `log.trace_memory` say.
+    """Records when each action of a step ran, each `log.trace` steps, and once with
+    `log.trace_memory` what was in memory then; the events go to the run's folder.
 
-    Every rank creates one and makes the same calls.
+    Its methods are collectives: every rank makes the same calls.
     """
 
     def __init__(self, job: Job, world: World, trained: Trained, done: int) -> None:
