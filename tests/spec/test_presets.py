@@ -93,6 +93,16 @@ UNPUBLISHED |= {"qwen3-next-80b-a3b"}  # counted in test_shapes
 UNPUBLISHED |= {f"granite-4.0-h-{size}" for size in ("micro", "tiny", "small")}
 UNPUBLISHED |= {"bamba-9b"}
 UNPUBLISHED |= {"dots.llm1", "minimax-m2", "seed-oss-36b"}
+# As their cards round them, in billions; of Qwen3.5 transformers' own defaults, counted by it.
+ROUNDED = {
+    "glm-4-9b": 9.4,
+    "ernie-4.5-0.3b": 0.36,
+    "exaone-4.0-1.2b": 1.28,
+    "exaone-4.0-32b": 32.0,
+    "qwen3.5-9b": 8.954,
+    "qwen3.5-35b-a3b": 34.66,
+}
+UNPUBLISHED |= ROUNDED.keys()
 # Their papers leave out embedding and head.
 WITHOUT_VOCABULARY = {"moonlight-16b-a3b", "glm-4.5", "glm-4.5-air", "minimax-m2"}
 # As the papers and cards round them: arXiv:2401.04088, 2505.09388 (table 2), 2409.02060.
@@ -117,6 +127,12 @@ def test_every_preset_is_in_the_table():
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_count_is_the_published_one(name):
     assert parameter_count(model_spec(preset=name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDED))
+def test_count_is_nearly_that_of_the_card(name):
+    count = parameter_count(model_spec(preset=name)) / 1e9
+    assert count == pytest.approx(ROUNDED[name], rel=0.005)
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVE))

@@ -9,7 +9,6 @@ from meshwright.spec.families.base import (
     Family,
     llama_keys,
     llama_modules,
-    preset,
     sizes_of,
 )
 
@@ -25,18 +24,4 @@ ARCEE: Final = Family(
     defaults={"activation": "relu2"},
     default_activation="relu2",
     inert={"hidden_dropout": (0.0,)},
-    # HF config of arcee-ai/AFM-4.5B-Base.
-    presets={
-        "afm-4.5b": preset(
-            "arcee",
-            *(128004, 2560, 36, 20),
-            n_kv_heads=4,
-            head_dim=128,
-            ffn_dim=18432,
-            context=65536,
-            rope_theta=10000.0,
-            rope_scaling={"kind": "yarn", "factor": 20.0, "original_context": 4096},
-            activation="relu2",
-        ),
-    },
 )
