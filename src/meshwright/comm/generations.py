@@ -78,13 +78,16 @@ class Announcements:
             return None
         return ReplicaGeneration(int(number), tuple(map(int, replicas)))
 
-    def ready(self, rank: int, start: int) -> None:
-        """Say that a rank, started for the `start`-th time, can join the next generation."""
-        (self.folder / f"ready-{rank}-{start}").touch()
+    def ready(self, rank: int, process: int, digest: str) -> None:
+        """Say that a rank in a process can join a generation; `digest` is that of its inputs."""
+        write_atomic(self.folder / f"ready-{rank}-{process}", digest.encode())
 
-    def are_ready(self, starts: Sequence[tuple[int, int]]) -> bool:
-        """Whether all of some ranks, given with the number of their start, have said so."""
-        return all((self.folder / f"ready-{rank}-{start}").exists() for rank, start in starts)
+    def digest(self, rank: int, process: int) -> str | None:
+        """Return the digest of a rank's inputs, None if it has not said that it can join."""
+        try:
+            return (self.folder / f"ready-{rank}-{process}").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
 
     def meeting(self, generation: ReplicaGeneration) -> Path:
         """Return the folder in which the ranks of a generation meet, after creating it."""

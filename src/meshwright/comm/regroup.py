@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import gc
 import os
+import socket
+import stat
 import time
 from typing import Any, Final
 
@@ -82,7 +86,26 @@ def wait_up_to(timeout_s: float) -> None:
 
 
 def leave_generation() -> None:
-    """Close all groups and channels, whatever is under way in them, so that no peer waits here."""
+    """Close all groups and channels, whatever is under way in them, so that no peer waits here.
+
+    Connections are shut down first: torch closes those of a group only once nothing refers to it
+    any more, and a peer that is no neighbour of the rank that ended learns of it from this one.
+    """
     release_channels()
+    shut_connections()
     if dist.is_initialized():
         abort_process_group()
+
+
+def shut_connections() -> None:
+    """Shut down the connections of this machine with itself that no Python object owns: gloo's."""
+    owned = {thing.fileno() for thing in gc.get_objects() if issubclass(type(thing), socket.socket)}
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        with contextlib.suppress(OSError):  # it is closed meanwhile, or not connected
+            if descriptor in owned or not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                is_network = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_network and connection.getpeername()[0] == connection.getsockname()[0]:
+                    connection.shutdown(socket.SHUT_RDWR)

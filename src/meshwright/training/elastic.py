@@ -34,6 +34,7 @@ from meshwright.parsing import parse_json
 from meshwright.program.shards import Region
 from meshwright.training.between_steps import Progress, assemble, open_run, saver_of
 from meshwright.training.events import Emit
+from meshwright.training.held_out import HeldOut
 from meshwright.training.readings import Lap, LeftOut, StepClock, step_event
 from meshwright.training.run_folder import Job
 from meshwright.training.step_recording import Recording
@@ -70,6 +71,13 @@ class Unbroken:
         self, job: Job, world: World, emit: Emit, keep: Callable[[int, float], None]
     ) -> None:
         """Emit and save what of the last step is missing; a collective."""
+
+    def keep_wanted(
+        self, job: Job, world: World, held_out: HeldOut, keep: Callable[[int, float], None]
+    ) -> None:
+        """Save the last step if its held-out loss asks for that, and it is not saved; a
+        collective.
+        """
 
     def vote(
         self, step: int, lr: float, scale: LossScale, saver: Saver, world: World
@@ -175,7 +183,8 @@ class Elastic(Unbroken):
             opened = self._continued(job, world, reports, emit)
         else:
             wait_up_to(job.config.cluster.timeout)  # ranks verify and load at their own pace
-            resumes = any(report["resume"] for report in reports)
+            # Whoever had the state of an earlier generation is gone: it is in the newest step.
+            resumes = self.generation.number > 1 or any(report["resume"] for report in reports)
             opened = open_run(job, world, dataset, emit, resumes)
             trained, progress, _ = opened
             step = progress.step
@@ -196,6 +205,7 @@ class Elastic(Unbroken):
             "prepared": _NEW if prepared is None else prepared.numbers.step,
             "numbers": None if carried.numbers is None else carried.numbers.to_json(),
             "told": carried.told if carried.seat == 0 and carried.step != _NEW else _NEW,
+            "began": carried.began,
         }
         group = dist.group.WORLD if world.size > 1 else None
         return [dict(parse_json(text)) for text in exchange(json.dumps(report), group)]
@@ -205,13 +215,11 @@ class Elastic(Unbroken):
     ) -> tuple[Trained, Progress, Saver]:
         """Return the run with the state that the ranks carry, at the same step on all."""
         newest = max(report["step"] for report in reports)
-        source = next(report for report in reports if report["step"] == newest)
+        joined = [rank for rank, report in enumerate(reports) if report["step"] == _NEW]
+        refuse_incomplete(job.layout, joined)
         if self.carried.step not in (_NEW, newest):
             self._catch_up_update(newest, job)
-        self.carried.prepared = None
-        numbers = source["numbers"]
-        self.carried.numbers = None if numbers is None else Numbers.from_json(numbers)
-        self.carried.told = max(report["told"] for report in reports)
+        self.agree(reports)
         if world.rank == 0 and isinstance(job.checkpoints, Path):
             clean(job.checkpoints)
         limit_s = min(job.config.cluster.timeout, CONNECT_S)
@@ -219,7 +227,6 @@ class Elastic(Unbroken):
         trained = assemble(job, world, groups, _zeros)
         if self.carried.trained is not None:
             take_over(trained, self.carried.trained)
-        joined = [index for index, report in enumerate(reports) if report["step"] == _NEW]
         if joined:
             first = next(i for i, rank in enumerate(groups.replicate.ranks) if rank not in joined)
             share_state(trained, first)
@@ -229,6 +236,16 @@ class Elastic(Unbroken):
         replicas = {reports[rank]["replica"] for rank in joined}
         emit(self._event(newest, sorted(replicas)))
         return trained, progress, saver_of(job, world, emit, limit_s)
+
+    def agree(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Take note of what the ranks that carry the newest step know of it and of the run."""
+        carried, newest = self.carried, max(report["step"] for report in reports)
+        source = next(report for report in reports if report["step"] == newest)
+        numbers = source["numbers"]
+        carried.prepared = None
+        carried.numbers = None if numbers is None else Numbers.from_json(numbers)
+        carried.told = max(report["told"] for report in reports)
+        carried.began = source["began"]
 
     def _catch_up_update(self, newest: int, job: Job) -> None:
         """Update with the gradients of a step that other ranks have updated with already.
@@ -275,7 +292,7 @@ class Elastic(Unbroken):
         """Emit and save what of the last step is missing, because a replica was lost meanwhile."""
         carried, config = self.carried, job.config
         step, numbers = carried.step, carried.numbers
-        if not self.carries or numbers is None or step == carried.began:
+        if not self.carries or numbers is None:  # no step since the run began
             return
         is_last = step == config.train.steps
         if carried.told < step and (is_last or step % config.train.log_every == 0):
@@ -286,11 +303,20 @@ class Elastic(Unbroken):
             emit(step_event(*read, clock, LeftOut(), job, world))
         carried.told = step
         interval = config.checkpoint.every or config.train.steps
-        is_due = is_last or step % interval == 0
-        if is_due and world.anyone(
-            world.rank == 0 and not is_there(job.checkpoints / step_name(step))
-        ):
+        if (is_last or step % interval == 0) and is_missing(job, world, step):
             keep(step, numbers.loss)
+
+    def keep_wanted(
+        self, job: Job, world: World, held_out: HeldOut, keep: Callable[[int, float], None]
+    ) -> None:
+        """Save the last step if it is the best, or ends the run, and a replica was lost before it
+        was saved.
+        """
+        step, numbers = self.carried.step, self.carried.numbers
+        if self.carries and numbers is not None and held_out.wants(step):
+            if is_missing(job, world, step):
+                keep(step, numbers.loss)
+            held_out.keep(step)
 
     def vote(
         self, step: int, lr: float, scale: LossScale, saver: Saver, world: World
@@ -333,6 +359,28 @@ class Elastic(Unbroken):
             if self._attached is not None:
                 self._attached[0].finish()
             raise Regroup
+
+
+def is_missing(job: Job, world: World, step: int) -> bool:
+    """Whether a step is not committed, as the first rank sees it; a collective."""
+    return world.anyone(world.rank == 0 and not is_there(job.checkpoints / step_name(step)))
+
+
+def refuse_incomplete(layout: Layout, joined: Sequence[int]) -> None:
+    """Raise `RankFailed`, on all ranks alike, if no rank has the state that one of `joined` lacks.
+
+    The last whole replica was lost while others read from it.
+    """
+    coordinates = [dict(layout.mesh.coordinates(rank)) for rank in range(layout.world)]
+    for place in coordinates:
+        place.pop("dp_replicate")
+    carried = [place for rank, place in enumerate(coordinates) if rank not in joined]
+    lacking = [rank for rank in joined if coordinates[rank] not in carried]
+    if lacking:
+        raise RankFailed(
+            f"no replica is left with the weights of rank {lacking[0]}: the last one was lost "
+            "while others read from it"
+        )
 
 
 def _zeros(name: str, shape: tuple[int, ...], region: Region) -> Tensor:

@@ -82,6 +82,7 @@ def train(
     replicas.catch_up(job, world, emit, keep)
     if not stopped and lacks_evaluation(config, step, held_out):
         stopped = not look(step)
+    replicas.keep_wanted(job, world, held_out, keep)
     while step < steps and not stopped and not held_out.is_over:
         replicas.leave()
         step += 1

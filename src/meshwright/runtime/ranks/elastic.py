@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,7 @@ class ElasticRank:
         self._announced = Announcements(Path(environ[ELASTIC]))
         self._replicas = Elastic(self._announced, job.layout, self._rank, digest)
         self._sinks: list[Sink] | None = None
-        self._announced.ready(self._rank, os.getpid())
+        self._announced.ready(self._rank, os.getpid(), digest)
 
     def run(self) -> int:
         """Train until the run ends, in one generation after another; returns the exit code."""
@@ -79,6 +80,7 @@ class ElasticRank:
                 lost = error
                 if not is_lost(error):
                     raise
+                traceback.clear_frames(error.__traceback__)  # they refer to the former model
                 self._leave()
             else:
                 if summary is not None:

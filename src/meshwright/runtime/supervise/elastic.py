@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
+from meshwright.comm.flight_recorder_file import read_flight_recorder
 from meshwright.comm.generations import Announcements, ReplicaGeneration, ranks_of, replica_of
 from meshwright.errors import EXIT_DONE, EXIT_STOPPED
 from meshwright.runtime.supervise.supervisor import (
@@ -27,8 +28,9 @@ _ENDED: Final = (EXIT_DONE, EXIT_STOPPED)
 class ElasticSupervisor:
     """Watches the ranks of a run, and says which replicas train together.
 
-    `living` are the replicas of the newest generation. Others are loading, or were started
-    `checkpoint.restarts` times and have not come so far as to join: those are left out.
+    `living` are the replicas of the newest generation. Others are loading, or are left out: because
+    they were started again `checkpoint.restarts` times in a row without training a step, or because
+    they read other files than the ranks that train.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class ElasticSupervisor:
         self._job, self._ranks, self._announced = job, ranks, announced
         self._timing, self._tell = timing, tell
         self._number, self._is_asked = 0, False
-        self._failures: Counter[int] = Counter()  # in a row, of each replica before it has joined
+        self._failures: Counter[int] = Counter()  # in a row, of each replica without a step
         self._started_at: dict[int, float] = {}
         self._left_out: set[int] = set()
         self.living: tuple[int, ...] = ()
@@ -119,7 +121,9 @@ class ElasticSupervisor:
         lost = {replica_of(layout, failure.rank) for failure in failures}
         in_training = [f for f in failures if replica_of(layout, f.rank) in self.living]
         is_final = any(not failure.can_retry or failure.deed for failure in in_training)
-        if is_final or lost.issuperset(self.living):
+        # Whoever has only lost a peer, and waited in vain, does not say which one.
+        is_unexplained = not any(failure.is_first_hand for failure in failures)
+        if is_final or is_unexplained or lost.issuperset(self.living):
             raise_failure(self._ranks, self._timing, detect_s)
         joins_never = {replica_of(layout, f.rank) for f in failures if not f.can_retry}
         self._left_out |= joins_never - set(self.living)
@@ -156,11 +160,13 @@ class ElasticSupervisor:
         if not set(lost).isdisjoint(self.living):
             self._announce(tuple(replica for replica in self.living if replica not in lost))
         for replica in lost:
+            if any(map(self._has_trained, ranks_of(self._job.layout, replica))):
+                self._failures[replica] = 0
             self._failures[replica] += 1
-            if self._failures[replica] > self._job.config.checkpoint.restarts:
+            is_often = self._failures[replica] > self._job.config.checkpoint.restarts
+            if is_often or self._is_asked:  # a run that is about to stop needs nobody to join
                 self._left_out.add(replica)
         restarted = [replica for replica in sorted(lost) if replica not in self._left_out]
-        restarted = [] if self._is_asked else restarted
         self._tell(
             {
                 "event": "replica_lost",
@@ -178,17 +184,40 @@ class ElasticSupervisor:
             self._started_at[replica] = time.monotonic()
         self._ranks.start_again(self._of(restarted))
 
+    def _has_trained(self, rank: int) -> bool:
+        """Whether a rank has done a step since it was started."""
+        reading = read_flight_recorder(self._job.folder.flight_recorder(rank))
+        return reading is not None and reading.stepped_s > 0
+
     def _let_join(self) -> None:
-        """Announce a generation with the replicas whose ranks have all loaded."""
-        layout, pids = self._job.layout, self._ranks.pids()
-        joining = [
-            replica
-            for replica in range(layout.dp_replicate)
-            if replica not in self.living
-            and replica not in self._left_out
-            and self._announced.are_ready([(r, pids[r]) for r in ranks_of(layout, replica)])
-        ]
+        """Announce a generation with the replicas whose ranks have all loaded.
+
+        Those that have read something else than the ranks that train are left out.
+        """
+        layout, joining = self._job.layout, []
+        expected = self._digests(self.living[0])
+        if None in expected:  # those that are to train are not so far themselves
+            return
+        for replica in range(layout.dp_replicate):
+            if replica in self.living or replica in self._left_out:
+                continue
+            digests = self._digests(replica)
+            if None in digests:
+                continue
+            if digests <= expected:
+                joining.append(replica)
+                continue
+            self._left_out.add(replica)
+            rank = ranks_of(layout, replica)[0]
+            cause = (
+                f"replica {replica} reads other files, or runs other code, than those that train"
+            )
+            self._replace({replica}, RankFailure(rank, cause, can_retry=False), 0.0)
         if joining:
-            for replica in joining:
-                self._failures[replica] = 0
             self._announce((*self.living, *joining))
+
+    def _digests(self, replica: int) -> set[str | None]:
+        """Return the digests of what a replica's ranks have read; of one that loads still, None."""
+        pids = self._ranks.pids()
+        ranks = ranks_of(self._job.layout, replica)
+        return {self._announced.digest(rank, pids[rank]) for rank in ranks}
