@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.comm.generations import Announcements
 from meshwright.comm.groups import open_groups
+from meshwright.data.sampler import IGNORE
 from meshwright.errors import RankFailed
 from meshwright.layout import Layout
 from meshwright.parallel.build import seeded
