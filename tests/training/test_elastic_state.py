@@ -180,4 +180,5 @@ def test_replicas_with_unlike_shares_of_the_rows_do_the_step_of_one():
     for shared_losses, states, _ in answers:
         assert shared_losses == pytest.approx(losses, rel=1e-6)
         for key, state in expected.items():
-            assert np.linalg.norm(states[key] - state) < 1e-4 * max(np.linalg.norm(state), 1e-6), key
+            distance = np.linalg.norm(states[key] - state)
+            assert distance < 1e-4 * max(np.linalg.norm(state), 1e-6), key
