@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from torch.utils.checkpoint import _VersionWrapper as VersionWrapper
 
     EventType: Any
+    abort_process_group: Any
+    c10d_state: Any
     current_graph_task_id: Any
     execution_engine: Any
     resolve_process_group: Any
@@ -85,6 +87,8 @@ NAMES: Final[dict[str, tuple[str, str]]] = {
         "ReplicateModule",
     ),
     "replicate": ("torch.distributed._composable.replicate_with_fsdp", "replicate"),
+    "abort_process_group": ("torch.distributed.distributed_c10d", "_abort_process_group"),
+    "c10d_state": ("torch.distributed.distributed_c10d", "_world"),
     "resolve_process_group": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     "DefaultAllocMixin": (f"{_FSDP}._fsdp_collectives", "DefaultAllocMixin"),
     "FSDPParam": (f"{_FSDP}._fsdp_param", "FSDPParam"),

@@ -186,6 +186,12 @@ class Saver:
             Saved(running.step, running.path, running.bytes, running.seconds, running.stall_s)
         )
 
+    def abandon(self) -> None:
+        """Wait for a running save that fails, because its process group is closed."""
+        running, self._running = self._running, None
+        if running is not None and running.thread is not None:
+            running.thread.join()
+
     @contextmanager
     def _beside_training(self, ready: torch.cuda.Event | None) -> Iterator[None]:
         """Within this context, run copies on a separate GPU stream, after the event `ready`."""

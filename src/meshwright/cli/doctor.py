@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.common import add_json, print_json, read_config, say_line
+from meshwright.comm.generations import replicas_text
 from meshwright.comm.rendezvous import Rendezvous
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.runtime.doctor import examine_config, examine_machine
@@ -134,6 +135,8 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
             print(f"  {frame}")
     for event in diagnosis.slow:
         say_line(f"rank {event['rank']} was slow from step {event['from_step']} to {event['step']}")
+    for event in diagnosis.lost:
+        say_line(f"lost {replicas_text(event['replicas'])}: {event['cause']}")
     for cost in diagnosis.costs:
         known = {"detected": cost.detect_s, "restarted": cost.restart_s, "recomputed": cost.lost_s}
         durations = [f"{name} in {format_seconds(s)}" for name, s in known.items() if s is not None]

@@ -60,8 +60,8 @@ class Channel:
     `rank`.
 
     Every rank writes equally many parts, which are read in that order. `recorder` records waits for
-    other ranks inside of `leave`. Only for processors on which writes become visible in order, such
-    as x86.
+    other ranks inside of `leave`; none is longer than `timeout_s`. Only for processors on which
+    writes become visible in order, such as x86.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Channel:
         `rank` is this rank's index in `ranks`, which are global ranks. The system releases the lock
         when the process ends, however it does, which is how others notice.
         """
-        self._file, self._rank, self._timeout_s, self.recorder = file, rank, timeout_s, recorder
+        self._file, self._rank, self.timeout_s, self.recorder = file, rank, timeout_s, recorder
         self._ranks, size = tuple(ranks), len(ranks)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = torch.frombuffer(mmap.mmap(file, bytes_of(size)), dtype=torch.uint8)
@@ -110,6 +110,10 @@ class Channel:
         self._due.append(_Due(number, part_bytes, part.shape, part.dtype, finish, entries))
         self._due_bytes += part_bytes
         return number
+
+    def release(self) -> None:
+        """Let the others know, as the end of this process would, that no more parts come."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._rank)
 
     def collect(self, number: int) -> None:
         """Finish all messages up to `number`, waiting for the other ranks' parts.
@@ -205,7 +209,7 @@ class Channel:
                     f"Connection closed by peer: rank {self._ranks[rank]}, with which this one "
                     "shares memory, has ended"
                 )
-        if waited_s > self._timeout_s:
+        if waited_s > self.timeout_s:
             whom = ", ".join(str(self._ranks[rank]) for rank in late)
             raise dist.DistError(
                 f"Timed out after {waited_s:.0f} s of waiting for rank{'s'[: len(late) - 1]} "

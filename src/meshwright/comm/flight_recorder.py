@@ -75,6 +75,7 @@ class FlightRecorder:
         self._waited_s, self._stepped_s, self._step_began = 0.0, 0.0, 0.0
         self._sequences: dict[tuple[int, int, int], int] = {}
         self._groups: list[Group] = []
+        self._started: tuple[int, ...] | None = None
         # Makes a mark on a device behind all that it was handed; the result says if it is there.
         self.mark: Callable[[], Callable[[], bool]] | None = None
         self._on_device: dict[int, Callable[[], bool]] = {}  # entries, in their order
@@ -169,6 +170,20 @@ class FlightRecorder:
             *(microbatch, 0, self._waited_s, self._stepped_s),
         )
 
+    def renumber(self, started: Sequence[int]) -> None:
+        """Forget all groups and messages; from here on, record ranks by the numbers that they were
+        started with.
+
+        `started` has these numbers, by the ranks in the process groups that follow.
+        """
+        self._started = tuple(started)
+        self._groups, self._sequences = [], {}
+        self._memory[COUNTS_AT : COUNTS_AT + 8 * GROUPS] = bytes(8 * GROUPS)
+        self._memory[RING_AT : RING_AT + SLOTS * RECORD.size] = bytes(SLOTS * RECORD.size)
+
+    def _numbered(self, rank: int) -> int:
+        return rank if self._started is None or rank < 0 else self._started[rank]
+
     def group(self, name: str, ranks: Sequence[int], label: str = "") -> int:
         """Return the recorder's number of a process group, given torch's name; `label` is for
         people.
@@ -178,6 +193,7 @@ class FlightRecorder:
         number = next((i for i, known in enumerate(self._groups) if known.name == name), None)
         if number is None:
             number = len(self._groups)
+            ranks = [self._numbered(rank) for rank in ranks]
             self._groups.append(Group(name, f"ranks {', '.join(map(str, ranks))}", tuple(ranks)))
         elif not label:
             return number
@@ -211,7 +227,7 @@ class FlightRecorder:
             self._memory,
             RING_AT + number % SLOTS * RECORD.size,
             *(number, time_s, time_s if waits else 0.0, 0.0),
-            *(size, sequence, self._step, group, peer, code, self._phase),
+            *(size, sequence, self._step, group, self._numbered(peer), code, self._phase),
         )
         self._move()
         if self.tape is not None:

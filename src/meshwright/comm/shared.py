@@ -82,6 +82,18 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
     return _process().channels[group.group_name].channel
 
 
+def channels() -> list[Channel]:
+    """Return the open channels of this process."""
+    return [opened.channel for opened in _process().channels.values()]
+
+
+def release_channels() -> None:
+    """Release all channels of this process, and forget the collectives that are not finished."""
+    for channel in channels():
+        channel.release()
+    _process().begun.clear()
+
+
 def operators(message: Tensor, *, is_shared: bool) -> Any:
     """Return the operators for a message: a channel's, or torch's functional ones if it is too
     large or not shared.

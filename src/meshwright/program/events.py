@@ -20,6 +20,8 @@ _HAS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
     "overflow": {"step": int},
     "loss_spike": {"step": int},
     "slow_rank": {"rank": int, "step": int},
+    "replica_lost": {"replicas": list, "left": list, "cause": str},
+    "regroup": {"step": int, "replicas": list, "joined": list},
     "restart": {"attempt": int, "cause": str, "lost_steps": int},
     "measured": {"says": str},
     "failed": {"cause": str},

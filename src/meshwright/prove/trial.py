@@ -76,7 +76,7 @@ class Trial:
             self._optimizer,
             self._scale,
             self._reference.clip_norm,
-            look,
+            lambda updated: look(),
         )
         return StepNumbers(self._world.sum_on_host([done.loss.item()])[0], done.norm.item())
 

@@ -120,6 +120,13 @@ def _failures(run: RunRecord) -> Iterator[Advice]:
             f"The ranks were restarted {times}, and recomputed {counted(lost, 'step')}: {causes}.",
             "A smaller checkpoint.every loses fewer steps; checkpoint.async hides its cost.",
         )
+    if losses := run.of("replica_lost"):
+        times = "once" if len(losses) == 1 else f"{len(losses)} times"
+        causes = "; ".join(dict.fromkeys(str(e.get("cause", "?")) for e in losses))
+        yield (
+            f"A replica was lost {times}, and the others went on: {causes}.",
+            "The steps meanwhile took longer, and no row was lost (cluster.elastic).",
+        )
     for event in run.of("bad_checkpoint"):
         yield (
             f"A checkpoint was bad: {event.get('problem', '?')}.",

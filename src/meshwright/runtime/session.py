@@ -28,6 +28,7 @@ from meshwright.layout import Machine, left_over, resolve_layout, with_padding
 from meshwright.lines import GOES_ON, fitted
 from meshwright.parsing import parse_json
 from meshwright.report.run_page import write_report
+from meshwright.runtime.checks.elastic import check_elastic
 from meshwright.runtime.checks.epochs import fine_tuning_words, with_epochs
 from meshwright.runtime.checks.notes import check_room, run_notes
 from meshwright.runtime.checks.start import (
@@ -182,6 +183,7 @@ def prepare_job(
     config = with_padding(config, layout)
     check_compiler(config.train, lacks)
     check_engine(config, layout, resumes=resume is not None)
+    check_elastic(config, layout, machine.device, rendezvous)
     check_async_tp(config, layout, machine.device, find_gpus(environ))
     check_memory(config, layout, machine)
     check_limit(config, layout, machine)

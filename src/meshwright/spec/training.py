@@ -371,6 +371,7 @@ class ClusterSpec(Spec):
     for `hang` seconds, the supervisor says which one the others wait for, and ends them; 0: never.
     `hang_setup` (until the first step has ended), `hang_step`, `hang_save` and `hang_eval` are the
     limits of those parts of a run, `hang` by default.
+    With `elastic`, a failure ends and restarts the ranks of one replica only, see `dp_replicate`.
     """
 
     preset: str = "local"
@@ -389,6 +390,7 @@ class ClusterSpec(Spec):
     hang_step: float | None = Field(default=None, ge=0)
     hang_save: float | None = Field(default=None, ge=0)
     hang_eval: float | None = Field(default=None, ge=0)
+    elastic: bool = False
 
     @field_validator("device", mode="before")
     @classmethod

@@ -22,11 +22,12 @@ from meshwright.checkpoint.restore import Good, StoredSource, newest_good, resto
 from meshwright.checkpoint.saver import Saved, Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
 from meshwright.checkpoint.weights import spec_text, weights_from
-from meshwright.comm.groups import open_groups
+from meshwright.comm.groups import Groups, open_groups
 from meshwright.comm.world import World, exchange
 from meshwright.data import Dataset, StreamedDataset, StreamPosition, StreamSampler
 from meshwright.errors import CheckpointError, RankFailed
 from meshwright.kernels.fp32_matmuls import target_of
+from meshwright.layout import Layout
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.build import Source, build, region_of, seeded
 from meshwright.parallel.data_parallel.optimize import Shards
@@ -112,26 +113,9 @@ def open_run(
     good = _found(job, world, dataset, emit) if resume else None
     if world.rank == 0 and isinstance(job.checkpoints, Path):  # a store at the first save
         clean(job.checkpoints)
-    packed = config.data.packing == "documents"
-    target = target_of(config.train, world.device, packed=packed)
-    parallel = build(
-        lower(config.model, config.train, config.optimizer, job.layout, target),
-        open_groups(job.layout, world, config.cluster.timeout),
-        world.device,
-        weights_source(job, world) if good is None else StoredSource(good.folder),
-        compiled=config.train.is_compiled,
-    )
-    shards = Shards(parallel.trained, on_host=job.layout.offload == "optimizer")
-    trained = Trained(
-        parallel,
-        shards,
-        build_optimizer(
-            shards.leaves,
-            shards.parts,
-            config.optimizer,
-            shards.matrices(parallel.groups, parallel.device, job.layout),
-        ),
-    )
+    groups = open_groups(job.layout, world, config.cluster.timeout)
+    source = weights_source(job, world) if good is None else StoredSource(good.folder)
+    trained = assemble(job, world, groups, source)
     progress = Progress(0, LossScale.of(config.train))
     if good is not None:
         restore(trained, good, same_optimizer=_is_same_optimizer(job, good))
@@ -139,7 +123,53 @@ def open_run(
         seconds = time.perf_counter() - started
         fields = {"step": progress.step, "path": str(good.folder), "seconds": seconds}
         emit({"event": "resume", **fields, "layout": good.manifest["layout"]})
-    saver = Saver(
+    return trained, progress, saver_of(job, world, emit, config.cluster.timeout)
+
+
+def assemble(job: Job, world: World, groups: Groups, source: Source) -> Trained:
+    """Return this rank's part of the model with weights from `source`, and its optimizer.
+
+    The number of microbatches is that of this rank's sequences, see `sequences_of`.
+    """
+    config, layout = job.config, job.layout
+    packed = config.data.packing == "documents"
+    target = target_of(config.train, world.device, packed=packed)
+    local_batch = len(sequences_of(layout, config.train.batch, world.rank)) * layout.dp
+    train = config.train
+    if local_batch != train.batch:  # this replica has more or fewer sequences than others
+        train = train.model_copy(update={"batch": local_batch})
+    parallel = build(
+        lower(config.model, train, config.optimizer, layout, target),
+        groups,
+        world.device,
+        source,
+        compiled=train.is_compiled,
+    )
+    shards = Shards(parallel.trained, on_host=layout.offload == "optimizer")
+    matrices = shards.matrices(parallel.groups, parallel.device, layout)
+    optimizer = build_optimizer(shards.leaves, shards.parts, config.optimizer, matrices)
+    return Trained(parallel, shards, optimizer)
+
+
+def sequences_of(layout: Layout, batch: int, rank: int) -> range:
+    """Return the indices of the global batch's sequences that a rank reads.
+
+    Every replica gets the same number of microbatches on each of its ranks, or if that is not
+    possible one more or less. Ranks of a replica always have equally many.
+    """
+    replica, shard = divmod(layout.mesh.data_rank(rank), layout.dp_shard)
+    of_replica = layout.dp_shard * layout.microbatch  # sequences in a microbatch of all its ranks
+    microbatches = batch // of_replica
+    first, end = (microbatches * (replica + n) // layout.dp_replicate for n in (0, 1))
+    size = (end - first) * layout.microbatch
+    start = first * of_replica + shard * size
+    return range(start, start + size)
+
+
+def saver_of(job: Job, world: World, emit: Emit, timeout_s: float) -> Saver:
+    """Return what saves the steps of a run, as its config says; a collective."""
+    config = job.config
+    return Saver(
         job.checkpoints,
         world,
         config.checkpoint.keep,
@@ -147,9 +177,8 @@ def open_run(
         run=job.run,
         during_training=config.checkpoint.is_async,
         mark=world.recorder.saving,
-        timeout_s=config.cluster.timeout,
+        timeout_s=timeout_s,
     )
-    return trained, progress, saver
 
 
 def _found(job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit) -> Good | None:

@@ -25,7 +25,8 @@ from meshwright.program.model_flops import flops_per_token
 from meshwright.spec.learning_rate import learning_rate
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
-from meshwright.training.between_steps import check_replicas, open_run, save
+from meshwright.training.between_steps import check_replicas, save, sequences_of
+from meshwright.training.elastic import Unbroken
 from meshwright.training.events import Emit
 from meshwright.training.held_out import HeldOut, Interruptible
 from meshwright.training.optimizer import set_learning_rate
@@ -51,30 +52,39 @@ def train(
     emit: Emit,
     asked_to_stop: Callable[[], bool],
     resume: bool = False,
+    replicas: Unbroken | None = None,
 ) -> Summary:
     """Train to the last step, to a stop request, or until early stopping ends the run.
 
     With `resume`, the run continues from its newest valid step; restarted ranks start over if none
     was saved yet. The run is saved as the config says, and always at the end. After a stop request,
-    the current step and its save complete, but an evaluation is skipped or interrupted.
+    the current step and its save complete, but an evaluation is skipped or interrupted. If
+    `replicas` are elastic, raises `Regroup` after a step if one is to join.
     """
     config, steps, clip = job.config, job.config.train.steps, job.config.train.clip_norm
-    trained, progress, saver = open_run(job, world, dataset, emit, resume)
+    replicas = replicas or Unbroken()
+    trained, progress, saver = replicas.open_run(job, world, dataset, emit, resume)
     parallel, shards, optimizer = trained
     sampler = sampler_at(progress.position, dataset, config)
     indices, read_rows = own_rows(job, world), dataset.reader(sampler.rows, steps)
-    emit(start_event(job, world, dataset, sampler, progress.step))
+    if not replicas.carries:
+        emit(start_event(job, world, dataset, sampler, progress.step))
     readings = Readings(job, world, parallel, emit, lag(world.device, progress.scale), progress)
-    recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
+    feed = Feed(world.device)
+    recording = Recording(job, world, trained, replicas.recorded_from(progress.step))
+    replicas.attach(saver, recording)
     scale, routing = progress.scale, RoutingReport(job, world, parallel, emit, progress.step)
-    step, stopped = progress.step, world.anyone(asked_to_stop())
+    step = progress.step
+    stopped = world.anyone(asked_to_stop() and not replicas.carries)  # what they carry is not saved
     held_out = HeldOut(job, world, saver, step)
     keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
     look = partial(evaluated, parallel, job, world, dataset, emit, asked_to_stop, held_out)
-    is_committed = is_due(config.train.eval_every, step, step == steps) and step > 0
-    if is_committed and not stopped and held_out.lacks(step):  # ended between a save and this
+    replicas.catch_up(job, world, emit, keep)
+    if not stopped and lacks_evaluation(config, step, held_out):
         stopped = not look(step)
+    replicas.keep_wanted(job, world, held_out, keep)
     while step < steps and not stopped and not held_out.is_over:
+        replicas.leave()
         step += 1
         begin(step, world, recording, readings)
         rows = read_rows(step - 1, indices)
@@ -82,28 +92,69 @@ def train(
         readings.data_done(rows)
         lr = learning_rate(step, steps, config.optimizer)
         set_learning_rate(optimizer, lr)
-        done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
+        vote = replicas.vote(step, lr, scale, saver, world)
+        done = update(parallel, batch, world, shards, optimizer, scale, clip, vote)
+        replicas.commit()
         world.recorder.phase("log")
         readings.add(step, lr, done)
-        pauses = recording.is_on or step == steps or is_pause(config, step)
-        stopped = readings.read(asked_to_stop(), everything=pauses)
-        recording.end(step)
-        readings.tell(last=stopped or step == steps)
-        routing.tell(step, last=stopped or step == steps, waits=pauses)
+        stopped = log(config, step, asked_to_stop(), recording, readings, routing, replicas)
         if is_due(config.train.check_every, step, last=False):
             check_replicas(parallel, world)
         saver.poll()
-        if saved := stopped or is_due(config.checkpoint.every or steps, step, step == steps):
-            keep(step, readings.loss)
-        if not stopped and is_due(config.train.eval_every, step, step == steps):
-            stopped = not look(step)
-        elif saved and not stopped and step < steps:  # no step begins that would be saved, too
-            stopped = world.anyone(asked_to_stop())
-        if not saved and (stopped or held_out.wants(step)):
-            keep(step, readings.loss)
-            held_out.keep(step)
+        border = (partial(keep, step, readings.loss), look, held_out, asked_to_stop)
+        stopped = save_and_evaluate(job, world, step, stopped, *border)
     saver.finish()
     return ended(step, readings.loss, stopped, held_out, job, world, emit)
+
+
+def log(
+    config: Config,
+    step: int,
+    asked: bool,
+    recording: Recording,
+    readings: Readings,
+    routing: RoutingReport,
+    replicas: Unbroken,
+) -> bool:
+    """Emit the events of a step that are due; return whether any rank is `asked` to stop.
+
+    A collective.
+    """
+    is_last = step == config.train.steps
+    pauses = recording.is_on or is_last or is_pause(config, step)
+    stopped = readings.read(asked, everything=pauses)
+    recording.end(step)
+    readings.tell(last=stopped or is_last)
+    replicas.tell(step)
+    routing.tell(step, last=stopped or is_last, waits=pauses)
+    return stopped
+
+
+def save_and_evaluate(
+    job: Job,
+    world: World,
+    step: int,
+    stopped: bool,
+    keep: Callable[[], None],
+    look: Callable[[int], bool],
+    held_out: HeldOut,
+    asked_to_stop: Callable[[], bool],
+) -> bool:
+    """Save and evaluate a step if it is due; return whether the run stops after it.
+
+    `stopped`: it was asked to before. `keep` saves the step, `look` evaluates it.
+    """
+    config, steps = job.config, job.config.train.steps
+    if saved := stopped or is_due(config.checkpoint.every or steps, step, step == steps):
+        keep()
+    if not stopped and is_due(config.train.eval_every, step, step == steps):
+        stopped = not look(step)
+    elif saved and not stopped and step < steps:  # no step begins that would be saved, too
+        stopped = world.anyone(asked_to_stop())
+    if not saved and (stopped or held_out.wants(step)):
+        keep()
+        held_out.keep(step)
+    return stopped
 
 
 def begin(step: int, world: World, recording: Recording, readings: Readings) -> None:
@@ -163,13 +214,22 @@ def share(batch: int, rank: int, ranks: int) -> range:
 
 def own_rows(job: Job, world: World) -> range:
     """Return the indices of the global batch's sequences that this rank reads."""
-    layout = job.layout
-    return share(job.config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
+    return sequences_of(job.layout, job.config.train.batch, world.rank)
 
 
 def is_due(interval: int, step: int, last: bool) -> bool:
     """Whether something done at an `interval` of steps (0: never) and at the end is due."""
     return interval > 0 and (step % interval == 0 or last)
+
+
+def lacks_evaluation(config: Config, step: int, held_out: HeldOut) -> bool:
+    """Whether the step that a run continues from should have been evaluated, and was not.
+
+    The run ended between its save and its evaluation.
+    """
+    train = config.train
+    is_evaluated = step > 0 and is_due(train.eval_every, step, last=step == train.steps)
+    return is_evaluated and held_out.lacks(step)
 
 
 def is_pause(config: Config, step: int) -> bool:

@@ -202,6 +202,13 @@ class Recording:
             return
         self._tell(step, tape)
 
+    def abandon(self) -> None:
+        """End the recording of a step that does not end, without a word of it."""
+        self._world.recorder.tape = None
+        if self._profile is not None:
+            self._profile.__exit__()
+            self._profile = None
+
     def _tell(self, step: int, tape: Tape) -> None:
         """Gather a step's recordings, and write them on rank 0."""
         world, program = self._world, self._trained.parallel.program

@@ -103,7 +103,7 @@ def update(
     optimizer: torch.optim.Optimizer,
     scale: LossScale,
     clip_norm: float,
-    before_update: Callable[[], None] = lambda: None,
+    before_update: Callable[[Updated], None] = lambda updated: None,
 ) -> Updated:
     """Compute the gradients, clip them to a global norm (0: no clipping) and update the weights.
 
@@ -112,13 +112,28 @@ def update(
     """
     updated = gradients(parallel, batch, world, scale.value)
     world.recorder.phase("update")
-    before_update()
+    before_update(updated)
+    apply_gradients(parallel, shards, optimizer, updated, scale.value, clip_norm)
+    return updated
+
+
+def apply_gradients(
+    parallel: Parallel,
+    shards: Shards,
+    optimizer: torch.optim.Optimizer,
+    updated: Updated,
+    loss_scale: float,
+    clip_norm: float,
+) -> None:
+    """Update the weights and states with gradients that are complete on all ranks.
+
+    Ranks exchange messages only for optimizers that need whole matrices.
+    """
     shards.take()
-    step_scaled(optimizer, updated.norm, scale.value, clip_norm)
+    step_scaled(optimizer, updated.norm, loss_scale, clip_norm)
     shards.give()
     shards.clear()
     correct_routers(parallel.routers, updated.norm)
-    return updated
 
 
 def overflowed(

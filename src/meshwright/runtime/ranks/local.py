@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
-from meshwright.program.events import read_event
+from meshwright.comm.generations import ELASTIC, Announcements
+from meshwright.program.events import Event, read_event
+from meshwright.runtime.ranks.fault import Fault
 from meshwright.runtime.supervise.attempts import Stopping, run_attempts
 from meshwright.runtime.supervise.crash_records import traced, write_stacks
+from meshwright.runtime.supervise.elastic import ElasticSupervisor
 from meshwright.runtime.supervise.lock import RunLock
 from meshwright.runtime.supervise.supervisor import (
     LocalRanks,
@@ -133,6 +137,8 @@ class LocalRun:
                 restore(job)
             meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
             cluster = job.config.cluster
+            if cluster.elastic:
+                return self._elastic(number, meet, look, lambda: signals.asked, events.write)
             watchdog = Watchdog(job.folder, job.layout.world, cluster.hang, hang_of=cluster.hang_of)
             with self._traces() as traces, self._ranks(number, meet, traces) as ranks:
                 return supervise(
@@ -146,6 +152,21 @@ class LocalRun:
             view.close()
             for reader in self._readers:
                 reader.join()
+
+    def _elastic(
+        self,
+        attempt: int,
+        meet: socket.socket,
+        look: Callable[[Watchdog], None],
+        stop: Callable[[], bool],
+        tell: Callable[[Event], None],
+    ) -> int:
+        """Run an attempt in which only the replica of a failed rank restarts."""
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+            announced = Announcements(Path(folder))
+            with self._ranks(attempt, meet, {ELASTIC: folder}) as ranks:
+                supervisor = ElasticSupervisor(self._job, ranks, announced, self._timing, tell)
+                return supervisor.watch(look, stop)
 
     def _read_later(self, core: Path, file: Path) -> str:
         """Start a thread that reads a core dump, which takes seconds, and return a note on it."""
@@ -161,13 +182,17 @@ class LocalRun:
     def _ranks(
         self, attempt: int, meet: socket.socket, extra_environ: Mapping[str, str]
     ) -> LocalRanks:
+        environ = {**self._environ, **extra_environ, "MESHWRIGHT_ATTEMPT": str(attempt)}
+        fault = environ.get("FAULT")
+        is_once = fault is not None and not Fault.parse(fault).always
         return LocalRanks(
             self._command,
             self._job.layout.world,
             self._job.folder,
-            {**self._environ, **extra_environ, "MESHWRIGHT_ATTEMPT": str(attempt)},
+            environ,
             meet,
             self._timing,
             [lock.descriptor for lock in self._locks],
             read_core=self._read_later if self._dumps_core else None,
+            environ_again={k: v for k, v in environ.items() if k != "FAULT" or not is_once},
         )

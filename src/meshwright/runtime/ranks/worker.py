@@ -361,11 +361,8 @@ def run_rank(
     dataset = open_data(config.data, job.cache, vocab_size=config.model.vocab_size)
     resume = attempt > 0 or job.resume
     refuse_unlike(digests_of(job, dataset, has_weights=not resume), world)
-    sinks: list[Sink] = []
-    if world.rank == 0:
-        tracked = TrackedRun(job.folder.path, job.run, config.model_dump(mode="json"))
-        sinks = open_sinks(config.log, tracked)
-        sinks += [*correcting(job, environ), *([] if view is None else [view])]
+    sinks = sinks_of(job, environ) if world.rank == 0 else []
+    sinks += [] if view is None else [view]
 
     def emit(event: Event) -> None:
         for sink in sinks:
@@ -384,6 +381,13 @@ def run_rank(
     world.barrier()  # some launchers end all ranks when the first one has ended
     leave()
     return EXIT_STOPPED if summary.stopped else EXIT_DONE
+
+
+def sinks_of(job: Job, environ: Mapping[str, str]) -> list[Sink]:
+    """Open what the first rank writes the events of a run to."""
+    config = job.config
+    tracked = TrackedRun(job.folder.path, job.run, config.model_dump(mode="json"))
+    return [*open_sinks(config.log, tracked), *correcting(job, environ)]
 
 
 def open_flight_recorder(
@@ -432,8 +436,14 @@ def main() -> None:
             raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
         recorder = open_flight_recorder(folder, rendezvous, environ)
         torch.set_num_threads(job.machine.threads(job.layout.world))
-        world = join(rendezvous, job.machine.device, job.config.cluster.timeout, recorder)
-        code = run_rank(job, world, rendezvous.attempt, stop, environ)
+        if job.config.cluster.elastic:
+            # Only here: that module imports this one.
+            from meshwright.runtime.ranks.elastic import run_elastic_rank
+
+            code = run_elastic_rank(job, rendezvous, recorder, stop, environ)
+        else:
+            world = join(rendezvous, job.machine.device, job.config.cluster.timeout, recorder)
+            code = run_rank(job, world, rendezvous.attempt, stop, environ)
     except BaseException as error:
         record_failure(folder, rank, error, recorder)
         code = EXIT_RANK_FAILED

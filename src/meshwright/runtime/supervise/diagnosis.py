@@ -41,9 +41,9 @@ class Diagnosis:
 
     `state`: "done", "stopped" on request, "running", "silent" (no activity for 10 s) or "failed".
     `reason` is in words. `witnesses` are the ranks as seen from outside, `failures` their
-    exceptions by rank, `costs` those of restarts, `slow` the events of slow ranks, and `good` names
-    the newest intact step. `stacks` are files with the C++ stacks of ranks that crashed in any
-    attempt.
+    exceptions by rank, `costs` those of restarts, `lost` the events of elastic replicas that were
+    lost, `slow` those of slow ranks, and `good` names the newest intact step. `stacks` are files
+    with the C++ stacks of ranks that crashed in any attempt.
     """
 
     run: Path
@@ -56,6 +56,7 @@ class Diagnosis:
     slow: tuple[Mapping[str, Any], ...]
     good: str
     stacks: Mapping[int, Path]
+    lost: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def is_well(self) -> bool:
@@ -84,6 +85,7 @@ class Diagnosis:
             "last_step": self.last_step,
             "ranks": ranks,
             "restarts": [cost._asdict() for cost in self.costs],
+            "replicas_lost": [dict(event) for event in self.lost],
             "slow_ranks": [dict(event) for event in self.slow],
             "checkpoint": self.good,
         }
@@ -113,6 +115,7 @@ def _diagnose(path: Path, job: Job) -> Diagnosis:
         tuple(event for event in events if event["event"] == "slow_rank"),
         _good(job),
         {rank: file for rank in range(world) if (file := folder.cpp_stacks(rank)).is_file()},
+        tuple(event for event in events if event["event"] == "replica_lost"),
     )
 
 

@@ -193,6 +193,13 @@ def _missing(seen: Sequence[Witness], clock_s: float) -> Iterator[str]:
             yield f"rank {witness.rank} is silent for {silent} in {place}"
 
 
+def missing_ranks(seen: Sequence[Witness]) -> tuple[int, ...]:
+    """Return the ranks that others wait for: those that are stopped or gone, else those that wait
+    for nobody."""
+    ended = tuple(w.rank for w in seen if w.process.startswith(("stopped", "gone")))
+    return ended or tuple(w.rank for w in seen if w.waits_in is None)
+
+
 def _waiting(seen: Sequence[Witness]) -> Iterator[str]:
     """Yield a phrase on the ranks that wait in the same collective, and which they wait for."""
     groups: dict[tuple[str, str], list[int]] = {}

@@ -45,6 +45,7 @@ from meshwright.runtime.supervise.explain import (
     lost_a_peer,
     memory_words,
     mismatch,
+    missing_ranks,
     out_of_memory,
     raised,
     ranks_text,
@@ -96,16 +97,20 @@ class StopSignals:
 # Steps over which the waits of ranks are compared.
 WINDOW: Final = 8
 # Until all ranks have begun, they are given at least these seconds: they import torch.
-_BEGIN_S: Final = 120.0
+BEGIN_S: Final = 120.0
 # The share of those steps that all others wait, at least, where one rank is said to be slow.
 _WAITED_FOR: Final = 0.5
 
 
 class Hang(NamedTuple):
-    """A hang of the ranks: its explanation, and for how many seconds they have been silent."""
+    """A hang of the ranks: its explanation, and for how many seconds they have been silent.
+
+    `missing` are the ranks that the others wait for, if the flight recorders say so.
+    """
 
     cause: str
     silent_s: float
+    missing: tuple[int, ...] = ()
 
 
 class Watchdog:
@@ -113,7 +118,8 @@ class Watchdog:
 
     Ranks hang that have been silent for `hang_s` seconds, or those that `hang_of` has for the part
     of the run that they are in (`setup`, `step`, `save`, `eval`), of several parts the longest; 0:
-    never. `clock` is that of the recorders, in seconds.
+    never. `clock` is that of the recorders, in seconds. If only some `ranks` of the world train,
+    these are watched.
     """
 
     def __init__(
@@ -122,42 +128,48 @@ class Watchdog:
         world: int,
         hang_s: float,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Sequence[int] | None = None,
         hang_of: Mapping[str, float] | None = None,
     ) -> None:
         self._folder, self._world, self._hang_s = folder, world, hang_s
         self._hang_of = hang_of or {}
+        self._ranks = range(world) if ranks is None else ranks
         self._clock = clock
         self._files: dict[int, FlightRecorderFile] = {}
-        self._moves = [0] * world
+        self._moves = [0] * len(self._ranks)
         self._moved_at = clock()
         self._before: list[RankPace] | None = None
 
     def look(self, pids: Sequence[int]) -> Hang | None:
         """Read the flight recorders; returns the hang if there is one, else None."""
         self._map()
-        moves = [self._files[r].moves if r in self._files else 0 for r in range(self._world)]
+        moves = [self._files[r].moves if r in self._files else 0 for r in self._ranks]
         clock_s = self._clock()
         if moves != self._moves:
             self._moves, self._moved_at = moves, clock_s
         silent = clock_s - self._moved_at
         if silent < self._limit_s():
             return None
-        explanation = explain(witnesses(self._folder, self._world, pids), clock_s)
+        everyone = witnesses(self._folder, self._world, pids)
+        seen = [everyone[rank] for rank in self._ranks]
+        explanation = explain(seen, clock_s)
         return Hang(
-            f"no rank has done anything for {format_seconds(silent)}: {explanation}", silent
+            f"no rank has done anything for {format_seconds(silent)}: {explanation}",
+            silent,
+            missing_ranks(seen),
         )
 
     def _limit_s(self) -> float:
         """Return after how many silent seconds the ranks hang."""
-        has_begun = len(self._files) == self._world
+        has_begun = len(self._files) == len(self._ranks)
         parts = {file.part for file in self._files.values()} if has_begun else {"setup"}
         limits = [self._hang_of.get(part, self._hang_s) for part in parts]
         if 0 in limits:
             return math.inf
-        return max(*limits, 0 if has_begun else _BEGIN_S)
+        return max(*limits, 0 if has_begun else BEGIN_S)
 
     def _map(self) -> None:
-        for rank in range(self._world):
+        for rank in self._ranks:
             if rank not in self._files and (path := self._folder.flight_recorder(rank)).is_file():
                 try:
                     self._files[rank] = FlightRecorderFile(path)
@@ -166,9 +178,9 @@ class Watchdog:
 
     def slow(self) -> dict[str, Any] | None:
         """Return an event if all other ranks waited for one rank in the last steps, else None."""
-        if len(self._files) < self._world or self._world < 2:
+        if len(self._files) < len(self._ranks) or len(self._ranks) < 2:
             return None
-        paces = [self._files[rank].pace() for rank in range(self._world)]
+        paces = [self._files[rank].pace() for rank in self._ranks]
         if min(pace.step for pace in paces) < 2:  # the first one begins when all have loaded
             return None
         if self._before is None:
@@ -177,26 +189,28 @@ class Watchdog:
         if min(p.step for p in paces) - min(p.step for p in before) < WINDOW:
             return None
         self._before = paces
-        return _slow_event(before, paces)
+        return _slow_event(before, paces, self._ranks)
 
 
-def _slow_event(before: Sequence[RankPace], latest: Sequence[RankPace]) -> dict[str, Any] | None:
+def _slow_event(
+    before: Sequence[RankPace], latest: Sequence[RankPace], ranks: Sequence[int]
+) -> dict[str, Any] | None:
     shares = []
     for old, new in zip(before, latest, strict=True):
         seconds = new.stepped_s - old.stepped_s
         shares.append((new.waited_s - old.waited_s) / seconds if seconds > 0 else 0.0)
-    rank = min(range(len(shares)), key=shares.__getitem__)
-    least_wait = min(share for other_rank, share in enumerate(shares) if other_rank != rank)
-    if least_wait < _WAITED_FOR or shares[rank] > least_wait / 2:
+    place = min(range(len(shares)), key=shares.__getitem__)
+    least_wait = min(share for other, share in enumerate(shares) if other != place)
+    if least_wait < _WAITED_FOR or shares[place] > least_wait / 2:
         return None
     return {
         "event": "slow_rank",
         "time": time.time(),
-        "rank": rank,
-        "from_step": before[rank].step,
-        "step": latest[rank].step,
+        "rank": ranks[place],
+        "from_step": before[place].step,
+        "step": latest[place].step,
         "others_wait": least_wait,
-        "waits": shares[rank],
+        "waits": shares[place],
     }
 
 
@@ -304,16 +318,20 @@ class LocalRanks:
         locks: Sequence[int] = (),
         *,
         read_core: ReadCore | None = None,
+        environ_again: Mapping[str, str] | None = None,
     ) -> None:
         """Store how to start the ranks; `locks` are file descriptors of locks for them to inherit.
 
+        Ranks that `start_again` starts have the environment `environ_again`, if given.
         If `read_core` is given, a rank that crashes leaves a core dump, and `read_core` writes the
         C++ stacks of its threads to a file beside its log.
         """
         self._command, self._world, self.folder = list(command), world, folder
         self._environ, self._listener, self._timing = dict(environ), listener, timing
+        self._environ_again = self._environ if environ_again is None else dict(environ_again)
         self._kept, self._read_core = list(locks), read_core
         self._began = time.time()
+        self._port = listener.getsockname()[1]
         # Anyone on this machine reaches loopback; only its own user reads a process's environment.
         self._secret = secrets.token_hex(32)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -323,14 +341,36 @@ class LocalRanks:
         read_end, write_end = os.pipe()
         self._lifeline = (read_end, write_end)
         for rank in range(self._world):
-            # What an earlier attempt has left says nothing about this one.
-            self.folder.failure(rank).unlink(missing_ok=True)
-            forget(self.folder.flight_recorder(rank))
-            self._processes.append(self._start(rank, read_end))
-            if self._read_core is not None:
-                allow_core_dump(self._processes[-1].pid)
+            self._processes.append(self._begun(rank, read_end))
         self._listener.close()
         return self
+
+    def _begun(self, rank: int, lifeline: int) -> subprocess.Popen[bytes]:
+        """Start a rank; what an earlier attempt has left says nothing about this one."""
+        self.folder.failure(rank).unlink(missing_ok=True)
+        forget(self.folder.flight_recorder(rank))
+        process = self._start(rank, lifeline)
+        if self._read_core is not None:
+            allow_core_dump(process.pid)
+        return process
+
+    def start_again(self, ranks: Sequence[int]) -> None:
+        """End some ranks at once, and start them again."""
+        assert self._lifeline is not None
+        self.end(ranks)
+        self._environ = self._environ_again
+        for rank in ranks:
+            self._processes[rank] = self._begun(rank, self._lifeline[0])
+
+    def end(self, ranks: Sequence[int]) -> None:
+        """End some ranks at once."""
+        for rank in ranks:
+            process = self._processes[rank]
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for rank in ranks:
+            self._processes[rank].wait()
 
     def _start(self, rank: int, lifeline: int) -> subprocess.Popen[bytes]:
         environ = self._environ | {
@@ -339,13 +379,13 @@ class LocalRanks:
             "WORLD_SIZE": str(self._world),
             "LOCAL_WORLD_SIZE": str(self._world),
             "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self._listener.getsockname()[1]),
+            "MASTER_PORT": str(self._port),
             "MESHWRIGHT_LOCAL": "1",
             VARIABLE: self._secret,
             "MESHWRIGHT_PARENT_FD": str(lifeline),
         }
         passed = [lifeline, *self._kept]
-        if rank == 0:
+        if rank == 0 and self._listener.fileno() >= 0:  # else it is closed: they meet elsewhere
             passed.append(self._listener.fileno())
             environ["MESHWRIGHT_LISTEN_FD"] = str(self._listener.fileno())
         log = self.folder.log(rank)
@@ -412,11 +452,7 @@ class LocalRanks:
     def __exit__(self, *_: object) -> None:
         # Not asked first: whoever had something to report has had time for it, and a save that is
         # cut short leaves the step before it.
-        for process in self._processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        self.end(range(len(self._processes)))
         if self._lifeline is not None:
             for descriptor in self._lifeline:
                 os.close(descriptor)
@@ -506,7 +542,7 @@ def supervise(
         on_poll()
         codes, clock_s = ranks.codes(), time.monotonic()
         if any(code not in (None, EXIT_DONE, EXIT_STOPPED) for code in codes):
-            _raise_failure(ranks, timing, clock_s - looked_at)
+            raise_failure(ranks, timing, clock_s - looked_at)
         if None not in codes:
             on_poll()
             return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
@@ -516,13 +552,18 @@ def supervise(
             ranks.ask_to_stop()
         hang = None if watchdog is None else watchdog.look(ranks.pids())
         if hang is not None:
-            noticed = time.time()
-            ranks.ask_for_stacks()
-            time.sleep(timing.poll_s)
-            cause = hang.cause + _traces_text(ranks.ask_for_traces())
-            text = f"{cause}. Where each rank was: {ranks.folder.log(0).parent}/rank-*.log"
-            raise RanksFailed(text, RankFailure(-1, cause, kind="hang"), noticed, hang.silent_s)
+            raise_hang(ranks, hang, timing)
         time.sleep(timing.poll_s)
+
+
+def raise_hang(ranks: LocalRanks, hang: Hang, timing: Timing) -> None:
+    """Have the ranks write where they are, then raise `RanksFailed` for a hang."""
+    noticed = time.time()
+    ranks.ask_for_stacks()
+    time.sleep(timing.poll_s)
+    cause = hang.cause + _traces_text(ranks.ask_for_traces())
+    text = f"{cause}. Where each rank was: {ranks.folder.log(0).parent}/rank-*.log"
+    raise RanksFailed(text, RankFailure(-1, cause, kind="hang"), noticed, hang.silent_s)
 
 
 def _traces_text(traces: Sequence[Path]) -> str:
@@ -534,7 +575,7 @@ def _traces_text(traces: Sequence[Path]) -> str:
     return f"; what NCCL has done last, of {len(traces)} ranks: {command}"
 
 
-def _raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:
+def raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:
     """Give the other ranks a moment to report, then raise `RanksFailed` for the first failure."""
     noticed, deadline = time.time(), time.monotonic() + timing.settle_s
     seen = witnesses(ranks.folder, len(ranks.codes()), ranks.pids())

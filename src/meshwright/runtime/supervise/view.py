@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.comm.generations import replicas_text
 from meshwright.files import is_full
 from meshwright.layout import Layout
 from meshwright.lines import folded
@@ -74,6 +75,8 @@ NOTICES: Final = {
     "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
     "restart": "{cause}\n{detected}restarting after step {from_step} (attempt {attempt}), "
     "steps to recompute: {lost_steps}",
+    "replica_lost": "{cause}\n{detected}{others} without {missing}",
+    "regroup": "step {step}: {members} from here on",
     "slow_rank": "rank {rank} is slow: from step {from_step} to {step} all others waited for "
     "{others_wait} of the time, it for {waits}",
     "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
@@ -92,6 +95,13 @@ def notice(event: Mapping[str, Any]) -> str:
     """Return a line that describes an event of a kind in `NOTICES`."""
     shown = {k: number(v) if isinstance(v, float) else v for k, v in event.items()}
     shown |= {key: f"{event[key]:.0%}" for key in ("others_wait", "waits") if key in event}
+    if event["event"] == "replica_lost":
+        verb = "continues" if len(event["left"]) == 1 else "continue"
+        shown["others"] = f"{replicas_text(event['left'])} {verb}"
+        shown["missing"] = replicas_text(event["replicas"])
+    elif event["event"] == "regroup":
+        verb = "trains" if len(event["replicas"]) == 1 else "train"
+        shown["members"] = f"{replicas_text(event['replicas'])} {verb}"
     detect_s = event.get("detect_s")  # nobody watches the ranks of torchrun
     shown["detected"] = "" if detect_s is None else f"detected in {format_seconds(detect_s)}; "
     return NOTICES[event["event"]].format(**shown)
