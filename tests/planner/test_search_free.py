@@ -14,6 +14,7 @@ from meshwright.cost.catalogue import cluster_of, find_device
 from meshwright.cost.inputs import CostInputs, work_of
 from meshwright.cost.step import transfer_seconds
 from meshwright.cost.systems import SYSTEMS
+from meshwright.planner import rank
 from meshwright.planner.plan import plan
 from meshwright.planner.prices import preference
 from meshwright.planner.rank import Search
@@ -123,13 +124,48 @@ def test_offload_is_chosen_where_it_is_faster(words, fewest):
 @pytest.mark.often(12)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_bound_is_below_every_pace(seed):
-    """A pipeline takes no less than its microbatches and its least idle time."""
+    """A pipeline takes no less than its microbatches and its least idle time; those of a division
+    no less than its bound."""
     random = Random(seed)
     setting = random_setting(random)
     search = Search(setting, setting.cluster.devices)
-    for core in search._cores()[:: random.choice((3, 7))]:
-        count, layers = core.microbatches, setting.model.n_layers
-        transfer = transfer_seconds(search.kernels, core.layout, work_of(setting, core.layout))
-        for order in schedules(core.layout.pp, layers, count):
-            pace = search._paces.pace(core.layout, order, count, transfer)
-            assert search._bound(core) <= pace.plain[1] * (1 + 1e-9), (core.layout.label, order)
+    for node in search._starts()[:: random.choice((3, 7))]:
+        for sized in search._below(node, ("none",)):
+            assert node.bound <= sized.bound, sized.choice.layout.label
+            for cored in search._below(sized, ("none",)):
+                assert sized.bound <= cored.bound
+                _check_paces(search, cored)
+
+
+def _check_paces(search, node):
+    setting, core = search.setting, node.choice
+    count, layers = core.microbatches, setting.model.n_layers
+    transfer = transfer_seconds(search.kernels, core.layout, work_of(setting, core.layout))
+    for order in schedules(core.layout.pp, layers, count):
+        pace = search._paces.pace(core.layout, order, count, transfer)
+        assert node.bound <= pace.plain[1] * (1 + 1e-9), (core.layout.label, order)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_search_without_bounds_ranks_the_same_layouts(seed, monkeypatch):
+    """In closed form: exact times, in which divisions that are left out may be faster, follow."""
+    random = Random(seed)
+    setting = random_setting(random)
+    pins = fixed(random) if seed % 3 == 0 else {}
+    bounded, considered = _best_divisions(setting, pins)
+    monkeypatch.setattr(Search, "_floor", lambda *_: 0.0)
+    monkeypatch.setattr(Search, "_evenly", lambda *_: 0.0)
+    free, everything = _best_divisions(setting, pins)
+    assert considered == everything
+    assert bounded == free
+
+
+def _best_divisions(setting, pins, top=4):
+    """The best layouts of the divisions that a search looks for, and how many it counts."""
+    search, best = Search(setting, setting.cluster.devices, pins=pins), {}
+    passes, _ = search._passes()
+    for offloaded in passes:
+        search._pass(search._starts(), top, offloaded, best)
+    worst = rank._worst(best, top)
+    listed = {degrees: fastest for degrees, fastest in best.items() if fastest[0] <= worst}
+    return listed, sum(map(search._size_of, passes))

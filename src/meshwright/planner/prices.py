@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from operator import ge
+from operator import ge, mul
 from typing import Final
 
 from meshwright.cost.data_messages import UnitSeconds, Waits, data_messages, unit_messages
 from meshwright.cost.host import copy_waits
-from meshwright.cost.inputs import CostInputs, layers_of_ranks, work_of
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, stages_of, work_of
 from meshwright.cost.kernels import Kernels
 from meshwright.cost.memory import KeptBytes, kept_of, model_states
 from meshwright.cost.microbatch import MicrobatchTimes, TimesOfParts
@@ -41,10 +41,12 @@ from meshwright.planner.space import (
     OF_SCHEDULE,
     OF_SHARDING,
     Core,
+    Division,
     Pins,
     Schedule,
     ZeroSharding,
     dominated,
+    most_sequences,
     obeys,
     offloads,
     schedules,
@@ -56,6 +58,9 @@ from meshwright.spec.training import Offload
 
 # Below this share of the limit a closed form, some percent off, is not looked into.
 _SURE: Final = 0.9
+
+# A bound that is computed in another order than what it bounds is lowered by more than rounding.
+_ROUNDED: Final = 1 - 1e-9
 
 # Share of the time that each further word of a layout's label, or stage, has to earn. Predictions
 # are a few percent off, so of layouts that are about as fast the simplest is the one to run.
@@ -177,14 +182,14 @@ class Shardings:
         if key not in self._least:
             self._least[key] = min(
                 (
-                    sum(term.bytes for term in model_states(self.setting, layout, held_layers[0]))
+                    self._states_of(layout, held_layers, self._alike(layout))
                     for sharding in shardings(
                         division.dp_replicate, division.cp, division.expert_data
                     )
                     for offload in offloads(sharding.zero, offloaded)
                     for layout in [with_sharding(division, sharding, offload)]
                     if obeys(self.pins, layout, OF_SHARDING)
-                    for held_layers in [layers_of_ranks(self.setting, layout)]
+                    for held_layers in [layers_of_ranks(self.setting, layout)[0]]
                 ),
                 default=math.inf,
             )
@@ -208,8 +213,8 @@ class Shardings:
         return (sent + update, *unit.largest, first, last), choice
 
     def _states_of(self, layout: Layout, held_layers: RankLayers, key: tuple[object, ...]) -> float:
-        """Return the bytes of model states on a rank with these layers; `key` is
-        `_alike(layout)`."""
+        """Return the bytes of model states on a rank with these layers; `key` has what else they
+        depend on."""
         key = *key, held_layers
         if key not in self._states:
             terms = model_states(self.setting, layout, held_layers)
@@ -306,6 +311,10 @@ class Prices:
         self._of_parts = TimesOfParts(setting, self.kernels)
         self._times: dict[tuple[object, ...], MicrobatchTimes] = {}
         self._kept: dict[tuple[object, ...], KeptBytes] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._floors: dict[tuple[object, ...], float] = {}
+        stage = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
+        self._kinds = RankLayers.of(setting.model, stage).kinds
 
     def parts(self, layout: Layout, defers: bool = False) -> MicrobatchTimes:
         """Return the seconds of a layout's microbatch by part; cached by `shape_of` the layout.
@@ -317,14 +326,33 @@ class Prices:
             self._times[key] = self._of_parts.of(layout)
         return self._times[key]
 
-    def least_parts(self, layout: Layout) -> MicrobatchTimes:
-        """Return a lower bound of `parts` over the recomputation policies: the seconds without
-        any."""
-        *shape, _, moves = shape_of(layout)
-        key = (*shape, "none", moves, False)
-        if key not in self._times:
-            self.parts(layout.model_copy(update={"recompute": "none"}))
-        return self._times[key]
+    def least(self, division: Division, microbatch: int) -> float:
+        """Return the seconds of a microbatch of so many sequences in the whole model, without
+        recomputation: a lower bound over the recomputation policies."""
+        key = (*_cut(division.layout), microbatch)
+        if key not in self._least:
+            layout = division.layout.model_copy(update={"microbatch": microbatch})
+            layers, first, last = self.parts(layout).totals
+            self._least[key] = sum(map(mul, layers, self._kinds)) + first + last
+        return self._least[key]
+
+    def floor(self, division: Division) -> float:
+        """Return a lower bound of the seconds per sequence in all layers, over the microbatches
+        that are considered and the recomputation policies.
+
+        Seconds per sequence of matmuls (fuller tiles), launches and messages (latencies) are least
+        in the largest microbatch, and so are those of their sums and maxima. Of a message, only
+        what is never hidden counts.
+        """
+        key = _cut(division.layout)
+        if key not in self._floors:
+            train, layout = self.setting.train, division.layout
+            largest = most_sequences(train, layout.cp)
+            parts = self.parts(layout.model_copy(update={"microbatch": largest}))
+            shown = self.kernels.never_hidden(layout.cp_kind)
+            layers = (layer.forward + layer.backward + shown.of(layer) for layer in parts.layers)
+            self._floors[key] = _ROUNDED * sum(map(mul, layers, self._kinds)) / largest
+        return self._floors[key]
 
     def kept_of(self, layout: Layout) -> KeptBytes:
         """Return the bytes that a layout's microbatch saves for its backward:
@@ -354,6 +382,11 @@ class KnownPrices:
                 return known
         self._last = [Prices(setting, pins), *self._last[: _MOST - 1]]
         return self._last[0]
+
+
+def _cut(layout: Layout) -> tuple[object, ...]:
+    """Return how a layout divides the work of a sequence, as a cache key."""
+    return layout.tp, layout.sp, layout.cp, layout.cp_kind, layout.ep, layout.etp
 
 
 def shape_of(layout: Layout) -> tuple[object, ...]:
