@@ -232,6 +232,9 @@ class Search:
         while True:
             for offloaded in passes:
                 self._pass(starts, top, offloaded, best)
+            # What is slower was come across or not, as the order of the search had it.
+            worst = _worst(best, top)
+            best = {degrees: fastest for degrees, fastest in best.items() if fastest[0] <= worst}
             fastest = heapq.nsmallest(_COMPARED, best.values(), key=itemgetter(0))
             best_layouts = {layout for _, layout in [*fastest, *_of_kinds(best).values()]}
             timed = sorted(map(self.fits.timed, best_layouts), key=preference)
@@ -240,12 +243,9 @@ class Search:
                 # The first is preferred; why each other is not shows best in order of their time.
                 return [*priced[:1], *sorted(priced[1:], key=_seconds_of)]
             self.reasons = reasons_before.copy()
-            # The others stay the best of their divisions, if none was skipped for a faster one.
-            worst = _worst(best, top)
+            # The others stay the best of their divisions: none was skipped for a faster one.
             best = {
-                degrees: fastest
-                for degrees, fastest in best.items()
-                if fastest[0] <= worst and self._still_fits(fastest)
+                degrees: fastest for degrees, fastest in best.items() if self._still_fits(fastest)
             }
 
     def _legal(self) -> list[Division]:
