@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import NamedTuple, get_args
 from meshwright.cost.data_messages import UnitSeconds, Waits, data_wait, unit_waits
 from meshwright.cost.host import copy_waits
 from meshwright.cost.inputs import CostInputs, stages_of
-from meshwright.cost.memory import activations
+from meshwright.cost.memory import activations, least_activations
 from meshwright.cost.price import Prediction, RankMemory, worst_memory
 from meshwright.cost.step import host_seconds
 from meshwright.cost.work import RankLayers
@@ -74,9 +75,6 @@ _ON_REQUEST = (
     "offload of activations: only on request (layout.offload = activations), or where nothing else "
     "fits, since hosts may have to hold terabytes"
 )
-# What the lightest schedule holds on the first rank, in what 1F1B holds there: ZBV with as many
-# microbatches as ranks has half of them in flight.
-_LEAST_IN_FLIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -402,10 +400,7 @@ class Search:
         `limit`."""
         core_layout, setting = core.layout, self.setting
         layers, count = setting.model.n_layers, core_layout.microbatches(setting.train.batch)
-        least_bytes = _LEAST_IN_FLIGHT * self._activations(core_layout, 0)
-        if self._is_too_large(
-            least_bytes + self.prices.shardings.least_states(core_layout, offloaded)
-        ):
+        if self._is_too_large(self._least_bytes(core, offloaded)):
             self.reasons["does not fit"] += self.counts.of_core(core, offloaded)
             return None
         orders = as_fixed(self.pins, schedules(core_layout.pp, layers, count))
@@ -439,6 +434,21 @@ class Search:
                 continue
             self._note_unfit(memory.total, core_layout, schedule, choice)
         return None
+
+    def _least_bytes(self, core: Core, offloaded: tuple[Offload, ...]) -> float:
+        """Return a lower bound of the bytes of tensors on a core's first rank, over its schedules
+        and ZeRO stages; infinite if it has none."""
+        kept_bytes, shardings = self.prices.kept_of(core.layout), self.prices.shardings
+        return min(
+            (
+                least_activations(self.setting, held_layers, share, kept_bytes)
+                + shardings.least_states(core.layout, held_layers, offloaded)
+                for held_layers, share in self._paces.least_held(
+                    core.layout.pp, core.microbatches
+                ).items()
+            ),
+            default=math.inf,
+        )
 
     def _is_too_large(self, least_bytes: float) -> bool:
         """Whether this many bytes do not fit, and a layout closer to fitting is already known."""
