@@ -304,8 +304,8 @@ def least_activations(
     saved = sum(_average(held_layers, per_kind) for per_kind in kept_bytes.saved.values())
     ends = [kept_bytes.at_work.bytes, kept_bytes.loss.bytes * held_layers.has_head]
     at_once = max(ends) if CAUSAL[setting.system.attention] else sum(ends)
-    others = at_once + 2 * kept_bytes.moving
-    return setting.memory_factor * (saved * held_layers.layers * share + others)
+    at_once += 2 * kept_bytes.moving
+    return setting.memory_factor * (saved * held_layers.layers * share + at_once)
 
 
 def _held_together(

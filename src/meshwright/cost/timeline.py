@@ -68,8 +68,8 @@ def layer_bytes(
     first = [op for op in ops if op.layer == kind]
     anew = first
     if program.layout.recompute != "none":
-        again = operations(program, stage, cp_rank=cp_rank, recomputed=True)
-        anew = [op for op in again if op.layer == kind]
+        recomputed_ops = operations(program, stage, cp_rank=cp_rank, recomputed=True)
+        anew = [op for op in recomputed_ops if op.layer == kind]
     backward, alive = [], anew
     for need in backward_workspaces(program, sizes, kind):
         name = f"layers.*.{need.op}"

@@ -533,15 +533,15 @@ class Paces:
         """
         key = pp, count
         if key not in self._in_flight:
-            least: dict[RankLayers, float] = {}
+            shares: dict[RankLayers, float] = {}
             pins, layers = self._prices.pins, self._setting.model.n_layers
             for order in as_fixed(pins, schedules(pp, layers, count)):
                 if self.loses(order, pp, count) is None:
                     layout = with_schedule(Layout(pp=pp), order)
                     held_layers = layers_of_ranks(self._setting, layout)[0]
                     share = least_in_flight(layout, count) / order.virtual
-                    least[held_layers] = min(share, least.get(held_layers, share))
-            self._in_flight[key] = least
+                    shares[held_layers] = min(share, shares.get(held_layers, share))
+            self._in_flight[key] = shares
         return self._in_flight[key]
 
     def pace(self, core_layout: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
